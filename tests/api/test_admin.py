@@ -53,7 +53,7 @@ async def test_only_roles_of_the_connector_count_for_readiness(gateway: Gateway)
 
 
 @pytest.mark.parametrize("path", READY_ROUTES)
-async def test_a_draining_gateway_is_not_ready(gateway: Gateway, path: str) -> None:
+async def test_draining_gateway_is_not_ready(gateway: Gateway, path: str) -> None:
     await gateway.engine(Role.DECODE)
     client = await client_of(gateway, roles=[Role.DECODE], is_draining=True)
     async with client.get(path) as answer:

@@ -44,7 +44,7 @@ async def sdk(deployment: Deployment) -> AsyncIterator[AsyncOpenAI]:
 # The OpenAI SDK
 
 
-async def test_the_sdk_gets_an_answer(sdk: AsyncOpenAI) -> None:
+async def test_sdk_gets_an_answer(sdk: AsyncOpenAI) -> None:
     answer = await sdk.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=8, n=2)
     text = await answer_alone(request(Api.CHAT))
     assert [choice.message.content for choice in answer.choices] == [text, text]
@@ -52,20 +52,20 @@ async def test_the_sdk_gets_an_answer(sdk: AsyncOpenAI) -> None:
     assert answer.usage.completion_tokens == 16
 
 
-async def test_the_sdk_streams(sdk: AsyncOpenAI) -> None:
+async def test_sdk_streams(sdk: AsyncOpenAI) -> None:
     stream = await sdk.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=8, stream=True)
     parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
     assert "".join(parts) == await answer_alone(request(Api.CHAT))
 
 
-async def test_the_sdk_gets_a_complete_answer_when_a_decoder_is_lost(sdk: AsyncOpenAI, deployment: Deployment) -> None:
+async def test_sdk_gets_a_complete_answer_when_a_decoder_is_lost(sdk: AsyncOpenAI, deployment: Deployment) -> None:
     deployment.decoders[0].faults.add("reset_after_tokens", tokens=3, times=1)
     stream = await sdk.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=8, stream=True)
     parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
     assert "".join(parts) == await answer_alone(request(Api.CHAT))
 
 
-async def test_the_sdk_raises_when_a_stream_breaks(deploy: Deploy) -> None:
+async def test_sdk_raises_when_a_stream_breaks(deploy: Deploy) -> None:
     deployment = await deploy(resume={"mode": "off"})
     deployment.decoders[0].faults.add("reset_after_tokens", tokens=3)
     async with openai.AsyncOpenAI(base_url=deployment.url + "/v1", api_key="key") as sdk:
@@ -76,14 +76,14 @@ async def test_the_sdk_raises_when_a_stream_breaks(deploy: Deploy) -> None:
             await anext(stream)
 
 
-async def test_the_sdk_raises_the_error_of_the_engine(sdk: AsyncOpenAI) -> None:
+async def test_sdk_raises_the_error_of_the_engine(sdk: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         await sdk.chat.completions.create(model="nonsense", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         await sdk.completions.create(model="sim", prompt="x" * 140_000)
 
 
-async def test_the_sdk_does_not_retry_permanent_errors(sdk: AsyncOpenAI, deployment: Deployment) -> None:
+async def test_sdk_does_not_retry_permanent_errors(sdk: AsyncOpenAI, deployment: Deployment) -> None:
     deployment.prefillers[0].faults.add("reset_before_headers")
     with pytest.raises(openai.InternalServerError):
         await sdk.chat.completions.create(model="sim", messages=MESSAGES)

@@ -25,7 +25,7 @@ async def memberships(client: Client) -> list[tuple[str, int, float | None]]:
     return [(one["membership"], one["weight"], one["evacuated_in_seconds"]) for one in instances]
 
 
-async def test_an_instance_is_disabled_and_enabled(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_instance_is_disabled_and_enabled(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     one, two = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
@@ -46,7 +46,7 @@ async def test_an_instance_is_disabled_and_enabled(gateway: Gateway, caplog: pyt
     assert lines == [f"Instances ['{one.name}'] are {what}." for what in ("disabled", "disabled", "enabled")]
 
 
-async def test_a_disabled_instance_may_have_a_time_to_be_evacuated(gateway: Gateway) -> None:
+async def test_disabled_instance_may_have_a_time_to_be_evacuated(gateway: Gateway) -> None:
     one, _ = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     client = await client_of(gateway, settings=Settings.model_validate({"leaving": {"evacuate_after_seconds": 500}}))
     await change(client, "disable", type="decode", instances=one.name)
@@ -57,7 +57,7 @@ async def test_a_disabled_instance_may_have_a_time_to_be_evacuated(gateway: Gate
     assert await memberships(client) == [("disabled", 100, None), ("enabled", 100, None)]
 
 
-async def test_an_instance_has_a_weight(gateway: Gateway) -> None:
+async def test_instance_has_a_weight(gateway: Gateway) -> None:
     one = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
     status, told = await change(client, "weight", type="prefill", instances=one.name, weight=30)

@@ -166,7 +166,7 @@ async def test_models_of_an_added_instance_may_be_given(gateway: Gateway) -> Non
     assert [one["models"] for one in await shown(client)] == [["x"]]
 
 
-async def test_an_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) -> None:
+async def test_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) -> None:
     engine = await gateway.engine(None)
     client = await client_of(gateway)
     status, _ = await change(client, "add", type="prefill", instances=f"{engine.name} 8998")
@@ -176,7 +176,7 @@ async def test_an_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) ->
     assert (backend.name, backend.bootstrap_port) == (engine.name, 8998)
 
 
-async def test_an_idle_instance_is_removed_at_once(gateway: Gateway) -> None:
+async def test_idle_instance_is_removed_at_once(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
     status, told = await change(client, "remove", type="prefill", instances=[engine.name])
@@ -251,7 +251,7 @@ async def test_localhost_and_its_address_are_one_instance(gateway: Gateway, name
     assert (told["current_decode_instances"], told["not_found"]) == ([other.name], [])
 
 
-async def test_a_joining_instance_can_be_removed(gateway: Gateway) -> None:
+async def test_joining_instance_can_be_removed(gateway: Gateway) -> None:
     async def never(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
@@ -263,7 +263,7 @@ async def test_a_joining_instance_can_be_removed(gateway: Gateway) -> None:
     assert told["joining_prefill_instances"] == []
 
 
-async def test_an_ipv6_endpoint_is_written_in_brackets(gateway: Gateway) -> None:
+async def test_ipv6_endpoint_is_written_in_brackets(gateway: Gateway) -> None:
     gateway.add(Role.DECODE, "::1", 7200)
     client = await client_of(gateway)
     _, told = await change(client, "remove", type="decode", instances="[0:0:0:0:0:0:0:1]:7200")
@@ -328,7 +328,7 @@ async def test_invalid_json_is_rejected(gateway: Gateway) -> None:
         assert (await answer.json())["error"]["code"] == "invalid_json"
 
 
-async def test_an_endpoint_cannot_take_the_other_role(gateway: Gateway) -> None:
+async def test_endpoint_cannot_take_the_other_role(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
     status, told = await change(client, "add", type="decode", instances=engine.name)
@@ -342,7 +342,7 @@ async def test_unused_role_is_rejected(gateway: Gateway) -> None:
     assert (status, told["error"]["param"]) == (400, "type")
 
 
-async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -> None:
+async def test_added_instance_may_be_given_the_engine_key(gateway: Gateway) -> None:
     engine = await gateway.engine(None)
     client = await client_of(gateway, keys=gateway.keys("s3cret"))
     status, _ = await change(client, "add", type="decode", instances=engine.name, send_key=True)

@@ -134,7 +134,7 @@ def test_x_api_key_is_passed_on_as_a_bearer_token(clock: Clock) -> None:
     assert gateway.keys.credential(request) == "Bearer sk-a"
 
 
-async def test_the_sdk_raises_authentication_error_for_a_wrong_key(gateway: Gateway) -> None:
+async def test_sdk_raises_authentication_error_for_a_wrong_key(gateway: Gateway) -> None:
     gateway.configure(a={})
     with pytest.raises(openai.AuthenticationError) as refused:
         await gateway.ask("sk-b")
@@ -144,7 +144,7 @@ async def test_the_sdk_raises_authentication_error_for_a_wrong_key(gateway: Gate
     assert (gateway.served, gateway.ended) == ([], [None])
 
 
-async def test_the_sdk_raises_rate_limit_error_and_knows_when_there_is_room(gateway: Gateway) -> None:
+async def test_sdk_raises_rate_limit_error_and_knows_when_there_is_room(gateway: Gateway) -> None:
     gateway.configure(a={"requests_per_minute": 1})
     await gateway.ask("sk-a")
     with pytest.raises(openai.RateLimitError) as refused:
@@ -155,7 +155,7 @@ async def test_the_sdk_raises_rate_limit_error_and_knows_when_there_is_room(gate
     assert gateway.ended == ["a", "a"]  # the refused one is known by its name, too
 
 
-async def test_the_sdk_raises_rate_limit_error_for_one_request_too_many_at_a_time(gateway: Gateway) -> None:
+async def test_sdk_raises_rate_limit_error_for_one_request_too_many_at_a_time(gateway: Gateway) -> None:
     gateway.configure(a={"max_concurrent": 1})
     gateway.go_on.clear()
     async with asyncio.TaskGroup() as group:

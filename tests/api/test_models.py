@@ -110,7 +110,7 @@ async def test_one_broken_engine_does_not_matter(gateway: Gateway, broken: Answe
         assert (await answer.json())["data"] == [{"id": "kimi"}]
 
 
-async def test_an_unhealthy_engine_is_not_asked(gateway: Gateway) -> None:
+async def test_unhealthy_engine_is_not_asked(gateway: Gateway) -> None:
     down = await gateway.engine(None, serving({"id": "old"}))
     gateway.add(Role.PREFILL, "127.0.0.1", down.port, healthy=False)
     await gateway.engine(Role.DECODE, serving({"id": "kimi"}))

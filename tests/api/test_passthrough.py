@@ -171,7 +171,7 @@ async def test_answer_is_streamed_as_it_arrives(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
-async def test_an_engines_error_passes_byte_for_byte(gateway: Gateway, status: int) -> None:
+async def test_engines_error_passes_byte_for_byte(gateway: Gateway, status: int) -> None:
     async def refuse(request: web.Request) -> web.Response:
         return web.Response(status=status, body=ODD_BODY, headers={"Content-Type": "application/json"})
 
@@ -184,7 +184,7 @@ async def test_an_engines_error_passes_byte_for_byte(gateway: Gateway, status: i
     assert f'pdproxy_requests_total{{api="tokenizer",code="{status}"}} 1.0' in gateway.metric_lines()
 
 
-async def test_a_redirect_is_not_followed(gateway: Gateway) -> None:
+async def test_redirect_is_not_followed(gateway: Gateway) -> None:
     async def away(request: web.Request) -> web.Response:
         return web.Response(status=307, headers={"Location": "http://127.0.0.1:1/steal"})
 
@@ -301,7 +301,7 @@ async def test_no_healthy_engine_is_a_503(gateway: Gateway) -> None:
         assert (await answer.json())["error"]["code"] == "no_healthy_prefill"
 
 
-async def test_an_engine_that_is_silent_for_too_long_is_a_504(gateway: Gateway) -> None:
+async def test_engine_that_is_silent_for_too_long_is_a_504(gateway: Gateway) -> None:
     async def wait(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
@@ -418,7 +418,7 @@ async def test_client_that_does_not_read_is_disconnected(gateway: Gateway) -> No
     assert 'pdproxy_streams_broken_total{reason="write_timeout",side="client"} 1.0' in gateway.metric_lines()
 
 
-async def test_a_body_that_is_too_large_reaches_no_engine(gateway: Gateway) -> None:
+async def test_body_that_is_too_large_reaches_no_engine(gateway: Gateway) -> None:
     prefiller = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway, listen={"max_body_bytes": 10})
     async with client.post("/tokenize", data=b"x" * 11) as answer:

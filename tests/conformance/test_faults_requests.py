@@ -53,7 +53,7 @@ async def test_invalid_json_is_rejected_without_quoting_it(gateway: Deployment, 
 
 
 @pytest.mark.fault(24)
-async def test_a_million_token_ids_reach_the_engine(gateway: Deployment) -> None:
+async def test_million_token_ids_reach_the_engine(gateway: Deployment) -> None:
     body = orjson.dumps({**request(Api.COMPLETIONS), "prompt": [7] * 1_000_000})
     async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=io.BytesIO(body)) as response:
         answer = await read(response)

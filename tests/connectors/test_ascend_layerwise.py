@@ -99,7 +99,7 @@ def waits_for(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
 @pytest.mark.parametrize("resume", ["off", "exact"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_the_decoder_is_asked_first_and_the_prefiller_as_it_says(
+async def test_decoder_is_asked_first_and_the_prefiller_as_it_says(
     start: Start, api: Api, stream: bool, resume: str
 ) -> None:
     pushing = await start(resume={"mode": resume})
@@ -122,7 +122,7 @@ async def test_the_decoder_is_asked_first_and_the_prefiller_as_it_says(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_prefiller_knows_how_much_of_the_prompt_was_cached(start: Start, stream: bool) -> None:
+async def test_prefiller_knows_how_much_of_the_prompt_was_cached(start: Start, stream: bool) -> None:
     pushing = await start()
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = await pushing.gateway.ask(request(Api.CHAT, **options))
@@ -159,9 +159,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(start: Start) -> 
 
 
 @pytest.mark.parametrize("field", [{"use_beam_search": True}, {"prompt_logprobs": 1}])
-async def test_what_cannot_be_handed_over_is_refused_before_any_engine_is_asked(
-    start: Start, field: dict[str, Any]
-) -> None:
+async def test_calls_without_handoff_are_refused_before_any_engine(start: Start, field: dict[str, Any]) -> None:
     pushing = await start()
     assert (await pushing.gateway.ask(request(Api.CHAT, **field))).status == 400
     assert not pushing.decoders[0].received
@@ -202,7 +200,7 @@ async def test_both_engines_are_reserved_before_the_first_leg_and_released_at_th
         await until(lambda: load(pushing, decoder) == Load(), "the decoder to be free")
 
 
-async def test_a_decoder_gets_its_own_time_after_all_that_comes_before(start: Start) -> None:
+async def test_decoder_gets_its_own_time_after_all_that_comes_before(start: Start) -> None:
     """Its silence is the prefiller's as long as that is at work."""
     pushing = await start(
         layerwise={"callback_seconds": 10.0},
@@ -248,7 +246,7 @@ def hostile(engine_id: str) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("name", hostile("chatcmpl-x"))
-async def test_what_is_no_callback_is_refused_and_nothing_comes_of_it(start: Start, name: str) -> None:
+async def test_invalid_callback_is_refused_without_effect(start: Start, name: str) -> None:
     pushing = await start()
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
     room = asyncio.Event()
@@ -275,9 +273,7 @@ async def test_what_is_no_callback_is_refused_and_nothing_comes_of_it(start: Sta
         ("POST", "/v1/metaserver/", 404),
     ],
 )
-async def test_nothing_else_is_served_where_decoders_call_back(
-    start: Start, method: str, path: str, status: int
-) -> None:
+async def test_callback_port_serves_no_other_routes(start: Start, method: str, path: str, status: int) -> None:
     pushing = await start()
     await pushing.gateway.ask(request(Api.CHAT))
     assert (await pushing.post(b"{}", path, method))[0] == status
@@ -289,7 +285,7 @@ async def test_clients_cannot_call_back(start: Start) -> None:
         assert answer.status == 404
 
 
-async def test_a_decoder_that_calls_back_twice_is_answered_and_taken_at_its_first_word(start: Start) -> None:
+async def test_decoder_that_calls_back_twice_is_answered_and_taken_at_its_first_word(start: Start) -> None:
     """It posts again when it has not seen the answer."""
     pushing = await start()
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
@@ -307,7 +303,7 @@ async def test_late_callback_is_rejected(start: Start) -> None:
     assert len(pushing.prefillers[0].received) == 1
 
 
-async def test_an_attempt_that_failed_cannot_be_called_back_while_another_is_under_way(start: Start) -> None:
+async def test_attempt_that_failed_cannot_be_called_back_while_another_is_under_way(start: Start) -> None:
     pushing = await start(1, 2)
     (prefiller,), (first, second) = pushing.prefillers, pushing.decoders
     first.refusal = 503
@@ -352,7 +348,7 @@ async def test_decoders_can_call_back_while_clients_are_not_served_any_more(star
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("resume", ["off", "exact"])
-async def test_a_decoder_whose_prefill_fails_is_left_and_the_work_is_repeated(
+async def test_decoder_whose_prefill_fails_is_left_and_the_work_is_repeated(
     start: Start, stream: bool, resume: str
 ) -> None:
     pushing = await start(2, 1, resume={"mode": resume})
@@ -365,7 +361,7 @@ async def test_a_decoder_whose_prefill_fails_is_left_and_the_work_is_repeated(
     assert len({received.headers["x-request-id"] for received in decoder.received}) == 2
 
 
-async def test_a_decoder_whose_prefiller_cannot_be_reached_is_left(start: Start) -> None:
+async def test_decoder_whose_prefiller_cannot_be_reached_is_left(start: Start) -> None:
     pushing = await start(2, 1)
     (gone, _), (decoder,) = pushing.prefillers, pushing.decoders
     await gone._runner.cleanup()
@@ -376,7 +372,7 @@ async def test_a_decoder_whose_prefiller_cannot_be_reached_is_left(start: Start)
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("status", [400, 429, 500])
-async def test_a_prefillers_own_error_reaches_the_client(start: Start, status: int, stream: bool) -> None:
+async def test_prefillers_own_error_reaches_the_client(start: Start, status: int, stream: bool) -> None:
     pushing = await start(retry={"max_attempts": 1})
     pushing.prefillers[0].refusal = status
     answer = await pushing.gateway.ask(request(Api.CHAT, stream=stream))
@@ -391,7 +387,7 @@ async def test_slow_prefill_counts_against_prefiller_only(start: Start) -> None:
     assert (answer.status, answer.error["code"]) == (504, "prefill_timeout")
 
 
-async def test_a_decoder_that_does_not_call_back_is_given_up(start: Start) -> None:
+async def test_decoder_that_does_not_call_back_is_given_up(start: Start) -> None:
     pushing = await start(layerwise={"callback_seconds": 0.1})
     pushing.decoders[0].calls = 0
     answer = await pushing.gateway.ask(request(Api.CHAT, stream=True))
@@ -402,7 +398,7 @@ async def test_a_decoder_that_does_not_call_back_is_given_up(start: Start) -> No
 
 
 @pytest.mark.parametrize("status", [400, 404])
-async def test_a_decoder_that_refuses_a_request_spares_the_prefiller(start: Start, status: int) -> None:
+async def test_decoder_that_refuses_a_request_spares_the_prefiller(start: Start, status: int) -> None:
     pushing = await start()
     pushing.decoders[0].refusal = status
     answer = await pushing.gateway.ask(request(Api.CHAT, stream=True))
@@ -411,7 +407,7 @@ async def test_a_decoder_that_refuses_a_request_spares_the_prefiller(start: Star
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prefill_ends_with_its_decoder(start: Start, stream: bool) -> None:
+async def test_prefill_ends_with_its_decoder(start: Start, stream: bool) -> None:
     once_only = {"retry": {"max_attempts": 1}, "resume": {"mode": "off"}}
     pushing = await start(**once_only, health={"quarantine_after": 1})
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
@@ -424,7 +420,7 @@ async def test_a_prefill_ends_with_its_decoder(start: Start, stream: bool) -> No
     assert pushing.gateway.metrics("pdproxy_pair_quarantines_total") == {}  # there was nothing to hand over yet
 
 
-async def test_a_prefill_whose_answer_is_lost_costs_nothing_once_the_decoder_answers(start: Start) -> None:
+async def test_prefill_whose_answer_is_lost_costs_nothing_once_the_decoder_answers(start: Start) -> None:
     pushing = await start()
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
     prefiller.loss, decoder.holds = asyncio.Event(), asyncio.Event()
@@ -449,7 +445,7 @@ async def test_engines_between_which_kv_gets_lost_are_kept_apart(start: Start, s
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_a_prefill_that_fails_says_nothing_about_a_pair(start: Start, status: int) -> None:
+async def test_prefill_that_fails_says_nothing_about_a_pair(start: Start, status: int) -> None:
     pushing = await start(health={"quarantine_after": 1}, retry={"max_attempts": 1})
     pushing.prefillers[0].refusal = status
     assert (await pushing.gateway.ask(request(Api.CHAT, stream=True))).status == status
@@ -459,7 +455,7 @@ async def test_a_prefill_that_fails_says_nothing_about_a_pair(start: Start, stat
 # Between simulated engines
 
 
-async def test_a_decoder_that_asks_for_recomputation_is_given_another_prefill(deploy: Deploy) -> None:
+async def test_decoder_that_asks_for_recomputation_is_given_another_prefill(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, connector="ascend_layerwise")
     body = request(Api.CHAT, stream=True, max_tokens=30)
     gateway.decoders[0].faults.add("recompute", tokens=10, times=1)

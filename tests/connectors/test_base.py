@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1, 10.002), (1000, 12.0), (128_000, 266.0)])
-def test_a_prefillers_deadline_grows_with_the_prompt(tokens: int, seconds: float) -> None:
+def test_prefillers_deadline_grows_with_the_prompt(tokens: int, seconds: float) -> None:
     timeouts = Timeouts(prefill_seconds=10.0, prefill_seconds_per_1k_tokens=2.0)
     call = parse(Api.COMPLETIONS, orjson.dumps({"prompt": [7] * tokens}), Cost())
     assert prefill_seconds(timeouts, call) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("stream", "seconds"), [(True, 3.0), (False, 60.0)])
-def test_an_answer_that_is_not_streamed_begins_at_its_end(stream: bool, seconds: float) -> None:
+def test_answer_that_is_not_streamed_begins_at_its_end(stream: bool, seconds: float) -> None:
     timeouts = Timeouts(first_token_seconds=3.0, answer_seconds=60.0)
     call = parse(Api.COMPLETIONS, orjson.dumps({"prompt": "x", "stream": stream}), Cost())
     assert first_byte_seconds(timeouts, call) == seconds
@@ -36,9 +36,7 @@ def test_an_answer_that_is_not_streamed_begins_at_its_end(stream: bool, seconds:
 @pytest.mark.parametrize(
     ("fields", "seconds"), [({"max_tokens": 20}, 320.0), ({"max_tokens": 10**6}, 3600.0), ({}, 3600.0)]
 )
-def test_an_answer_that_is_not_streamed_may_take_as_long_as_it_has_tokens(
-    fields: dict[str, int], seconds: float
-) -> None:
+def test_answer_that_is_not_streamed_may_take_as_long_as_it_has_tokens(fields: dict[str, int], seconds: float) -> None:
     call = parse(Api.CHAT, orjson.dumps({"messages": [], **fields}), Cost())
     assert first_byte_seconds(Timeouts(first_token_seconds=300, answer_seconds=3600), call) == seconds
 

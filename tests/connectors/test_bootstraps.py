@@ -56,7 +56,7 @@ async def refused(bootstraps: Bootstraps, address: str) -> UpstreamError:
         ("fd00::1", None, "http://[fd00::1]:8998"),
     ],
 )
-def test_a_server_is_beside_its_prefiller(host: str, port: int | None, address: str) -> None:
+def test_server_is_beside_its_prefiller(host: str, port: int | None, address: str) -> None:
     assert bootstrap_address(Backend(Role.PREFILL, host, 7100, bootstrap_port=port), 8998) == address
 
 
@@ -79,7 +79,7 @@ def test_engines_are_sorted_by_rank() -> None:
         orjson.dumps({str(rank % 9999): {"engine_id": "x"} for rank in range(4097)}),
     ],
 )
-def test_what_no_bootstrap_server_tells_is_refused(answer: bytes) -> None:
+def test_invalid_answers_of_bootstrap_servers_are_refused(answer: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_engines(answer)
 
@@ -121,7 +121,7 @@ async def test_server_is_queried_again_after_some_seconds_and_when_forgotten(clo
         assert len(server.asked) == 3
 
 
-async def test_what_is_known_holds_while_one_asks_again(clock: Clock) -> None:
+async def test_known_bootstrap_answer_is_used_during_a_refresh(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
         await bootstraps.engines(PREFILLER, server.address)
         clock.now += 60
@@ -137,7 +137,7 @@ async def test_what_is_known_holds_while_one_asks_again(clock: Clock) -> None:
         assert await bootstraps.engines(PREFILLER, server.address) == ((0, "new"),)
 
 
-async def test_what_is_known_holds_when_a_server_is_gone(clock: Clock) -> None:
+async def test_known_bootstrap_answer_is_used_after_the_server_is_gone(clock: Clock) -> None:
     """It is a side door of the prefiller, which may do well without."""
     async with asking(clock) as bootstraps:
         async with BootstrapServer() as server:
@@ -177,7 +177,7 @@ async def test_another_backend_in_the_same_slot_is_another(clock: Clock) -> None
         assert await bootstraps.engines(PREFILLER, other.address) == ((0, "other"),)  # its port was changed
 
 
-async def test_a_server_that_was_forgotten_meanwhile_may_have_been_met(clock: Clock) -> None:
+async def test_server_that_was_forgotten_meanwhile_may_have_been_met(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
         await bootstraps.engines(PREFILLER, server.address)
         bootstraps.forget(PREFILLER)
@@ -270,7 +270,7 @@ async def test_invalid_answer_of_a_bootstrap_server_is_the_prefillers_failure(
 
 
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
-async def test_a_server_that_hangs_is_waited_for_but_not_for_long(
+async def test_server_that_hangs_is_waited_for_but_not_for_long(
     clock: Clock, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.connectors.bootstraps._ANSWER_SECONDS", 0.05)

@@ -104,7 +104,7 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_response_is_there_before_the_prefill_leg_has_ended(legs: Legs) -> None:
+async def test_response_is_there_before_the_prefill_leg_has_ended(legs: Legs) -> None:
     await legs.open()
     legs.rest.ends()
     assert await legs.error() is None
@@ -112,7 +112,7 @@ async def test_the_response_is_there_before_the_prefill_leg_has_ended(legs: Legs
     assert legs.opened.given_back == 1
 
 
-async def test_a_prefill_leg_that_has_ended_well_lets_the_decode_leg_go_on(legs: Legs) -> None:
+async def test_prefill_leg_that_has_ended_well_lets_the_decode_leg_go_on(legs: Legs) -> None:
     await legs.begin()
     legs.prefill.ends()
     await turns(5)
@@ -123,14 +123,14 @@ async def test_a_prefill_leg_that_has_ended_well_lets_the_decode_leg_go_on(legs:
     assert legs.opened.aborted == []
 
 
-async def test_the_prefillers_failure_ends_the_opening_of_the_decode_leg(legs: Legs) -> None:
+async def test_prefillers_failure_ends_the_opening_of_the_decode_leg(legs: Legs) -> None:
     await legs.begin()
     legs.prefill.ends(error := failure(PREFILLER))
     assert await legs.error() is error
     assert legs.decode.is_cancelled
 
 
-async def test_the_decoders_failure_ends_the_prefill_leg(legs: Legs) -> None:
+async def test_decoders_failure_ends_the_prefill_leg(legs: Legs) -> None:
     await legs.begin()
     legs.decode.ends(error := failure(DECODER))
     assert await legs.error() is error
@@ -138,7 +138,7 @@ async def test_the_decoders_failure_ends_the_prefill_leg(legs: Legs) -> None:
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-async def test_when_both_fail_at_once_it_is_the_prefillers_failure(legs: Legs, first: str) -> None:
+async def test_prefillers_failure_is_raised_if_both_legs_fail_at_once(legs: Legs, first: str) -> None:
     await legs.begin()
     ends = [(legs.prefill, error := failure(PREFILLER)), (legs.decode, failure(DECODER))]
     for leg, told in ends if first == "prefill" else reversed(ends):
@@ -147,7 +147,7 @@ async def test_when_both_fail_at_once_it_is_the_prefillers_failure(legs: Legs, f
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-async def test_a_response_that_comes_as_the_prefiller_fails_is_given_back(legs: Legs, first: str) -> None:
+async def test_response_that_comes_as_the_prefiller_fails_is_given_back(legs: Legs, first: str) -> None:
     await legs.begin()
     ends: list[tuple[Leg, object]] = [(legs.prefill, error := failure(PREFILLER)), (legs.decode, legs.opened)]
     for leg, result in ends if first == "prefill" else reversed(ends):
@@ -192,7 +192,7 @@ async def test_leaving_before_the_first_turn_ends_both_legs(legs: Legs) -> None:
 
 
 @pytest.mark.interpreted
-async def test_a_prefill_leg_that_fails_later_aborts_the_answer(legs: Legs) -> None:
+async def test_prefill_leg_that_fails_later_aborts_the_answer(legs: Legs) -> None:
     await legs.open()
     legs.prefill.ends(error := failure(PREFILLER))
     await turns(3)
@@ -202,7 +202,7 @@ async def test_a_prefill_leg_that_fails_later_aborts_the_answer(legs: Legs) -> N
     assert legs.opened.given_back == 1
 
 
-async def test_what_the_decoder_says_then_is_put_down_to_the_prefiller(legs: Legs) -> None:
+async def test_decoders_later_failure_is_attributed_to_the_prefiller(legs: Legs) -> None:
     await legs.open()
     legs.prefill.ends(error := failure(PREFILLER))
     legs.rest.ends(symptom := failure(DECODER))
@@ -218,7 +218,7 @@ async def test_decoder_failure_during_prefill_counts_against_decoder(legs: Legs)
 
 
 @pytest.mark.interpreted
-async def test_a_mistake_in_the_prefill_leg_is_not_lost(legs: Legs) -> None:
+async def test_mistake_in_the_prefill_leg_is_not_lost(legs: Legs) -> None:
     await legs.open()
     legs.prefill.ends(mistake := ZeroDivisionError())
     await turns(3)

@@ -149,7 +149,7 @@ async def test_another_encoder_is_tried_before_any_prefill(encoders: Encoders, f
     assert [stage for _, stage in gateway.metrics("pdproxy_retries_total")] == ["encode"]
 
 
-async def test_what_an_encoder_refuses_is_the_clients_mistake(encoders: Encoders) -> None:
+async def test_refusal_of_an_encoder_is_a_client_error(encoders: Encoders) -> None:
     gateway = await encoders.deploy()
     for engine in encoders.engines:
         engine.faults.add("refuse_status", status=400, body={"error": {"message": "no image"}})
@@ -160,7 +160,7 @@ async def test_what_an_encoder_refuses_is_the_clients_mistake(encoders: Encoders
     assert gateway.metrics("pdproxy_request_end_total") == {("SE",): 1}
 
 
-async def test_an_encoder_that_hangs_costs_one_deadline(encoders: Encoders) -> None:
+async def test_encoder_that_hangs_costs_one_deadline(encoders: Encoders) -> None:
     gateway = await encoders.deploy(timeouts={"prefill_seconds": 0.05, "prefill_seconds_per_1k_tokens": 0.0})
     for engine in encoders.engines:
         engine.faults.add("hang_before_headers")
@@ -215,7 +215,7 @@ async def test_item_of_a_removed_encoder_moves_to_another_encoder(encoders: Enco
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_ends_what_is_being_encoded(encoders: Encoders, stream: bool) -> None:
+async def test_client_that_leaves_ends_what_is_being_encoded(encoders: Encoders, stream: bool) -> None:
     gateway = await encoders.deploy()
     for engine in encoders.engines:
         engine.faults.add("hang_before_headers")
@@ -232,7 +232,7 @@ async def test_a_client_that_leaves_ends_what_is_being_encoded(encoders: Encoder
     assert {result for (_, result, _) in results} == {"abandoned"}
 
 
-async def test_the_first_item_that_fails_ends_the_others(encoders: Encoders) -> None:
+async def test_first_item_that_fails_ends_the_others(encoders: Encoders) -> None:
     failing, hanging = encoders.engines
     gateway = await encoders.deploy()
     hanging.faults.add("hang_before_headers")
@@ -242,7 +242,7 @@ async def test_the_first_item_that_fails_ends_the_others(encoders: Encoders) -> 
     assert not generations(*gateway.engines)
 
 
-async def test_a_bounded_number_of_items_is_encoded_at_a_time(encoders: Encoders) -> None:
+async def test_bounded_number_of_items_is_encoded_at_a_time(encoders: Encoders) -> None:
     gateway = await encoders.deploy(engines=encoders.engines[:1], fanout={"concurrency": 3})
     engine = encoders.engines[0]
     engine.faults.add("hang_before_headers")
@@ -266,7 +266,7 @@ async def test_item_is_charged_to_its_encoder_only(encoders: Encoders) -> None:
     await engine.wait_until(lambda state: not state.live)
 
 
-async def test_the_room_for_a_request_is_kept_while_it_is_encoded(encoders: Encoders) -> None:
+async def test_room_for_a_request_is_kept_while_it_is_encoded(encoders: Encoders) -> None:
     """Otherwise the next one would take what admission saw for this one, and both would crowd the decoder."""
     gateway = await encoders.deploy(
         engines=encoders.engines[:1], admission={"max_running_prefill": 1, "max_running_decode": 1}
@@ -290,7 +290,7 @@ async def test_the_room_for_a_request_is_kept_while_it_is_encoded(encoders: Enco
     ]
 
 
-async def test_an_item_is_sent_again_where_a_connection_was_closed_just_then(encoders: Encoders) -> None:
+async def test_item_is_sent_again_where_a_connection_was_closed_just_then(encoders: Encoders) -> None:
     """An item that was encoded twice leaves nothing behind, so it costs no attempt and counts against no encoder."""
     gateway = await encoders.deploy(engines=encoders.engines[:1])
     encoders.engines[0].faults.add("close_reused")
@@ -300,7 +300,7 @@ async def test_an_item_is_sent_again_where_a_connection_was_closed_just_then(enc
     assert {result for _, result, role in results if role == "encode"} == {"ok"}
 
 
-async def test_a_repeated_attempt_encodes_again_and_is_counted(
+async def test_repeated_attempt_encodes_again_and_is_counted(
     encoders: Encoders, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -333,7 +333,7 @@ async def test_encoders_are_instances_like_others(encoders: Encoders) -> None:
         assert answer.status == 400
 
 
-async def test_a_gateway_without_encoders_says_so(deploy: Deploy) -> None:
+async def test_gateway_without_encoders_says_so(deploy: Deploy) -> None:
     gateway = await deploy()
     url = gateway.url + "/instances/add"
     async with gateway.session.post(url, json={"type": "encode", "instances": "h:1"}) as answer:
@@ -343,7 +343,7 @@ async def test_a_gateway_without_encoders_says_so(deploy: Deploy) -> None:
         )
 
 
-async def test_an_answer_that_is_no_http_blames_the_encoder(encoders: Encoders) -> None:
+async def test_answer_that_is_no_http_blames_the_encoder(encoders: Encoders) -> None:
     async with CannedEngine("both", [b"nonsense\r\n\r\n"]) as broken, CannedEngine("both", [http(b"{}")]) as good:
         gateway = await encoders.deploy(engines=[broken, good])
         for _ in range(2):
@@ -380,7 +380,7 @@ def _backend(gateway: Deployment, engine: Any) -> Any:
 
 
 @pytest.mark.fault(104)
-async def test_an_encoder_that_refuses_costs_no_request(encoders: Encoders) -> None:
+async def test_encoder_that_refuses_costs_no_request(encoders: Encoders) -> None:
     gateway = await encoders.deploy(retry={"max_attempts": 2, "budget_share": 0.0, "budget_wait_seconds": 0.0})
     bad, _ = encoders.engines
     bad.faults.add("refuse_status", status=503)

@@ -20,7 +20,7 @@ TRANSFERS = {"nixl": KvTransfer.NIXL, "mooncake": KvTransfer.ASCEND_MOONCAKE}
 
 @pytest.mark.parametrize("connector", get_args(ConnectorName))
 @pytest.mark.parametrize("profile", PROFILES)
-async def test_an_engine_is_known_by_its_answer_and_version(profile: str, connector: ConnectorName) -> None:
+async def test_engine_is_known_by_its_answer_and_version(profile: str, connector: ConnectorName) -> None:
     async with (
         SimulatedEngine(role="prefill", profile_name=profile, connector_name=connector) as engine,
         aiohttp.ClientSession() as session,
@@ -54,5 +54,5 @@ def test_only_decoders_known_to_do_it_are_asked_to_release(
     assert releases_rejected(transfer, version) is expected
 
 
-def test_an_unknown_version_is_taken_to_keep_kv_for_long() -> None:
+def test_unknown_version_is_taken_to_keep_kv_for_long() -> None:
     assert [pin_seconds(transfer, None) for transfer in KvTransfer] == [480.0] * 3

@@ -232,7 +232,7 @@ async def halted(deploy: Deploy, bootstrap: BootstrapServer) -> AsyncIterator[Pa
         await until(lambda: both.decoder.hung_up == 1, "the decoder to be left")
 
 
-async def test_the_prefillers_load_goes_in_two_steps(deploy: Deploy, bootstrap: BootstrapServer) -> None:
+async def test_prefillers_load_goes_in_two_steps(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     """Compute until it has answered, kv until the decoder's first token."""
     async with halted(deploy, bootstrap) as both:
         assert both.load(Role.PREFILL).compute
@@ -245,7 +245,7 @@ async def test_the_prefillers_load_goes_in_two_steps(deploy: Deploy, bootstrap: 
     assert both.gateway.metrics("pdproxy_kv_orphans_total") == {}
 
 
-async def test_a_rank_is_free_when_its_prefill_is_done(deploy: Deploy, bootstrap: BootstrapServer) -> None:
+async def test_rank_is_free_when_its_prefill_is_done(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     async with halted(deploy, bootstrap) as both:
         both.prefiller.let_go.set()
         await until(lambda: not both.load(Role.PREFILL).compute, "the prefiller to be done")
@@ -272,7 +272,7 @@ FAILURES: dict[str, tuple[Act, int, str]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_failing_leg_ends_the_other_at_once(
+async def test_failing_leg_ends_the_other_at_once(
     deploy: Deploy, bootstrap: BootstrapServer, role: Role, name: str
 ) -> None:
     act, status, failure = FAILURES[name]
@@ -295,7 +295,7 @@ async def test_a_failing_leg_ends_the_other_at_once(
     assert both.gateway.metrics("pdproxy_kv_orphans_total") == {}
 
 
-async def test_a_decoder_that_begins_and_breaks_off_in_the_prefill_is_noticed_at_once(
+async def test_decoder_that_begins_and_breaks_off_in_the_prefill_is_noticed_at_once(
     deploy: Deploy, bootstrap: BootstrapServer
 ) -> None:
     async def decode(exchange: Exchange) -> None:
@@ -309,7 +309,7 @@ async def test_a_decoder_that_begins_and_breaks_off_in_the_prefill_is_noticed_at
     await until(lambda: both.prefiller.hung_up == 1, "the prefill to end")
 
 
-async def test_a_prefiller_that_fails_behind_the_decoders_status_ends_the_stream(
+async def test_prefiller_that_fails_behind_the_decoders_status_ends_the_stream(
     deploy: Deploy, bootstrap: BootstrapServer
 ) -> None:
     async def decode(exchange: Exchange) -> None:
@@ -339,7 +339,7 @@ async def test_kv_that_was_prefilled_in_vain_is_accounted_for(deploy: Deploy, bo
     assert pin.backend.port == both.prefiller.port
 
 
-async def test_a_prefillers_failure_is_nothing_to_a_decoder_that_has_the_kv(
+async def test_prefillers_failure_is_nothing_to_a_decoder_that_has_the_kv(
     deploy: Deploy, bootstrap: BootstrapServer
 ) -> None:
     chunks = [
@@ -391,7 +391,7 @@ async def test_restarted_prefiller_is_queried_for_its_engines(
     assert len(bootstrap.asked) == 2
 
 
-async def test_a_decoder_that_gives_up_before_its_first_token_makes_the_engines_doubtful(
+async def test_decoder_that_gives_up_before_its_first_token_makes_the_engines_doubtful(
     deploy: Deploy, bootstrap: BootstrapServer
 ) -> None:
     """The engine (vLLM up to 0.30) ends a stream like this if the KV cache cannot be loaded."""
@@ -407,7 +407,7 @@ async def test_a_decoder_that_gives_up_before_its_first_token_makes_the_engines_
 
 
 @pytest.mark.parametrize("answer", [engines_told(), http(b"nonsense"), http(b"", "500 No")])
-async def test_a_prefiller_whose_engines_are_unknown_is_not_used(
+async def test_prefiller_whose_engines_are_unknown_is_not_used(
     deploy: Deploy, bootstrap: BootstrapServer, answer: bytes
 ) -> None:
     bootstrap.answer = answer
@@ -417,7 +417,7 @@ async def test_a_prefiller_whose_engines_are_unknown_is_not_used(
     assert both.results["decode"] == {"abandoned"}
 
 
-async def test_a_prefiller_without_a_bootstrap_server_costs_another_attempt(deploy: Deploy) -> None:
+async def test_prefiller_without_a_bootstrap_server_costs_another_attempt(deploy: Deploy) -> None:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(BootstrapServer())
         prefillers = [ActingEngine("prefill", act=prefills) for _ in range(2)]
@@ -436,7 +436,7 @@ async def test_a_prefiller_without_a_bootstrap_server_costs_another_attempt(depl
         assert gateway.metrics("pdproxy_retries_total") == {("bootstrap", "prefill"): 1.0}
 
 
-async def test_what_one_cache_cannot_express_is_refused(deploy: Deploy, bootstrap: BootstrapServer) -> None:
+async def test_requests_for_several_caches_are_refused(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     both = await pair(deploy, bootstrap)
     answer = await both.gateway.ask(request(Api.CHAT, prompt_logprobs=1))
     assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
@@ -473,7 +473,7 @@ def told(text: str, ids: list[int], **choice: Any) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_goes_on_by_its_token_ids_with_another_transfer(
+async def test_answer_goes_on_by_its_token_ids_with_another_transfer(
     deploy: Deploy, bootstrap: BootstrapServer, stream: bool
 ) -> None:
     begun = [told("x" * 70, [7] * 70, prompt_token_ids=[1, 2]), told("a", [8])]
@@ -507,7 +507,7 @@ async def test_an_answer_goes_on_by_its_token_ids_with_another_transfer(
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("samples", [1, 2])
-async def test_an_answer_is_the_engines(deploy: Deploy, api: Api, stream: bool, samples: int) -> None:
+async def test_answer_is_the_engines(deploy: Deploy, api: Api, stream: bool, samples: int) -> None:
     gateway = await deploy(2, 2, connector="mooncake_bootstrap", engine={"dp_size": 3})
     body = request(api, stream=stream, n=samples, temperature=0)
     answer = await gateway.ask(body)
@@ -532,7 +532,7 @@ async def test_every_rank_of_a_prefiller_has_its_turn(deploy: Deploy) -> None:
 @pytest.mark.parametrize("profile", ["v0.23", "v0.30", "v0.33"])
 @pytest.mark.parametrize("fault", ["reset_after_tokens", "recompute"])
 @pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_an_answer_survives_its_decoder(deploy: Deploy, api: Api, fault: str, profile: str) -> None:
+async def test_answer_survives_its_decoder(deploy: Deploy, api: Api, fault: str, profile: str) -> None:
     engine = {"profile_name": profile, "dp_size": 2}
     gateway = await deploy(1, 2, connector="mooncake_bootstrap", engine=engine)
     gateway.decoders[0].faults.add(fault, tokens=70)
@@ -572,7 +572,7 @@ async def test_hand_overs_that_fail_keep_the_pair_apart(deploy: Deploy) -> None:
     gateway.expects_inexact_pins = True
 
 
-async def test_a_late_answer_of_the_prefiller_does_not_set_the_stage_back(
+async def test_late_answer_of_the_prefiller_does_not_set_the_stage_back(
     deploy: Deploy, bootstrap: BootstrapServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     head, first = event_stream([told("a", [8])], is_whole=False)

@@ -21,7 +21,7 @@ ANSWER = {
 }
 
 
-async def test_the_engine_gets_the_clients_bytes_and_the_client_the_engines(deploy: Deploy) -> None:
+async def test_engine_gets_the_clients_bytes_and_the_client_the_engines(deploy: Deploy) -> None:
     """Several prompts and samples, too, and what disaggregation cannot do."""
     answer = json_answer(ANSWER)
     engine = CannedEngine("both", [answer])
@@ -33,7 +33,7 @@ async def test_the_engine_gets_the_clients_bytes_and_the_client_the_engines(depl
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_engines_cached_tokens_are_the_truth(deploy: Deploy, stream: bool) -> None:
+async def test_engines_cached_tokens_are_the_truth(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(connector="plain", engine={"block_size": 4})
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     body = request(Api.CHAT, "The same prompt twice", **options)
@@ -50,7 +50,7 @@ async def test_several_samples_are_one_request(deploy: Deploy, stream: bool) -> 
     assert len(generations(*gateway.decoders)) == 1
 
 
-async def test_a_connection_the_engine_closed_while_idle_costs_nothing(deploy: Deploy) -> None:
+async def test_connection_the_engine_closed_while_idle_costs_nothing(deploy: Deploy) -> None:
     """Engines close idle connections after some seconds, and a request may cross that on the wire."""
     engine = CannedEngine("both", [json_answer(ANSWER)], closes=True)
     gateway = await deploy(decoders=[engine], connector="plain", retry={"max_attempts": 1})
@@ -69,7 +69,7 @@ async def test_data_parallel_ranks_are_taken_in_turn_and_clients_have_no_say(dep
     assert [received.headers["x-data-parallel-rank"] for received in engine.received] == ["0", "1", "2", "0"]
 
 
-async def test_an_engines_refusal_reaches_the_client_in_its_own_words(deploy: Deploy) -> None:
+async def test_engines_refusal_reaches_the_client_in_its_own_words(deploy: Deploy) -> None:
     refusal = b'{"error":{"message":"no","code":404}}'
     engine = CannedEngine("both", [http(refusal, "404 Not Found")])
     gateway = await deploy(decoders=[engine], connector="plain")

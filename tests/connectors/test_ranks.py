@@ -39,7 +39,7 @@ def test_every_backend_has_separate_turns() -> None:
     assert taken == [0, 0, 1, 1, 0, 0]
 
 
-def test_the_rank_with_the_fewest_legs_is_taken() -> None:
+def test_rank_with_the_fewest_legs_is_taken() -> None:
     ranks = Ranks()
     with ranks.claim() as long:
         assert long.on(ONE, 2) == 0
@@ -50,7 +50,7 @@ def test_the_rank_with_the_fewest_legs_is_taken() -> None:
     assert taken == [1, 1, 1]
 
 
-def test_a_claim_that_moves_gives_back_what_it_left() -> None:
+def test_claim_that_moves_gives_back_what_it_left() -> None:
     ranks = Ranks()
     with ranks.claim() as claim:
         claim.on(ONE, 2)
@@ -63,7 +63,7 @@ def test_a_claim_that_moves_gives_back_what_it_left() -> None:
     assert legs(ranks, OTHER, 2) == [0, 0]
 
 
-def test_a_leg_that_fails_gives_its_rank_back() -> None:
+def test_leg_that_fails_gives_its_rank_back() -> None:
     ranks = Ranks()
 
     def leg() -> None:

@@ -87,7 +87,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_an_answer_is_what_one_engine_alone_would_say(deploy: Deploy, api: Api, stream: bool) -> None:
+async def test_answer_is_what_one_engine_alone_would_say(deploy: Deploy, api: Api, stream: bool) -> None:
     gateway = await deploy(connector="example")
     body = request(api, stream=stream)
     answer = await gateway.ask(body)
@@ -112,7 +112,7 @@ async def test_interrupted_answer_continues_on_another_decoder(deploy: Deploy) -
     assert answer.text == await answer_alone(body)
 
 
-async def test_a_client_that_leaves_leaves_an_orphan_that_is_released(deploy: Deploy) -> None:
+async def test_client_that_leaves_leaves_an_orphan_that_is_released(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, connector="example")
     decoder = gateway.decoders[0]
     decoder.faults.add("hang_before_headers", times=1)
@@ -123,7 +123,7 @@ async def test_a_client_that_leaves_leaves_an_orphan_that_is_released(deploy: De
     assert gateway.metrics("pdproxy_kv_orphans_total") == {(): 1.0}
 
 
-async def test_a_pair_whose_hand_overs_fail_is_kept_apart(deploy: Deploy) -> None:
+async def test_pair_whose_hand_overs_fail_is_kept_apart(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, connector="example", health={"quarantine_after": 1})
     gateway.decoders[0].faults.add("refuse_status", status=500, times=1)
     assert (await gateway.ask(request(Api.CHAT))).is_done

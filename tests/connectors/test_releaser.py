@@ -61,7 +61,7 @@ async def test_kv_of_a_client_that_left_is_released(deploy: Deploy, stream: bool
     assert gateway.decoders[1].state.releases == 1
 
 
-async def test_a_release_is_a_request_that_no_engine_can_serve(deploy: Deploy) -> None:
+async def test_release_is_a_request_that_no_engine_can_serve(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     gateway.decoders[0].faults.add("refuse_status", status=400, times=1)
     await gateway.ask(request(Api.CHAT, "a secret"), authorization="Bearer mine", traceparent="00-1-2-01")
@@ -74,7 +74,7 @@ async def test_a_release_is_a_request_that_no_engine_can_serve(deploy: Deploy) -
     assert release.headers["x-request-id"] != decode.headers["x-request-id"]
 
 
-async def test_a_decoder_that_has_failed_is_not_asked_though_it_is_the_least_loaded(deploy: Deploy) -> None:
+async def test_decoder_that_has_failed_is_not_asked_though_it_is_the_least_loaded(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     decoders = gateway.worker.pools.decode
     gateway.decoders[0].faults.add("refuse_status", status=400, times=1)
@@ -84,7 +84,7 @@ async def test_a_decoder_that_has_failed_is_not_asked_though_it_is_the_least_loa
     assert [len(releases(decoder)) for decoder in gateway.decoders] == [0, 1]
 
 
-async def test_a_decoder_that_has_failed_is_asked_where_there_is_no_other(deploy: Deploy) -> None:
+async def test_decoder_that_has_failed_is_asked_where_there_is_no_other(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     gateway.decoders[0].faults.add("refuse_status", status=400, times=1)
     await gateway.ask(request(Api.CHAT))
@@ -103,7 +103,7 @@ async def test_every_unit_of_a_request_that_failed_lets_its_kv_go(deploy: Deploy
     assert gateway.metrics("pdproxy_kv_orphans_total") == {(): 3.0}
 
 
-async def test_a_release_leaves_no_trace_on_the_decoder(deploy: Deploy) -> None:
+async def test_release_leaves_no_trace_on_the_decoder(deploy: Deploy) -> None:
     """It is no request of the decoder's, neither served nor failed."""
     gateway = await deploy(1, 2)
     await leave_during_the_hand_over(gateway)
@@ -114,7 +114,7 @@ async def test_a_release_leaves_no_trace_on_the_decoder(deploy: Deploy) -> None:
     assert gateway.metrics("pdproxy_instance_inflight") == {}
 
 
-async def test_an_engine_that_takes_any_model_has_fetched_the_kv(deploy: Deploy) -> None:
+async def test_engine_that_takes_any_model_has_fetched_the_kv(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, engine={"model": RELEASE_MODEL})
     await leave_during_the_hand_over(gateway, request(Api.CHAT, stream=True, model=RELEASE_MODEL))
     assert await released(gateway) == {("released",): 1.0}
@@ -139,7 +139,7 @@ FAILING: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.fault(91)
 @pytest.mark.parametrize(("action", "fields"), FAILING)
-async def test_a_release_that_fails_is_tried_again(deploy: Deploy, action: str, fields: dict[str, Any]) -> None:
+async def test_release_that_fails_is_tried_again(deploy: Deploy, action: str, fields: dict[str, Any]) -> None:
     gateway = await deploy(1, 2)
     gateway.decoders[1].faults.add(action, times=1, **fields)
     await leave_during_the_hand_over(gateway)
@@ -150,7 +150,7 @@ async def test_a_release_that_fails_is_tried_again(deploy: Deploy, action: str, 
 
 
 @pytest.mark.fault(91)
-async def test_a_release_waits_for_decoders_that_are_down(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_release_waits_for_decoders_that_are_down(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "proxy.connectors.releaser")
     gateway = await deploy(1, 2, admission={"wait_seconds": 5.0})
     health, checks = gateway.worker.health, gateway.worker.settings.health
@@ -189,7 +189,7 @@ async def test_among_several_versions_one_that_can_release_is_asked(deploy: Depl
     assert (releases(old), len(releases(new))) == ([], 1)
 
 
-async def test_nothing_is_released_where_that_is_switched_off(deploy: Deploy) -> None:
+async def test_releaser_releases_no_kv_if_it_is_disabled(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, kv={"release": "never"})
     await leave_during_the_hand_over(gateway)
     assert await released(gateway) == {}
@@ -198,7 +198,7 @@ async def test_nothing_is_released_where_that_is_switched_off(deploy: Deploy) ->
     gateway.expects_pinned = 1
 
 
-async def test_a_release_that_is_refused_is_not_repeated(deploy: Deploy) -> None:
+async def test_release_that_is_refused_is_not_repeated(deploy: Deploy) -> None:
     """The 400 of another handler does not name the model."""
     gateway = await deploy(1, 2)
     gateway.decoders[1].faults.add("refuse_status", status=400)
@@ -220,7 +220,7 @@ async def test_unanswered_release_is_abandoned_after_a_while(deploy: Deploy) -> 
     gateway.expects_pinned = 2
 
 
-async def test_a_prefiller_that_is_down_has_nothing_to_release(deploy: Deploy) -> None:
+async def test_prefiller_that_is_down_has_nothing_to_release(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     prefillers = gateway.worker.pools.prefill
     (prefiller,) = prefillers.backends()
@@ -247,7 +247,7 @@ async def test_releases_are_few_at_a_time(deploy: Deploy) -> None:
 # Accounted for
 
 
-async def test_a_prefiller_that_keeps_orphans_is_passed_over(deploy: Deploy) -> None:
+async def test_prefiller_that_keeps_orphans_is_passed_over(deploy: Deploy) -> None:
     gateway = await deploy(2, 1, engine=OLD)
     await leave_during_the_hand_over(gateway)
     for _ in range(4):
@@ -262,7 +262,7 @@ async def test_pinned_kv_goes_when_its_time_is_over(deploy: Deploy) -> None:
     await until(lambda: pinned(gateway) == (0, 0), "the end of the pin")
 
 
-async def test_an_instance_with_pinned_kv_can_be_removed_and_takes_it_along(deploy: Deploy) -> None:
+async def test_instance_with_pinned_kv_can_be_removed_and_takes_it_along(deploy: Deploy) -> None:
     gateway = await deploy(2, 1, engine=OLD)
     await leave_during_the_hand_over(gateway)
     gone = gateway.prefillers[0]
@@ -288,7 +288,7 @@ SUSPECTS = [
 
 
 @pytest.mark.parametrize(("action", "fields", "suspected"), SUSPECTS)
-async def test_a_lost_answer_of_a_prefiller_may_have_left_kv(
+async def test_lost_answer_of_a_prefiller_may_have_left_kv(
     deploy: Deploy, action: str, fields: dict[str, Any], suspected: int
 ) -> None:
     gateway = await deploy(2, 1)
@@ -301,7 +301,7 @@ async def test_a_lost_answer_of_a_prefiller_may_have_left_kv(
     gateway.expects_pinned = len(gateway.prefillers[0].pins)
 
 
-async def test_a_client_that_leaves_during_the_prefill_leaves_no_kv(deploy: Deploy) -> None:
+async def test_client_that_leaves_during_the_prefill_leaves_no_kv(deploy: Deploy) -> None:
     gateway = await deploy()
     (prefiller,) = gateway.prefillers
     prefiller.faults.add("hang_before_headers")
@@ -326,14 +326,14 @@ BACKEND = Backend(Role.PREFILL, "p", 1)
         (Failure.MISSING_KV, False),
     ],
 )
-def test_an_answer_that_was_lost_may_have_pinned(failure: Failure, expected: bool) -> None:
+def test_answer_that_was_lost_may_have_pinned(failure: Failure, expected: bool) -> None:
     assert may_have_pinned(UpstreamError(failure, BACKEND, "")) is expected
 
 
 @pytest.mark.parametrize(
     ("status", "expected"), [(500, True), (502, True), (503, False), (429, False), (400, False), (404, False)]
 )
-def test_an_error_status_may_have_pinned_if_it_came_after_the_work(status: int, expected: bool) -> None:
+def test_error_status_may_have_pinned_if_it_came_after_the_work(status: int, expected: bool) -> None:
     error = UpstreamError(Failure.STATUS, BACKEND, "", engine_status=status, body=orjson.dumps({}))
     assert may_have_pinned(error) is expected
 
@@ -341,7 +341,7 @@ def test_an_error_status_may_have_pinned_if_it_came_after_the_work(status: int, 
 # At the end of the worker
 
 
-async def test_a_worker_that_ends_lets_pending_releases_finish(deploy: Deploy) -> None:
+async def test_worker_that_ends_lets_pending_releases_finish(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     await leave_during_the_hand_over(gateway)
     assert gateway.worker.releaser.pending == 1
@@ -351,7 +351,7 @@ async def test_a_worker_that_ends_lets_pending_releases_finish(deploy: Deploy) -
     assert gateway.worker.pinned_kv.pins() == []
 
 
-async def test_a_worker_that_ends_does_not_wait_for_a_release_that_hangs(deploy: Deploy) -> None:
+async def test_worker_that_ends_does_not_wait_for_a_release_that_hangs(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     gateway.decoders[1].faults.add("hang_before_headers")
     await leave_during_the_hand_over(gateway)

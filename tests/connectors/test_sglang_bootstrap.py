@@ -79,7 +79,7 @@ async def test_both_engines_get_the_clients_bytes_and_where_they_meet(deploy: De
     assert 0 < members["bootstrap_room"] < 2**63
 
 
-async def test_the_bootstrap_port_is_the_prefillers(deploy: Deploy) -> None:
+async def test_bootstrap_port_is_the_prefillers(deploy: Deploy) -> None:
     pair = await start(deploy)
     (backend,) = pair.gateway.worker.pools.prefill.backends()
     pair.gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=8998))
@@ -87,7 +87,7 @@ async def test_the_bootstrap_port_is_the_prefillers(deploy: Deploy) -> None:
     assert pair.decoder.bodies[0]["bootstrap_port"] == pair.prefiller.bodies[0]["bootstrap_port"] == 8998
 
 
-async def test_a_clients_own_room_is_not_used(deploy: Deploy) -> None:
+async def test_clients_own_room_is_not_used(deploy: Deploy) -> None:
     pair = await start(deploy)
     mine: dict[str, Any] = {
         "bootstrap_host": "10.6.6.6",
@@ -114,14 +114,14 @@ async def test_every_sequence_has_a_separate_room(deploy: Deploy, stream: bool) 
     assert all("n" not in body for body in pair.prefiller.bodies)
 
 
-def test_an_ipv6_host_stands_in_brackets() -> None:
+def test_ipv6_host_stands_in_brackets() -> None:
     members = bootstrap(Backend(Role.PREFILL, "fd00::1", 1, bootstrap_port=5), "0" * 32, rank=0, dp_size=1)
     assert members["bootstrap_host"] == "[fd00::1]"
     assert members["bootstrap_port"] == 5
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, 64), st.data())
-def test_a_room_is_a_positive_number_of_63_bits_on_its_rank(drawn: int, dp_size: int, choice: st.DataObject) -> None:
+def test_room_is_a_positive_number_of_63_bits_on_its_rank(drawn: int, dp_size: int, choice: st.DataObject) -> None:
     rank = choice.draw(st.integers(0, dp_size - 1))
     number = room(drawn, rank, dp_size)
     assert 0 < number < 2**63
@@ -142,7 +142,7 @@ async def test_requests_are_spread_over_the_ranks_of_a_prefiller(deploy: Deploy)
     await asyncio.gather(*asked)
 
 
-async def test_a_rank_is_free_when_its_prefill_is_done(deploy: Deploy) -> None:
+async def test_rank_is_free_when_its_prefill_is_done(deploy: Deploy) -> None:
     """Test this for long answers.
 
     The first and the third request were prefilled on one rank. The second one is still running on the other.
@@ -188,7 +188,7 @@ async def test_both_have_the_request_before_either_answers(deploy: Deploy, first
     assert set(pair.results(pair.prefiller)) == set(pair.results(pair.decoder)) == {"ok"}
 
 
-async def test_the_prefillers_answer_is_read_to_the_end(deploy: Deploy) -> None:
+async def test_prefillers_answer_is_read_to_the_end(deploy: Deploy) -> None:
     """Otherwise its connection would be good for nothing."""
     pair = await start(deploy, decode=meeting.when_let_go)
     (prefiller,), upstream = pair.gateway.worker.pools.prefill.backends(), pair.gateway.worker.upstream
@@ -230,7 +230,7 @@ def compute(pair: Pair, role: Role) -> int:
     return pair.gateway.scoreboard.load(backend.slot).compute
 
 
-async def test_the_prefiller_is_free_when_it_has_answered(deploy: Deploy) -> None:
+async def test_prefiller_is_free_when_it_has_answered(deploy: Deploy) -> None:
     pair = await start(deploy, decode=meeting.begins_and_hangs)
     async with pair.gateway.asking(request(Api.CHAT, stream=True)) as client:
         await client.has_tokens(1)
@@ -240,7 +240,7 @@ async def test_the_prefiller_is_free_when_it_has_answered(deploy: Deploy) -> Non
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_the_decoder_reports_of_the_prompt_is_the_truth(deploy: Deploy, stream: bool) -> None:
+async def test_prompt_usage_of_the_decoder_is_authoritative(deploy: Deploy, stream: bool) -> None:
     """SGLang's decoder has it from the prefiller."""
     pair = await start(deploy)
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -272,7 +272,7 @@ FAILURES: dict[str, tuple[Act, int, bytes | None, str, bool]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_failing_leg_ends_the_other_at_once(deploy: Deploy, role: Role, name: str) -> None:
+async def test_failing_leg_ends_the_other_at_once(deploy: Deploy, role: Role, name: str) -> None:
     act, status, body, failure, may_work = FAILURES[name]
 
     async def fail(exchange: Exchange) -> None:
@@ -293,7 +293,7 @@ async def test_a_failing_leg_ends_the_other_at_once(deploy: Deploy, role: Role, 
     assert pair.results(other) == {"abandoned": 1}
 
 
-async def test_a_prefiller_that_cannot_be_reached_ends_the_decode_leg(deploy: Deploy) -> None:
+async def test_prefiller_that_cannot_be_reached_ends_the_decode_leg(deploy: Deploy) -> None:
     pair = await start(deploy, decode=hangs, admission={"wait_seconds": 0.5})
     assert pair.prefiller._server is not None
     pair.prefiller._server.close()
@@ -306,7 +306,7 @@ async def test_a_prefiller_that_cannot_be_reached_ends_the_decode_leg(deploy: De
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_leg_that_is_too_slow_ends_both(deploy: Deploy, role: Role) -> None:
+async def test_leg_that_is_too_slow_ends_both(deploy: Deploy, role: Role) -> None:
     timeouts = {"prefill_seconds": 0.02, "answer_seconds": 0.05}
     if role is Role.DECODE:
         pair = await start(deploy, decode=hangs, timeouts=timeouts)
@@ -319,7 +319,7 @@ async def test_a_leg_that_is_too_slow_ends_both(deploy: Deploy, role: Role) -> N
     assert len(pair.prefiller.aborted) == (role is Role.PREFILL)
 
 
-async def test_a_prefiller_that_fails_in_the_middle_of_the_answer_ends_it_as_an_error(deploy: Deploy) -> None:
+async def test_prefiller_that_fails_in_the_middle_of_the_answer_ends_it_as_an_error(deploy: Deploy) -> None:
     """Which cannot be where the decoder has begun to answer, but then something else is wrong."""
 
     async def fail_later(exchange: Exchange) -> None:
@@ -338,7 +338,7 @@ async def test_a_prefiller_that_fails_in_the_middle_of_the_answer_ends_it_as_an_
     assert pair.results(pair.decoder) == {"abandoned": 1}
 
 
-async def test_a_decoder_that_fails_in_the_middle_ends_the_answer_as_an_error(deploy: Deploy) -> None:
+async def test_decoder_that_fails_in_the_middle_ends_the_answer_as_an_error(deploy: Deploy) -> None:
     pair = await start(deploy, decode=meeting.begins_and_resets)
     async with pair.gateway.session.post(
         pair.gateway.url + Api.CHAT.path, json=request(Api.CHAT, stream=True)
@@ -350,7 +350,7 @@ async def test_a_decoder_that_fails_in_the_middle_ends_the_answer_as_an_error(de
     assert pair.prefiller.aborted == []
 
 
-async def test_an_error_in_the_stream_reaches_the_client_in_the_engines_words(deploy: Deploy) -> None:
+async def test_error_in_the_stream_reaches_the_client_in_the_engines_words(deploy: Deploy) -> None:
     pair = await start(deploy, decode=streams(*meeting.CHUNKS[:2], data(TOLD), meeting.DONE))
     answer = await pair.gateway.ask(request(Api.CHAT, stream=True))
     assert answer.error == TOLD["error"]
@@ -404,7 +404,7 @@ async def test_another_pair_and_another_room_are_tried(deploy: Deploy) -> None:
     assert [len(engine.received) for engine in pair.prefillers] == [1, 1]
 
 
-async def test_a_pair_whose_hand_overs_fail_is_kept_apart(deploy: Deploy) -> None:
+async def test_pair_whose_hand_overs_fail_is_kept_apart(deploy: Deploy) -> None:
     pair = await start(deploy, hangs, says(FLAT, "500 Internal Server Error"))
     for _ in range(2):
         assert (await pair.gateway.ask(request(Api.CHAT))).status == 500
@@ -415,7 +415,7 @@ async def test_a_pair_whose_hand_overs_fail_is_kept_apart(deploy: Deploy) -> Non
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_ends_both_legs(deploy: Deploy, stream: bool) -> None:
+async def test_client_that_leaves_ends_both_legs(deploy: Deploy, stream: bool) -> None:
     pair = await start(deploy, hangs, hangs)
     async with pair.gateway.asking(request(Api.CHAT, stream=stream)) as client:
         await pair.prefiller.works()
@@ -427,7 +427,7 @@ async def test_a_client_that_leaves_ends_both_legs(deploy: Deploy, stream: bool)
         assert pair.results(engine) == {"abandoned": 1}
 
 
-async def test_a_client_that_leaves_later_is_no_news_to_the_prefiller(deploy: Deploy) -> None:
+async def test_client_that_leaves_later_is_no_news_to_the_prefiller(deploy: Deploy) -> None:
     pair = await start(deploy, decode=meeting.begins_and_hangs)
     async with pair.gateway.asking(request(Api.CHAT, stream=True)) as client:
         await client.has_tokens(1)
@@ -454,7 +454,7 @@ async def test_aborts_per_engine_are_limited(deploy: Deploy) -> None:
     await until(lambda: len(decoder.aborted) == 30, "all to be told")
 
 
-async def test_the_body_of_an_api_goes_to_its_own_route(deploy: Deploy) -> None:
+async def test_body_of_an_api_goes_to_its_own_route(deploy: Deploy) -> None:
     pair = await start(deploy)
     for api in OPENAI_APIS:
         body = request(api)

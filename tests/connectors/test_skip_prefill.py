@@ -36,7 +36,7 @@ def skipped(gateway: Deployment) -> float:
 
 @pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_next_turn_is_left_to_the_decoder_that_has_the_one_before(
+async def test_next_turn_is_left_to_the_decoder_that_has_the_one_before(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str, stream: bool
 ) -> None:
     caplog.set_level("INFO")
@@ -63,7 +63,7 @@ async def test_skip_prefill_is_off_by_default(deploy: Deploy) -> None:
     assert skipped(gateway) == 0
 
 
-async def test_a_long_prompt_that_no_decoder_has_goes_to_a_prefiller(deploy: Deploy) -> None:
+async def test_long_prompt_that_no_decoder_has_goes_to_a_prefiller(deploy: Deploy) -> None:
     gateway = await wanting(deploy, 1)
     for start in ("First", "Second"):
         assert (await gateway.ask(turn(f"{start}: {LONG}", stream=True))).is_done
@@ -72,7 +72,7 @@ async def test_a_long_prompt_that_no_decoder_has_goes_to_a_prefiller(deploy: Dep
     assert (len(generations(*gateway.prefillers)), skipped(gateway)) == (2, 1)
 
 
-async def test_an_answer_that_loses_the_decoder_goes_on_through_a_prefiller(deploy: Deploy) -> None:
+async def test_answer_that_loses_the_decoder_goes_on_through_a_prefiller(deploy: Deploy) -> None:
     gateway = await wanting(deploy, 2)
     await gateway.ask(turn(LONG, stream=True))
     (lost,) = [engine for engine in gateway.decoders if generations(engine)]
@@ -85,7 +85,7 @@ async def test_an_answer_that_loses_the_decoder_goes_on_through_a_prefiller(depl
     assert skipped(gateway) == 1
 
 
-async def test_a_request_that_failed_there_goes_the_usual_way(deploy: Deploy) -> None:
+async def test_request_that_failed_there_goes_the_usual_way(deploy: Deploy) -> None:
     gateway = await wanting(deploy, 2)
     await gateway.ask(turn(LONG, stream=True))
     (sick,) = [engine for engine in gateway.decoders if generations(engine)]
@@ -95,7 +95,7 @@ async def test_a_request_that_failed_there_goes_the_usual_way(deploy: Deploy) ->
 
 
 @pytest.mark.parametrize("fast_path", [True, False])
-async def test_what_both_take_is_learned_from_answers(deploy: Deploy, fast_path: bool) -> None:
+async def test_prefill_times_of_both_roles_are_learned_from_answers(deploy: Deploy, fast_path: bool) -> None:
     gateway = await deploy(1, 1, kv={"skip_prefill": True}, listen={"fast_path": fast_path}, engine={"block_size": 16})
     local = gateway.worker.service._parts.connector._local_prefill  # type: ignore[attr-defined]
     gateway.worker.pools.prefill.policy.context.lag_within = lambda began, ended: 0.0

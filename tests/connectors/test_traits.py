@@ -21,6 +21,6 @@ def test_connectors_without_prefillers_have_no_such_role() -> None:
         assert (Role.PREFILL in roles) == CONNECTOR_TRAITS[name].takes_prefillers, name
 
 
-def test_a_connector_passes_on_what_another_one_names() -> None:
+def test_connector_passes_on_what_another_one_names() -> None:
     for traits in CONNECTOR_TRAITS.values():
         assert set(traits.passes_on) <= CONNECTORS.keys()

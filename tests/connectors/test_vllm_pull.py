@@ -65,7 +65,7 @@ ODD_USAGE = (b'{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":1%b}}
 
 
 @pytest.mark.parametrize("usage", ODD_USAGE)
-async def test_what_cannot_be_written_of_a_prefillers_usage_harms_no_answer(deploy: Deploy, usage: bytes) -> None:
+async def test_unwritable_usage_of_a_prefiller_harms_no_answer(deploy: Deploy, usage: bytes) -> None:
     prefiller, decoder = canned_pair()
     body = PREFILLED.replace(b'"usage":null', b'"usage":%b' % usage)
     prefiller.answer = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)]
@@ -91,7 +91,7 @@ async def test_both_legs_get_the_clients_bytes_with_the_protocols_changes(
     assert decode.body == body[:-1] + b',"kv_transfer_params":' + KV + b"}"
 
 
-async def test_the_prefill_leg_changes_every_limit_and_drops_what_only_streams_have(deploy: Deploy) -> None:
+async def test_prefill_leg_changes_every_limit_and_drops_what_only_streams_have(deploy: Deploy) -> None:
     gateway = await deploy()
     limits: dict[str, Any] = {"max_tokens": 3, "min_tokens": 3, "max_completion_tokens": 3}
     dropped: dict[str, Any] = {
@@ -116,7 +116,7 @@ async def test_max_completion_tokens_is_not_introduced(gateway: Deployment) -> N
     assert "max_completion_tokens" not in generations(*gateway.prefillers)[0].body
 
 
-async def test_an_early_end_of_sequence_does_not_cost_the_kv(deploy: Deploy) -> None:
+async def test_early_end_of_sequence_does_not_cost_the_kv(deploy: Deploy) -> None:
     gateway = await deploy(prefiller={"first_token_eos": True})
     assert (await gateway.ask(request(Api.CHAT))).is_done
     assert gateway.decoders[0].state.pulls == 1
@@ -127,7 +127,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"pr
 
 
 @pytest.mark.parametrize(("profile", "asked_of_prefiller"), [("v0.18", "auto"), ("v0.23", NAMED)])
-async def test_a_forced_tool_call_is_kept_from_old_prefillers_which_would_fail(
+async def test_forced_tool_call_is_kept_from_old_prefillers_which_would_fail(
     deploy: Deploy, profile: str, asked_of_prefiller: Any
 ) -> None:
     gateway = await deploy(engine={"profile_name": profile, "tool_call_parser": "kimi_k2"})
@@ -168,7 +168,7 @@ STEERING = {
 
 @pytest.mark.parametrize("connector", ["vllm_pull", "plain"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_steers_engines_is_taken_from_clients(deploy: Deploy, connector: str, stream: bool) -> None:
+async def test_routing_headers_of_clients_are_removed(deploy: Deploy, connector: str, stream: bool) -> None:
     gateway = await deploy(connector=connector)
     body = request(Api.COMPLETIONS, stream=stream)
     answer = await gateway.ask({**body, **RESERVED}, **STEERING)
@@ -183,7 +183,7 @@ async def test_what_steers_engines_is_taken_from_clients(deploy: Deploy, connect
         assert "mine" not in seen.headers.values()
 
 
-async def test_the_clients_own_key_reaches_both_engines(gateway: Deployment) -> None:
+async def test_clients_own_key_reaches_both_engines(gateway: Deployment) -> None:
     await gateway.ask(request(Api.CHAT), authorization="Bearer mine", traceparent="00-1-2-01")
     for seen in generations(*gateway.engines):
         assert (seen.headers["authorization"], seen.headers["traceparent"]) == ("Bearer mine", "00-1-2-01")
@@ -192,7 +192,7 @@ async def test_the_clients_own_key_reaches_both_engines(gateway: Deployment) -> 
 # Hand-overs that fail
 
 
-async def test_a_decoder_that_does_not_answer_is_left_long_before_the_kv_goes(deploy: Deploy) -> None:
+async def test_decoder_that_does_not_answer_is_left_long_before_the_kv_goes(deploy: Deploy) -> None:
     """The prefiller keeps the KV for 0.2 s, so the decoder gets half of that and not handoff_seconds."""
     gateway = await deploy(kv={"pin_seconds": 0.2}, timeouts={"idle_seconds": 0.2})
     gateway.decoders[0].faults.add("hang_before_headers", path="chat")  # a release is a completion
@@ -201,7 +201,7 @@ async def test_a_decoder_that_does_not_answer_is_left_long_before_the_kv_goes(de
     assert "waited 0.1 s" in answer.error["message"]
 
 
-async def test_a_prefiller_and_a_decoder_between_which_hand_overs_fail_are_kept_apart(deploy: Deploy) -> None:
+async def test_prefiller_and_a_decoder_between_which_hand_overs_fail_are_kept_apart(deploy: Deploy) -> None:
     gateway = await deploy(2, 1, health={"quarantine_after": 2}, retry={"max_attempts": 1})
     decoder, prefillers = gateway.decoders[0], gateway.prefillers
     decoder.faults.add("refuse_status", path="chat", status=500, every=2)  # whatever the second prefiller hands over
@@ -218,7 +218,7 @@ async def test_a_prefiller_and_a_decoder_between_which_hand_overs_fail_are_kept_
     assert [len(generations(prefiller)) for prefiller in prefillers] == [asked[0] + 4, asked[1]]
 
 
-async def test_a_pair_is_used_all_the_same_when_there_is_no_other(deploy: Deploy) -> None:
+async def test_pair_is_used_all_the_same_when_there_is_no_other(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, health={"quarantine_after": 1}, retry={"max_attempts": 1})
     gateway.decoders[0].faults.add("refuse_status", path="chat", status=500, times=1)
     assert (await gateway.ask(request(Api.CHAT, stream=True))).status == 500
@@ -235,7 +235,7 @@ async def test_kv_that_cannot_be_loaded_is_a_failed_hand_over(deploy: Deploy, pr
 
 
 @pytest.mark.parametrize("status", [400, 429, 503])
-async def test_what_says_nothing_about_a_decoder_says_nothing_about_a_pair(deploy: Deploy, status: int) -> None:
+async def test_failure_unrelated_to_a_decoder_does_not_count_for_a_pair(deploy: Deploy, status: int) -> None:
     gateway = await deploy(1, 1, health={"quarantine_after": 1}, retry={"max_attempts": 1})
     gateway.decoders[0].faults.add("refuse_status", path="chat", status=status)
     assert (await gateway.ask(request(Api.CHAT, stream=True))).status == status
@@ -282,7 +282,7 @@ async def test_members_of_the_calls_own_stand_alone_without_kv(deploy: Deploy, c
     assert decoder.received[0].body == COMPLETION[:-1] + b',"kv_transfer_params":{"prompt_token_ids":[1]}}'
 
 
-async def test_a_clients_kv_parameters_never_mix_with_the_calls_own(deploy: Deploy) -> None:
+async def test_clients_kv_parameters_never_mix_with_the_calls_own(deploy: Deploy) -> None:
     gateway = await deploy(prefiller={"profile_name": "v0.33"}, decoder={"profile_name": "v0.33"})
     body = orjson.dumps(request(Api.CHAT) | {"kv_transfer_params": {"remote_host": "10.6.6.6"}})
     async with opened(gateway, a_call(gateway, body, Api.CHAT, prompt_token_ids=[1, 2, 3])):
@@ -295,7 +295,7 @@ async def test_a_clients_kv_parameters_never_mix_with_the_calls_own(deploy: Depl
 # Backends
 
 
-async def test_an_attempt_names_its_prefiller(deploy: Deploy) -> None:
+async def test_attempt_names_its_prefiller(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     await gateway.decoders[0].kill()
     call = a_call(gateway, orjson.dumps(request(Api.COMPLETIONS)), Api.COMPLETIONS)
@@ -304,7 +304,7 @@ async def test_an_attempt_names_its_prefiller(deploy: Deploy) -> None:
         assert attempt.prefiller.port == gateway.prefillers[0].port
 
 
-async def test_a_preferred_prefiller_is_asked_and_the_decoder_chosen_as_ever(deploy: Deploy) -> None:
+async def test_preferred_prefiller_is_asked_and_the_decoder_chosen_as_ever(deploy: Deploy) -> None:
     gateway = await deploy(3, 2)
     call = a_call(gateway, orjson.dumps(request(Api.CHAT)), Api.CHAT)
     preferred = gateway.worker.pools.prefill.backends()[2]
@@ -338,7 +338,7 @@ async def test_engines_that_refuse_duplicate_ids_serve_clients_that_repeat_their
         assert (await gateway.ask(request(Api.CHAT), x_request_id="same")).is_done
 
 
-async def test_a_new_attempt_has_a_new_id_and_new_kv(deploy: Deploy) -> None:
+async def test_new_attempt_has_a_new_id_and_new_kv(deploy: Deploy) -> None:
     gateway = await deploy(2, 2, retry={"max_attempts": 2})
     gateway.decoders[0].faults.add("refuse_status", status=500)
     assert (await gateway.ask(request(Api.COMPLETIONS))).is_done
@@ -352,7 +352,7 @@ async def test_a_new_attempt_has_a_new_id_and_new_kv(deploy: Deploy) -> None:
 # Order
 
 
-async def test_nothing_is_prefilled_while_no_decoder_has_room(deploy: Deploy) -> None:
+async def test_prefill_waits_for_room_on_a_decoder(deploy: Deploy) -> None:
     gateway = await deploy(2, 1)
     (decoder,) = gateway.decoders
     gateway.roster.remove(Role.DECODE, decoder.host, decoder.port)
@@ -362,7 +362,7 @@ async def test_nothing_is_prefilled_while_no_decoder_has_room(deploy: Deploy) ->
     assert generations(*gateway.prefillers) == []
 
 
-async def test_the_decoder_is_charged_while_the_prefiller_works(deploy: Deploy) -> None:
+async def test_decoder_is_charged_while_the_prefiller_works(deploy: Deploy) -> None:
     gateway = await deploy()
     (prefiller,) = gateway.prefillers
     prefiller.faults.add("hang_before_headers")
@@ -372,7 +372,7 @@ async def test_the_decoder_is_charged_while_the_prefiller_works(deploy: Deploy) 
         assert generations(*gateway.decoders) == []
 
 
-async def test_the_prefillers_load_goes_in_two_steps(deploy: Deploy) -> None:
+async def test_prefillers_load_goes_in_two_steps(deploy: Deploy) -> None:
     """Compute until it has answered, kv until the decoder's first token."""
     gateway = await deploy()
     (decoder,) = gateway.decoders
@@ -390,7 +390,7 @@ async def test_the_prefillers_load_goes_in_two_steps(deploy: Deploy) -> None:
         assert gateway.scoreboard.requests(1) == 1
 
 
-async def test_a_refused_decoder_costs_no_second_prefill(deploy: Deploy) -> None:
+async def test_refused_decoder_costs_no_second_prefill(deploy: Deploy) -> None:
     gateway = await deploy(1, 3)
     for decoder in gateway.decoders[:2]:
         await decoder.kill()
@@ -401,7 +401,7 @@ async def test_a_refused_decoder_costs_no_second_prefill(deploy: Deploy) -> None
     assert gateway.metrics("pdproxy_retries_total") == {("connect", "decode"): 2.0}
 
 
-async def test_what_only_the_decoder_can_refuse_is_refused_in_its_words(gateway: Deployment) -> None:
+async def test_refusal_by_the_decoder_keeps_its_message(gateway: Deployment) -> None:
     """The limits of the prefill leg are different ones."""
     body = request(Api.CHAT, max_tokens=0)
     async with gateway.session.post(gateway.decoders[0].url + Api.CHAT.path, json=body) as response:
@@ -411,7 +411,7 @@ async def test_what_only_the_decoder_can_refuse_is_refused_in_its_words(gateway:
     assert gateway.decoders[0].state.releases == 1
 
 
-async def test_a_decoders_late_refusal_lets_the_kv_go(deploy: Deploy) -> None:
+async def test_decoders_late_refusal_lets_the_kv_go(deploy: Deploy) -> None:
     """The decoder does not know the model: it tells the prefiller, and the client gets its words."""
     gateway = await deploy(decoder={"model": "another"})
     answer = await gateway.ask(request(Api.CHAT))
@@ -454,7 +454,7 @@ async def test_missing_kv_parameters(
     assert gateway.decoders[0].state.local_prefills == (decodes if prefills == without_kv or policy == "local" else 0)
 
 
-async def test_the_only_prefiller_is_asked_again(deploy: Deploy) -> None:
+async def test_only_prefiller_is_asked_again(deploy: Deploy) -> None:
     gateway = await deploy()
     gateway.prefillers[0].faults.add("missing_kv_params", times=1)
     assert (await gateway.ask(request(Api.CHAT))).is_done
@@ -478,7 +478,7 @@ async def test_unusable_kv_parameters_are_missing_ones(deploy: Deploy, params: b
 @pytest.mark.parametrize(
     ("policy", "status", "result"), [("retry_prefill", 200, "local"), ("local", 200, "local"), ("error", 502, "error")]
 )
-async def test_a_prefill_that_ends_by_stop_is_not_repeated(
+async def test_prefill_that_ends_by_stop_is_not_repeated(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, policy: str, status: int, result: str
 ) -> None:
     """The decoder computes the prompt, even a long one: every prefiller would keep no KV of it."""
@@ -514,7 +514,7 @@ async def test_cached_tokens_are_the_prefillers(deploy: Deploy, stream: bool, ap
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_decoders_cached_tokens_are_withdrawn_when_the_prefiller_does_not_tell(
+async def test_decoders_cached_tokens_are_withdrawn_when_the_prefiller_does_not_tell(
     deploy: Deploy, stream: bool
 ) -> None:
     gateway = await deploy(prefiller={"prompt_tokens_details": False})
@@ -561,7 +561,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("api", "fields"), REFUSED)
-async def test_what_needs_both_legs_is_refused(gateway: Deployment, api: Api, fields: dict[str, Any]) -> None:
+async def test_requests_that_need_both_legs_are_refused(gateway: Deployment, api: Api, fields: dict[str, Any]) -> None:
     answer = await gateway.ask(request(api, **fields))
     assert answer.status == 400
     assert answer.error["type"] == "invalid_request_error"
@@ -601,7 +601,7 @@ async def test_decoder_reports_the_prompt_that_was_not_prefilled(deploy: Deploy)
     assert (await gateway.ask(body)).usage["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-async def test_the_access_line_of_a_short_prompt_names_no_prefiller(
+async def test_access_line_of_a_short_prompt_names_no_prefiller(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = await deploy(kv={"prefill_min_tokens": 100})
@@ -614,7 +614,7 @@ async def test_the_access_line_of_a_short_prompt_names_no_prefiller(
 
 @pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("least", [20, 1000])
-async def test_an_answer_to_a_short_prompt_survives_its_decoder(deploy: Deploy, api: Api, least: int) -> None:
+async def test_answer_to_a_short_prompt_survives_its_decoder(deploy: Deploy, api: Api, least: int) -> None:
     """The prompt and the partial answer may be long enough for a prefiller."""
     gateway = await deploy(1, 2, kv={"prefill_min_tokens": least})
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=70)
@@ -666,7 +666,7 @@ async def test_engines_choose_their_ranks_unless_told_otherwise(deploy: Deploy) 
     assert ranks(prefiller, decoder) == [None, None]
 
 
-async def test_a_short_prompt_goes_to_a_rank_too(deploy: Deploy) -> None:
+async def test_short_prompt_goes_to_a_rank_too(deploy: Deploy) -> None:
     prefiller, decoder = canned_pair()
     kv = {"prefill_min_tokens": 100}
     gateway = await deploy([prefiller], [decoder], balance=RANKS, kv=kv, resume={"mode": "off"})

@@ -44,7 +44,7 @@ async def post(gateway: Deployment, body: bytes) -> Any:
         return orjson.loads(await response.read())
 
 
-async def test_the_prefiller_gets_one_token_and_the_decoder_the_clients_bytes(deploy: Deploy) -> None:
+async def test_prefiller_gets_one_token_and_the_decoder_the_clients_bytes(deploy: Deploy) -> None:
     prefiller, decoder = canned_pair()
     gateway = await store(deploy, [prefiller], [decoder], resume={"mode": "off"})
     answer = await post(gateway, BODY)
@@ -99,14 +99,14 @@ async def test_parameters_of_a_pull_connector_beside_the_store_are_used(deploy: 
     assert gateway.decoders[0].state.pulls == 1
 
 
-async def test_what_is_not_in_the_store_any_more_is_computed_by_the_decoder(deploy: Deploy) -> None:
+async def test_decoder_computes_blocks_evicted_from_the_store(deploy: Deploy) -> None:
     gateway = await store(deploy, prefiller={"store": None})
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).text == await answer_alone(body)
     assert gateway.decoders[0].state.local_prefills == 1
 
 
-async def test_a_prefill_whose_answer_is_lost_keeps_nothing(deploy: Deploy) -> None:
+async def test_prefill_whose_answer_is_lost_keeps_nothing(deploy: Deploy) -> None:
     gateway = await store(deploy, 2, 1)
     gateway.prefillers[0].faults.add("reset_before_headers", times=1)
     assert (await gateway.ask(request(Api.CHAT))).is_done
@@ -114,7 +114,7 @@ async def test_a_prefill_whose_answer_is_lost_keeps_nothing(deploy: Deploy) -> N
     assert gateway.metrics("pdproxy_instance_pinned_kv") == {}
 
 
-async def test_a_decoder_that_refuses_the_connection_costs_no_second_prefill(deploy: Deploy) -> None:
+async def test_decoder_that_refuses_the_connection_costs_no_second_prefill(deploy: Deploy) -> None:
     gateway = await store(deploy, 1, 2)
     await gateway.decoders[0].kill()
     assert (await gateway.ask(request(Api.CHAT, stream=True))).is_done
@@ -127,7 +127,7 @@ async def test_short_prompts_go_to_a_decoder_alone(deploy: Deploy) -> None:
     assert generations(*gateway.prefillers) == []
 
 
-async def test_what_one_cache_cannot_express_is_refused(deploy: Deploy) -> None:
+async def test_requests_for_several_caches_are_refused(deploy: Deploy) -> None:
     gateway = await store(deploy)
     answer = await gateway.ask(request(Api.CHAT, prompt_logprobs=1))
     assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")

@@ -90,7 +90,7 @@ async def test_answer_restarts_when_the_client_has_nothing(deploy: Deploy) -> No
     assert is_complete(answer, await answer_alone(CHAT))
 
 
-async def test_an_answer_that_cannot_be_saved_ends_with_an_apology(deploy: Deploy) -> None:
+async def test_answer_that_cannot_be_saved_ends_with_an_apology(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, resume={"mode": "off"})
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
     answer = await ask(gateway, {**ASKED, "stream": True})

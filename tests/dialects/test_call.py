@@ -52,7 +52,7 @@ def completion(prompt: Any = "hi", **fields: Any) -> Call:
         ([None, "abcd"], 1),
     ],
 )
-def test_a_prompt_counts_its_bytes_or_its_ids(prompt: Any, tokens: int) -> None:
+def test_prompt_counts_its_bytes_or_its_ids(prompt: Any, tokens: int) -> None:
     assert completion(prompt).prompt_tokens == tokens
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_counts_its_bytes_or_its_ids(prompt: Any, tokens: int) -> None:
         ({"type": "text", "text": "x" * 40}, 1),
     ],
 )
-def test_a_message_counts_its_text_and_a_fixed_number_for_media(content: Any, tokens: int) -> None:
+def test_message_counts_its_text_and_a_fixed_number_for_media(content: Any, tokens: int) -> None:
     assert chat(content).prompt_tokens == tokens
 
 
@@ -124,22 +124,22 @@ def test_replaced_prompt_is_counted_by_the_same_rule() -> None:
         ({"max_tokens": 1e30}, 256),
     ],
 )
-def test_the_output_limit_is_the_clients_or_a_guess(fields: dict[str, Any], tokens: int) -> None:
+def test_output_limit_is_the_clients_or_a_guess(fields: dict[str, Any], tokens: int) -> None:
     assert chat(**fields).output_tokens == tokens
 
 
 @pytest.mark.parametrize("limit", [MAX_OUTPUT_TOKENS + 1, 2**63 - 1, 2**64 - 1])
-def test_an_absurd_limit_weighs_no_more_than_the_longest_answer(limit: int) -> None:
+def test_absurd_limit_weighs_no_more_than_the_longest_answer(limit: int) -> None:
     assert chat(max_tokens=limit).output_tokens == MAX_OUTPUT_TOKENS
 
 
-def test_the_loads_follow_from_the_tokens() -> None:
+def test_loads_follow_from_the_tokens() -> None:
     call = chat("x" * 4000, max_tokens=100)
     assert call.pick_request().prefill == Load(compute=1000 + PREFILL_OVERHEAD_TOKENS, kv=1000)
     assert call.pick_request().decode == Load(compute=DECODE_OVERHEAD_TOKENS, kv=1100)
 
 
-def test_the_size_of_a_token_is_configurable() -> None:
+def test_size_of_a_token_is_configurable() -> None:
     cost = Cost(bytes_per_token=2, default_output_tokens=5)
     call = parse(Api.COMPLETIONS, b'{"prompt": "abcdef"}', cost)
     assert (call.prompt_tokens, call.output_tokens) == (3, 5)
@@ -148,19 +148,19 @@ def test_the_size_of_a_token_is_configurable() -> None:
 # The bytes the engines get
 
 
-def test_a_leg_may_set_a_reserved_field_itself() -> None:
+def test_leg_may_set_a_reserved_field_itself() -> None:
     call = chat(kv_transfer_params={"remote_host": "10.6.6.6"})
     assert json.loads(joined(call.body({"kv_transfer_params": {"ours": 1}})))["kv_transfer_params"] == {"ours": 1}
 
 
-def test_the_changes_of_a_leg_count_more_than_those_of_the_call() -> None:
+def test_changes_of_a_leg_count_more_than_those_of_the_call() -> None:
     call = chat(stream=True, max_tokens=7)
     leg = json.loads(joined(call.body({"stream": False, "stream_options": REMOVED, "max_tokens": 1})))
     assert (leg["stream"], leg["max_tokens"]) == (False, 1)
     assert "stream_options" not in leg
 
 
-def test_a_changed_call_adds_to_the_changes_before() -> None:
+def test_changed_call_adds_to_the_changes_before() -> None:
     call = chat("x" * 40, request_id="mine", n=2)
     changed = call.changed({"n": REMOVED}, prompt_tokens=99).changed({"seed": 3})
     assert json.loads(joined(changed.body({}))) == {"model": "m", "messages": call.values["messages"], "seed": 3}
@@ -200,13 +200,13 @@ def test_whole_answer_may_be_requested_as_a_stream() -> None:
     }
 
 
-def test_a_changed_call_keeps_what_is_added_to_its_kv_parameters() -> None:
+def test_changed_call_keeps_what_is_added_to_its_kv_parameters() -> None:
     call = replace(chat(), kv_params={"prompt_token_ids": [1, 2]})
     assert call.changed({"seed": 3}).kv_params == {"prompt_token_ids": [1, 2]}
     assert chat().kv_params == {}
 
 
-def test_a_call_without_another_prompt_keeps_its_cost() -> None:
+def test_call_without_another_prompt_keeps_its_cost() -> None:
     call = chat("x" * 40)
     assert call.changed({"seed": 3}).prompt_tokens == 10
     assert call.changed({}, prompt_tokens=0).prompt_tokens == 0

@@ -50,7 +50,7 @@ TOOL = b'"tools":[{"name":"t","input_schema":{}}]'
     ],
 )
 @pytest.mark.parametrize("stream", [b"false", b"true"])
-async def test_a_mistake_is_refused_by_its_name(
+async def test_mistake_is_refused_by_its_name(
     deploy: Deploy, path: str, mistake: bytes, word: str, stream: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = await deploy(1, 1)
@@ -66,7 +66,7 @@ async def test_a_mistake_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-async def test_a_body_that_is_nested_too_deeply_is_called_that(deploy: Deploy, path: str) -> None:
+async def test_body_that_is_nested_too_deeply_is_called_that(deploy: Deploy, path: str) -> None:
     gateway = await deploy(1, 1)
     schema = b'{"a":' * 990 + b"1" + b"}" * 990
     named = b'"name":"t","type":"function","parameters":' if path == "/v1/responses" else b'"name":"t","input_schema":'

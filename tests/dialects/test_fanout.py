@@ -75,25 +75,25 @@ def test_prompts_of_token_ids_become_units() -> None:
     assert [unit.call.prompt_tokens for unit in units] == [3, 1, 1]
 
 
-def test_a_list_of_one_prompt_becomes_that_prompt() -> None:
+def test_list_of_one_prompt_becomes_that_prompt() -> None:
     (unit,) = split_up(completion(["hi"]))
     assert (unit.index, unit.is_first_sample) == (0, True)
     assert bodies([unit]) == [{"model": "m", "prompt": "hi"}]
 
 
-def test_the_index_is_prompt_times_n_plus_sample() -> None:
+def test_index_is_prompt_times_n_plus_sample() -> None:
     units = split_up(completion(["a", "b"], n=3))
     assert [unit.index for unit in units] == [0, 1, 2, 3, 4, 5]
     assert [body["prompt"] for body in bodies(units)] == ["a", "a", "a", "b", "b", "b"]
     assert [unit.is_first_sample for unit in units] == [True, False, False, True, False, False]
 
 
-def test_the_prompt_of_a_chat_is_not_its_own_business() -> None:
+def test_prompt_of_a_chat_is_not_its_own_business() -> None:
     (unit,) = split_up(chat(prompt=["a", "b"]))
     assert bodies([unit])[0]["prompt"] == ["a", "b"]
 
 
-def test_the_samples_of_one_prompt_have_the_cost_of_the_whole_prompt() -> None:
+def test_samples_of_one_prompt_have_the_cost_of_the_whole_prompt() -> None:
     call = chat(n=2)
     assert [unit.call.prompt_tokens for unit in split_up(call)] == [call.prompt_tokens] * 2
 
@@ -115,7 +115,7 @@ def test_sample_i_has_the_seed_plus_i(seed: Any, expected: list[Any]) -> None:
     assert [body["seed"] for body in bodies(split_up(chat(n=3, seed=seed)))] == expected
 
 
-def test_a_seed_no_engine_takes_still_makes_a_body() -> None:
+def test_seed_no_engine_takes_still_makes_a_body() -> None:
     assert bodies(split_up(chat(n=2, seed=2**64 - 1)))[0]["seed"] == 2**64 - 1
 
 
@@ -129,7 +129,7 @@ def test_too_many_units_are_refused(call: Call) -> None:
         split_up(call)
 
 
-def test_as_many_units_as_allowed_are_made() -> None:
+def test_fanout_makes_the_allowed_number_of_units() -> None:
     assert len(split_up(completion(["x"] * 50, n=2))) == 100
 
 
@@ -142,7 +142,7 @@ def test_list_of_invalid_prompts_is_rejected(prompt: Any) -> None:
     assert refusal.value.param == "prompt"
 
 
-def test_a_deeply_nested_prompt_is_refused() -> None:
+def test_deeply_nested_prompt_is_refused() -> None:
     call = parse(Api.COMPLETIONS, b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", COST)
     with pytest.raises(BadRequest):
         split_up(call)
@@ -207,7 +207,7 @@ def test_answers_without_usage_are_merged_without() -> None:
     assert json.loads(merge_answers(units, [answer("a", usage=usage(5, 2)), answer("b")]))["usage"] is None
 
 
-def test_the_tokens_of_a_prompt_count_once_and_those_of_all_answers() -> None:
+def test_tokens_of_a_prompt_count_once_and_those_of_all_answers() -> None:
     units = split_up(completion(["a", "b"], n=2))
     merged = merge_usage(units, [usage(10, 1, 4), usage(10, 2, 8), usage(20, 3, 16), usage(20, 4, 16)])
     assert merged == {
@@ -235,7 +235,7 @@ def test_cached_tokens_are_reported_only_when_all_units_have_them(others: Any) -
         ([None, None], None),
     ],
 )
-def test_the_reasoning_of_all_answers_counts_where_all_tell(details: list[Any], expected: Any) -> None:
+def test_reasoning_of_all_answers_counts_where_all_tell(details: list[Any], expected: Any) -> None:
     usages = [usage(10, 5) | {"completion_tokens_details": each} for each in details]
     assert merge_usage(split_up(chat(n=2)), usages).get("completion_tokens_details") == expected  # type: ignore[union-attr]
 
@@ -288,7 +288,7 @@ def test_rewriting_leaves_the_payload_alone() -> None:
     assert before == payload("a", "x")
 
 
-def test_the_usage_chunk_belongs_to_the_merged_stream() -> None:
+def test_usage_chunk_belongs_to_the_merged_stream() -> None:
     units = split_up(chat(n=2))
     merged = MergedStreams(units, has_usage_chunk=True)
     merged.unit(units[0]).render(payload("a", "x"))

@@ -29,7 +29,7 @@ PARSERS = {"tool_call_parser": "kimi_k2", "eos_after": 100, "default_max_tokens"
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", ["exact", "off"])
-async def test_a_message_has_what_a_chat_would_say(deploy: Deploy, stream: bool, mode: str) -> None:
+async def test_message_has_what_a_chat_would_say(deploy: Deploy, stream: bool, mode: str) -> None:
     gateway = await deploy(1, 1, resume={"mode": mode})
     got = message(await ask(gateway, question("Hello there", stream=stream)))
     text = await answer_alone(request(Api.CHAT, max_tokens=40))
@@ -90,7 +90,7 @@ async def test_stop_sequence_is_reported(deploy: Deploy, stream: bool) -> None:
         ("length", None, '{"a": "', "max_tokens"),
     ],
 )
-def test_a_tool_is_to_be_run_only_if_its_call_is_complete(
+def test_tool_is_to_be_run_only_if_its_call_is_complete(
     finish_reason: str, matched: str | None, arguments: str, told: str
 ) -> None:
     call = Messages().parse(read(orjson.dumps(question("Hi", stop_sequences=["END"]))), Cost(), {})
@@ -111,7 +111,7 @@ async def test_elements_of_a_translated_body_count_double(deploy: Deploy) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_without_words_is_an_empty_text(deploy: Deploy, stream: bool) -> None:
+async def test_answer_without_words_is_an_empty_text(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1)
     text = await answer_alone(request(Api.CHAT, max_tokens=40))
     got = message(await ask(gateway, question("Hello there", stop_sequences=[text[:3]], stream=stream)))
@@ -119,7 +119,7 @@ async def test_an_answer_without_words_is_an_empty_text(deploy: Deploy, stream: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_the_limit_cuts_off_has_no_arguments(deploy: Deploy, stream: bool) -> None:
+async def test_call_that_the_limit_cuts_off_has_no_arguments(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1, engine=PARSERS)
     got = message(await ask(gateway, story(max_tokens=95, stream=stream)))
     assert (got["stop_reason"], got["content"][-1]["input"]) == ("max_tokens", {})
@@ -127,7 +127,7 @@ async def test_a_call_that_the_limit_cuts_off_has_no_arguments(deploy: Deploy, s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_named_tool_ends_in_its_use(deploy: Deploy, stream: bool) -> None:
+async def test_named_tool_ends_in_its_use(deploy: Deploy, stream: bool) -> None:
     """The engine finishes such a chat with "stop"."""
     gateway = await deploy(1, 1, engine=PARSERS)
     got = message(await ask(gateway, story(tool_choice={"type": "tool", "name": "find"}, stream=stream)))
@@ -142,7 +142,7 @@ async def test_one_call_at_a_time_if_the_client_wants_it(deploy: Deploy, stream:
     assert [block["name"] for block in got["content"] if block["type"] == "tool_use"] == ["find"]
 
 
-async def test_what_engines_are_asked_is_a_chat(gateway: Deployment) -> None:
+async def test_engines_get_messages_as_a_chat(gateway: Deployment) -> None:
     """The request has the members that make it resumable, and none that point into the engines' network."""
     body = question(kv_transfer_params={"remote_host": "10.0.0.1"}, metadata={"user_id": "me"}, tools=TOOLS)
     message(await ask(gateway, body))
@@ -182,7 +182,7 @@ async def test_errors_have_anthropics_form(
     assert answer.headers["content-type"] == "application/json"
 
 
-async def test_a_key_is_shown_as_anthropics_clients_do(deploy: Deploy) -> None:
+async def test_key_is_shown_as_anthropics_clients_do(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest())
     gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
@@ -211,7 +211,7 @@ async def test_missing_backend_is_an_overloaded_error(deploy: Deploy) -> None:
     assert answer.headers["retry-after"]
 
 
-async def test_a_stream_that_cannot_be_saved_ends_with_an_error_event(deploy: Deploy) -> None:
+async def test_stream_that_cannot_be_saved_ends_with_an_error_event(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, resume={"mode": "off"})
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
     answer = await ask(gateway, question(stream=True))
@@ -221,7 +221,7 @@ async def test_a_stream_that_cannot_be_saved_ends_with_an_error_event(deploy: De
     assert told["error"]["message"]
 
 
-async def test_a_limit_of_a_key_is_a_rate_limit(deploy: Deploy) -> None:
+async def test_limit_of_a_key_is_a_rate_limit(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest(), requests_per_minute=1)
     gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))

@@ -86,7 +86,7 @@ def test_no_system_is_no_message(system: Any) -> None:
         ),
     ],
 )
-def test_a_users_turn(blocks: Any, told: list[dict[str, Any]]) -> None:
+def test_users_turn(blocks: Any, told: list[dict[str, Any]]) -> None:
     assert messages(("user", blocks)) == told
 
 
@@ -97,7 +97,7 @@ def test_results_come_before_all_else_that_the_user_says() -> None:
     assert messages(("user", blocks)) == [returned(""), tool, user([PART])]
 
 
-def test_an_assistants_turn() -> None:
+def test_assistants_turn() -> None:
     blocks = [
         {"type": "thinking", "thinking": "Well. ", "signature": "s"},
         {"type": "redacted_thinking", "data": "x"},
@@ -118,7 +118,7 @@ def test_an_assistants_turn() -> None:
     }
 
 
-def test_what_claude_code_says_in_between_stays_there() -> None:
+def test_system_messages_of_claude_code_keep_their_position() -> None:
     turns = [("user", "Hi"), ("system", "Remember."), ("ctx", "There"), ("system", [text("Now.")]), ("msg", "?")]
     roles = [(message["role"], message["content"]) for message in messages(*turns)]
     expected = [("user", "Hi"), ("system", "Remember."), ("user", "There"), ("system", "Now."), ("user", "?")]
@@ -130,7 +130,7 @@ def test_empty_system_message_is_dropped(content: Any) -> None:
     assert messages(("user", "Hi"), ("system", content)) == [user("Hi")]
 
 
-def test_an_answer_that_the_client_has_begun_goes_on() -> None:
+def test_answer_that_the_client_has_begun_goes_on() -> None:
     begun = chat(messages=[user("Hi"), {"role": "assistant", "content": "{"}])
     assert (begun["continue_final_message"], begun["add_generation_prompt"]) == (True, False)
     assert "continue_final_message" not in chat()
@@ -214,7 +214,7 @@ SHOW = {"type": "tool_definition", "definition": {"name": "show", "input_schema"
         ([change("tool_removal", reference("find")), change("tool_addition", reference("find"))], ["find"]),
     ],
 )
-def test_the_tools_are_those_there_are_in_the_end(changes: list[tuple[str, Any]], left: list[str]) -> None:
+def test_tools_are_those_there_are_in_the_end(changes: list[tuple[str, Any]], left: list[str]) -> None:
     turns = [("user", "Hi"), *changes, ("system", "Remember.")]
     asked = chat(messages=[{"role": role, "content": content} for role, content in turns], tools=[tool()])
     assert [each["function"]["name"] for each in asked.get("tools", ())] == left
@@ -222,7 +222,7 @@ def test_the_tools_are_those_there_are_in_the_end(changes: list[tuple[str, Any]]
     assert asked["messages"] == [user("Hi"), {"role": "system", "content": "Remember."}]
 
 
-def test_a_tool_that_is_added_by_its_name_is_not_to_be_loaded_later() -> None:
+def test_tool_that_is_added_by_its_name_is_not_to_be_loaded_later() -> None:
     turns = [user("Hi"), {"role": "system", "content": change("tool_addition", reference("find"))[1]}]
     asked = chat(messages=turns, tools=[tool(defer_loading=True)])
     assert "defer_loading" not in asked["tools"][0]["function"]
@@ -343,7 +343,7 @@ def test_blocks_within_blocks_end_somewhere() -> None:
         {"type": "future_20990101"},
     ],
 )
-def test_a_tool_that_anthropic_defines_is_left_out(given: dict[str, Any]) -> None:
+def test_tool_that_anthropic_defines_is_left_out(given: dict[str, Any]) -> None:
     asked, left_out = chat_and_left_out(tools=[tool(), given])
     assert [each["function"]["name"] for each in asked["tools"]] == ["find"]
     assert left_out == (f"tool {given['type']}",)
@@ -355,7 +355,7 @@ def test_a_tool_that_anthropic_defines_is_left_out(given: dict[str, Any]) -> Non
             chat(tools=[tool(), given], tool_choice={"type": "tool", "name": given["name"]})
 
 
-def test_a_tool_of_an_unknown_type_with_a_schema_is_a_function() -> None:
+def test_tool_of_an_unknown_type_with_a_schema_is_a_function() -> None:
     assert chat(tools=[tool(type="future_20990101")]) == chat(tools=[tool()])
 
 
@@ -367,14 +367,14 @@ def test_servers_of_tools_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tool_addition", "tool_removal"])
-def test_a_change_of_a_tool_that_is_not_declared_is_left_out(kind: str) -> None:
+def test_change_of_a_tool_that_is_not_declared_is_left_out(kind: str) -> None:
     turns = [user("Hi"), {"role": "system", "content": change(kind, reference("show"))[1]}]
     asked, left_out = chat_and_left_out(messages=turns, tools=[tool()])
     assert ([each["function"]["name"] for each in asked["tools"]], left_out) == (["find"], (f"content {kind}",))
 
 
 @pytest.mark.parametrize("limit", [1000, 1000.0, "1000"])
-def test_a_limit_may_be_spelled_as_in_chats(limit: Any) -> None:
+def test_limit_may_be_spelled_as_in_chats(limit: Any) -> None:
     asked = chat(max_tokens=limit)
     assert (asked["max_tokens"], asked["max_completion_tokens"]) == (1000, 1000)
 

@@ -43,7 +43,7 @@ def test_stream_n_and_headers_are_read() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": None, "n": None}, {"stream": False, "n": 1}])
-def test_what_is_absent_has_the_defaults_of_the_api(fields: dict[str, Any]) -> None:
+def test_absent_members_have_the_defaults_of_the_api(fields: dict[str, Any]) -> None:
     call = chat(**fields)
     assert (call.stream, call.samples, call.include_usage, dict(call.headers)) == (False, 1, False, {})
 
@@ -78,7 +78,7 @@ def test_what_is_absent_has_the_defaults_of_the_api(fields: dict[str, Any]) -> N
         ({"return_token_ids": []}, "return_token_ids"),
     ],
 )
-def test_a_field_the_gateway_acts_on_must_have_its_type(fields: dict[str, Any], param: str) -> None:
+def test_field_the_gateway_acts_on_must_have_its_type(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refusal:
         chat(**fields)
     assert refusal.value.param == param
@@ -115,7 +115,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "min_tokens", "seed", "thinking_token_budget"])
 @pytest.mark.parametrize(("spelled", "meant"), SPELLINGS)
-def test_a_number_is_what_engines_take_it_for(name: str, spelled: Any, meant: int) -> None:
+def test_number_is_what_engines_take_it_for(name: str, spelled: Any, meant: int) -> None:
     """Read a value as vLLM's request model does, which uses the same library."""
 
     class Request(BaseModel):
@@ -130,7 +130,7 @@ def test_a_number_is_what_engines_take_it_for(name: str, spelled: Any, meant: in
 
 
 @pytest.mark.parametrize("number", [1e19, 1e300, -1e19, "9" * 30])
-def test_a_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) -> None:
+def test_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) -> None:
     call = chat(max_tokens=number)
     assert json.loads(joined(call.body({})))["max_tokens"] == number
     assert call.output_limit is None
@@ -139,7 +139,7 @@ def test_a_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) 
 @pytest.mark.parametrize(
     ("spelled", "meant"), [("true", True), ("False", False), ("no", False), (0, False), (1.0, True), ("1", True)]
 )
-def test_a_flag_is_what_engines_take_it_for(spelled: Any, meant: bool) -> None:
+def test_flag_is_what_engines_take_it_for(spelled: Any, meant: bool) -> None:
     call = chat(return_token_ids=spelled, logprobs=spelled)
     assert (call.values["return_token_ids"], call.shows_single_tokens) == (meant, meant)
     assert json.loads(joined(call.body({})))["logprobs"] is meant
@@ -165,7 +165,7 @@ def test_fields_that_steer_engines_are_removed(name: str) -> None:
     assert b"10.6.6.6" not in body
 
 
-def test_a_reserved_field_is_removed_however_its_name_is_spelled() -> None:
+def test_reserved_field_is_removed_however_its_name_is_spelled() -> None:
     raw = b'{"kv_transfer_param\\u0073": {"remote_host": "10.6.6.6"}, "prompt": "hi"}'
     assert parse(Api.COMPLETIONS, raw, COST).body({}) == b'{"prompt": "hi"}'
 
@@ -183,13 +183,13 @@ def test_other_extra_arguments_are_the_engines_business(extra: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
-def test_a_stream_always_reports_its_usage_to_the_gateway(options: dict[str, Any]) -> None:
+def test_stream_always_reports_its_usage_to_the_gateway(options: dict[str, Any]) -> None:
     call = chat(stream=True, **options)
     assert not call.include_usage
     assert json.loads(joined(call.body({})))["stream_options"] == {"include_usage": True}
 
 
-def test_a_client_that_wants_usage_keeps_its_own_options() -> None:
+def test_client_that_wants_usage_keeps_its_own_options() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     call = chat(stream=True, stream_options=options)
     assert call.include_usage
@@ -204,5 +204,5 @@ def test_members_that_need_checks_are_not_ordinary() -> None:
     assert not any(chat(**{name: None}).is_ordinary for name in sorted(rare))
 
 
-def test_an_answer_that_is_not_streamed_gets_no_stream_options() -> None:
+def test_answer_that_is_not_streamed_gets_no_stream_options() -> None:
     assert "stream_options" not in json.loads(joined(chat().body({})))

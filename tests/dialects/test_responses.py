@@ -25,7 +25,7 @@ CUSTOM = {"type": "custom", "name": "patch", "description": "Edits a file."}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", ["exact", "off"])
-async def test_a_response_has_what_a_chat_would_say(deploy: Deploy, stream: bool, mode: str) -> None:
+async def test_response_has_what_a_chat_would_say(deploy: Deploy, stream: bool, mode: str) -> None:
     gateway = await deploy(1, 1, resume={"mode": mode})
     asked = {"instructions": None, "temperature": 0.5, "metadata": {"a": "b"}, "tools": TOOLS, "tool_choice": "none"}
     got = response(await ask(gateway, question("Hello there", stream=stream, **asked)))
@@ -82,7 +82,7 @@ async def test_tool_search_is_a_separate_item(deploy: Deploy, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_of_a_namespace_is_called_by_both_names(deploy: Deploy, stream: bool) -> None:
+async def test_tool_of_a_namespace_is_called_by_both_names(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1, engine=PARSERS)
     space = {"type": "namespace", "name": "agents", "tools": TOOLS}
     got = response(await ask(gateway, story(tools=[space], stream=stream)))
@@ -108,27 +108,27 @@ async def test_reasoning_comes_back_from_a_client_that_cannot_read_it(deploy: De
     assert [message["content"] for message in returned] == ["42", "42"]
 
 
-async def test_nothing_is_sealed_that_was_not_asked_for(deploy: Deploy) -> None:
+async def test_reasoning_is_sealed_only_on_request(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, engine=PARSERS)
     assert response(await ask(gateway, story()))["output"][0]["encrypted_content"] is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_without_words_has_no_items(deploy: Deploy, stream: bool) -> None:
+async def test_answer_without_words_has_no_items(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1)
     text = await answer_alone(request(Api.CHAT, max_tokens=40))
     got = response(await ask(gateway, question("Hello there", stop=[text[:3]], stream=stream)))
     assert (got["status"], got["output"]) == ("completed", [])
 
 
-async def test_what_a_client_calls_its_conversation_is_a_session(gateway: Deployment) -> None:
+async def test_conversation_name_of_a_client_is_its_session(gateway: Deployment) -> None:
     response(await ask(gateway, question(prompt_cache_key="mine", kv_transfer_params={"remote_host": "10.0.0.1"})))
     [seen] = generations(*gateway.decoders)
     assert (seen.path, seen.body["prompt_cache_key"]) == ("/v1/chat/completions", "mine")
     assert seen.body["kv_transfer_params"].get("remote_host") != "10.0.0.1"
 
 
-async def test_what_is_left_out_is_logged_once_for_each_key(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_left_out_members_are_logged_once_for_each_key(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy(1, 1)
     keys = {name: ClientKey(name=name, key_sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("a", "b")}
     slots = {"a": 0, "b": 1}
@@ -173,7 +173,7 @@ async def test_feature_of_openais_service_is_rejected_with_a_message(
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-async def test_a_response_is_not_there_afterwards(gateway: Deployment, method: str) -> None:
+async def test_response_is_not_there_afterwards(gateway: Deployment, method: str) -> None:
     answer = await ask(gateway, b"", method, "/v1/responses/resp_1")
     assert (answer.status, answer.error["code"]) == (404, "not_found")
     assert "responses are not stored here" in answer.error["message"]
@@ -191,7 +191,7 @@ async def test_a_response_is_not_there_afterwards(gateway: Deployment, method: s
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_engines_error_is_one_of_this_api(deploy: Deploy, body: bytes, message: str, stream: bool) -> None:
+async def test_engines_error_is_one_of_this_api(deploy: Deploy, body: bytes, message: str, stream: bool) -> None:
     engine = CannedEngine("both", [http(body, "400 Bad Request", "text/html")])
     gateway = await deploy(decoders=[engine], connector="plain")
     answer = await ask(gateway, question(stream=stream))
@@ -200,7 +200,7 @@ async def test_an_engines_error_is_one_of_this_api(deploy: Deploy, body: bytes, 
         assert answer.body == body
 
 
-async def test_a_key_is_needed_as_everywhere(deploy: Deploy) -> None:
+async def test_key_is_needed_as_everywhere(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest())
     gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
@@ -208,7 +208,7 @@ async def test_a_key_is_needed_as_everywhere(deploy: Deploy) -> None:
     assert response(await ask(gateway, question(), Authorization="Bearer mine"))["output"]
 
 
-async def test_a_stream_that_cannot_be_saved_ends_as_failed(deploy: Deploy) -> None:
+async def test_stream_that_cannot_be_saved_ends_as_failed(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, resume={"mode": "off"})
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
     answer = await ask(gateway, question(stream=True))

@@ -127,7 +127,7 @@ def test_items_are_messages(given: Any, told: list[dict[str, Any]]) -> None:
     assert messages(given) == told
 
 
-def test_what_is_said_first_for_the_system_is_one_message() -> None:
+def test_leading_system_items_become_one_message() -> None:
     """Many templates want it there, and only there."""
     given = [said("developer", "a"), said("system", "b"), said("user", "c"), said("developer", "d")]
     expected = [{"role": "system", "content": "x\n\na\n\nb"}, user("c"), {"role": "system", "content": "d"}]
@@ -186,7 +186,7 @@ def test_output_options_are_translated(given: dict[str, Any], told: dict[str, An
     assert chat(**given) == {"model": "m", "messages": [user("Hi")], **told}
 
 
-def test_a_custom_tool_is_a_function_of_one_text() -> None:
+def test_custom_tool_is_a_function_of_one_text() -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
     [tool] = chat(tools=[{"type": "custom", "name": "patch", "description": "Edits.", "format": form}])["tools"]
     function = tool["function"]
@@ -205,7 +205,7 @@ def test_tools_of_a_namespace_have_its_name() -> None:
 
 
 @pytest.mark.parametrize("status", ["in_progress", "incomplete", "completed", None])
-def test_an_answer_that_is_not_complete_is_gone_on_with(status: str | None) -> None:
+def test_answer_that_is_not_complete_is_gone_on_with(status: str | None) -> None:
     """The engine continues such an answer, too (vLLM `should_continue_final_message`)."""
     last = {"role": "assistant", "content": [{"type": "output_text", "text": "The quick"}], "status": status}
     asked = chat(input=[user("Say it."), last])
@@ -341,7 +341,7 @@ def test_images_where_there_can_be_text_only_are_notes() -> None:
         ),
     ],
 )
-def test_an_item_of_another_service_is_a_call_or_text(items: Any, told: list[dict[str, Any]]) -> None:
+def test_item_of_another_service_is_a_call_or_text(items: Any, told: list[dict[str, Any]]) -> None:
     assert messages([said("user", "Hi"), *items]) == [user("Hi"), *told]
 
 
@@ -352,7 +352,7 @@ def test_an_item_of_another_service_is_a_call_or_text(items: Any, told: list[dic
         *("code_interpreter", "local_shell", "tool_search", "future_kind"),
     ],
 )
-def test_a_tool_that_openai_defines_is_left_out(kind: str) -> None:
+def test_tool_that_openai_defines_is_left_out(kind: str) -> None:
     asked, left_out = chat_and_left_out(tools=[TOOL, {"type": kind}])
     assert ({name: asked[name] for name in TOLD}, left_out) == (TOLD, (f"tool {kind}",))
     space = {"type": "namespace", "name": "n", "tools": [TOOL, {"type": kind}]}
@@ -386,7 +386,7 @@ def test_tools_that_an_item_declares_are_tools() -> None:
 
 
 @pytest.mark.parametrize("execution", ["client", None])
-def test_a_clients_search_for_tools_is_a_function_and_declares_what_it_found(execution: str | None) -> None:
+def test_clients_search_for_tools_is_a_function_and_declares_what_it_found(execution: str | None) -> None:
     search = {"type": "tool_search_call", "call_id": "c0", "execution": "client", "arguments": {"query": "mail"}}
     found = {"type": "tool_search_output", "call_id": "c0", "execution": "client", "tools": [FOUND]}
     asked = chat(
@@ -403,7 +403,7 @@ def test_a_clients_search_for_tools_is_a_function_and_declares_what_it_found(exe
     ]
 
 
-def test_a_search_for_tools_at_openai_leaves_its_tools() -> None:
+def test_search_for_tools_at_openai_leaves_its_tools() -> None:
     search = {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {"paths": ["mail"]}}
     found = {"type": "tool_search_output", "call_id": None, "execution": "server", "tools": [FOUND]}
     asked = chat(input=[said("user", "Hi"), search, found])

@@ -102,7 +102,7 @@ def one_result_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @given(st.none() | TEXT, MESSAGES)
-def test_nothing_of_a_conversation_with_anthropics_words_is_lost(system: str | None, messages: Any) -> None:
+def test_messages_conversation_loses_nothing_in_translation(system: str | None, messages: Any) -> None:
     chat = chat_of_messages({"model": "m", "max_tokens": 8, "system": system, "messages": messages}, LeftOut())[
         "messages"
     ]
@@ -197,7 +197,7 @@ def joined(told: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 @given(ITEMS)
-def test_nothing_of_a_conversation_in_items_is_lost(items: Any) -> None:
+def test_responses_conversation_loses_nothing_in_translation(items: Any) -> None:
     chat = chat_of_responses({"model": "m", "input": items}, LeftOut())["messages"]
     for message in chat:
         assert set(message) <= {"role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}

@@ -111,9 +111,7 @@ def finals(answer: Answer) -> dict[int, Any]:
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_is_that_of_an_engine_which_does_it_all(
-    start: Opener, body: dict[str, Any], stream: bool
-) -> None:
+async def test_answer_is_that_of_an_engine_which_does_it_all(start: Opener, body: dict[str, Any], stream: bool) -> None:
     site = await start(2, 2)
     body = {**body, "stream": stream}
     answer, expected = await site.ask(body), await alone(body)
@@ -127,7 +125,7 @@ async def test_an_answer_is_that_of_an_engine_which_does_it_all(
     }
 
 
-async def test_the_engines_bytes_pass_where_nothing_is_to_be_changed(start: Opener) -> None:
+async def test_engines_bytes_pass_where_nothing_is_to_be_changed(start: Opener) -> None:
     event = b'data: {"text" : "x\\/", "meta_info":{"finish_reason":{"type":"stop"}, "n": 1.0}}\n\n'
     site = await start.acting(streams(event, DONE), streams(event, DONE))
     assert (await site.ask({**BODY, "stream": True})).body == event + DONE
@@ -169,7 +167,7 @@ async def test_one_sample_of_one_prompt_is_a_list_if_several_were_asked_for(star
     assert isinstance((await site.ask({**BODY, "sampling_params": {"n": 1, "max_new_tokens": 2}})).json, dict)
 
 
-async def test_the_log_probabilities_of_the_prompt_may_come_after_the_first_token(start: Opener) -> None:
+async def test_log_probabilities_of_the_prompt_may_come_after_the_first_token(start: Opener) -> None:
     """The prefiller's answer and the decoder's first words are on their way at the same time."""
 
     def event(text: str, finish: Any = None, logprobs: Any = ()) -> bytes:
@@ -203,7 +201,7 @@ async def test_experts_of_the_prompt_are_the_prefillers(start: Opener) -> None:
     assert told["meta_info"]["routed_experts"] == "AAEC/w=="
 
 
-async def test_what_is_not_a_clients_to_say_is_not_passed_on(start: Opener) -> None:
+async def test_reserved_members_of_clients_are_not_sent_to_engines(start: Opener) -> None:
     site = await start()
     mine = {"rid": "mine", "bootstrap_room": 5, "bootstrap_host": "10.6.6.6", "http_worker_ipc": "ipc://x"}
     assert (await site.ask({**BODY, **mine, "kv_hints": {}, "background": True, "routed_dp_rank": 3})).status == 200
@@ -245,7 +243,7 @@ async def test_tokens_are_counted(start: Opener, stream: bool) -> None:
     assert site.gateway.metrics("pdproxy_requests_total") == {("generate", "200"): 1}
 
 
-async def test_a_request_is_let_in_like_any_other(start: Opener) -> None:
+async def test_request_is_let_in_like_any_other(start: Opener) -> None:
     """One that finds no room waits, and one that has no key is not served."""
     site = await start.acting(hangs, hangs, admission={"max_running_decode": 1, "max_waiting": 0})
     waiting = asyncio.create_task(site.ask(BODY))
@@ -280,7 +278,7 @@ async def test_generate_is_served_only_by_engines_that_speak_it(deploy: Deploy, 
         ({"text": ["a", "b"], "sampling_params": [{"n": 2}, 5]}, "sampling_params"),
     ],
 )
-async def test_what_no_engine_could_serve_is_refused(start: Opener, body: Any, param: str | None) -> None:
+async def test_unservable_requests_are_refused(start: Opener, body: Any, param: str | None) -> None:
     site = await start(fanout={"max_units": 4})
     answer = await site.ask(body)
     assert answer.status == 400
@@ -294,7 +292,7 @@ ABORTED = {"text": "", "meta_info": {"finish_reason": ABORT}}
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_engines_refusal_reaches_the_client_byte_for_byte(start: Opener, stream: bool) -> None:
+async def test_engines_refusal_reaches_the_client_byte_for_byte(start: Opener, stream: bool) -> None:
     site = await start.acting(says(TOLD, "400 Bad Request"), hangs)
     answer = await site.ask({**BODY, "stream": stream})
     assert (answer.status, answer.body) == (400, TOLD)
@@ -302,7 +300,7 @@ async def test_an_engines_refusal_reaches_the_client_byte_for_byte(start: Opener
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_abort_before_the_first_token_is_an_error(start: Opener, role: str, stream: bool) -> None:
+async def test_abort_before_the_first_token_is_an_error(start: Opener, role: str, stream: bool) -> None:
     fails = streams(data(ABORTED), DONE) if stream else says(orjson.dumps(ABORTED))
     site = await start.acting(*((fails, hangs) if role == "prefill" else (hangs, fails)))
     answer = await site.ask({**BODY, "stream": stream})
@@ -314,7 +312,7 @@ async def test_an_abort_before_the_first_token_is_an_error(start: Opener, role: 
     assert results[f"{failed.host}:{failed.port}", "status", role] == 1
 
 
-async def test_an_abort_in_the_middle_ends_the_stream_as_an_error(start: Opener) -> None:
+async def test_abort_in_the_middle_ends_the_stream_as_an_error(start: Opener) -> None:
     async def decode(exchange: Exchange) -> None:
         exchange.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for event in (data({"text": "x", "meta_info": {"finish_reason": None}}), data(ABORTED), DONE):
@@ -338,7 +336,7 @@ async def test_generate_reports_an_abort_without_a_status_as_an_error(start: Ope
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_clears_a_pair_whose_hand_over_failed(start: Opener, stream: bool) -> None:
+async def test_answer_clears_a_pair_whose_hand_over_failed(start: Opener, stream: bool) -> None:
     ended = orjson.dumps({"text": "x", "meta_info": {"finish_reason": {"type": "stop"}}})
     well = streams(b"data: " + ended + b"\n\n", DONE) if stream else says(ended)
     fails = says(TOLD, "500 Internal Server Error")
@@ -361,7 +359,7 @@ async def test_answer_without_finish_reason_is_an_error(start: Opener) -> None:
     assert answer.status == 502 or not answer.is_whole
 
 
-async def test_a_failure_before_the_first_token_is_tried_again(start: Opener) -> None:
+async def test_failure_before_the_first_token_is_tried_again(start: Opener) -> None:
     refused: list[str] = []
     whole = orjson.dumps({"text": "x", "meta_info": {"finish_reason": {"type": "stop"}}})
 
@@ -384,7 +382,7 @@ async def test_a_failure_before_the_first_token_is_tried_again(start: Opener) ->
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_ends_every_leg_of_its_batch(start: Opener, stream: bool) -> None:
+async def test_client_that_leaves_ends_every_leg_of_its_batch(start: Opener, stream: bool) -> None:
     site = await start.acting(hangs, hangs)
     prefiller, decoder = site.gateway.prefillers[0], site.gateway.decoders[0]
     asked = asyncio.create_task(site.ask({"text": ["a", "b", "c"], "stream": stream}))

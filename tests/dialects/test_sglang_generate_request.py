@@ -43,17 +43,17 @@ def native(**fields: Any) -> Call:
         ({}, 1),
     ],
 )
-def test_a_native_prompt_counts_like_others(fields: dict[str, Any], tokens: int) -> None:
+def test_native_prompt_counts_like_others(fields: dict[str, Any], tokens: int) -> None:
     assert native(**fields).prompt_tokens == tokens
 
 
-def test_a_native_call_says_in_its_sampling_params_how_long_its_answer_may_be() -> None:
+def test_native_call_says_in_its_sampling_params_how_long_its_answer_may_be() -> None:
     assert native(text="a").output_tokens == sglang.DEFAULT_OUTPUT_TOKENS
     assert native(text="a", sampling_params={"max_new_tokens": 7}).output_tokens == 7
     assert native(text="a", sampling_params={"max_new_tokens": 2**40}).output_tokens == MAX_OUTPUT_TOKENS
 
 
-def test_a_native_call_reaches_the_engines_without_what_is_internal() -> None:
+def test_native_call_reaches_the_engines_without_what_is_internal() -> None:
     call = native(text="a", stream=True, **dict.fromkeys(sglang.RESERVED_FIELDS, 1))
     assert call.stream
     assert (call.api.value, call.api.path) == ("generate", "/generate")
@@ -73,7 +73,7 @@ def test_sampling_parameters_of_sglang_are_numbers_too(many: bool) -> None:
         native(text="a", sampling_params={"max_new_tokens": "ten"})
 
 
-def test_a_native_flag_is_not_guessed_at() -> None:
+def test_native_flag_is_not_guessed_at() -> None:
     with pytest.raises(BadRequest) as refused:
         native(text="a", stream="yes")
     assert refused.value.param == "stream"

@@ -51,6 +51,6 @@ async def test_engines_get_one_and_count_it(deploy: Deploy, stream: bool) -> Non
     assert [request.body["messages"] for request in seen] == [[JOINED, HI]] * 5
 
 
-def test_what_is_no_name_is_refused() -> None:
+def test_invalid_names_of_models_are_refused() -> None:
     with pytest.raises(ValidationError, match="list of names"):
         Settings.model_validate({"models": {"system_first": [7]}})

@@ -164,7 +164,7 @@ def spoilt(body: dict[str, Any], changes: list[tuple[tuple[Any, ...], Any]]) -> 
     ("dialect", "body"), [(Messages(), MESSAGE), (Responses(), RESPONSE)], ids=["messages", "responses"]
 )
 @given(data=st.data())
-def test_a_body_with_anything_in_it_is_a_chat_or_refused(
+def test_body_with_anything_in_it_is_a_chat_or_refused(
     dialect: Dialect, body: dict[str, Any], data: st.DataObject
 ) -> None:
     place = st.sampled_from(places(body))

@@ -38,7 +38,7 @@ async def test_streamed_and_whole_answers_are_equal(
 
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_before_the_first_token_another_decoder_gives_it(dialect: str, stream: bool) -> None:
+async def test_lost_decoder_is_replaced_before_the_first_token(dialect: str, stream: bool) -> None:
     expected, answers = await surviving.from_another_decoder(partial(ask, dialect, stream), "v0.33")
     assert answers == [expected] * len(answers)
 

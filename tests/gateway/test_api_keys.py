@@ -146,7 +146,7 @@ def test_request_is_not_in_flight_after_any_end(host: Host) -> None:
     assert host.usage.in_flight(0) == 0
 
 
-def test_a_request_that_is_never_entered_counts_nothing(host: Host) -> None:
+def test_request_that_is_never_entered_counts_nothing(host: Host) -> None:
     host.configure(key("a", requests_per_minute=1))
     host.workers[0].enter(host.key("a"))
     assert not any(host.usage._cells)
@@ -236,7 +236,7 @@ def test_window_slides_as_if_requests_of_the_last_minute_came_evenly(
         host.ask("a")
 
 
-def test_a_minute_before_last_is_forgotten(host: Host) -> None:
+def test_minute_before_last_is_forgotten(host: Host) -> None:
     host.configure(key("a", requests_per_minute=2))
     for _ in range(2):
         host.ask("a")

@@ -75,7 +75,7 @@ async def test_invalid_answer_is_an_error(deploy: Deploy, body: bytes, code: str
     assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_a_redirect_is_not_followed(deploy: Deploy) -> None:
+async def test_redirect_is_not_followed(deploy: Deploy) -> None:
     answer = await answered(
         deploy, b"HTTP/1.1 307 Elsewhere\r\nLocation: http://10.6.6.6/\r\nContent-Length: 0\r\n\r\n"
     )

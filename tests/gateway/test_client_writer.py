@@ -37,7 +37,7 @@ async def exchange(gateway: Deployment, sent: bytes) -> tuple[dict[str, str], by
     return {"status": status, **headers}, body
 
 
-async def test_an_http_10_client_gets_a_stream_without_chunks(gateway: Deployment) -> None:
+async def test_http_10_client_gets_a_stream_without_chunks(gateway: Deployment) -> None:
     headers, body = await exchange(gateway, raw_request(request(Api.CHAT, stream=True), version=b"1.0"))
     assert headers["status"].endswith("200 OK")
     assert "transfer-encoding" not in headers
@@ -105,7 +105,7 @@ async def test_http_11_client_gets_chunks_and_headers_against_proxy_buffering(
     assert body.endswith(b"\r\n0\r\n\r\n")
 
 
-async def test_a_cut_stream_has_an_error_event_and_no_end_mark(deploy: Deploy) -> None:
+async def test_cut_stream_has_an_error_event_and_no_end_mark(deploy: Deploy) -> None:
     gateway = await deploy(resume={"mode": "off"})
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
     _, body = await exchange(gateway, raw_request(request(Api.CHAT, stream=True)))
@@ -113,7 +113,7 @@ async def test_a_cut_stream_has_an_error_event_and_no_end_mark(deploy: Deploy) -
     assert b"[DONE]" not in body
 
 
-async def test_a_connection_serves_one_request_after_the_other(gateway: Deployment) -> None:
+async def test_connection_serves_one_request_after_the_other(gateway: Deployment) -> None:
     streamed = raw_request(request(Api.CHAT, stream=True))
     refused = raw_request({"model": "sim", "n": 0})
     last = raw_request(request(Api.CHAT), b"Connection: close")
@@ -144,7 +144,7 @@ async def test_client_that_expects_100_continue_gets_it(gateway: Deployment) -> 
     writer.close()
 
 
-async def test_a_body_may_come_in_chunks(gateway: Deployment) -> None:
+async def test_body_may_come_in_chunks(gateway: Deployment) -> None:
     content = orjson.dumps(request(Api.CHAT))
     sent = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n"

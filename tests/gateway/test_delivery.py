@@ -227,7 +227,7 @@ def test_chunks_that_carry_only_ids_are_left_out() -> None:
     assert delivered(CHAT, stream) == role + data(chunk(None, content="日")) + data(chunk(None, "stop"))
 
 
-def test_nothing_is_sent_before_the_first_output() -> None:
+def test_delivery_sends_no_bytes_before_the_first_output() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     assert take(delivery, b": hello\n\n" + data(ROLE) + data(chunk([3])) + data({"x": 1}))[0] == b""
     assert not delivery.has_output
@@ -367,14 +367,14 @@ def test_possible_stop_string_at_the_end_of_the_last_chunk_is_withheld(api: Api,
     assert delivery.transcript.content == told
 
 
-def test_nothing_is_withheld_when_the_stop_string_is_shown() -> None:
+def test_delivery_withholds_no_text_if_stop_strings_are_shown() -> None:
     body = {**COMPLETION, "stop": ["STOP"], "include_stop_str_in_output": True}
     delivery = Delivery(call_of(body), is_observed=True)
     take(delivery, words([7], text="hello"))
     assert delivery.transcript.content == "hello"
 
 
-def test_nothing_is_withheld_twice() -> None:
+def test_delivery_withholds_no_text_twice() -> None:
     """Text that is late, and last words: only the end of both may begin a stop string."""
     delivery = resumed({**CHAT, "stop": ["STOP"]}, 1, pending={"content": "-late-"})
     output, _ = take(delivery, words([8], content="xyz"))

@@ -152,7 +152,7 @@ async def test_query_without_a_model_uses_the_engines_default(deploy: Deploy) ->
     assert engine.requests[-1].body == {"skip_special_tokens": False, "tokens": IDS}
 
 
-async def test_the_clients_headers_are_passed_on(deploy: Deploy) -> None:
+async def test_clients_headers_are_passed_on(deploy: Deploy) -> None:
     engine = SimulatedEngine()
     gateway = await deploy([engine])
     await gateway.detokenizer.text("sim", IDS, {"authorization": "Bearer client", "traceparent": "00-1-2-01"})
@@ -236,7 +236,7 @@ async def test_text_is_unknown_after_an_invalid_answer(deploy: Deploy, nonsense:
     assert len(engine.received) == 1
 
 
-async def test_an_engine_that_does_not_answer_is_given_up(deploy: Deploy) -> None:
+async def test_engine_that_does_not_answer_is_given_up(deploy: Deploy) -> None:
     silent, decoder = SimulatedEngine(), SimulatedEngine()
     gateway = await deploy([silent], [decoder], timeout_seconds=0.05)
     silent.faults.add("hang_before_headers", path=PATH)

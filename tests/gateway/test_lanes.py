@@ -252,7 +252,7 @@ async def until_asked(gateway: Deployment, condition: Callable[[], bool]) -> Non
         await gateway.worker.prober.refresh_models(is_patient=True)
 
 
-async def test_an_adapter_of_some_engines_is_found_where_others_differ_in_adapters(deploy: Deploy) -> None:
+async def test_adapter_of_some_engines_is_found_where_others_differ_in_adapters(deploy: Deploy) -> None:
     """Names that engines do not list go to any engine there, and are no reason to wait."""
     prefillers, decoders = engines("prefill", "a", "a"), engines("decode", "a", "a")
     gateway = await deploy(prefillers, decoders)
@@ -345,7 +345,7 @@ async def test_passed_through_requests_are_routed_by_model(deploy: Deploy) -> No
             assert answer.status == status
 
 
-async def test_a_reload_reaches_the_queues_of_all_models(deploy: Deploy) -> None:
+async def test_reload_reaches_the_queues_of_all_models(deploy: Deploy) -> None:
     gateway = await two_models(deploy)
     await gateway.ask(chat("b"))
     current = gateway.worker.current

@@ -22,7 +22,7 @@ def served(rate: DrainRate, amount: float, seconds: float, count: int, now: floa
     return now
 
 
-def test_nothing_is_predicted_before_enough_services() -> None:
+def test_waits_are_not_predicted_before_enough_services() -> None:
     rate = DrainRate()
     now = served(rate, 1.0, 1.0, 8, 0.0)
     assert rate.seconds(5.0, now) is None

@@ -147,7 +147,7 @@ async def test_events_before_the_first_token_are_held_and_then_sent(deploy: Depl
 
 
 @pytest.mark.parametrize("asks", [True, False])
-async def test_a_large_first_event_passes(deploy: Deploy, asks: bool) -> None:
+async def test_large_first_event_passes(deploy: Deploy, asks: bool) -> None:
     """The event has the prompt's token ids, which some clients request."""
 
     def first(ids: list[int] | None) -> bytes:
@@ -179,7 +179,7 @@ async def test_long_prompt_ids_are_sent_only_on_request(deploy: Deploy, wants_id
 
 
 @pytest.mark.interpreted
-async def test_an_event_without_end_is_a_failure(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_without_end_is_a_failure(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EventSplitter.__init__, "__defaults__", (100_000,))
     answer = await streamed(deploy, data(chunk("a")), b"data: ", *[b"x" * 10_000] * 11)
     assert not answer.is_whole
@@ -310,7 +310,7 @@ async def test_error_in_a_stream_is_passed_on(deploy: Deploy) -> None:
     assert not answer.is_whole
 
 
-async def test_an_engines_error_before_the_first_token_is_an_http_error(deploy: Deploy) -> None:
+async def test_engines_error_before_the_first_token_is_an_http_error(deploy: Deploy) -> None:
     event = b'data: {"error": {"message": "too long", "code": 400}}\n\n'
     answer = await streamed(deploy, event + DONE)
     assert (answer.status, answer.body) == (400, event[6:-2])
@@ -366,7 +366,7 @@ async def test_stop_string_completed_by_the_last_chunk_ends_the_answer(deploy: D
 # The client
 
 
-async def test_a_client_that_reads_late_gets_everything(deploy: Deploy) -> None:
+async def test_client_that_reads_late_gets_everything(deploy: Deploy) -> None:
     gateway = await deploy()
     (decoder,) = gateway.decoders
     body = request(Api.CHAT, stream=True, max_tokens=10_000)

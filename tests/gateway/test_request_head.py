@@ -270,7 +270,7 @@ def test_only_the_length_may_differ_from_the_head_before(value: bytes, first: by
             assert read_head(second, head) == read_head(second)
 
 
-def test_a_head_that_grows_too_long_is_not_plain() -> None:
+def test_head_that_grows_too_long_is_not_plain() -> None:
     field = b"X-A: " + b"v" * 4090 + b"\r\n"
     left = MAX_HEAD_BYTES - len(with_fields(field, b"X-B: \r\n"))
     longest = with_fields(field, b"X-B: " + b"v" * left + b"\r\n")

@@ -60,7 +60,9 @@ def test_matrix_has_every_failure() -> None:
 
 
 @pytest.mark.parametrize(("failure", "status", "repeats"), MATRIX)
-def test_nothing_is_retried_after_the_client_has_bytes(failure: Failure, status: int | None, repeats: int) -> None:
+def test_requests_are_not_retried_after_the_client_has_bytes(
+    failure: Failure, status: int | None, repeats: int
+) -> None:
     assert not may_retry(failed(failure, status), sent_to_client=True, attempts=1, max_attempts=5)
 
 

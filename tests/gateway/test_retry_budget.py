@@ -52,14 +52,14 @@ async def waiting(permit: RetryPermit, budget: RetryBudget, timeout_seconds: flo
 @pytest.mark.parametrize(
     ("in_flight", "capacity"), [(0, 3), (1, 3), (15, 3), (19, 3), (20, 4), (24, 4), (25, 5), (1000, 200)]
 )
-def test_a_fifth_of_the_requests_and_at_least_three_may_be_retried(in_flight: int, capacity: int) -> None:
+def test_fifth_of_the_requests_and_at_least_three_may_be_retried(in_flight: int, capacity: int) -> None:
     with Requests(budget_of()) as requests:
         permits = requests.arrive(in_flight)
         assert requests.budget.capacity == capacity
         assert sum(permit.try_acquire() for permit in permits) == min(in_flight, capacity)
 
 
-def test_nothing_is_retried_without_share_and_minimum() -> None:
+def test_budget_without_share_and_minimum_retries_nothing() -> None:
     with Requests(budget_of(share=0.0, least=0)) as requests:
         assert not requests.arrive(10)[0].try_acquire()
 

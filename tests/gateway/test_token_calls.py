@@ -116,7 +116,7 @@ async def calls_for(
     ids=["chat", "reasoning", "with ids", "completion", "not streamed"],
 )
 @pytest.mark.interpreted
-async def test_a_token_costs_one_call(body: dict[str, Any], field: str | None, is_observed: bool, ids: bool) -> None:
+async def test_token_costs_one_call(body: dict[str, Any], field: str | None, is_observed: bool, ids: bool) -> None:
     """It is the call for the received bytes. Timing and notes of tokens cost another half call."""
     tokens = [token(field, number, ids=ids) for number in range(73)]
     first = await calls_for(tokens[:9], body, is_observed=is_observed or not body["stream"])
@@ -149,7 +149,7 @@ async def test_slow_client_pauses_the_engine_at_once() -> None:
 
 
 @pytest.mark.interpreted
-async def test_the_next_answer_on_a_connection_does_not_go_to_the_client_of_the_last() -> None:
+async def test_next_answer_on_a_connection_does_not_go_to_the_client_of_the_last() -> None:
     """Though its tokens look the same."""
     tokens = [token("content", number, ids=True) for number in range(9)]
     client_of: list[Streamed] = []

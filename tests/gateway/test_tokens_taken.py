@@ -163,7 +163,7 @@ def test_chunks_of_any_size_are_recognised(size: int) -> None:
     assert (taken is None) is (len(framed(raw)) >= 4096)
 
 
-def test_nothing_is_written_to_a_disconnected_client() -> None:
+def test_relay_writes_no_bytes_to_a_disconnected_client() -> None:
     forwarded = Forwarded(event("first", [5]))
     forwarded.client.has_left = True
     assert forwarded.take(framed(ONE)) == b""

@@ -121,7 +121,7 @@ async def test_half_a_surrogate_pair_is_part_of_the_answer(
 @pytest.mark.fault(120)
 @pytest.mark.parametrize("path", [path for path in BODIES if path != COMPLETIONS])
 @pytest.mark.parametrize("mode", ["exact", "off"])
-async def test_a_body_of_the_engine_with_half_a_pair_arrives(deploy: Deploy, path: str, mode: str) -> None:
+async def test_body_of_the_engine_with_half_a_pair_arrives(deploy: Deploy, path: str, mode: str) -> None:
     """Also an answer of a few tokens, which is asked for whole."""
     body = {**BODIES[path], **({"max_tokens": 4} if path != RESPONSES else {"max_output_tokens": 4})}
     whole = b'{"id":"x","choices":[{"index":0,"message":{"role":"assistant","content":"%b"},"finish_reason":"stop"}]}'
@@ -134,7 +134,7 @@ async def test_a_body_of_the_engine_with_half_a_pair_arrives(deploy: Deploy, pat
 @pytest.mark.fault(120)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
-async def test_a_resumed_prompt_has_the_tokens_of_half_characters(deploy: Deploy, path: str, is_streamed: bool) -> None:
+async def test_resumed_prompt_has_the_tokens_of_half_characters(deploy: Deploy, path: str, is_streamed: bool) -> None:
     """Text of a chat that does not agree with its tokens ends in an error, and never in another answer."""
     asked, prompts = engine_path(path), list[Any]()
     ids = [*range(100, 170), 7]
@@ -165,7 +165,7 @@ async def test_a_resumed_prompt_has_the_tokens_of_half_characters(deploy: Deploy
 @pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_answer_that_cannot_be_read_is_not_complete(
+async def test_answer_that_cannot_be_read_is_not_complete(
     deploy: Deploy, path: str, odd: bytes, is_streamed: bool
 ) -> None:
     """Except where the client gets the engine's own bytes, and can judge."""
@@ -278,7 +278,7 @@ async def test_half_a_surrogate_pair_passes_in_a_native_stream(deploy: Deploy) -
 
 
 @pytest.mark.fault(120)
-def test_a_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
+def test_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
     segment, so_far = WatchedEvents(), AnswerSoFar()
     for told in native(NATIVE % (b"Do not \\ud83d", b"7,8", 2, b'"finish_reason":null'))[:-1]:
         assert segment.read(Event(told[6:-2])) is Meaning.CONTENT
@@ -295,7 +295,7 @@ def test_a_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
         *(b'{"meta_info":{}}', b'{"text":7,"output_ids":[],"meta_info":{}}', b'{"text":"a","meta_info":{}}'),
     ],
 )
-def test_a_native_event_that_cannot_be_read_is_malformed(data: bytes) -> None:
+def test_native_event_that_cannot_be_read_is_malformed(data: bytes) -> None:
     assert WatchedEvents().read(Event(data, data)) is Meaning.MALFORMED
 
 
@@ -308,7 +308,7 @@ def test_native_event_with_less_text_than_before_is_malformed() -> None:
 
 
 @pytest.mark.fault(121)
-def test_a_native_answer_that_is_aborted_keeps_what_was_read() -> None:
+def test_native_answer_that_is_aborted_keeps_what_was_read() -> None:
     segment, so_far, (first, *_) = WatchedEvents(), AnswerSoFar(), native()
     aborted = b'{"text":null,"meta_info":{"finish_reason":{"type":"abort"}}}'
     assert segment.read(Event(first[6:-2])) is Meaning.CONTENT

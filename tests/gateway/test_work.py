@@ -270,7 +270,7 @@ async def test_resumable_answer_is_watched(gateway: Deployment, api: Api, stream
 
 
 @pytest.mark.parametrize(("max_tokens", "is_watched"), [(None, True), (33, True), (32, False), (1, False)])
-async def test_a_short_answer_that_is_not_streamed_is_not_watched(
+async def test_short_answer_that_is_not_streamed_is_not_watched(
     gateway: Deployment, max_tokens: int | None, is_watched: bool
 ) -> None:
     """Repeating such an answer costs little."""

@@ -326,7 +326,7 @@ async def test_answer_that_fails_halfway_is_cut_off(gateway: Gateway, error: Exc
             await answer.read()
 
 
-async def test_a_client_that_leaves_is_no_error(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_client_that_leaves_is_no_error(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     entered, ended = asyncio.Event(), asyncio.Event()
 
     async def wait(request: web.Request) -> web.Response:

@@ -71,7 +71,7 @@ def test_one_that_is_not_wanted_any_more_is_ended(
     assert slow.fileno() == -1
 
 
-def test_a_program_that_is_not_there_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_is_not_there_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takeover, "command_line", lambda: ["/nowhere/pdproxy"])
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
@@ -137,7 +137,7 @@ def test_script_is_restarted_by_its_path_when_it_names_its_interpreter(
 # Sockets that are given
 
 
-def test_a_socket_that_is_given_is_listened_on() -> None:
+def test_socket_that_is_given_is_listened_on() -> None:
     with create_listener("127.0.0.1", 0) as clients:
         settings = Settings(listen=Listen(port=clients.getsockname()[1]), admin=Admin(probe_port=0))
         with listen(settings, {"clients": clients}) as listeners:
@@ -153,7 +153,7 @@ def test_passed_socket_without_a_configured_port_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
-def test_it_has_to_be_where_the_settings_say(host: str) -> None:
+def test_inherited_socket_must_have_the_configured_address(host: str) -> None:
     """Whether administration is for this host alone depends on it."""
     with create_listener(host, 0) as given:
         port = given.getsockname()[1] + (host == "127.0.0.1")
@@ -161,7 +161,7 @@ def test_it_has_to_be_where_the_settings_say(host: str) -> None:
             listen(Settings(listen=Listen(port=port)), {"clients": given})
 
 
-def test_it_has_to_listen() -> None:
+def test_inherited_socket_must_listen() -> None:
     with socket.socket() as given:
         given.bind(("127.0.0.1", 0))
         with pytest.raises(SettingsError, match="the socket for clients that this process was given does not listen"):
@@ -171,7 +171,7 @@ def test_it_has_to_listen() -> None:
 @pytest.mark.parametrize(
     ("family", "kind"), [(socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM)]
 )
-def test_it_has_to_be_one_for_tcp(family: socket.AddressFamily, kind: socket.SocketKind) -> None:
+def test_inherited_socket_must_be_one_for_tcp(family: socket.AddressFamily, kind: socket.SocketKind) -> None:
     refused = pytest.raises(
         SettingsError, match="the socket for clients that this process was given is not a TCP socket"
     )
@@ -188,5 +188,5 @@ def test_ambiguous_socket_names_are_rejected(names: str) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}, {"LISTEN_FDS": "1"}])
-def test_what_is_for_another_process_is_not_taken(environ: dict[str, str]) -> None:
+def test_descriptors_for_another_process_are_not_taken(environ: dict[str, str]) -> None:
     assert activated(environ) == {}

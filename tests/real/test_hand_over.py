@@ -72,7 +72,7 @@ def test_prefiller_keeps_blocks_until_a_decoder_has_them(cluster: Cluster, show:
     show(f"{usage:.2%} of the cache, then nothing")
 
 
-def test_nothing_is_left_of_any_request(cluster: Cluster, show: Show) -> None:
+def test_engines_keep_no_state_of_any_request(cluster: Cluster, show: Show) -> None:
     ask(cluster.gateway.port, COMPLETIONS, prompt=f"{cluster.gateway.port} leaves nothing", max_tokens=4)
     cluster.wait_until_nothing_is_left()
     if cluster.stack.name == "nixl":

@@ -172,7 +172,7 @@ def test_blocks_lost_with_a_killed_engine_are_recomputed(cluster: Cluster, show:
 
 
 @pytest.mark.only("mooncake", "store", "mooncake-store", "plain", "sglang")
-def test_nothing_is_left_after_kills(cluster: Cluster) -> None:
+def test_engines_keep_no_state_after_kills(cluster: Cluster) -> None:
     cluster.wait_until_nothing_is_left()
 
 

@@ -176,7 +176,7 @@ def test_incompatible_engine_is_warned_about_once(cluster: Cluster, misfit: Misf
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "sglang")
-def test_nothing_is_left_after_requests_to_incompatible_engines(cluster: Cluster) -> None:
+def test_incompatible_engines_keep_no_state_after_requests(cluster: Cluster) -> None:
     cluster.wait_until_nothing_is_left()
 
 

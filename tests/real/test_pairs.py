@@ -48,5 +48,5 @@ def test_doctor_names_a_decoder_without_connector(cluster: Cluster, show: Show) 
     show(f"{bad['subject']} {bad['words']}")
 
 
-def test_nothing_is_left_after_canaries(cluster: Cluster) -> None:
+def test_engines_keep_no_state_after_canaries(cluster: Cluster) -> None:
     cluster.wait_until_nothing_is_left()

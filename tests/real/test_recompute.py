@@ -212,7 +212,7 @@ def test_resume_is_counted(resuming: Cluster, show: Show) -> None:
     show(f"{answer.prompt_tokens} tokens of the prompt and 50 of the answer, {again:.0f} computed again")
 
 
-def test_nothing_is_left_after_interruptions(resuming: Cluster, show: Show) -> None:
+def test_engines_keep_no_state_after_interruptions(resuming: Cluster, show: Show) -> None:
     resuming.wait_until_nothing_is_left()
     show(resumes(resuming))
 

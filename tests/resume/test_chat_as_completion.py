@@ -22,7 +22,7 @@ def test_characters_of_several_tokens_have_log_probabilities() -> None:
     assert chat_logprobs(as_completion, 2) == sim_logprobs.chat_logprobs(ids, 2, Speller())
 
 
-def test_a_completion_without_alternatives_is_a_chat_without() -> None:
+def test_completion_without_alternatives_is_a_chat_without() -> None:
     told = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": None}
     assert chat_logprobs(told, 0) == {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]}
 

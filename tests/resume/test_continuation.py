@@ -32,7 +32,7 @@ from tests.resume.test_plan import (
     ("body", "chats"),
     [(COMPLETION, "native"), (CHAT, "native"), (CHAT, "ascend_private"), (CHAT, "completions")],
 )
-def test_the_answer_stands_behind_the_prompt(body: dict[str, Any], chats: str) -> None:
+def test_answer_stands_behind_the_prompt(body: dict[str, Any], chats: str) -> None:
     resumption, _ = decided(situation(body, HELLO, chats=ChatTokens(chats)))
     ids = PROMPT + HELLO
     assert resumption.prompt_ids == orjson.dumps(ids)
@@ -53,12 +53,12 @@ def test_the_answer_stands_behind_the_prompt(body: dict[str, Any], chats: str) -
         assert not call.kv_params
 
 
-def test_an_empty_prompt_is_a_prompt() -> None:
+def test_empty_prompt_is_a_prompt() -> None:
     here = situation(COMPLETION, HELLO, transcript=answered(Api.COMPLETIONS, HELLO, prompt=[]))
     assert decided(here)[0].prompt_ids == orjson.dumps(HELLO)
 
 
-def test_what_has_been_applied_to_the_prompt_is_not_applied_again() -> None:
+def test_options_of_the_prompt_are_not_applied_again() -> None:
     applied = {"echo": True, "suffix": "x", "truncate_prompt_tokens": 5, "prompt_logprobs": None}
     kept = {"stop_token_ids": [1], "presence_penalty": 0.5, "logit_bias": {"7": 1}, "user": "u", "priority": 3}
     sent = body_of(decided(situation(COMPLETION | applied | kept, HELLO))[0])
@@ -66,7 +66,7 @@ def test_what_has_been_applied_to_the_prompt_is_not_applied_again() -> None:
     assert {name: sent[name] for name in kept} == kept
 
 
-def test_a_chat_that_goes_on_as_a_completion_has_nothing_of_a_chat_left() -> None:
+def test_chat_that_goes_on_as_a_completion_has_nothing_of_a_chat_left() -> None:
     chat = {
         "tools": TOOLS,
         "tool_choice": "auto",
@@ -135,7 +135,7 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("body", "facts", "expected"), LIMITS)
-def test_what_is_left_of_the_limit_is_the_limit(
+def test_continuation_has_the_remaining_token_limit(
     body: dict[str, Any], facts: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     if "chats" in facts:
@@ -158,12 +158,12 @@ def test_what_is_left_of_the_limit_is_the_limit(
         ({"messages": []}, None),
     ],
 )
-def test_the_limit_an_engine_would_see(body: dict[str, Any], limit: int | None) -> None:
+def test_limit_an_engine_would_see(body: dict[str, Any], limit: int | None) -> None:
     """Completions take null for the default as well (vLLM `CompletionRequest.normalize_null_max_tokens`)."""
     assert output_limit(call_of(body)) == limit
 
 
-def test_a_chat_without_a_limit_is_not_cut_off_by_that_of_completions() -> None:
+def test_chat_without_a_limit_is_not_cut_off_by_that_of_completions() -> None:
     """The context length is not known, and a completion without a limit stops after 16 tokens."""
     here = situation(CHAT | {"max_tokens": None}, HELLO, chats=ChatTokens.COMPLETIONS, max_model_len=None)
     try:
@@ -188,9 +188,7 @@ def test_a_chat_without_a_limit_is_not_cut_off_by_that_of_completions() -> None:
         (CHAT | {"max_tokens": None}, {"max_model_len": None}, False),
     ],
 )
-def test_an_answer_for_which_there_is_no_room_is_over(
-    body: dict[str, Any], facts: dict[str, Any], is_over: bool
-) -> None:
+def test_answer_for_which_there_is_no_room_is_over(body: dict[str, Any], facts: dict[str, Any], is_over: bool) -> None:
     facts = facts | ({"chats": ChatTokens(facts["chats"])} if "chats" in facts else {})
     resumption, _ = decided(situation(body, HELLO, **facts))
     assert (resumption.call is None) is is_over
@@ -203,12 +201,12 @@ def test_an_answer_for_which_there_is_no_room_is_over(
 
 
 @pytest.mark.parametrize(("least", "sent"), [(0, 0), (3, 0), (6, 0), (7, 1), (40, 34), (None, None), ("7", 1)])
-def test_what_is_left_of_the_least_length_is_the_least(least: Any, sent: Any) -> None:
+def test_continuation_has_the_remaining_minimum_length(least: Any, sent: Any) -> None:
     body = COMPLETION | {"max_tokens": 50, "min_tokens": least}
     assert body_of(decided(situation(body, HELLO))[0])["min_tokens"] == sent
 
 
-def test_a_seed_is_another_one_for_each_segment() -> None:
+def test_seed_is_another_one_for_each_segment() -> None:
     seeds = [body_of(decided(situation(COMPLETION | {"seed": 7}, HELLO, segment=n))[0])["seed"] for n in (1, 2, 3)]
     assert len({7, *seeds}) == 4
     assert all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds)
@@ -224,7 +222,7 @@ def test_invalid_seed_stays() -> None:
     [(100, True, 94), (6, True, 0), (3, True, 0), (100, False, 100), (None, True, None)],
 )
 @pytest.mark.parametrize("chats", ["native", "completions"])
-def test_what_is_left_of_the_budget_for_thinking_is_the_budget(
+def test_continuation_has_the_remaining_thinking_budget(
     budget: int | None, in_reasoning: bool, sent: int | None, chats: str
 ) -> None:
     body = CHAT | {"thinking_token_budget": budget, "max_tokens": 50}

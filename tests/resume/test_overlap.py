@@ -18,11 +18,11 @@ from tests.resume.test_seam import choice, transcript_of
         ({"reasoning": "Let.", "content": "Hi", "tool_calls": [{"index": 0}]}, {"tool_calls": [{"index": 0}]}),
     ],
 )
-def test_what_a_text_says_beyond_what_the_client_has(said: dict[str, Any], new: dict[str, Any]) -> None:
+def test_overlap_is_the_text_that_the_client_lacks(said: dict[str, Any], new: dict[str, Any]) -> None:
     assert beyond(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said) == new
 
 
 @pytest.mark.parametrize("said", [{}, {"reasoning": "Let."}, {"reasoning": "Let.", "content": "H"}, {"content": "Hi"}])
-def test_a_text_that_says_less_than_the_client_has_is_another(said: dict[str, Any]) -> None:
+def test_text_that_says_less_than_the_client_has_is_another(said: dict[str, Any]) -> None:
     with pytest.raises(Mismatch):
         beyond(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said)

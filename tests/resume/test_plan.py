@@ -246,7 +246,7 @@ def test_most_answers_go_on_without_the_text_of_their_ids(body: dict[str, Any], 
         (CHAT | {"tools": TOOLS}, {"ids": HELLO + SECTION}),
     ],
 )
-def test_an_answer_that_needs_the_text_of_its_ids_cannot_go_on_without(
+def test_answer_that_needs_the_text_of_its_ids_cannot_go_on_without(
     body: dict[str, Any], facts: dict[str, Any]
 ) -> None:
     ids = facts.pop("ids", HELLO)
@@ -265,7 +265,7 @@ def test_tools_need_a_grammar_that_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, encode("<s>[INST] Hi [/INST]")], ids=["Kimi", "another"])
-def test_a_tool_call_begins_where_the_models_own_marker_is(prompt: list[int]) -> None:
+def test_tool_call_begins_where_the_models_own_marker_is(prompt: list[int]) -> None:
     """163595 begins tool calls in Kimi's vocabulary, and is a word in a larger one."""
     here = situation(CHAT, [])
     here = replace(here, transcript=answered(Api.CHAT, HELLO, prompt=prompt))
@@ -285,14 +285,14 @@ def test_ids_that_showed_nothing_are_generated_again() -> None:
     assert decided(situation(COMPLETION, ids))[0].kept == 6
 
 
-def test_as_a_completion_a_chat_is_cut_before_an_unfinished_character() -> None:
+def test_chat_as_completion_is_cut_before_an_unfinished_character() -> None:
     for cut in (4, 5):
         resumption, _ = decided(situation(CHAT, encode("Hi 日")[:cut], chats=ChatTokens.COMPLETIONS))
         assert resumption.kept == 3
 
 
 @pytest.mark.parametrize("chats", list(ChatTokens))
-def test_an_unfinished_character_at_the_very_beginning_is_generated_again(chats: ChatTokens) -> None:
+def test_unfinished_character_at_the_very_beginning_is_generated_again(chats: ChatTokens) -> None:
     """The client has seen no text, but its ids."""
     here = situation(CHAT | {"return_token_ids": True}, encode("日")[:2], shows_ids=True, chats=chats)
     resumption, _ = decided(here)
@@ -301,7 +301,7 @@ def test_an_unfinished_character_at_the_very_beginning_is_generated_again(chats:
     assert resumption.seam.swallowed == encode("日")[:2]
 
 
-def test_an_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> None:
+def test_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> None:
     """The prompt decides, not the answer."""
     begun = PROMPT + encode("<think>")
     transcript = answered(Api.CHAT, encode("日")[:2], in_reasoning=True, prompt=begun)
@@ -348,7 +348,7 @@ def chunked(*chunks: tuple[str, str]) -> Transcript:
         ([("Hello", "Hello!")], 5),
     ],
 )
-def test_a_chunk_of_several_ids_may_not_have_shown_the_last(chunks: list[tuple[str, str]], kept: int) -> None:
+def test_chunk_of_several_ids_may_not_have_shown_the_last(chunks: list[tuple[str, str]], kept: int) -> None:
     transcript = chunked(*chunks)
     assert decided(situation(COMPLETION, [], transcript=transcript))[0].kept == kept
 
@@ -380,7 +380,7 @@ def test_answer_whose_text_lacks_special_tokens_goes_on(
     assert asked < 30
 
 
-def test_what_an_engine_that_died_held_back_is_found_out() -> None:
+def test_plan_finds_the_text_that_a_lost_engine_held_back() -> None:
     """The engine sent the ids but not yet the text, in which a stop string may begin."""
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
@@ -405,7 +405,7 @@ def test_no_engine_holds_back_more_than_stop_strings_may_be_the_beginning_of(hel
     assert resumption.kept == kept
 
 
-def test_an_answer_of_which_all_is_held_back_may_begin_with_half_a_character() -> None:
+def test_answer_of_which_all_is_held_back_may_begin_with_half_a_character() -> None:
     transcript = chunked(("", "\xff"))
     del transcript.ids[1:]
     resumption, _ = decided(situation(COMPLETION | {"stop": ["STOP"]}, [], transcript=transcript))
@@ -413,7 +413,7 @@ def test_an_answer_of_which_all_is_held_back_may_begin_with_half_a_character() -
 
 
 @pytest.mark.parametrize("body", [COMPLETION, COMPLETION | {"stop": ["STOP"]}], ids=["", "stop"])
-def test_what_does_not_match_is_not_asked_about_for_ever(body: dict[str, Any]) -> None:
+def test_mismatching_text_is_not_detokenized_forever(body: dict[str, Any]) -> None:
     asked: list[Sequence[int]] = []
 
     def text_of(ids: Sequence[int]) -> str:
@@ -425,7 +425,7 @@ def test_what_does_not_match_is_not_asked_about_for_ever(body: dict[str, Any]) -
     assert len(asked) == 33
 
 
-def test_what_showed_nothing_is_not_asked_about() -> None:
+def test_tokens_without_shown_text_are_not_detokenized() -> None:
     """If no text can be held back it was a marker, or half of a character."""
     transcript = chunked(("Hello", "Hello"))
     transcript.take({"text": ""}, encode("日")[:2])
@@ -444,7 +444,7 @@ def test_half_a_character_that_was_shown_is_found_out(name: str) -> None:
 
 @pytest.mark.parametrize("value", [False, True, None])
 @pytest.mark.parametrize("already", [False, True])
-def test_a_client_that_wants_one_call_gets_no_second(value: bool | None, already: bool) -> None:
+def test_client_that_wants_one_call_gets_no_second(value: bool | None, already: bool) -> None:
     """Only false is a wish (vLLM `maybe_filter_parallel_tool_calls`)."""
     begin = HELLO + SECTION + encode("{")
     second = "}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"
@@ -506,7 +506,7 @@ def _shown(stream: bytes) -> str:
 @example("abb", 2, ["ab"], 2, range(15), False)  # the same before the seam
 @example("abb", 2, ["ab"], 2, range(15), True)
 @example("aab", 3, ["a", "aaa"], 2, range(15), False)  # the same, but it has its minimum length when it breaks off
-def test_an_answer_stops_where_it_would_have_stopped(
+def test_answer_stops_where_it_would_have_stopped(
     text: str, at: int, stops: list[str], least: int, cuts: Sequence[int], shows_stop: bool
 ) -> None:
     """Wherever it breaks off, before it has its least length or after."""
@@ -673,7 +673,7 @@ class Engines(NamedTuple):
 
 
 @pytest.mark.covering("profile what", product(("v0.33", "v0.18"), ANSWERS), values)
-async def test_an_answer_is_the_same_wherever_its_decoder_was_lost(profile: str, what: str) -> None:
+async def test_answer_is_the_same_wherever_its_decoder_was_lost(profile: str, what: str) -> None:
     """At every token, now in this way and now in that."""
 
     def cases(engines: Engines, length: int) -> list[Case]:
@@ -692,7 +692,7 @@ async def test_an_answer_is_the_same_wherever_its_decoder_was_lost(profile: str,
 
 
 @pytest.mark.covering("profile what", product(("v0.33", "v0.18"), ANSWERS), values)
-async def test_an_answer_is_the_same_when_one_decoder_after_the_other_is_lost(profile: str, what: str) -> None:
+async def test_answer_is_the_same_when_one_decoder_after_the_other_is_lost(profile: str, what: str) -> None:
     """After every few tokens, now in this way and now in that."""
 
     def cases(engines: Engines, length: int) -> list[Case]:

@@ -69,32 +69,32 @@ def texts(chunks: Iterable[Chunk]) -> list[str]:
 # One answer
 
 
-def test_a_chunk_has_the_head_of_the_first_stream() -> None:
+def test_chunk_has_the_head_of_the_first_stream() -> None:
     ((chunk, ids),) = rewritten(chat_seam(), payload(choice([7], content="a")))
     assert {name: chunk[name] for name in HEAD} == HEAD
     assert ids == [7]
     assert chunk["choices"] == [choice([7], content="a")]
 
 
-def test_what_else_a_chunk_says_stays() -> None:
+def test_seam_keeps_other_members_of_a_chunk() -> None:
     told = payload(choice([7], text="a") | {"x": 1}, system_fingerprint="f", y=[2])
     ((chunk, _),) = rewritten(completion_seam(), told)
     assert chunk == told | COMPLETION_HEAD
 
 
-def test_the_engines_payload_is_left_alone() -> None:
+def test_engines_payload_is_left_alone() -> None:
     told = payload(choice([7, 8], role="assistant", content="a"), usage={"prompt_tokens": 9, "completion_tokens": 2})
     before = repr(told)
     rewritten(chat_seam(kept=3, swallowed=[7]), told)
     assert repr(told) == before
 
 
-def test_there_is_no_second_role() -> None:
+def test_seam_sends_no_second_role() -> None:
     assert deltas(rewritten(chat_seam(), payload(choice([7], role="assistant", content="a")))) == [{"content": "a"}]
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "tool_calls"])
-def test_a_finish_is_the_engines(finish: str) -> None:
+def test_finish_is_the_engines(finish: str) -> None:
     ((chunk, _),) = rewritten(chat_seam(), payload(choice([7], finish, content="a")))
     assert chunk["choices"] == [choice([7], finish, content="a")]
 
@@ -146,19 +146,19 @@ def test_reasoning_that_was_not_kept_does_not_count_twice() -> None:
     assert seam.usage(told)["completion_tokens_details"] == {"reasoning_tokens": 9}
 
 
-def test_a_chat_chunk_has_no_usage_that_is_null() -> None:
+def test_chat_chunk_has_no_usage_that_is_null() -> None:
     """Old engines write it in a completion."""
     ((chunk, _),) = rewritten(raw_seam(""), payload(choice([7], text="a"), usage=None))
     assert "usage" not in chunk
 
 
 @pytest.mark.parametrize("usage", [None, {}])
-def test_a_chunk_without_usage_gets_none(usage: Any) -> None:
+def test_chunk_without_usage_gets_none(usage: Any) -> None:
     ((chunk, _),) = rewritten(chat_seam(kept=5), payload(choice([7], content="a"), usage=usage))
     assert chunk["usage"] == usage
 
 
-def test_a_replay_has_the_engines_usage() -> None:
+def test_replay_has_the_engines_usage() -> None:
     transcript = transcript_of((choice(content="ab"), [1, 2]))
     told = {"prompt_tokens": 40, "total_tokens": 43, "completion_tokens": 3}
     assert chat_seam(transcript, replays=True).usage(told) == told
@@ -229,7 +229,7 @@ def test_other_ids_than_the_client_has_are_no_continuation(ids: list[int]) -> No
         swallowing([4, 5], payload(choice(ids, content="x")))
 
 
-def test_what_is_still_to_be_repeated_is_known() -> None:
+def test_seam_knows_the_text_still_to_be_repeated() -> None:
     seam = chat_seam(kept=3, swallowed=[4, 5, 6])
     rewritten(seam, payload(choice([4])), payload(choice([5])))
     assert seam.swallowed == [6]
@@ -254,7 +254,7 @@ def test_pending_text_of_a_completion_comes_first() -> None:
     assert texts(chunks) == ["lo", "!", "?"]
 
 
-def test_a_pending_tool_call_comes_first() -> None:
+def test_pending_tool_call_comes_first() -> None:
     pending = {"tool_calls": [{"index": 0, "id": "functions.f:0", "type": "function", "function": {"name": "f"}}]}
     assert deltas(rewritten(chat_seam(kept=3, pending=pending), payload(choice([7])))) == [pending, {}]
 
@@ -274,12 +274,12 @@ def raw_seam(primed: str, *, in_reasoning: bool = False, pending: dict[str, Any]
     return chat_seam(pending=pending, as_chat=CompletionAsChat(parser, **options))
 
 
-def test_the_text_of_a_completion_becomes_reasoning_and_content() -> None:
+def test_text_of_a_completion_becomes_reasoning_and_content() -> None:
     seam = raw_seam("Let me", in_reasoning=True)
     assert parsed(seam, " see", ".</th", "ink>Hi") == [{"reasoning": " see"}, {"reasoning": "."}, {"content": "Hi"}]
 
 
-def test_a_completions_choice_becomes_a_chats() -> None:
+def test_completions_choice_becomes_a_chats() -> None:
     told = payload(
         choice([97], text="a")
         | {
@@ -316,7 +316,7 @@ SECTION = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_ca
     ],
 )
 @pytest.mark.parametrize("primed", ["", SECTION + '{"a"'])
-def test_an_answer_that_calls_tools_ends_with_tool_calls(
+def test_answer_that_calls_tools_ends_with_tool_calls(
     primed: str, finish: str, keeps_length: bool, expected: str
 ) -> None:
     seam = raw_seam(primed, keeps_length=keeps_length)
@@ -325,7 +325,7 @@ def test_an_answer_that_calls_tools_ends_with_tool_calls(
     assert chunks[-1][0]["choices"][0]["finish_reason"] == expected
 
 
-def test_the_last_chunk_brings_what_the_parser_kept_back() -> None:
+def test_last_chunk_brings_what_the_parser_kept_back() -> None:
     assert parsed(raw_seam(""), "a<", "b</thi", finish="stop") == [{"content": "a"}, {"content": "<b</thi"}]
 
 
@@ -336,7 +336,7 @@ def test_tool_calls_of_an_interrupted_engine_are_dropped() -> None:
     assert chunk["choices"][0]["delta"] == {"content": "a"}
 
 
-def test_an_engine_that_breaks_off_does_not_end_the_text() -> None:
+def test_engine_that_breaks_off_does_not_end_the_text() -> None:
     seam = raw_seam("")
     ((chunk, _),) = seam.rewrite(payload(choice([7], text="a</thi")), recomputed=True)
     assert chunk["choices"][0]["delta"] == {"content": "a"}
@@ -345,7 +345,7 @@ def test_an_engine_that_breaks_off_does_not_end_the_text() -> None:
 # The end of an answer for which there is no room
 
 
-def test_an_answer_that_ends_for_length() -> None:
+def test_answer_that_ends_for_length() -> None:
     ((chunk, ids),) = chat_seam(kept=3).ending()
     expected = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     assert chunk == HEAD | {"choices": [expected]}
@@ -354,7 +354,7 @@ def test_an_answer_that_ends_for_length() -> None:
     assert chunk["choices"][0]["text"] == ""
 
 
-def test_the_end_brings_what_was_kept_back() -> None:
+def test_end_brings_what_was_kept_back() -> None:
     assert texts(completion_seam(kept=3, pending={"content": "lo"}).ending()) == ["lo", ""]
     finishes = [
         chunk["choices"][0]["finish_reason"] for chunk, _ in raw_seam("Hi </th", pending={"content": "Hi"}).ending()
@@ -437,7 +437,7 @@ def test_stop_strings_across_a_seam_end_the_answer_as_if_there_were_none(
     assert joined(text, seam, stops, cuts, shows_stop=shows_stop) == naive_engine(text, stops, 0, shows_stop=shows_stop)
 
 
-def test_a_stop_string_ends_the_answer() -> None:
+def test_stop_string_ends_the_answer() -> None:
     seam = chat_seam(guard=StopGuard(["STOP"], "xST"), kept=3)
     ((chunk, ids),) = rewritten(seam, payload(choice([7, 8], content="OPper")))
     assert seam.is_stopped
@@ -461,7 +461,7 @@ def test_text_of_another_kind_ends_the_waiting(other: dict[str, Any]) -> None:
     assert seam.unsent == ""
 
 
-def test_the_seam_knows_what_is_kept_back() -> None:
+def test_seam_knows_what_is_kept_back() -> None:
     seam = chat_seam(guard=StopGuard(["STOP"], "xST"), kept=3)
     rewritten(seam, payload(choice([7], content="O")))
     assert seam.unsent == "STO"
@@ -512,7 +512,7 @@ TOOL_CHUNKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("have", range(len(TOOL_CHUNKS)))
-def test_an_answer_is_the_same_wherever_its_replay_begins_to_tell(have: int) -> None:
+def test_answer_is_the_same_wherever_its_replay_begins_to_tell(have: int) -> None:
     whole = said_together(((payload(each), each["token_ids"]) for each in TOOL_CHUNKS), Transcript())
     transcript = transcript_of(*((each, each["token_ids"]) for each in TOOL_CHUNKS[:have]))
     assert said_together(replayed(transcript, *TOOL_CHUNKS), transcript) == whole
@@ -533,7 +533,7 @@ _cuts = st.lists(st.integers(0, 40), max_size=8)
 
 
 @given(st.text("ab", max_size=9), st.text("ab", max_size=9), _cuts, _cuts, st.integers(0, 20))
-def test_a_replay_tells_the_rest_however_both_streams_are_cut(
+def test_replay_tells_the_rest_however_both_streams_are_cut(
     reasoning: str, content: str, first_cuts: list[int], second_cuts: list[int], have: int
 ) -> None:
     first = chunks_of(reasoning, content, first_cuts)[:-1]
@@ -587,7 +587,7 @@ def test_other_calls_than_the_client_has_are_no_replay(told: dict[str, Any]) -> 
         replayed(transcript, choice(**told))
 
 
-def test_a_completion_is_replayed() -> None:
+def test_completion_is_replayed() -> None:
     transcript = transcript_of((choice(text="Hel"), [1, 2, 3]))
     chunks = replayed(
         transcript,

@@ -48,11 +48,13 @@ WHOLE = request(Api.CHAT)
         (WHOLE, CHAT_STREAM_TOKEN_IDS, WatchLevel.IDS),
     ],
 )
-def test_how_an_answer_is_watched(body: dict[str, Any], capability: Capability | None, watch: WatchLevel) -> None:
+def test_sglang_answers_are_watched_by_token_ids(
+    body: dict[str, Any], capability: Capability | None, watch: WatchLevel
+) -> None:
     assert SGLANG.watch(call_of(body), lambda asked: asked is capability) is watch
 
 
-def test_a_chat_that_may_be_replayed_is_asked_for_as_ever() -> None:
+def test_chat_that_may_be_replayed_is_asked_for_as_ever() -> None:
     call = call_of(CHAT | GREEDY)
     assert SGLANG.watching[WatchLevel.TEXT].observed(call) is call
     body = orjson.loads(joined(SGLANG.watching[WatchLevel.IDS].observed(call_of(COMPLETION)).body({})))
@@ -133,7 +135,7 @@ def _rewritten(seam: Seam, text: str, ids: list[int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("text", "finish"), [("-", None), ("", "length")])
-def test_an_engine_that_does_not_say_it_again_has_not_gone_on(text: str, finish: str | None) -> None:
+def test_engine_that_does_not_say_it_again_has_not_gone_on(text: str, finish: str | None) -> None:
     seam = resumed(shown(("He", [1]), (" said", [2]), (" ", [3]))).seam
     assert seam is not None
     with pytest.raises(Mismatch):
@@ -171,7 +173,7 @@ def test_no_text_is_asked_for_but_that_of_the_last_character() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_would_become_another_answer_is_only_replayed(fields: dict[str, Any]) -> None:
+def test_irreproducible_sglang_answer_is_only_replayed(fields: dict[str, Any]) -> None:
     parts = [("He", [1]), (" said", [2])]
     assert resumed(shown(*parts), **fields, **GREEDY).action is Action.REPLAY
 
@@ -182,9 +184,9 @@ def test_penalty_without_effect_allows_resume(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("seeds_repeat", "action"), [(True, Action.REPLAY), (False, None)])
-def test_a_seed_counts_where_engines_say_so(seeds_repeat: bool, action: Action | None) -> None:
+def test_seed_counts_where_engines_say_so(seeds_repeat: bool, action: Action | None) -> None:
     assert SGLANG.is_reproducible(call_of(COMPLETION | {"seed": 7}), seeds_repeat=seeds_repeat) is (action is not None)
 
 
-def test_the_seed_stays_the_same() -> None:
+def test_seed_stays_the_same() -> None:
     assert body_of(resumed(shown(("He", [1])), seed=7))["seed"] == 7

@@ -21,7 +21,7 @@ def test_no_more_is_kept_back_than_a_stop_string_can_begin_in() -> None:
     assert guard.unsent == " ST"
 
 
-def test_a_stop_string_that_two_engines_wrote_is_found_by_the_third() -> None:
+def test_stop_string_that_two_engines_wrote_is_found_by_the_third() -> None:
     assert StopGuard(["STOP"], "xSTOP it").push("", is_last=False) == ("x", "STOP")
 
 

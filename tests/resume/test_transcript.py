@@ -40,7 +40,7 @@ def read(*stream: bytes | None) -> tuple[Segment, list[Meaning]]:
     return segment, [segment.read(event(data)) for data in stream]
 
 
-def test_a_chat_stream() -> None:
+def test_chat_stream() -> None:
     segment, meanings = read(
         ROLE, chunk(delta(reasoning="Let")), chunk(delta(content="Hi")), chunk(delta("stop")), USAGE, DONE
     )
@@ -82,7 +82,7 @@ def test_chunk_without_content_is_recognised(choice: dict[str, Any], is_mute: bo
     assert segment.is_mute is is_mute
 
 
-def test_a_completions_stream() -> None:
+def test_completions_stream() -> None:
     segment, meanings = read(chunk(text("Hi")), chunk(text("", "length")), DONE)
     assert meanings == [Meaning.CONTENT, Meaning.CONTENT, Meaning.DONE]
     assert segment.is_complete
@@ -115,12 +115,12 @@ def test_whatever_is_more_than_a_role_is_content(choice: dict[str, Any]) -> None
         {"delta": {"role": "assistant", "content": ""}},
     ],
 )
-def test_a_role_alone_is_the_opening(choice: dict[str, Any]) -> None:
+def test_role_alone_is_the_opening(choice: dict[str, Any]) -> None:
     _segment, meanings = read(chunk(choice, prompt_token_ids=[1, 2, 3]))
     assert meanings == [Meaning.OPENING]
 
 
-def test_a_role_that_comes_with_the_finish_is_content() -> None:
+def test_role_that_comes_with_the_finish_is_content() -> None:
     assert read(chunk(delta("stop", role="assistant", content="")))[1] == [Meaning.CONTENT]
 
 
@@ -158,13 +158,13 @@ def test_other_stop_reasons_finish_the_answer(stop: Any) -> None:
         (chunk(usage={"prompt_tokens": 10, "completion_tokens": 0}), DONE),
     ],
 )
-def test_an_end_without_a_finish_is_not_complete(stream: tuple[bytes, ...]) -> None:
+def test_end_without_a_finish_is_not_complete(stream: tuple[bytes, ...]) -> None:
     segment, _ = read(*stream)
     assert segment.done
     assert not segment.is_complete
 
 
-def test_an_answer_cut_off_in_the_middle_is_not_complete() -> None:
+def test_answer_cut_off_in_the_middle_is_not_complete() -> None:
     assert not read(ROLE, chunk(delta(content="Hi")), DONE)[0].is_complete
     assert not read(ROLE, chunk(delta(content="Hi")), chunk(delta("stop")))[0].is_complete
 
@@ -178,12 +178,12 @@ def test_every_choice_must_finish() -> None:
     assert segment.finish_reasons == {0: "stop", 1: "length"}
 
 
-def test_a_choice_that_only_opened_must_finish_too() -> None:
+def test_choice_that_only_opened_must_finish_too() -> None:
     opening = chunk(delta(role="assistant", content=""), delta(index=1, role="assistant", content=""))
     assert not read(opening, chunk(delta("stop", content="a")), DONE)[0].is_complete
 
 
-def test_a_chunk_after_the_finish_does_not_open_the_choice_again() -> None:
+def test_chunk_after_the_finish_does_not_open_the_choice_again() -> None:
     segment, meanings = read(chunk(delta("stop", content="a")), chunk(delta(hidden_states=[0.5])), DONE)
     assert meanings == [Meaning.CONTENT, Meaning.CONTENT, Meaning.DONE]
     assert segment.is_complete
@@ -198,7 +198,7 @@ def test_a_chunk_after_the_finish_does_not_open_the_choice_again() -> None:
         b'{"object": "error", "error": {"message": "no"}, "usage": null}',
     ],
 )
-def test_an_error_event(data: bytes) -> None:
+def test_error_event(data: bytes) -> None:
     segment, meanings = read(ROLE, data, DONE)
     assert meanings == [Meaning.OPENING, Meaning.ERROR, Meaning.DONE]
     assert not segment.is_complete
@@ -246,7 +246,7 @@ def test_comments_and_unknown_objects_pass(data: bytes | None) -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_malformed(data: bytes) -> None:
+def test_unreadable_chunk_makes_the_transcript_malformed(data: bytes) -> None:
     assert read(data)[1] == [Meaning.MALFORMED]
 
 
@@ -254,11 +254,11 @@ def test_what_cannot_be_read_is_malformed(data: bytes) -> None:
     "choice",
     [{"index": [0], "finish_reason": "stop"}, {"index": {}, "delta": {}}, {"index": 0, "delta": "role"}],
 )
-def test_a_choice_of_the_wrong_shape_is_malformed(choice: dict[str, Any]) -> None:
+def test_choice_of_the_wrong_shape_is_malformed(choice: dict[str, Any]) -> None:
     assert read(chunk(choice))[1] == [Meaning.MALFORMED]
 
 
-def test_the_payload_is_that_of_the_last_event() -> None:
+def test_payload_is_that_of_the_last_event() -> None:
     segment, _ = read(ROLE)
     assert segment.payload["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     for data in (DONE, None, b"{"):
@@ -276,7 +276,7 @@ def with_prompt_ids(ids: Any, choice: dict[str, Any] | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("ids", [[1], [1, 2, 3], IDS], ids=len)
-def test_the_prompts_ids_are_cut_out_unparsed(ids: list[int]) -> None:
+def test_prompts_ids_are_cut_out_unparsed(ids: list[int]) -> None:
     segment, meanings = read(with_prompt_ids(ids))
     assert meanings == [Meaning.OPENING]
     assert segment.prompt_ids == orjson.dumps(ids)
@@ -284,18 +284,18 @@ def test_the_prompts_ids_are_cut_out_unparsed(ids: list[int]) -> None:
     assert segment.data == with_prompt_ids(None)
 
 
-def test_the_prompts_ids_of_a_completion_stand_in_its_choice() -> None:
+def test_prompts_ids_of_a_completion_stand_in_its_choice() -> None:
     segment, meanings = read(chunk({**text("Hi"), "prompt_token_ids": [1, 2], "token_ids": [3]}))
     assert meanings == [Meaning.CONTENT]
     assert segment.prompt_ids == b"[1,2]"
     assert segment.payload["choices"][0] == {**text("Hi"), "prompt_token_ids": None, "token_ids": [3]}
 
 
-def test_an_empty_prompt_has_ids_too() -> None:
+def test_empty_prompt_has_ids_too() -> None:
     assert read(with_prompt_ids([]))[0].prompt_ids == b"[]"
 
 
-def test_the_prompts_ids_may_come_late_and_are_kept() -> None:
+def test_prompts_ids_may_come_late_and_are_kept() -> None:
     segment, _ = read(ROLE, chunk({**text("a"), "prompt_token_ids": [7]}), chunk(text("b")), DONE)
     assert segment.prompt_ids == b"[7]"
 
@@ -367,7 +367,7 @@ def told(*chunks: tuple[dict[str, Any], list[int] | None]) -> Transcript:
     return transcript
 
 
-def test_an_answer_is_its_text_and_its_ids() -> None:
+def test_answer_is_its_text_and_its_ids() -> None:
     transcript = told((delta(reasoning="Le"), [1]), (delta(reasoning="t."), [2, 3]), (delta(content="Hi"), [5]))
     assert (transcript.reasoning, transcript.content) == ("Let.", "Hi")
     assert transcript.ids.tolist() == [1, 2, 3, 5]
@@ -375,7 +375,7 @@ def test_an_answer_is_its_text_and_its_ids() -> None:
     assert transcript.began_in_reasoning
 
 
-def test_a_completion_is_its_text_and_its_ids() -> None:
+def test_completion_is_its_text_and_its_ids() -> None:
     transcript = told((text("Hi"), [1, 2]), (text(" there"), [3]))
     assert (transcript.content, transcript.reasoning, transcript.ids.tolist()) == ("Hi there", "", [1, 2, 3])
     assert not transcript.began_in_reasoning
@@ -399,7 +399,7 @@ def test_ids_that_showed_nothing_are_settled_by_the_next_that_do() -> None:
 
 
 @pytest.mark.parametrize("ids", [None, []])
-def test_an_answer_without_ids_has_its_text(ids: list[int] | None) -> None:
+def test_answer_without_ids_has_its_text(ids: list[int] | None) -> None:
     transcript = told((delta(content="Hi"), ids))
     assert (transcript.content, transcript.ids.tolist(), transcript.settled) == ("Hi", [], 0)
 
@@ -412,11 +412,11 @@ def test_reasoning_is_called_what_the_engine_calls_it(name: str) -> None:
     assert (transcript.reasoning, transcript.reasoning_field) == ("Let me", name)
 
 
-def test_an_answer_that_began_with_content_did_not_begin_in_reasoning() -> None:
+def test_answer_that_began_with_content_did_not_begin_in_reasoning() -> None:
     assert not told((delta(content="Hi"), [1]), (delta(reasoning="Let"), [2])).began_in_reasoning
 
 
-def test_a_first_chunk_of_reasoning_and_content_began_in_reasoning() -> None:
+def test_first_chunk_of_reasoning_and_content_began_in_reasoning() -> None:
     """Chunks of several tokens may be like this."""
     transcript = told((delta(content="Hi", reasoning_content="Let."), [1, 2, 3, 4]))
     assert transcript.began_in_reasoning
@@ -461,7 +461,7 @@ def test_visible_parts_count_as_text(choice: dict[str, Any], has_text: bool) -> 
     assert told((choice, [1])).has_text is has_text
 
 
-def test_an_answer_that_is_cut_keeps_its_text() -> None:
+def test_answer_that_is_cut_keeps_its_text() -> None:
     transcript = told((delta(reasoning="Let."), [1, 2, 3]), (delta(content="Hi"), [4]), (delta(), [5, 6]))
     transcript.cut(4)
     assert (transcript.ids.tolist(), transcript.settled, transcript.chunk_start) == ([1, 2, 3, 4], 4, 4)
@@ -493,7 +493,7 @@ KIMI_PROMPT = orjson.dumps(encode("<|im_assistant|>assistant<|im_middle|><think>
 
 @pytest.mark.parametrize("marker", [THINK_END, SECTION_BEGIN])
 @pytest.mark.parametrize(("prompt", "reasoning"), [(KIMI_PROMPT, 2), (b"[1,2,3]", 4), (None, 4)])
-def test_an_id_is_a_marker_only_where_the_prompt_is_of_that_family(
+def test_id_is_a_marker_only_where_the_prompt_is_of_that_family(
     marker: int, prompt: bytes | None, reasoning: int
 ) -> None:
     transcript = Transcript()

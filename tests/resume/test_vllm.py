@@ -15,7 +15,7 @@ from tests.gateway.test_delivery import CHAT, call_of
 
 
 @pytest.mark.parametrize("body", [request(Api.CHAT), request(Api.COMPLETIONS)], ids=["chat", "completion"])
-def test_an_observed_answer_is_a_stream_with_ids_and_usage(body: dict[str, Any]) -> None:
+def test_observed_answer_is_a_stream_with_ids_and_usage(body: dict[str, Any]) -> None:
     call = VLLM.observed(call_of(body))
     assert call.stream
     assert orjson.loads(joined(call.body({}))) == {
@@ -37,7 +37,7 @@ def test_an_observed_answer_is_a_stream_with_ids_and_usage(body: dict[str, Any])
         ),
     ],
 )
-def test_a_clients_options_hold_if_it_asked_for_usage(options: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_clients_options_hold_if_it_asked_for_usage(options: dict[str, Any], expected: dict[str, Any]) -> None:
     call = VLLM.observed(call_of({**CHAT, "stream_options": options}))
     assert orjson.loads(joined(call.body({})))["stream_options"] == expected
 

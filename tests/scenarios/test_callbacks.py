@@ -105,7 +105,7 @@ async def test_another_worker_knows_nothing_of_a_request(
         assert (await answering).text == TEXT
 
 
-async def test_a_worker_that_takes_the_place_of_another_is_called_back_at_the_same_port(
+async def test_worker_that_takes_the_place_of_another_is_called_back_at_the_same_port(
     engines: tuple[PushPrefiller, PushDecoder],
 ) -> None:
     port = two_free_ports()
@@ -118,7 +118,7 @@ async def test_a_worker_that_takes_the_place_of_another_is_called_back_at_the_sa
         assert (await ask_anyone(program)).text == TEXT
 
 
-async def test_a_gateway_that_stops_waits_for_decoders_that_have_not_called_back(
+async def test_gateway_that_stops_waits_for_decoders_that_have_not_called_back(
     engines: tuple[PushPrefiller, PushDecoder],
 ) -> None:
     _, decoder = engines
@@ -168,10 +168,10 @@ def test_decoders_must_know_where_to_call_back(words: str, environment: dict[str
         ("--host ::1", {"PROXY_LAYERWISE__PORT": "65534"}, "::1"),
     ],
 )
-def test_where_decoders_call_back(words: str, environment: dict[str, str], host: str) -> None:
+def test_decoders_call_back_the_worker_of_their_request(words: str, environment: dict[str, str], host: str) -> None:
     assert load([*ENGINES.split(), *words.split()], environment).settings.callback_host == host
 
 
-def test_a_gateway_without_callbacks_may_listen_everywhere() -> None:
+def test_gateway_without_callbacks_may_listen_everywhere() -> None:
     words = ENGINES.replace("ascend_layerwise", "vllm_pull")
     assert load([*words.split(), "--host", "0.0.0.0"], {}).settings.listen.host == "0.0.0.0"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.sim.engine import SimulatedEngine
 
 
-async def test_the_engines_decide_for_all_workers_and_it_is_one_line(
+async def test_engines_decide_for_all_workers_and_it_is_one_line(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)
@@ -32,7 +32,7 @@ async def test_the_engines_decide_for_all_workers_and_it_is_one_line(
         assert ", connector vllm_pull, " in program.output
 
 
-async def test_a_reload_keeps_what_was_found_and_takes_the_same_by_its_name(
+async def test_reload_keeps_what_was_found_and_takes_the_same_by_its_name(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path
 ) -> None:
     config = tmp_path / "gateway.yaml"
@@ -78,7 +78,7 @@ async def test_engines_that_never_answer_are_one_sentence(decoder: SimulatedEngi
     )
 
 
-async def test_a_stop_signal_ends_the_asking(decoder: SimulatedEngine) -> None:
+async def test_stop_signal_ends_the_asking(decoder: SimulatedEngine) -> None:
     asked = asyncio.Event()
 
     async def models(_: web.Request) -> web.Response:

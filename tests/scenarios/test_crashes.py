@@ -23,7 +23,7 @@ QUESTION = request(Api.CHAT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_an_answer_survives_a_decoder_that_is(
+async def test_answer_survives_a_decoder_that_is(
     number: signal.Signals, prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -42,7 +42,7 @@ async def test_an_answer_survives_a_decoder_that_is(
             assert (await ask(session, program.url, QUESTION)).text == await answer_alone(QUESTION)
 
 
-async def test_an_answer_without_resume_breaks_off_with_its_decoder(
+async def test_answer_without_resume_breaks_off_with_its_decoder(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -57,7 +57,7 @@ async def test_an_answer_without_resume_breaks_off_with_its_decoder(
         assert answer.error["code"] == "decode_broken"
 
 
-async def test_a_killed_prefiller_costs_a_request_nothing_while_there_is_another(
+async def test_killed_prefiller_costs_a_request_nothing_while_there_is_another(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     async with AsyncExitStack() as stack:

@@ -25,7 +25,7 @@ async def doctor(*flags: str) -> tuple[int, str, str]:
     return program.returncode or 0, out.decode(), error.decode()
 
 
-async def test_a_decoder_that_fetches_nothing_is_found_by_the_program() -> None:
+async def test_decoder_that_fetches_nothing_is_found_by_the_program() -> None:
     async with (
         SimulatedEngine(role="prefill") as prefiller,
         SimulatedEngine(role="decode") as well,
@@ -46,6 +46,6 @@ async def test_doctor_reports_unreachable_engines_as_json() -> None:
     assert (code, error, found.count(("failure", "connect"))) == (2, "", 3)
 
 
-def test_a_mistake_on_the_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_on_the_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--canaries", "some"]) == 2
     assert capsys.readouterr() == ("", "pdproxy: error: --canaries: must be a whole number, 0 or more\n")

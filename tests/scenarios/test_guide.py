@@ -44,7 +44,7 @@ def on_this_host(line: list[str], prefillers: list[SimulatedEngine], decoders: l
     [(KIMI_K26, 8, 8), (KIMI_K25, 4, 32), (ONE_NODE, 1, 1)],
     ids=["k2.6", "k2.5", "one-node"],
 )
-async def test_the_guides_command_and_its_request_work(guide: str, prefill: int, decode: int) -> None:
+async def test_guides_command_and_its_request_work(guide: str, prefill: int, decode: int) -> None:
     times = 2 * decode
     async with AsyncExitStack() as stack:
         prefillers = [SimulatedEngine(role="prefill", model="kimi_k26") for _ in range(prefill)]

@@ -89,7 +89,7 @@ async def served_by_now(session: aiohttp.ClientSession, url: str, **expected: in
                 return
 
 
-async def test_an_instance_is_given_up_if_it_never_answers(
+async def test_instance_is_given_up_if_it_never_answers(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)

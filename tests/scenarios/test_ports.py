@@ -73,7 +73,7 @@ async def test_each_port_has_its_own_routes(program: Program, session: aiohttp.C
     assert await status(session, "GET", probes + "/metrics") == 404
 
 
-async def test_what_is_open_and_what_is_closed_is_said_at_the_start(
+async def test_start_logs_open_and_closed_ports(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     engines = ("--host", "0.0.0.0", "--prefill", prefiller.url, "--decode", decoder.url)
@@ -113,7 +113,7 @@ async def test_operators_are_served_while_clients_are_not_any_more(
     assert await program.ended() == 128 + signal.SIGTERM
 
 
-async def test_the_health_command_finds_the_port_for_probes(
+async def test_health_command_finds_the_port_for_probes(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, unused_tcp_port: int
 ) -> None:
     environment = {"PROXY_ADMIN__PROBE_PORT": str(unused_tcp_port)}

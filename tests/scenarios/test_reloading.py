@@ -62,7 +62,7 @@ async def reload(session: aiohttp.ClientSession, program: Program) -> Any:
 
 
 @pytest.mark.fault(42)
-async def test_a_hangup_changes_instances_and_options_under_a_running_stream(
+async def test_hangup_changes_instances_and_options_under_a_running_stream(
     file: File, decoder: SimulatedEngine, another: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     async with gateway("--config", str(file.path)) as program:
@@ -113,7 +113,7 @@ async def test_silent_streams_are_kept_alive_after_a_reload(
         ({"listen": {"backlog": 7}}, "listen.backlog cannot change while the gateway runs: restart it"),
     ],
 )
-async def test_a_mistake_changes_nothing(
+async def test_mistake_changes_nothing(
     file: File,
     decoder: SimulatedEngine,
     another: SimulatedEngine,

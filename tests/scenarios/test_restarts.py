@@ -44,7 +44,7 @@ class Operator:
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_a_rolling_restart_fails_no_request(session: aiohttp.ClientSession, workers: str) -> None:
+async def test_rolling_restart_fails_no_request(session: aiohttp.ClientSession, workers: str) -> None:
     async with AsyncExitStack() as stack:
         engines = [
             await stack.enter_async_context(SimulatedEngine(role=role))

@@ -162,7 +162,7 @@ async def test_load_instances_and_metrics_are_shared(
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_what_is_left_out_is_logged_by_one_worker(program: Program, path: str) -> None:
+async def test_left_out_members_are_logged_by_one_worker(program: Program, path: str) -> None:
     asked: dict[str, Any] = {"model": "sim", "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
     asked |= (
         {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3} if "messages" in path else {"input": "Hi"}
@@ -260,7 +260,7 @@ async def test_only_a_killed_workers_own_answers_break_off(program: Program, dec
 
 
 @pytest.mark.fault(32)
-async def test_a_killed_worker_is_replaced_and_its_load_forgotten(program: Program, decoder: SimulatedEngine) -> None:
+async def test_killed_worker_is_replaced_and_its_load_forgotten(program: Program, decoder: SimulatedEngine) -> None:
     workers = program.children()
     assert len(workers) == 2
     decoder.faults.add("stall_after_tokens", tokens=3)
@@ -280,7 +280,7 @@ async def test_a_killed_worker_is_replaced_and_its_load_forgotten(program: Progr
 
 
 @pytest.mark.fault(72)
-async def test_a_frozen_worker_is_replaced_and_its_load_forgotten(
+async def test_frozen_worker_is_replaced_and_its_load_forgotten(
     prefiller: SimulatedEngine, decoder: SimulatedEngine
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)

@@ -45,12 +45,12 @@ async def get(session: aiohttp.ClientSession, program: Program, path: str) -> An
         return await answer.json()
 
 
-async def test_a_client_finds_the_model_and_its_tokenizer(program: Program, session: aiohttp.ClientSession) -> None:
+async def test_client_finds_the_model_and_its_tokenizer(program: Program, session: aiohttp.ClientSession) -> None:
     for path in ("/model_info", "/get_model_info"):
         assert (await get(session, program, path))["tokenizer_path"] == "kimi"
 
 
-async def test_a_benchmark_finds_the_engines_behind_it(program: Program, session: aiohttp.ClientSession) -> None:
+async def test_benchmark_finds_the_engines_behind_it(program: Program, session: aiohttp.ClientSession) -> None:
     for path in ("/server_info", "/get_server_info"):
         info = await get(session, program, path)
         modes = [[engine["disaggregation_mode"] for engine in info[role]] for role in ("prefill", "decode")]
@@ -58,14 +58,14 @@ async def test_a_benchmark_finds_the_engines_behind_it(program: Program, session
         assert len(info["internal_states"]) == 2
 
 
-async def test_a_router_finds_the_load_of_all(program: Program, session: aiohttp.ClientSession) -> None:
+async def test_router_finds_the_load_of_all(program: Program, session: aiohttp.ClientSession) -> None:
     loads = (await get(session, program, "/v1/loads?include=core"))["loads"]
     assert [(load["dp_rank"], load["role"], load["num_running_reqs"]) for load in loads] == [
         *((0, "prefill", 0), (1, "decode", 0), (2, "decode", 0))
     ]
 
 
-async def test_a_benchmark_begins_with_empty_caches(
+async def test_benchmark_begins_with_empty_caches(
     program: Program, engines: list[SimulatedEngine], session: aiohttp.ClientSession
 ) -> None:
     async with session.post(program.url + "/flush_cache", params={"timeout": 60}) as answer:
@@ -73,7 +73,7 @@ async def test_a_benchmark_begins_with_empty_caches(
     assert [engine.state.prefix_cache_resets for engine in engines] == [1, 1, 1]
 
 
-async def test_a_script_that_waits_for_the_server_sees_it_generate(
+async def test_script_that_waits_for_the_server_sees_it_generate(
     program: Program, session: aiohttp.ClientSession
 ) -> None:
     assert await get(session, program, "/health_generate") == {"status": "ok"}

@@ -49,7 +49,7 @@ async def test_each_instance_and_the_gateway_are_logged_as_up_once(
 @pytest.mark.fault(140)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
-async def test_the_metrics_directory_of_another_program_is_left_alone(
+async def test_metrics_directory_of_another_program_is_left_alone(
     name: str, workers: int, prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", str(workers))
@@ -59,7 +59,7 @@ async def test_the_metrics_directory_of_another_program_is_left_alone(
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_gateway_without_decoders_is_not_ready_until_there_is_one(
+async def test_gateway_without_decoders_is_not_ready_until_there_is_one(
     prefiller: SimulatedEngine, session: aiohttp.ClientSession, unused_tcp_port: int
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", f"127.0.0.1:{unused_tcp_port}")
@@ -89,7 +89,7 @@ async def test_small_limit_of_open_files_is_logged_at_the_start(
     assert len(told) == is_told
 
 
-def test_the_first_line_waits_for_no_more_than_the_settings() -> None:
+def test_first_line_waits_for_no_more_than_the_settings() -> None:
     late = "aiohttp", "prometheus_client", "uvloop", "proxy.process.worker", "proxy.sim"
     code = (
         f"import proxy.__main__, proxy.process.supervisor, sys; sys.exit(str(sorted(sys.modules.keys() & {set(late)})))"

@@ -45,7 +45,7 @@ async def refuses_connections(program: Program) -> None:
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_running_stream_is_finished(
+async def test_running_stream_is_finished(
     prefiller: SimulatedEngine,
     decoder: SimulatedEngine,
     session: aiohttp.ClientSession,
@@ -67,7 +67,7 @@ async def test_a_running_stream_is_finished(
     assert (await answer_alone(BODY)).endswith(answer.text)
 
 
-async def test_the_lines_of_requests_that_have_just_ended_are_not_lost(
+async def test_lines_of_requests_that_have_just_ended_are_not_lost(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     async with gateway("--prefill", prefiller.url, "--decode", decoder.url) as program:
@@ -85,7 +85,7 @@ async def test_the_lines_of_requests_that_have_just_ended_are_not_lost(
 
 
 @pytest.mark.fault(30)
-async def test_it_serves_on_until_others_have_noticed(
+async def test_stopping_gateway_serves_until_load_balancers_notice(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)
@@ -107,7 +107,7 @@ async def test_it_serves_on_until_others_have_noticed(
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_ends_it_at_once(
+async def test_second_signal_ends_it_at_once(
     prefiller: SimulatedEngine,
     decoder: SimulatedEngine,
     session: aiohttp.ClientSession,
@@ -130,7 +130,7 @@ async def test_a_second_signal_ends_it_at_once(
 
 
 @pytest.mark.fault(30)
-async def test_what_does_not_end_in_time_gets_an_error(
+async def test_answers_above_the_drain_limit_get_an_error(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     decoder.faults.add("stall_after_tokens", tokens=3)
@@ -173,7 +173,7 @@ async def test_openais_client_hears_of_it(prefiller: SimulatedEngine, decoder: S
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_an_idle_program_ends_quietly(prefiller: SimulatedEngine, decoder: SimulatedEngine, workers: str) -> None:
+async def test_idle_program_ends_quietly(prefiller: SimulatedEngine, decoder: SimulatedEngine, workers: str) -> None:
     async with gateway("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers) as program:
         program.signal(signal.SIGTERM)
         assert await program.ended() == 0

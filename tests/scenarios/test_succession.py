@@ -29,7 +29,7 @@ def successor(*words: str, **environment: str) -> AbstractAsyncContextManager[Pr
 
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_a_successor_waits_until_its_predecessor_accepts_no_more(
+async def test_successor_waits_until_its_predecessor_accepts_no_more(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, workers: str
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers)

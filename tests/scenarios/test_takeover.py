@@ -153,7 +153,7 @@ async def test_connection_serves_one_more_request_after_a_takeover(
         await until(lambda: not is_there(old), "the end of the old process")
 
 
-async def test_what_was_changed_at_run_time_stays(
+async def test_changes_at_run_time_survive_a_takeover(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     async def instances() -> list[tuple[str, str, int]]:

@@ -27,7 +27,7 @@ async def top(*flags: str) -> tuple[int, str, str]:
     return program.returncode or 0, out.decode(), error.decode()
 
 
-async def test_it_shows_what_a_gateway_does(gateway: Deployment) -> None:
+async def test_top_shows_the_activity_of_a_gateway(gateway: Deployment) -> None:
     is_seen = False
 
     async def ask() -> None:

@@ -40,7 +40,7 @@ def mistake(file: Path) -> str:
     return sentence.removeprefix(str(file))
 
 
-def test_a_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
+def test_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
     file.write_text(f"""
         keys:
           - name: team-a
@@ -136,7 +136,7 @@ def test_mistake_in_the_keys_file_is_one_sentence_with_its_position(file: Path, 
     assert mistake(file) == sentence
 
 
-def test_a_file_that_cannot_be_read_is_a_mistake(file: Path) -> None:
+def test_file_that_cannot_be_read_is_a_mistake(file: Path) -> None:
     assert mistake(file) == " cannot be read: no such file or directory"
     file.write_bytes(b"keys: \xff")
     assert mistake(file) == " is not UTF-8 text"

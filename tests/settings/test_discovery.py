@@ -75,7 +75,7 @@ def test_kubernetes_names_the_roles_that_have_a_selector(tmp_path: Path) -> None
         ({"NAMESPACE": "a/b"}, "PROXY_KUBERNETES__NAMESPACE must be the name of a namespace, not 'a/b'"),
     ],
 )
-def test_what_kubernetes_cannot_be_asked_is_refused(given: dict[str, str], sentence: str) -> None:
+def test_invalid_options_of_kubernetes_are_refused(given: dict[str, str], sentence: str) -> None:
     with pytest.raises(SettingsError) as refused:
         settings("--prefill p:1 --decode d:1", **{f"PROXY_KUBERNETES__{name}": value for name, value in given.items()})
     assert str(refused.value) == sentence
@@ -131,7 +131,7 @@ def test_dns_names_that_cannot_be_are_refused(given: dict[str, str], sentence: s
         ("", "/a.yaml,/b.yaml,/a.yaml", "PROXY_DISCOVERY__FILES: /a.yaml is given twice"),
     ],
 )
-def test_what_cannot_be_is_refused(line: str, files: str, sentence: str) -> None:
+def test_invalid_sources_of_discovery_are_refused(line: str, files: str, sentence: str) -> None:
     with pytest.raises(SettingsError) as refused:
         settings(line, PROXY_DISCOVERY__FILES=files)
     assert str(refused.value) == sentence

@@ -27,12 +27,12 @@ def test_endpoint_has_the_syntax_of_the_engines(endpoint: str, port: int) -> Non
 @pytest.mark.parametrize(
     "endpoint", ["5557", "tcp://10.0.0.1:5557", "tcp://*:0", "tcp://*:65536", "ipc:///tmp/a", "on"]
 )
-def test_what_cannot_be_an_endpoint_of_all_instances_is_refused(endpoint: str) -> None:
+def test_invalid_endpoints_of_kv_events_are_refused(endpoint: str) -> None:
     with pytest.raises(SettingsError, match=r"--kv-events must be like tcp://\*:5557"):
         load([*_ENGINES, "--kv-events", endpoint], {})
 
 
-def test_what_cannot_be_a_replay_endpoint_is_refused_without_offering_auto() -> None:
+def test_invalid_replay_endpoint_is_refused_without_offering_auto() -> None:
     with pytest.raises(ValidationError, match=r"must be like tcp://\*:5557") as refused:
         KvEvents(replay_endpoint=ASK)
     assert "or auto" not in str(refused.value)

@@ -27,7 +27,7 @@ def loaded(**environ: str) -> Loaded:
         ({BASE: "http://c:4318", "PROXY_TRACING__ENDPOINT": "http://mine/v1/traces"}, "http://mine/v1/traces"),
     ],
 )
-def test_the_variables_name_a_collector_unless_an_option_does(environ: dict[str, str], endpoint: str | None) -> None:
+def test_variables_name_a_collector_unless_an_option_does(environ: dict[str, str], endpoint: str | None) -> None:
     assert loaded(**environ).settings.tracing.endpoint == endpoint
 
 
@@ -36,7 +36,7 @@ def test_origin_of_the_collector_endpoint_is_its_variable() -> None:
 
 
 @pytest.mark.parametrize("url", ["c:4318", "grpc://c:4317", "http://", "http://a b"])
-def test_a_collector_is_a_url(url: str) -> None:
+def test_collector_is_a_url(url: str) -> None:
     with pytest.raises(SettingsError, match=r"PROXY_TRACING__ENDPOINT must be a URL like http://localhost:4318"):
         loaded(PROXY_TRACING__ENDPOINT=url)
 

@@ -21,7 +21,7 @@ _ENGINES = ["--prefill", "a:1", "--decode", "b:1"]
     "url",
     ["redis://10.0.0.9", "redis://me@store:6379/3", "rediss://[::1]:6380", "unix:///run/valkey.sock"],
 )
-def test_a_store_is_a_url(url: str) -> None:
+def test_store_is_a_url(url: str) -> None:
     assert load(_ENGINES, {"PROXY_REPLICAS__URL": url}).settings.replicas.url == url
 
 
@@ -44,7 +44,7 @@ def test_invalid_replicas_settings_are_rejected_without_showing_passwords(given:
     assert "topsecret" not in str(refused.value)
 
 
-def test_the_password_may_be_in_a_file_and_is_a_secret(tmp_path: Path) -> None:
+def test_password_may_be_in_a_file_and_is_a_secret(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("topsecret\n")
     settings = load(_ENGINES, {"PROXY_REPLICAS__PASSWORD_FILE": str(file)}).settings

@@ -102,7 +102,7 @@ def test_missing_hosts_and_ports_have_the_example_proxys_defaults() -> None:
         ),
     ],
 )
-def test_the_lines_of_the_other_examples_are_taken_as_they_are(
+def test_lines_of_the_other_examples_are_taken_as_they_are(
     line: str, encode: list[str], prefill: list[str], decode: list[str], connector: str
 ) -> None:
     found = settings(line)
@@ -110,7 +110,7 @@ def test_the_lines_of_the_other_examples_are_taken_as_they_are(
     assert found.connector == connector
 
 
-def test_the_dynamic_buckets_of_the_hybrid_example_are_a_policy() -> None:
+def test_dynamic_buckets_of_the_hybrid_example_are_a_policy() -> None:
     line = "--server-hosts a b --server-ports 1 2 --server-group-threshold 1000 --max-request-tokens 9000"
     balance = settings(f"{line} --enable-dynamic-bucket").balance
     assert (balance.decode_policy, balance.long_prompt_tokens, balance.longest_prompt_tokens) == (
@@ -133,7 +133,7 @@ def test_items_are_never_encoded_as_one_request() -> None:
 
 
 @pytest.mark.parametrize("option", ["port", "por"])
-def test_a_flag_may_be_cut_short_as_argparse_has_it(option: str) -> None:
+def test_flag_may_be_cut_short_as_argparse_has_it(option: str) -> None:
     line = f"--prefiller-{option} 13700 13701 --prefiller-h a b --decoder-{option}=13702 --decoder-host c --max-r 2"
     found = loaded(f"{line} --wor 3")
     assert texts(found.settings.prefill + found.settings.decode) == ["a:13700", "b:13701", "c:13702"]
@@ -185,7 +185,7 @@ def test_lines_of_tutorials_mean_what_they_meant(line: str, prefill: list[str], 
     assert found.warnings == ()
 
 
-def test_a_flag_that_is_given_again_is_warned_about_and_the_last_one_counts() -> None:
+def test_flag_that_is_given_again_is_warned_about_and_the_last_one_counts() -> None:
     found = loaded(f"{ONE_PAIR} --port 1 --port=2 --por 3 --decode e:1 --prefiller-hosts a --prefiller-host b")
     assert found.settings.listen.port == 3
     assert texts(found.settings.prefill) == ["b:8001", "p:1"]
@@ -200,11 +200,11 @@ def test_no_retries_still_means_one_attempt() -> None:
     assert (found.retry.max_attempts, found.joining.max_attempts) == (1, 1)
 
 
-def test_a_long_retry_delay_is_not_cut_by_the_default_cap() -> None:
+def test_long_retry_delay_is_not_cut_by_the_default_cap() -> None:
     assert settings(f"{ONE_PAIR} --retry-delay 2").retry.max_delay_seconds == 2.0
 
 
-def test_a_cap_below_the_delay_is_refused() -> None:
+def test_cap_below_the_delay_is_refused() -> None:
     sentence = mistake(environ={"PROXY_RETRY__MAX_DELAY_SECONDS": "0.01"})
     assert sentence == "retry: max_delay_seconds 0.01 is below base_delay_seconds 0.025"
 
@@ -226,7 +226,7 @@ def test_a_cap_below_the_delay_is_refused() -> None:
         ("[::1]:7100-7101", ["[::1]:7100", "[::1]:7101"]),
     ],
 )
-def test_an_endpoint_is_written_as_host_and_port(text: str, endpoints: list[str]) -> None:
+def test_endpoint_is_written_as_host_and_port(text: str, endpoints: list[str]) -> None:
     assert texts(parse_endpoints(text)) == endpoints
 
 
@@ -253,7 +253,7 @@ def test_an_endpoint_is_written_as_host_and_port(text: str, endpoints: list[str]
         ("http://me:hush@a:1", "the address of 'a:1' must not hold a user name or password"),
     ],
 )
-def test_what_is_no_endpoint_is_refused_with_the_reason(text: str, sentence: str) -> None:
+def test_invalid_endpoint_is_refused_with_the_reason(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         parse_endpoints(text)
 
@@ -265,7 +265,7 @@ def models(endpoints: tuple[Endpoint, ...]) -> dict[str, tuple[str, ...]]:
     return {str(endpoint): endpoint.models for endpoint in endpoints}
 
 
-def test_what_an_instance_serves_follows_its_address(file: Path) -> None:
+def test_models_of_an_instance_follow_its_address(file: Path) -> None:
     line = "--prefill a:1 8998 model=x model=org/y --prefill b:2 model=z --decode c:3-4 model=x d:5"
     found = settings(line)
     assert models(found.prefill) == {"a:1": ("x", "org/y"), "b:2": ("z",)}
@@ -278,7 +278,7 @@ def test_what_an_instance_serves_follows_its_address(file: Path) -> None:
     assert models(settings("--prefill a:1 model=x 8998 model=y --decode d:1").prefill) == {"a:1": ("x", "y")}
 
 
-def test_what_instances_serve_is_printed_as_it_is_written(file: Path) -> None:
+def test_models_of_instances_are_printed_as_written(file: Path) -> None:
     found = loaded("--prefill a:1 8998 model=x --decode d:1 model=y model=z")
     assert {"  - a:1 8998 model=x", "  - d:1 model=y model=z"} <= {*to_yaml(found).splitlines()}
     file.write_text(to_yaml(found))
@@ -296,7 +296,7 @@ def test_what_instances_serve_is_printed_as_it_is_written(file: Path) -> None:
         ("--prefill model=x", "--prefill: 'model=x' has no port: write it as host:port"),
     ],
 )
-def test_what_cannot_be_served_is_refused(line: str, sentence: str) -> None:
+def test_invalid_models_of_instances_are_refused(line: str, sentence: str) -> None:
     assert mistake(f"{line} --decode d:1") == sentence
 
 
@@ -307,7 +307,7 @@ def ports(endpoints: tuple[Endpoint, ...]) -> dict[str, int | None]:
     return {str(endpoint): endpoint.bootstrap_port for endpoint in endpoints}
 
 
-def test_a_bootstrap_port_follows_its_prefiller_as_with_sglangs_router() -> None:
+def test_bootstrap_port_follows_its_prefiller_as_with_sglangs_router() -> None:
     line = "--prefill http://a:1 8998 --prefill b:2 none --prefill c:3 --prefill [::1]:4 65535 e:5 f:6-7 --decode d:1"
     assert ports(settings(line).prefill) == {
         "a:1": 8998,
@@ -320,13 +320,13 @@ def test_a_bootstrap_port_follows_its_prefiller_as_with_sglangs_router() -> None
     }
 
 
-def test_a_bootstrap_port_stands_beside_the_address_everywhere(file: Path) -> None:
+def test_bootstrap_port_stands_beside_the_address_everywhere(file: Path) -> None:
     file.write_text("prefill:\n  - http://a:1 8998\n  - b:2\ndecode: [d:1]\n")
     assert ports(settings("", PROXY_CONFIG=str(file)).prefill) == {"a:1": 8998, "b:2": None}
     assert ports(settings("--decode d:1", PROXY_PREFILL="a:1 8998, b:2").prefill) == {"a:1": 8998, "b:2": None}
 
 
-def test_a_bootstrap_port_is_printed_as_it_is_written(file: Path) -> None:
+def test_bootstrap_port_is_printed_as_it_is_written(file: Path) -> None:
     found = loaded("--prefill [::1]:1 8998 --decode d:1")
     assert "  - '[::1]:1 8998'" in to_yaml(found).splitlines()
     file.write_text(to_yaml(found))
@@ -347,11 +347,11 @@ def test_a_bootstrap_port_is_printed_as_it_is_written(file: Path) -> None:
         ("--prefill a:1 8998 a:1 8999", "a:1 is given twice as a prefiller"),
     ],
 )
-def test_a_bootstrap_port_that_cannot_be_is_refused(line: str, sentence: str) -> None:
+def test_bootstrap_port_that_cannot_be_is_refused(line: str, sentence: str) -> None:
     assert mistake(f"{line} --decode d:1") == sentence
 
 
-def test_a_decoder_has_no_bootstrap_port() -> None:
+def test_decoder_has_no_bootstrap_port() -> None:
     assert mistake("--prefill p:1 --decode d:1 8998").startswith("--decode: '8998' has no port")
     assert mistake("--prefill p:1", {"PROXY_DECODE": "d:1 8998"}) == (
         "d:1 is a decoder: only prefillers have bootstrap ports"
@@ -366,7 +366,7 @@ def test_no_text_leads_to_more_than_one_line(text: str) -> None:
 
 
 @given(st.sampled_from(["a", "10.0.0.1", "[::1]", "x_y.z"]), st.integers(1, 65530), st.integers(0, 5))
-def test_an_endpoint_as_text_is_the_same_endpoint(host: str, port: int, more: int) -> None:
+def test_endpoint_as_text_is_the_same_endpoint(host: str, port: int, more: int) -> None:
     endpoints = parse_endpoints(f"{host}:{port}-{port + more}")
     assert [again for endpoint in endpoints for again in parse_endpoints(str(endpoint))] == list(endpoints)
     assert [endpoint.port for endpoint in endpoints] == list(range(port, port + more + 1))
@@ -468,7 +468,7 @@ def test_encoders_are_given_like_prefillers_and_decoders(line: str) -> None:
         ),
     ],
 )
-def test_a_set_of_backends_that_cannot_work_is_refused(line: str, sentence: str) -> None:
+def test_set_of_backends_that_cannot_work_is_refused(line: str, sentence: str) -> None:
     assert mistake(line) == sentence
 
 
@@ -479,7 +479,7 @@ def test_connector_plain_needs_only_decoders() -> None:
 # Precedence and origins
 
 
-def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(file: Path) -> None:
+def test_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(file: Path) -> None:
     file.write_text("listen: {port: 1, backlog: 1}\nworkers: 1\nlog: {level: ERROR}\n")
     environ = {"PROXY_CONFIG": str(file), "PROXY_LISTEN__PORT": "2", "PROXY_WORKERS": "2"}
     found = loaded(f"{ONE_PAIR} --port 3", **environ)
@@ -494,12 +494,12 @@ def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_defau
     assert set(found.origins) == set(OPTIONS)
 
 
-def test_the_config_flag_beats_its_variable(file: Path) -> None:
+def test_config_flag_beats_its_variable(file: Path) -> None:
     file.write_text("workers: 3\n")
     assert settings(f"{ONE_PAIR} --config {file}", PROXY_CONFIG="/nowhere.yaml").workers == 3
 
 
-def test_a_list_is_replaced_as_a_whole(file: Path) -> None:
+def test_list_is_replaced_as_a_whole(file: Path) -> None:
     file.write_text("prefill: ['x:1', 'y:1']\ndecode: [z:1]\n")
     found = settings("--prefill p:1", PROXY_CONFIG=str(file))
     assert texts(found.prefill + found.decode) == ["p:1", "z:1"]
@@ -512,7 +512,7 @@ def test_lists_in_the_environment_are_separated_by_commas() -> None:
     assert found.passthrough == ("tokenizer",)
 
 
-def test_the_policy_flag_sets_both_roles_and_the_flag_of_a_role_wins() -> None:
+def test_policy_flag_sets_both_roles_and_the_flag_of_a_role_wins() -> None:
     found = loaded(f"{ONE_PAIR} --decode-policy random --policy round_robin")
     assert found.settings.balance.prefill_policy == "round_robin"
     assert found.settings.balance.decode_policy == "random"
@@ -524,7 +524,7 @@ def test_workers_auto_is_a_number_of_cores() -> None:
     assert settings(f"{ONE_PAIR} --workers auto").workers >= 1
 
 
-def test_an_empty_variable_is_as_good_as_none() -> None:
+def test_empty_variable_is_as_good_as_none() -> None:
     assert settings(PROXY_LISTEN__PORT="", PROXY_CONFIG=" ").listen.port == 1999
 
 
@@ -567,7 +567,7 @@ def test_variables_of_others_do_no_harm_and_are_no_mistakes(service: str) -> Non
         ("PROXY_workers", "PROXY_WORKERS"),
     ],
 )
-def test_a_variable_that_is_almost_an_option_is_warned_about(name: str, meant: str) -> None:
+def test_variable_that_is_almost_an_option_is_warned_about(name: str, meant: str) -> None:
     assert loaded(**{name: "sk-canary"}).warnings == (f"{name} is no option and is ignored: did you mean {meant}?",)
     assert loaded(**{name: " "}).warnings == ()
 
@@ -623,7 +623,7 @@ def test_one_typo_in_a_variable_is_noticed_whichever_it_is(option: str) -> None:
         ("PROXY_TIMEOUTS__IDLE_SECONDS", "5s", "PROXY_TIMEOUTS__IDLE_SECONDS must be a valid number, not '5s'"),
     ],
 )
-def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, sentence: str) -> None:
+def test_mistake_in_the_environment_names_the_variable(name: str, value: str, sentence: str) -> None:
     assert mistake("--prefill p:1" if name == "PROXY_DECODE" else ONE_PAIR, {name: value}) == sentence
 
 
@@ -665,7 +665,7 @@ def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, 
         ("--config /nowhere.yaml", "/nowhere.yaml cannot be read: no such file or directory"),
     ],
 )
-def test_a_mistake_on_the_command_line_names_the_flag(line: str, sentence: str) -> None:
+def test_mistake_on_the_command_line_names_the_flag(line: str, sentence: str) -> None:
     assert mistake(line) == sentence
 
 
@@ -693,23 +693,23 @@ def test_a_mistake_on_the_command_line_names_the_flag(line: str, sentence: str) 
         ("- a", " must hold options such as `workers: 2`, not a list"),
     ],
 )
-def test_a_mistake_in_the_file_names_file_and_option(file: Path, text: str, sentence: str) -> None:
+def test_mistake_in_the_file_names_file_and_option(file: Path, text: str, sentence: str) -> None:
     file.write_text(text)
     flags = "--prefill p:1" if text.startswith("decode") else ONE_PAIR
     assert mistake(f"{flags} --config {file}") == f"{file}{sentence}"
 
 
-def test_a_file_of_comments_says_nothing(file: Path) -> None:
+def test_file_of_comments_says_nothing(file: Path) -> None:
     file.write_text("# nothing\nlisten:\n  # port: 1\n")
     assert settings(f"{ONE_PAIR} --config {file}").listen.port == 1999
 
 
-def test_a_file_that_is_not_text_is_refused(file: Path) -> None:
+def test_file_that_is_not_text_is_refused(file: Path) -> None:
     file.write_bytes(b"\xff\xfe")
     assert mistake(f"--config {file}") == f"{file} is not UTF-8 text"
 
 
-def test_a_long_value_is_cut_in_the_sentence() -> None:
+def test_long_value_is_cut_in_the_sentence() -> None:
     assert len(mistake(f"{ONE_PAIR} --port {'x' * 10_000}")) < 200
 
 
@@ -721,7 +721,7 @@ def engine_key(found: Settings) -> str | None:
     return None if key is None else key.get_secret_value()
 
 
-def test_the_engines_key_is_openai_api_key_unless_something_else_is_said(file: Path) -> None:
+def test_engines_key_is_openai_api_key_unless_something_else_is_said(file: Path) -> None:
     file.write_text("auth: {engine_api_key: from-file}")
     assert engine_key(settings()) is None
     found = loaded(OPENAI_API_KEY=" hush\n")
@@ -731,13 +731,13 @@ def test_the_engines_key_is_openai_api_key_unless_something_else_is_said(file: P
     assert engine_key(settings(OPENAI_API_KEY="hush", PROXY_CONFIG=str(file))) == "from-file"
 
 
-def test_an_empty_key_is_no_key(file: Path) -> None:
+def test_empty_key_is_no_key(file: Path) -> None:
     file.write_text("auth: {engine_api_key: ''}")
     assert engine_key(settings(OPENAI_API_KEY="")) is None
     assert engine_key(settings(OPENAI_API_KEY="hush", PROXY_CONFIG=str(file))) is None
 
 
-def test_a_key_left_out_in_the_file_does_not_hide_openai_api_key(file: Path) -> None:
+def test_key_left_out_in_the_file_does_not_hide_openai_api_key(file: Path) -> None:
     file.write_text("auth: {engine_api_key: null}")
     assert engine_key(settings(OPENAI_API_KEY="hush", PROXY_CONFIG=str(file))) == "hush"
 
@@ -752,7 +752,7 @@ def test_keys_are_read_from_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given_as", ["etc/gateway.yaml", "../work/etc/gateway.yaml", "/absolute"])
-def test_a_relative_path_in_a_file_begins_where_that_file_is(
+def test_relative_path_in_a_file_begins_where_that_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_as: str
 ) -> None:
     for directory, key in (("work", "wrong"), ("work/etc", "right")):
@@ -772,7 +772,7 @@ def test_a_relative_path_in_a_file_begins_where_that_file_is(
     assert settings(f"--config {tmp_path / 'other.yaml'}") == found.settings
 
 
-def test_a_relative_path_in_the_environment_begins_in_the_working_directory(
+def test_relative_path_in_the_environment_begins_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -800,7 +800,7 @@ def test_empty_or_null_path_becomes_none(file: Path) -> None:
     assert settings(f"{ONE_PAIR} --config {file}").auth.client_keys_file is None
 
 
-def test_a_key_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
+def test_key_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "key"
     empty.write_text("\n")
     assert mistake(environ={"PROXY_AUTH__ADMIN_KEY_FILE": str(empty)}) == f"auth.admin_key_file {empty} is empty"
@@ -809,7 +809,7 @@ def test_a_key_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
     assert mistake(environ=both) == "auth.admin_key and auth.admin_key_file are both given: give only one of them"
 
 
-def test_a_key_never_appears_in_a_sentence_or_a_representation(file: Path) -> None:
+def test_key_never_appears_in_a_sentence_or_a_representation(file: Path) -> None:
     assert "hush" not in mistake(environ={"OPENAI_API_KEY": "hush\nhush"})
     assert "hush" not in mistake(environ={"PROXY_AUTH__ADMIN_KEY": "hush\x00"})
     file.write_text("auth: {admin_key: [hush]}")
@@ -830,7 +830,7 @@ def test_settings_can_be_made_in_code() -> None:
     assert texts(made.prefill + made.decode) == ["a:1", "b:2"]
 
 
-def test_the_printed_settings_name_every_origin_and_load_as_the_same_settings(file: Path) -> None:
+def test_printed_settings_name_every_origin_and_load_as_the_same_settings(file: Path) -> None:
     environ = {"PROXY_KV__ON_MISSING": "local", "PROXY_LISTEN__HOST": "::"}
     found = loaded("--prefill [::1]:1-2 --decode d:1 --port 5", **environ)
     text = to_yaml(found)

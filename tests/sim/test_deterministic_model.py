@@ -49,7 +49,7 @@ def test_resuming_anywhere_continues_exactly(
     ],
     ids=["content", "reasoning", "tools"],
 )
-def test_a_chat_can_be_resumed_at_every_token(fields: dict[str, Any], markers: set[int]) -> None:
+def test_chat_can_be_resumed_at_every_token(fields: dict[str, Any], markers: set[int]) -> None:
     prompt = render_chat({"messages": [{"role": "user", "content": "Wetter in Köln?"}]} | fields)
     whole = out(prompt, 220, eos_after=60)
     assert markers <= set(whole)
@@ -79,12 +79,12 @@ def test_text_is_valid_and_has_characters_of_several_tokens() -> None:
     assert len(text) < 2000
 
 
-def test_a_character_split_over_tokens_appears_with_its_last_token() -> None:
+def test_character_split_over_tokens_appears_with_its_last_token() -> None:
     detokenizer = Detokenizer()
     assert [detokenizer.feed(byte) for byte in "🙂".encode()] == ["", "", "", "🙂"]
 
 
-def test_the_answer_ends_before_its_limit_only_if_requested() -> None:
+def test_answer_ends_before_its_limit_only_if_requested() -> None:
     prompt = render_chat({"messages": [{"role": "user", "content": "hi"}]})
     assert END not in out(prompt, 500)
     ended = out(prompt, 500, eos_after=20)

@@ -54,7 +54,7 @@ async def test_rules_choose_their_requests() -> None:
         faults.add("recompute", token=1)
 
 
-async def test_a_status_can_be_refused_once(client: Client, engine: SimulatedEngine) -> None:
+async def test_status_can_be_refused_once(client: Client, engine: SimulatedEngine) -> None:
     engine.faults.add("refuse_status", status=429, body={"oops": 1}, headers={"Retry-After": "7"}, times=1)
     async with client.session.post(engine.url + CHAT, json=HELLO) as response:
         assert response.status == 429
@@ -65,7 +65,7 @@ async def test_a_status_can_be_refused_once(client: Client, engine: SimulatedEng
 
 
 @pytest.mark.parametrize("action", ["hang_before_headers", "hang_after_headers", "stall_after_tokens"])
-async def test_a_hanging_request_ends_when_the_client_leaves(
+async def test_hanging_request_ends_when_the_client_leaves(
     client: Client, engine: SimulatedEngine, action: str
 ) -> None:
     engine.faults.add(action, tokens=2)
@@ -93,7 +93,7 @@ async def test_connections_are_reset_where_asked(client: Client, engine: Simulat
     assert engine.state.disconnects == 0, "the client did not leave"
 
 
-async def test_a_stream_can_end_without_a_finish(client: Client, engine: SimulatedEngine) -> None:
+async def test_stream_can_end_without_a_finish(client: Client, engine: SimulatedEngine) -> None:
     engine.faults.add("end_without_finish", tokens=2, times=1)
     engine.faults.add("end_without_finish", tokens=2, done=True)
     first = await client.stream(engine, TEXT, ONCE)
@@ -102,7 +102,7 @@ async def test_a_stream_can_end_without_a_finish(client: Client, engine: Simulat
     assert [event == "[DONE]" for event in second] == [False, False, True]
 
 
-async def test_an_error_event_comes_after_the_given_tokens(client: Client, engine: SimulatedEngine) -> None:
+async def test_error_event_comes_after_the_given_tokens(client: Client, engine: SimulatedEngine) -> None:
     engine.faults.add("error_event", tokens=2)
     *chunks, error, done = await client.stream(engine, TEXT, ONCE)
     assert len(chunks) == 2
@@ -114,7 +114,7 @@ async def test_an_error_event_comes_after_the_given_tokens(client: Client, engin
     assert engine.core.scheduler.running == 0
 
 
-async def test_a_recomputed_request_finishes_with_its_reason(client: Client, engine: SimulatedEngine) -> None:
+async def test_recomputed_request_finishes_with_its_reason(client: Client, engine: SimulatedEngine) -> None:
     whole = await client.stream(engine, TEXT, ONCE | {"return_token_ids": True})
     engine.faults.add("recompute", tokens=5, merged=2)
     cut = await client.stream(engine, TEXT, ONCE | {"return_token_ids": True})
@@ -127,7 +127,7 @@ async def test_a_recomputed_request_finishes_with_its_reason(client: Client, eng
     assert answer["usage"]["completion_tokens"] == 5
 
 
-async def test_a_recompute_at_once_is_swallowed_up_to_v30(client: Client) -> None:
+async def test_recompute_at_once_is_swallowed_up_to_v30(client: Client) -> None:
     async with SimulatedEngine(profile_name="v0.30") as old, SimulatedEngine(profile_name="v0.33") as new:
         for engine in (old, new):
             engine.faults.add("recompute", tokens=0)
@@ -142,7 +142,7 @@ async def test_a_recompute_at_once_is_swallowed_up_to_v30(client: Client) -> Non
         assert whole["choices"][0]["stop_reason"] == "recomputed"
 
 
-async def test_a_resumed_completion_continues_the_text(client: Client, engine: SimulatedEngine) -> None:
+async def test_resumed_completion_continues_the_text(client: Client, engine: SimulatedEngine) -> None:
     _, whole = await client.post(engine, TEXT, ONCE | {"return_token_ids": True})
     choice = whole["choices"][0]
     resumed = {"prompt": choice["prompt_token_ids"] + choice["token_ids"][:7], "max_tokens": 13}
@@ -202,7 +202,7 @@ async def test_loading_kv_can_fail_or_take_long(
     assert not prefiller.pins
 
 
-async def test_a_killed_engine_refuses_and_can_be_restarted(client: Client, engine: SimulatedEngine) -> None:
+async def test_killed_engine_refuses_and_can_be_restarted(client: Client, engine: SimulatedEngine) -> None:
     engine.faults.add("kill", tokens=3)
     assert (await broken_stream(client, engine, ONCE)).count(b"data: ") <= 3
     await engine.wait_until(lambda state: state.live == 0)
@@ -223,7 +223,7 @@ async def test_no_other_process_gets_the_port_of_a_killed_engine() -> None:
             other.bind((engine.host, engine.port))
 
 
-async def test_an_engine_dies_and_comes_back_as_another_each_time(client: Client) -> None:
+async def test_engine_dies_and_comes_back_as_another_each_time(client: Client) -> None:
     async with SimulatedEngine(role="prefill") as prefiller, SimulatedEngine(role="decode") as decoder:
         engines = set()
         for times in (1, 2):

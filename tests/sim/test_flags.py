@@ -42,5 +42,5 @@ def test_protocols_have_flags(words: str, fields: dict[str, Any]) -> None:
     ("options", "protocol"),
     [(Options(), "pull"), (Options(profile_name="sglang"), "bootstrap"), (Options(protocol="store"), "store")],
 )
-def test_the_profile_chooses_a_protocol_unless_told(options: Options, protocol: str) -> None:
+def test_profile_chooses_a_protocol_unless_told(options: Options, protocol: str) -> None:
     assert options.kv_protocol == protocol

@@ -57,7 +57,7 @@ def test_deltas_add_up_to_the_whole_message(is_engine: bool, cuts: list[int]) ->
     assert told == ['{"what":"x < y"}', "{}"]
 
 
-def test_a_generation_starts_where_the_nearest_marker_of_its_prompt_says() -> None:
+def test_generation_starts_where_the_nearest_marker_of_its_prompt_says() -> None:
     assert start_phase([THINK, 97]) is Phase.REASONING
     assert start_phase([THINK, 97, THINK_END, 97]) is Phase.CONTENT
     assert start_phase([THINK, SECTION_BEGIN, CALL_BEGIN]) is Phase.CONTENT
@@ -77,7 +77,7 @@ def test_indices_count_from_zero_in_every_parser() -> None:
     assert resumed[0]["tool_calls"][0]["id"] == "functions.find:1"
 
 
-def test_the_engine_withholds_white_space_that_may_end_the_reasoning() -> None:
+def test_engine_withholds_white_space_that_may_end_the_reasoning() -> None:
     parser = KimiParser(Phase.REASONING)
     assert [parser.feed(text) for text in ("one ", " ", "two\n")] == [
         {"reasoning": "one"},
@@ -92,13 +92,13 @@ def test_the_engine_withholds_white_space_that_may_end_the_reasoning() -> None:
     assert older.feed("one ") == {"reasoning": "one "}
 
 
-def test_the_engine_drops_white_space_that_is_all_there_is_before_a_call() -> None:
+def test_engine_drops_white_space_that_is_all_there_is_before_a_call() -> None:
     assert [*said(KimiParser(Phase.CONTENT), "\n" + CALL)[0]] == ["tool_calls"]
     assert said(KimiParser(Phase.CONTENT), " \n") == [{"content": " \n"}]
     assert said(KimiParser(Phase.CONTENT), " a")[0] == {"content": " a"}
 
 
-def test_the_brace_that_ends_arguments_waits_for_the_next_text() -> None:
+def test_brace_that_ends_arguments_waits_for_the_next_text() -> None:
     parser = KimiParser(Phase.CONTENT)
     assert arguments([parser.feed(CALL) or {}]) == '{"a":"b"'
     assert parser.feed("", finished=True) == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
@@ -106,7 +106,7 @@ def test_the_brace_that_ends_arguments_waits_for_the_next_text() -> None:
     assert arguments(said(KimiParser(Phase.CONTENT), whole)) == '{"a":"b"}'
 
 
-def test_the_engine_tells_a_name_with_the_first_of_its_arguments() -> None:
+def test_engine_tells_a_name_with_the_first_of_its_arguments() -> None:
     head = CALL[: CALL.index("{")]
     named = {"id": "functions.find:0", "type": "function", "index": 0}
     parser = KimiParser(Phase.CONTENT)
@@ -116,7 +116,7 @@ def test_the_engine_tells_a_name_with_the_first_of_its_arguments() -> None:
     assert older.feed(head) == {"tool_calls": [named | {"function": {"name": "find"}}]}
 
 
-def test_a_cut_name_is_reported_as_a_call_by_the_engine() -> None:
+def test_cut_name_is_reported_as_a_call_by_the_engine() -> None:
     parser = KimiParser(Phase.CONTENT)
     parser.feed(CALL[: CALL.index("ind:0")])
     function = {"name": "functions.f", "arguments": ""}
@@ -142,7 +142,7 @@ def test_older_parsers_complete_arguments_that_are_cut_off(told: str, added: str
         lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
     ),
 )
-def test_what_is_missing_of_a_whole_document_is_nothing(value: Any) -> None:
+def test_complete_document_has_no_missing_part(value: Any) -> None:
     text = orjson.dumps({"a": value}).decode()
     assert closing(text) == ""
     assert closing(text[:-1]) == "}"

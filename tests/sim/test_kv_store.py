@@ -16,7 +16,7 @@ BODY: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 6}
 PREFILL = BODY | {"max_tokens": 1, "min_tokens": 1}
 
 
-async def test_a_decoder_finds_what_was_prefilled(client: Client, tmp_path: Path) -> None:
+async def test_decoder_finds_what_was_prefilled(client: Client, tmp_path: Path) -> None:
     async with (
         SimulatedEngine() as engine,
         SimulatedEngine(role="prefill", protocol="store", store=str(tmp_path)) as prefiller,
@@ -32,13 +32,13 @@ async def test_a_decoder_finds_what_was_prefilled(client: Client, tmp_path: Path
         assert (decoder.state.pulls, decoder.state.local_prefills) == (2, 0)
 
 
-async def test_what_is_not_there_is_computed(client: Client, tmp_path: Path) -> None:
+async def test_blocks_absent_from_the_store_are_computed(client: Client, tmp_path: Path) -> None:
     async with SimulatedEngine(role="decode", protocol="store", store=str(tmp_path)) as decoder:
         assert (await client.post(decoder, PATH, BODY))[0] == 200
         assert (decoder.state.pulls, decoder.state.local_prefills) == (0, 1)
 
 
-async def test_an_answer_that_ends_before_its_limit_stores_nothing(client: Client, tmp_path: Path) -> None:
+async def test_answer_that_ends_before_its_limit_stores_nothing(client: Client, tmp_path: Path) -> None:
     options: dict[str, Any] = {"protocol": "store", "store": str(tmp_path), "first_token_eos": True}
     async with SimulatedEngine(role="prefill", **options) as prefiller:
         await client.post(prefiller, PATH, BODY | {"max_tokens": 1})

@@ -81,7 +81,7 @@ def prefill(body: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "name"), [(CHAT, "chatcmpl-abc"), (COMPLETIONS, "cmpl-abc-0")])
-async def test_the_decoder_goes_on_when_all_is_sent(client: Client, path: str, name: str) -> None:
+async def test_decoder_goes_on_when_all_is_sent(client: Client, path: str, name: str) -> None:
     body = BODIES[path]
     async with SimulatedEngine() as engine:
         expected = (await client.post(engine, path, body))[1]["choices"]
@@ -97,7 +97,7 @@ async def test_the_decoder_goes_on_when_all_is_sent(client: Client, path: str, n
         assert not prefiller.pins
 
 
-async def test_the_callback_says_what_the_prefiller_needs(client: Client) -> None:
+async def test_callback_says_what_the_prefiller_needs(client: Client) -> None:
     async with setup(block_size=4) as (server, _, decoder):
         task = asyncio.create_task(client.post(decoder, COMPLETIONS, server.ask(BODIES[COMPLETIONS])))
         message = await server.messages.get()
@@ -135,7 +135,7 @@ async def test_every_prompt_calls_back(client: Client) -> None:
 
 
 @pytest.mark.parametrize("status", [404, 500])
-async def test_the_answer_to_a_callback_is_not_looked_at(client: Client, status: int) -> None:
+async def test_answer_to_a_callback_is_not_looked_at(client: Client, status: int) -> None:
     async with setup() as (server, _, decoder):
         server.status = status
         decoding = asyncio.create_task(client.post(decoder, CHAT, server.ask(BODIES[CHAT])))
@@ -148,7 +148,7 @@ async def test_the_answer_to_a_callback_is_not_looked_at(client: Client, status:
 
 
 @pytest.mark.parametrize(("cut", "calls", "failed"), [(2, 3, 0), (3, 3, 1)])
-async def test_a_callback_is_tried_three_times(client: Client, cut: int, calls: int, failed: int) -> None:
+async def test_callback_is_tried_three_times(client: Client, cut: int, calls: int, failed: int) -> None:
     async with setup() as (server, prefiller, decoder):
         server.cut = cut
         decoding = asyncio.create_task(client.post(decoder, CHAT, server.ask(BODIES[CHAT]), X_Request_Id="abc"))
@@ -164,7 +164,7 @@ async def test_a_callback_is_tried_three_times(client: Client, cut: int, calls: 
 
 
 @pytest.mark.parametrize(("name", "changed"), [("other", {}), ("abc", {"remote_engine_id": "that of before"})])
-async def test_a_prefill_for_another_decoder_is_useless(client: Client, name: str, changed: dict[str, str]) -> None:
+async def test_prefill_for_another_decoder_is_useless(client: Client, name: str, changed: dict[str, str]) -> None:
     async with setup() as (server, prefiller, decoder):
         decoding = asyncio.create_task(client.post(decoder, CHAT, server.ask(BODIES[CHAT]), X_Request_Id="abc"))
         message = await server.messages.get() | changed
@@ -176,7 +176,7 @@ async def test_a_prefill_for_another_decoder_is_useless(client: Client, name: st
         await asyncio.gather(decoding, return_exceptions=True)
 
 
-async def test_a_decoder_left_before_it_had_room_does_not_call_back(client: Client) -> None:
+async def test_decoder_left_before_it_had_room_does_not_call_back(client: Client) -> None:
     async with setup(metaserver_delay_seconds=3600.0) as (server, _, decoder):
         decoding = asyncio.create_task(client.post(decoder, CHAT, server.ask(BODIES[CHAT])))
         await decoder.wait_until(lambda state: state.waiting_rooms == 1)
@@ -185,14 +185,14 @@ async def test_a_decoder_left_before_it_had_room_does_not_call_back(client: Clie
         assert (server.calls, decoder.state.waiting_rooms) == (0, 0)
 
 
-async def test_a_prefiller_without_the_number_of_cached_tokens_dies(client: Client) -> None:
+async def test_prefiller_without_the_number_of_cached_tokens_dies(client: Client) -> None:
     async with SimulatedEngine(role="prefill", protocol="layerwise") as prefiller:
         with pytest.raises(aiohttp.ClientError):
             await client.post(prefiller, CHAT, prefill(BODIES[CHAT], {"do_remote_decode": True}))
         await prefiller.wait_until(lambda state: state.kills == 1)
 
 
-async def test_a_prefill_that_is_left_tells_the_decoder_nothing(client: Client) -> None:
+async def test_prefill_that_is_left_tells_the_decoder_nothing(client: Client) -> None:
     async with setup() as (server, prefiller, decoder):
         decoding = asyncio.create_task(client.post(decoder, CHAT, server.ask(BODIES[CHAT]), X_Request_Id="abc"))
         message = await server.messages.get()
@@ -206,7 +206,7 @@ async def test_a_prefill_that_is_left_tells_the_decoder_nothing(client: Client) 
         await asyncio.gather(leg, decoding, return_exceptions=True)
 
 
-async def test_a_virtual_prefill_does_not_wait(client: Client) -> None:
+async def test_virtual_prefill_does_not_wait(client: Client) -> None:
     async with setup() as (server, _, decoder):
         status, _ = await client.post(decoder, CHAT, server.ask(BODIES[CHAT], do_virtual=True))
         assert (status, server.calls) == (200, 0)

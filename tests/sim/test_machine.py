@@ -105,7 +105,7 @@ def test_more_than_there_may_be_wait() -> None:
     assert ends[-1] > ends[-2]
 
 
-def test_a_sequence_that_finds_no_memory_has_the_last_one_preempted() -> None:
+def test_sequence_that_finds_no_memory_has_the_last_one_preempted() -> None:
     options = Options(machine=NAME, role="decode", block_size=10)
     assert options.shape is not None
     shape = replace(options.shape, kv_tokens=300, max_num_batched_tokens=100)
@@ -140,13 +140,13 @@ def test_kv_that_does_not_come_is_computed() -> None:
     assert lost.times == [pytest.approx(3.0 + COST.prefill(1000))]
 
 
-def test_an_answer_that_ends_early_leaves_its_memory() -> None:
+def test_answer_that_ends_early_leaves_its_memory() -> None:
     early = Generated(prompt(50), 1000, ends_after=3)
     scheduler = scheduled(Options(machine=NAME, role="both"), early)
     assert (len(early.output), scheduler.used_blocks, scheduler.running) == (3, 0, 0)
 
 
-def test_what_is_dropped_is_gone() -> None:
+def test_dropped_request_leaves_the_machine() -> None:
     async def course() -> None:
         options = Options(machine=NAME, role="decode")
         assert options.shape is not None
@@ -166,7 +166,7 @@ def test_what_is_dropped_is_gone() -> None:
     run(course(), VirtualLoop())
 
 
-def test_the_cache_is_what_is_in_memory() -> None:
+def test_cache_is_what_is_in_memory() -> None:
     options = Options(machine=NAME, role="prefill", block_size=100)
     scheduler = scheduled(options, Generated(prompt(500), 1))
     cache = MachineCache(scheduler.batch, 100)
@@ -176,7 +176,7 @@ def test_the_cache_is_what_is_in_memory() -> None:
     assert cache.add(prompt(500)) == 0
 
 
-async def test_an_engine_reports_its_memory_and_its_hits() -> None:
+async def test_engine_reports_its_memory_and_its_hits() -> None:
     body = {"model": "sim", "prompt": "x" * 600, "max_tokens": 2}
     async with SimulatedEngine(machine="kimi-k2.5-h200", role="decode") as engine, aiohttp.ClientSession() as session:
         cached = []

@@ -12,7 +12,7 @@ def table() -> PinTable:
     return PinTable(lease_seconds=30.0, num_blocks=100)
 
 
-def test_a_pin_is_pulled_once() -> None:
+def test_pin_is_pulled_once() -> None:
     pins = table()
     pins.pin("a", prompt_tokens=10, prompt_digest=1, block_size=4, now=0.0)
     assert pins.blocks_held == 3
@@ -21,7 +21,7 @@ def test_a_pin_is_pulled_once() -> None:
     assert pins.blocks_held == 0
 
 
-def test_a_pin_expires_when_its_lease_ends() -> None:
+def test_pin_expires_when_its_lease_ends() -> None:
     pins = table()
     pins.pin("a", prompt_tokens=10, prompt_digest=1, block_size=4, now=0.0)
     assert pins.next_expiry() == 30.0

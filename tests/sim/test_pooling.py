@@ -68,7 +68,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("path", "body"), list(zip(REFUSED[::2], REFUSED[1::2], strict=True)), ids=str)
-async def test_what_makes_no_sense_is_refused(
+async def test_invalid_pooling_requests_are_refused(
     client: Client, engine: SimulatedEngine, path: str, body: dict[str, Any]
 ) -> None:
     assert (await client.post(engine, path, body))[0] == 400
@@ -76,7 +76,7 @@ async def test_what_makes_no_sense_is_refused(
 
 
 @pytest.mark.parametrize("path", [path for _, path in ROUTES["pooling"]])
-async def test_the_gateway_passes_all_of_them_through(deploy: Deploy, path: str) -> None:
+async def test_gateway_passes_all_of_them_through(deploy: Deploy, path: str) -> None:
     gateway = await deploy()
     (prefiller,) = gateway.prefillers
     async with gateway.session.post(gateway.url + path, json=BODIES[path], headers={"X-Request-Id": "a"}) as response:

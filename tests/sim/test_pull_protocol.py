@@ -77,7 +77,7 @@ async def test_params_are_good_for_one_pull(
     assert decoder.state.pull_failures == 1
 
 
-async def test_a_failed_load_is_swallowed_in_streams_up_to_v30(client: Client, prefiller: SimulatedEngine) -> None:
+async def test_failed_load_is_swallowed_in_streams_up_to_v30(client: Client, prefiller: SimulatedEngine) -> None:
     params = await client.prefill(prefiller, CHAT, HELLO)
     body = HELLO | {"kv_transfer_params": params | {"remote_request_id": "unknown"}}
     async with SimulatedEngine(role="decode", profile_name="v0.30") as old:
@@ -90,7 +90,7 @@ async def test_a_failed_load_is_swallowed_in_streams_up_to_v30(client: Client, p
         assert error["error"]["code"] == 500
 
 
-async def test_a_decoder_told_to_recompute_computes_what_it_cannot_load(
+async def test_decoder_told_to_recompute_computes_what_it_cannot_load(
     client: Client, prefiller: SimulatedEngine, engine: SimulatedEngine
 ) -> None:
     params = await client.prefill(prefiller, CHAT, HELLO)
@@ -187,7 +187,7 @@ async def test_late_rejections_release_the_kv_and_early_ones_do_not(
         ("v0.33", "mooncake-pull", False),
     ],
 )
-async def test_a_rejected_completion_releases_kv_where_the_connector_can(
+async def test_rejected_completion_releases_kv_where_the_connector_can(
     client: Client, profile_name: str, connector_name: ConnectorName, is_released: bool
 ) -> None:
     engine: dict[str, Any] = {"profile_name": profile_name, "connector_name": connector_name}
@@ -231,7 +231,7 @@ async def test_kv_belongs_to_the_ids_a_chat_was_given(client: Client, profile_na
 
 
 @pytest.mark.parametrize(("profile_name", "is_released"), [("v0.23", False), ("v0.30", True)])
-async def test_a_client_leaving_before_the_transfer_leaks_with_old_versions(
+async def test_client_leaving_before_the_transfer_leaks_with_old_versions(
     client: Client, prefiller: SimulatedEngine, profile_name: str, is_released: bool
 ) -> None:
     async with SimulatedEngine(role="decode", profile_name=profile_name, max_num_seqs=1) as decoder:
@@ -247,7 +247,7 @@ async def test_a_client_leaving_before_the_transfer_leaks_with_old_versions(
         assert (not prefiller.pins) == is_released
 
 
-async def test_a_client_leaving_during_the_prefill_pins_nothing(client: Client) -> None:
+async def test_client_leaving_during_the_prefill_pins_nothing(client: Client) -> None:
     async with SimulatedEngine(role="prefill", prefill_ms_per_1k_tokens=1e9) as prefiller:
         leg = asyncio.create_task(client.post(prefiller, CHAT, HELLO | PREFILL))
         await prefiller.wait_until(lambda state: state.live == 1)
@@ -267,7 +267,7 @@ async def test_cached_tokens_come_from_the_prefix_cache(client: Client) -> None:
         assert third["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-async def test_a_restarted_prefiller_knows_nothing_of_old_kv(
+async def test_restarted_prefiller_knows_nothing_of_old_kv(
     client: Client, prefiller: SimulatedEngine, decoder: SimulatedEngine
 ) -> None:
     params = await client.prefill(prefiller, CHAT, HELLO)
@@ -290,7 +290,7 @@ async def test_nixl_takes_no_notice_of_roles(client: Client) -> None:
         assert (decoder.state.pulls, decoder.state.local_prefills, prefiller.pins) == (1, 0, {})
 
 
-async def test_a_consumer_of_vllm_ascend_keeps_kv_that_cannot_be_fetched(
+async def test_consumer_of_vllm_ascend_keeps_kv_that_cannot_be_fetched(
     client: Client, decoder: SimulatedEngine
 ) -> None:
     async with SimulatedEngine(role="decode") as consumer:
@@ -299,7 +299,7 @@ async def test_a_consumer_of_vllm_ascend_keeps_kv_that_cannot_be_fetched(
         assert (status, len(consumer.pins), decoder.state.pull_failures) == (500, 1, 1)
 
 
-async def test_a_producer_of_vllm_ascend_does_not_survive_a_request_to_fetch_kv(
+async def test_producer_of_vllm_ascend_does_not_survive_a_request_to_fetch_kv(
     client: Client, prefiller: SimulatedEngine
 ) -> None:
     params = await client.prefill(prefiller, TEXT, ONCE)

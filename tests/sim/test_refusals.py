@@ -43,7 +43,7 @@ async def test_bad_requests_are_refused(
     assert message in error["error"]["message"]
 
 
-async def test_a_body_that_is_not_json_is_refused(client: Client, engine: SimulatedEngine) -> None:
+async def test_body_that_is_not_json_is_refused(client: Client, engine: SimulatedEngine) -> None:
     async with client.session.post(engine.url + CHAT, data=b'{"messages": [') as response:
         assert response.status == 400
 
@@ -56,7 +56,7 @@ async def test_another_data_parallel_rank_is_refused(client: Client, engine: Sim
     assert status == 200
 
 
-async def test_the_api_key_guards_v1_only(client: Client) -> None:
+async def test_api_key_guards_v1_only(client: Client) -> None:
     async with SimulatedEngine(api_key="secret") as engine:
         status, body = await client.post(engine, CHAT, HELLO)
         assert (status, body) == (401, {"error": "Unauthorized"})
@@ -66,7 +66,7 @@ async def test_the_api_key_guards_v1_only(client: Client) -> None:
         assert status == 200
 
 
-async def test_a_live_id_is_refused_without_randomisation(client: Client) -> None:
+async def test_live_id_is_refused_without_randomisation(client: Client) -> None:
     async with SimulatedEngine(request_id_randomization=False) as engine:
         engine.faults.add("stall_after_tokens", tokens=1, times=1)
         headers = {"X-Request-Id": "R"}
@@ -78,7 +78,7 @@ async def test_a_live_id_is_refused_without_randomisation(client: Client) -> Non
         await engine.wait_until(lambda state: state.live == 0)
 
 
-async def test_a_named_tool_fails_on_the_prefill_leg_of_v18(client: Client) -> None:
+async def test_named_tool_fails_on_the_prefill_leg_of_v18(client: Client) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     body = HELLO | {
         "tools": [tool],
@@ -118,7 +118,7 @@ async def test_chat_takes_prompt_ids_as_its_version_does(
     assert echo["usage"]["prompt_tokens"] == (25 if profile_name == "v0.33" else text_tokens)
 
 
-async def test_the_private_key_gives_a_chat_its_prompt_where_it_is_known(client: Client) -> None:
+async def test_private_key_gives_a_chat_its_prompt_where_it_is_known(client: Client) -> None:
     body = HELLO | {"kv_transfer_params": {"_vllm_ascend_recompute_token_ids": [1, 2, 3]}, "return_token_ids": True}
     async with SimulatedEngine(profile_name="v0.23", private_prompt_ids=True) as patched:
         role, *_ = await client.stream(patched, CHAT, body)

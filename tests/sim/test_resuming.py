@@ -62,7 +62,7 @@ async def whole(client: Client) -> Heard:
         return await hear(client, engine, CALLING)
 
 
-async def test_an_answer_has_everything_that_can_be_resumed(client: Client) -> None:
+async def test_answer_has_everything_that_can_be_resumed(client: Client) -> None:
     heard = await whole(client)
     assert [heard.ids.count(marker) for marker in (THINK_END, SECTION_BEGIN, CALL_BEGIN, END)] == [1, 1, 2, 1]
     assert heard.reasoning
@@ -88,7 +88,7 @@ async def test_no_id_is_lost_wherever_a_chat_is_interrupted(
 
 
 @pytest.mark.parametrize("profile_name", ["v0.27", "v0.30", "v0.33"])
-async def test_a_chat_continues_from_ids_at_every_token(client: Client, profile_name: str) -> None:
+async def test_chat_continues_from_ids_at_every_token(client: Client, profile_name: str) -> None:
     expected = await whole(client)
     async with SimulatedEngine(profile_name=profile_name, **ENGINE) as engine:
         for cut in range(len(expected.ids)):
@@ -114,7 +114,7 @@ async def test_raw_completions_continue_a_chat_at_every_token(client: Client, en
         assert choice["finish_reason"] == "stop"
 
 
-async def test_a_resumed_chat_is_read_from_where_its_prompt_ends(client: Client) -> None:
+async def test_resumed_chat_is_read_from_where_its_prompt_ends(client: Client) -> None:
     expected = await whole(client)
     async with SimulatedEngine(**ENGINE) as engine:
 
@@ -164,7 +164,7 @@ async def test_recomputed_within_arguments_ends_as_tool_calls(client: Client, pr
     assert ("tool_calls" in message) == (not added), "the older parsers find whole calls only"
 
 
-async def test_a_recomputed_answer_at_a_brace_ends_with_the_brace(client: Client) -> None:
+async def test_recomputed_answer_at_a_brace_ends_with_the_brace(client: Client) -> None:
     expected = await whole(client)
     closed = expected.ids.index(ord("}")) + 1
     async with SimulatedEngine(**ENGINE) as engine:
@@ -174,7 +174,7 @@ async def test_a_recomputed_answer_at_a_brace_ends_with_the_brace(client: Client
     assert heard.last["token_ids"] == []
 
 
-async def test_a_length_finish_after_tool_calls_depends_on_the_version(client: Client) -> None:
+async def test_length_finish_after_tool_calls_depends_on_the_version(client: Client) -> None:
     expected = await whole(client)
     body = CALLING | {"max_tokens": expected.ids.index(ord("{")) + 4}
     for profile_name, reason in (("v0.30", "tool_calls"), ("v0.33", "length")):
@@ -182,7 +182,7 @@ async def test_a_length_finish_after_tool_calls_depends_on_the_version(client: C
             assert (await hear(client, engine, body)).last["finish_reason"] == reason
 
 
-async def test_a_stop_string_that_never_came_is_let_go_with_the_finish(client: Client, engine: SimulatedEngine) -> None:
+async def test_stop_string_that_never_came_is_let_go_with_the_finish(client: Client, engine: SimulatedEngine) -> None:
     _, free = await client.post(
         engine, CHAT, CALLING | {"tools": None, "max_tokens": 20} | {"chat_template_kwargs": {}}
     )
@@ -223,7 +223,7 @@ async def test_several_ids_share_a_chunk_that_ends_within_a_character(client: Cl
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_a_resumed_request_can_be_recomputed_again(client: Client, engine: SimulatedEngine, path: str) -> None:
+async def test_resumed_request_can_be_recomputed_again(client: Client, engine: SimulatedEngine, path: str) -> None:
     engine.faults.add("recompute", tokens=3, skip=1, times=2)
     body = {"prompt": "x", "messages": CALLING["messages"], "max_tokens": 10}
     reasons = []
@@ -237,7 +237,7 @@ async def test_a_resumed_request_can_be_recomputed_again(client: Client, engine:
     assert reasons == [None, "recomputed", "recomputed", None]
 
 
-async def test_a_recomputed_answer_can_end_without_done(client: Client, engine: SimulatedEngine) -> None:
+async def test_recomputed_answer_can_end_without_done(client: Client, engine: SimulatedEngine) -> None:
     engine.faults.add("recompute", tokens=3)
     engine.faults.add("end_without_finish")
     usage = {"stream_options": {"include_usage": True}}
@@ -280,7 +280,7 @@ async def test_hidden_reasoning_hides_its_ids_and_logprobs(client: Client, profi
     assert (answer["choices"][0]["token_ids"] is None) == is_hidden
 
 
-async def test_a_whole_answer_resumed_in_its_content_is_taken_for_reasoning(client: Client) -> None:
+async def test_whole_answer_resumed_in_its_content_is_taken_for_reasoning(client: Client) -> None:
     body = CALLING | {"tools": None}
     async with SimulatedEngine(eos_after=20, **ENGINE) as engine:
         _, answer = await client.post(engine, CHAT, body)
@@ -295,7 +295,7 @@ async def test_a_whole_answer_resumed_in_its_content_is_taken_for_reasoning(clie
     assert resumed["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(ids) - cut - 1}
 
 
-async def test_an_engine_without_a_tool_parser_shows_sections_as_content(client: Client) -> None:
+async def test_engine_without_a_tool_parser_shows_sections_as_content(client: Client) -> None:
     expected = await whole(client)
     async with SimulatedEngine() as engine:
         heard = await hear(client, engine, CALLING)

@@ -48,13 +48,13 @@ def test_each_turn_is_played(thinking: bool) -> None:
     assert second == ("Is it done?</think>" if thinking else "") + "It is.<|im_end|>"
 
 
-def test_it_goes_on_wherever_it_was_broken_off() -> None:
+def test_script_continues_at_any_interruption() -> None:
     ids = prompt()
     said = written(ids)
     assert all(written(ids + said[:count]) == said[count:] for count in range(len(said)))
 
 
-def test_nothing_is_played_without_tools_or_a_part() -> None:
+def test_script_is_not_played_without_tools_or_a_role() -> None:
     plain = {"role": "user", "content": "Play it again."}
     assert rest_of_turn(prompt(tools=None)) is None
     assert rest_of_turn(render_chat({"messages": [plain], "tools": TOOLS})) is None

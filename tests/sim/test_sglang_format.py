@@ -28,7 +28,7 @@ async def engine() -> AsyncIterator[SimulatedEngine]:
         yield engine
 
 
-async def test_what_ends_a_chat_comes_behind_all_it_says(client: Client, engine: SimulatedEngine) -> None:
+async def test_finish_reason_follows_all_text_of_a_chat(client: Client, engine: SimulatedEngine) -> None:
     first, *contents, end, usage, done = await client.stream(
         engine, CHAT, HELLO | {"stream_options": {"include_usage": True}, "rid": "abc"}
     )
@@ -66,7 +66,7 @@ async def test_tools_are_called(client: Client, engine: SimulatedEngine) -> None
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_what_ended_an_answer_is_the_matched_stop(client: Client, path: str) -> None:
+async def test_matched_stop_is_the_string_that_ended_an_answer(client: Client, path: str) -> None:
     body = HELLO if path == CHAT else {"prompt": "Hello there"}
     async with SimulatedEngine(profile_name="sglang", first_token_eos=True) as engine:
         choice = (await client.post(engine, path, body))[1]["choices"][0]
@@ -74,7 +74,7 @@ async def test_what_ended_an_answer_is_the_matched_stop(client: Client, path: st
     assert "stop_reason" not in choice
 
 
-async def test_a_stop_string_is_the_matched_stop(client: Client, engine: SimulatedEngine) -> None:
+async def test_stop_string_is_the_matched_stop(client: Client, engine: SimulatedEngine) -> None:
     choice = (await client.post(engine, COMPLETIONS, {"prompt": "Hello there", "max_tokens": 40, "stop": " "}))[1]
     assert choice["choices"][0]["matched_stop"] == " "
 
@@ -93,7 +93,7 @@ async def test_errors_of_the_native_interface_are_not(client: Client, engine: Si
     assert set(answer["error"]) == {"message", "type", "code", "retryable"}
 
 
-async def test_an_error_in_a_stream_is_flat_within(client: Client, engine: SimulatedEngine) -> None:
+async def test_error_in_a_stream_is_flat_within(client: Client, engine: SimulatedEngine) -> None:
     engine.faults.add("error_event", tokens=2)
     *_, error, done = await client.stream(engine, CHAT, HELLO)
     assert error["error"]["code"] == 500
@@ -106,7 +106,7 @@ async def test_any_model_name_will_do(client: Client, engine: SimulatedEngine) -
     assert (status, answer["model"]) == (200, "whatever")
 
 
-async def test_a_native_answer(client: Client, engine: SimulatedEngine) -> None:
+async def test_native_answer(client: Client, engine: SimulatedEngine) -> None:
     body = {"text": "Hello there", "sampling_params": {"max_new_tokens": 6}, "rid": "abc"}
     _, answer = await client.post(engine, GENERATE, body)
     meta = answer["meta_info"]
@@ -125,7 +125,7 @@ async def test_every_event_of_a_native_stream_has_the_answer_so_far(client: Clie
     assert events[-1] == (await client.post(engine, GENERATE, body))[1]
 
 
-async def test_a_batch_is_a_list_and_its_events_have_places(client: Client, engine: SimulatedEngine) -> None:
+async def test_batch_is_a_list_and_its_events_have_places(client: Client, engine: SimulatedEngine) -> None:
     body: dict[str, Any] = {"text": ["one", "two"], "sampling_params": {"max_new_tokens": 3}}
     _, answers = await client.post(engine, GENERATE, body)
     *events, _ = await client.stream(engine, GENERATE, body)
@@ -143,7 +143,7 @@ async def test_logprobs_of_the_prompt_begin_at_the_requested_place(client: Clien
         assert len(meta["output_token_logprobs"]) == 3
 
 
-async def test_a_decoder_does_not_know_the_logprobs_of_the_prompt(client: Client) -> None:
+async def test_decoder_does_not_know_the_logprobs_of_the_prompt(client: Client) -> None:
     async with (
         SimulatedEngine(role="prefill", profile_name="sglang") as prefiller,
         SimulatedEngine(role="decode", profile_name="sglang") as decoder,
@@ -159,20 +159,20 @@ async def test_a_decoder_does_not_know_the_logprobs_of_the_prompt(client: Client
     "path",
     ["/health", "/health_generate", "/ready", "/flush_cache", "/v1/models", "/metrics"],
 )
-async def test_it_serves(client: Client, engine: SimulatedEngine, path: str) -> None:
+async def test_sglang_engine_serves_its_routes(client: Client, engine: SimulatedEngine, path: str) -> None:
     async with client.session.get(engine.url + path) as response:
         assert response.status == 200
 
 
 @pytest.mark.parametrize("path", ["/version", "/load", "/v1/completions/render"])
-async def test_it_lacks_what_only_vllm_has(client: Client, engine: SimulatedEngine, path: str) -> None:
+async def test_sglang_engine_lacks_routes_of_vllm(client: Client, engine: SimulatedEngine, path: str) -> None:
     async with client.session.get(engine.url + path) as response:
         assert response.status == 404
 
 
 @pytest.mark.parametrize(("role", "mode"), [("both", "null"), ("prefill", "prefill"), ("decode", "decode")])
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-async def test_it_tells_its_part(client: Client, path: str, role: str, mode: str) -> None:
+async def test_sglang_engine_reports_its_role(client: Client, path: str, role: str, mode: str) -> None:
     async with SimulatedEngine(role=role, profile_name="sglang", dp_size=2) as engine:
         info = await client.get(engine, path)
         assert (info["disaggregation_mode"], info["dp_size"]) == (mode, 2)

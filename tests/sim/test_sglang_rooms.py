@@ -82,7 +82,7 @@ async def test_streams_meet_as_well(client: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("late", ["prefill", "decode"])
-async def test_the_order_of_the_legs_does_not_matter(client: Client, late: str) -> None:
+async def test_order_of_the_legs_does_not_matter(client: Client, late: str) -> None:
     async with pair() as engines:
         first, second = engines if late == "decode" else reversed(engines)
         request = leg(BODIES[COMPLETIONS], engines[0])
@@ -95,7 +95,7 @@ async def test_the_order_of_the_legs_does_not_matter(client: Client, late: str) 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_request_without_a_room_is_refused(client: Client, role: str, path: str) -> None:
+async def test_request_without_a_room_is_refused(client: Client, role: str, path: str) -> None:
     async with SimulatedEngine(role=role, profile_name="sglang") as engine:
         status, answer = await client.post(engine, path, BODIES[path])
         assert status == 400
@@ -103,7 +103,7 @@ async def test_a_request_without_a_room_is_refused(client: Client, role: str, pa
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_leg_without_its_partner_waits_and_then_fails(client: Client, role: str) -> None:
+async def test_leg_without_its_partner_waits_and_then_fails(client: Client, role: str) -> None:
     async with pair(waiting_seconds=0.05) as engines:
         engine = engines[0] if role == "prefill" else engines[1]
         status, answer = await client.post(engine, COMPLETIONS, leg(BODIES[COMPLETIONS], engines[0]))
@@ -113,7 +113,7 @@ async def test_a_leg_without_its_partner_waits_and_then_fails(client: Client, ro
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_a_stream_that_fails_says_so_in_an_event(client: Client, path: str) -> None:
+async def test_stream_that_fails_says_so_in_an_event(client: Client, path: str) -> None:
     async with pair(waiting_seconds=0.05) as (prefiller, decoder):
         error, end = await client.stream(decoder, path, leg(BODIES[path], prefiller))
         assert error["error"]["object"] == "error"
@@ -121,14 +121,14 @@ async def test_a_stream_that_fails_says_so_in_an_event(client: Client, path: str
         assert end == "[DONE]"
 
 
-async def test_a_native_stream_that_fails_is_an_aborted_answer(client: Client) -> None:
+async def test_native_stream_that_fails_is_an_aborted_answer(client: Client) -> None:
     async with pair(waiting_seconds=0.05) as (prefiller, decoder):
         said, _ = await client.stream(decoder, GENERATE, leg(BODIES[GENERATE], prefiller))
         assert said["meta_info"]["finish_reason"]["type"] == "abort"
         assert said["meta_info"]["finish_reason"]["status_code"] == 500
 
 
-async def test_a_stream_has_no_status_before_its_first_token(client: Client) -> None:
+async def test_stream_has_no_status_before_its_first_token(client: Client) -> None:
     async with pair() as (prefiller, decoder):
         request = leg(BODIES[CHAT], prefiller, stream=True)
         opening = asyncio.create_task(client.session.post(decoder.url + CHAT, json=request).__aenter__())
@@ -142,7 +142,7 @@ async def test_a_stream_has_no_status_before_its_first_token(client: Client) -> 
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
-async def test_a_leg_does_not_notice_that_its_partner_has_left(client: Client, who: str) -> None:
+async def test_leg_does_not_notice_that_its_partner_has_left(client: Client, who: str) -> None:
     async with pair() as (prefiller, decoder):
         left, stays = (prefiller, decoder) if who == "prefill" else (decoder, prefiller)
         left.faults.add("stall_after_tokens", path="/", tokens=0)
@@ -160,7 +160,7 @@ async def test_a_leg_does_not_notice_that_its_partner_has_left(client: Client, w
         await stays.wait_until(lambda state: state.waiting_rooms == state.live == 0)
 
 
-async def test_a_prefiller_answers_when_the_decoder_has_the_kv_and_not_before(client: Client) -> None:
+async def test_prefiller_answers_when_the_decoder_has_the_kv_and_not_before(client: Client) -> None:
     async with (
         SimulatedEngine(
             role="prefill", profile_name="sglang", waiting_seconds=2.0, prefill_ms_per_1k_tokens=200_000.0
@@ -179,7 +179,7 @@ async def test_a_prefiller_answers_when_the_decoder_has_the_kv_and_not_before(cl
         assert prefiller.state.tokens_generated == 1
 
 
-async def test_a_dead_prefiller_is_noticed(client: Client) -> None:
+async def test_dead_prefiller_is_noticed(client: Client) -> None:
     async with pair() as (prefiller, decoder):
         request = leg(BODIES[COMPLETIONS], prefiller)
         decoding = asyncio.create_task(client.post(decoder, COMPLETIONS, request))
@@ -190,7 +190,7 @@ async def test_a_dead_prefiller_is_noticed(client: Client) -> None:
         assert answer["message"].startswith("Decode transfer failed")
 
 
-async def test_a_decoder_looks_for_a_bootstrap_server_for_a_while(client: Client) -> None:
+async def test_decoder_looks_for_a_bootstrap_server_for_a_while(client: Client) -> None:
     """The answer is that of SGLang 0.5.23 with a port where nobody listens, which came after 14 s."""
     async with pair(handshake_seconds=0.05) as (prefiller, decoder):
         request = leg(BODIES[COMPLETIONS], prefiller) | {"bootstrap_port": 1}
@@ -241,7 +241,7 @@ async def test_every_prompt_of_a_batch_has_a_room(client: Client, path: str, roo
         assert [answer["text"] for answer in answers] == expected
 
 
-async def test_the_room_chooses_the_rank_of_both(client: Client) -> None:
+async def test_room_chooses_the_rank_of_both(client: Client) -> None:
     async with pair(dp_size=4) as (prefiller, decoder):
         request = leg(BODIES[COMPLETIONS], prefiller, room=6)
         await asyncio.gather(*[client.post(engine, COMPLETIONS, request) for engine in (prefiller, decoder)])
@@ -249,7 +249,7 @@ async def test_the_room_chooses_the_rank_of_both(client: Client) -> None:
             assert (await client.get(engine, "/_mock/state"))["dp_ranks"] == {"2": 1}
 
 
-async def test_a_rank_that_the_decoder_does_not_know_of_is_another_room(client: Client) -> None:
+async def test_rank_that_the_decoder_does_not_know_of_is_another_room(client: Client) -> None:
     for waiting_seconds, fields, status in ((0.1, {}, 500), (60.0, {"disagg_prefill_dp_rank": 1}, 200)):
         async with pair(dp_size=4, waiting_seconds=waiting_seconds) as engines:
             request = leg(BODIES[COMPLETIONS], engines[0], room=6, routed_dp_rank=1, **fields)
@@ -268,7 +268,7 @@ async def test_different_prompts_in_one_room_are_nonsense(client: Client) -> Non
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_waiting_leg_is_aborted_by_its_name(client: Client, role: str) -> None:
+async def test_waiting_leg_is_aborted_by_its_name(client: Client, role: str) -> None:
     async with pair() as (prefiller, decoder):
         engine = prefiller if role == "prefill" else decoder
         request = leg(BODIES[CHAT], prefiller, rid="abc")
@@ -282,7 +282,7 @@ async def test_a_waiting_leg_is_aborted_by_its_name(client: Client, role: str) -
         assert engine.state.waiting_rooms == 0
 
 
-async def test_a_leg_that_is_left_may_wait_on_until_it_is_aborted(client: Client) -> None:
+async def test_leg_that_is_left_may_wait_on_until_it_is_aborted(client: Client) -> None:
     async with pair() as (prefiller, _):
         prefiller.faults.add("ignore_leaving")
         request = leg(BODIES[COMPLETIONS], prefiller, rid="abc", stream=True)
@@ -295,7 +295,7 @@ async def test_a_leg_that_is_left_may_wait_on_until_it_is_aborted(client: Client
         await prefiller.wait_until(lambda state: state.waiting_rooms == 0)
 
 
-async def test_a_room_without_partners_ends_with_the_engine(client: Client) -> None:
+async def test_room_without_partners_ends_with_the_engine(client: Client) -> None:
     async with pair() as (prefiller, _):
         prefiller.faults.add("ignore_leaving")
         waiting = asyncio.create_task(client.post(prefiller, COMPLETIONS, leg(BODIES[COMPLETIONS], prefiller)))

@@ -21,7 +21,7 @@ CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
 
 
-async def test_the_openai_client_streams(engine: SimulatedEngine) -> None:
+async def test_openai_client_streams(engine: SimulatedEngine) -> None:
     async with AsyncOpenAI(base_url=engine.url + "/v1", api_key="none") as client:
         whole = await client.chat.completions.create(model="sim", max_tokens=40, messages=HELLO["messages"])
         stream = await client.chat.completions.create(
@@ -51,7 +51,7 @@ async def test_health_version_models_and_load(client: Client, engine: SimulatedE
     assert await client.get(engine, "/load") == {"server_load": 0}
 
 
-async def test_the_tokenizer_and_its_inverse(client: Client, engine: SimulatedEngine) -> None:
+async def test_tokenizer_and_its_inverse(client: Client, engine: SimulatedEngine) -> None:
     _, tokens = await client.post(engine, "/tokenize", {"prompt": "naïve"})
     assert tokens == {"count": 6, "max_model_len": 131_072, "tokens": list("naïve".encode()), "token_strs": None}
     _, text = await client.post(engine, "/detokenize", {"tokens": tokens["tokens"]})
@@ -61,7 +61,7 @@ async def test_the_tokenizer_and_its_inverse(client: Client, engine: SimulatedEn
     assert chat["tokens"] == rendered["token_ids"]
 
 
-async def test_the_tokenizer_knows_its_markers(client: Client, engine: SimulatedEngine) -> None:
+async def test_tokenizer_knows_its_markers(client: Client, engine: SimulatedEngine) -> None:
     text = "a</think>b<|im_end|"
     _, tokens = await client.post(engine, "/tokenize", {"prompt": text})
     assert tokens["tokens"] == [97, THINK_END, 98, *b"<|im_end|"]
@@ -91,7 +91,7 @@ async def test_metrics_have_the_names_of_vllm(client: Client, prefiller: Simulat
     assert f'vllm:request_success_total{{{labels},finished_reason="length"}} 1' in lines
 
 
-async def test_the_load_report_is_in_whole_answers_only(client: Client, engine: SimulatedEngine) -> None:
+async def test_load_report_is_in_whole_answers_only(client: Client, engine: SimulatedEngine) -> None:
     headers = {"endpoint-load-metrics-format": "json"}
     async with client.session.post(engine.url + CHAT, json=HELLO, headers=headers) as response:
         kind, report = response.headers["endpoint-load-metrics"].split(" ", 1)
@@ -110,7 +110,7 @@ async def test_ids_are_those_of_the_request(client: Client) -> None:
         assert answer["id"] == "cmpl-B"
 
 
-async def test_what_was_asked_can_be_looked_up(client: Client, engine: SimulatedEngine) -> None:
+async def test_simulated_engine_lists_received_requests(client: Client, engine: SimulatedEngine) -> None:
     await client.post(engine, CHAT, HELLO, X_Request_Id="R")
     (seen,) = (await client.get(engine, "/_mock/state"))["requests"]
     assert (seen["method"], seen["path"], seen["body"]) == ("POST", CHAT, HELLO)
@@ -157,7 +157,7 @@ async def test_prefills_are_computed_one_after_the_other(client: Client) -> None
         assert answered == [1000, 1]
 
 
-async def test_a_slow_reader_gets_merged_deltas(client: Client, engine: SimulatedEngine) -> None:
+async def test_slow_reader_gets_merged_deltas(client: Client, engine: SimulatedEngine) -> None:
     body = {"prompt": "x", "max_tokens": 60_000, "stream": True}
     async with client.session.post(engine.url + "/v1/completions", json=body) as response:
         await engine.wait_until(lambda state: state.tokens_generated == 60_000)
@@ -167,7 +167,7 @@ async def test_a_slow_reader_gets_merged_deltas(client: Client, engine: Simulate
     assert len(events) < 60_000
 
 
-async def test_nothing_is_left_behind() -> None:
+async def test_simulated_engine_leaves_no_state_after_requests() -> None:
     before = asyncio.all_tasks()
     async with SimulatedEngine(role="prefill") as prefiller, SimulatedEngine(role="decode") as decoder:
         decoder.faults.add("stall_after_tokens", tokens=1)
@@ -185,7 +185,7 @@ async def test_nothing_is_left_behind() -> None:
     writer.close()
 
 
-def test_the_program_serves_until_told_to_stop() -> None:
+def test_program_serves_until_told_to_stop() -> None:
     command = [sys.executable, "-c", "import sys; from proxy.sim.engine import main; sys.exit(main(sys.argv[1:]))"]
     with subprocess.Popen([*command, "--role", "prefill"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -198,7 +198,7 @@ def test_the_program_serves_until_told_to_stop() -> None:
     ("flags", "message"),
     [("--max-num-seqs 0", "must be a whole number, 1 or more"), ("--port 99999", "between 0 and 65535")],
 )
-def test_a_mistaken_flag_ends_with_code_two(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+def test_mistaken_flag_ends_with_code_two(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(flags.split())
     assert exit_info.value.code == 2

@@ -35,7 +35,7 @@ async def raw_stream(client: Client, engine: SimulatedEngine, path: str, body: d
     return events
 
 
-async def test_a_chat_stream_is_role_deltas_finish_done(client: Client, engine: SimulatedEngine) -> None:
+async def test_chat_stream_is_role_deltas_finish_done(client: Client, engine: SimulatedEngine) -> None:
     first, second, third = map(chr, tokens(render_chat(HELLO), 3))
     head = 'data: {"id":"chatcmpl-R","object":"chat.completion.chunk","created":1,"model":"sim","choices":[{"index":0,'
     assert await raw_stream(client, engine, CHAT, HELLO) == [
@@ -164,7 +164,7 @@ async def test_every_chunk_with_ids_is_sent_when_ids_are_asked_for(client: Clien
     assert {chunk["choices"][0]["token_ids"] for chunk in plain} == {None}
 
 
-async def test_the_prompt_ids_of_a_completion_are_on_its_first_chunk(client: Client, engine: SimulatedEngine) -> None:
+async def test_prompt_ids_of_a_completion_are_on_its_first_chunk(client: Client, engine: SimulatedEngine) -> None:
     body = {"prompt": ["one ", "two "], "max_tokens": 3, "return_token_ids": True}
     prompts: dict[int, list[Any]] = {0: [], 1: []}
     for event in (await client.stream(engine, TEXT, body))[:-1]:
@@ -183,7 +183,7 @@ async def test_offsets_follow_the_text_up_to_v30_and_then_the_tokens(client: Cli
         assert all(len(top) == 1 for choice in choices for top in choice["logprobs"]["top_logprobs"])
 
 
-async def test_a_character_of_several_tokens_is_spelled_by_its_last(client: Client, engine: SimulatedEngine) -> None:
+async def test_character_of_several_tokens_is_spelled_by_its_last(client: Client, engine: SimulatedEngine) -> None:
     body = {"prompt": "a ", "max_tokens": 400, "logprobs": 0, "return_token_ids": True}
     events = await client.stream(engine, TEXT, body)
     choices = [event["choices"][0] for event in events[:-1]]

@@ -111,7 +111,7 @@ def test_schemas_may_be_short(schema: Any, value: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_understood_is_not_made_up(schema: Any) -> None:
+def test_unsupported_schemas_produce_no_output(schema: Any) -> None:
     with pytest.raises(Unsupported):
         instance(schema, 1)
 
@@ -126,7 +126,7 @@ ASKED = [
 
 @pytest.mark.parametrize("asked", ASKED, ids=["response_format", "guided_json", "text", "structured_outputs"])
 @pytest.mark.parametrize("profile_name", ["v0.18", "v0.33", "sglang"])
-async def test_an_answer_is_a_document_that_the_schema_allows(
+async def test_answer_is_a_document_that_the_schema_allows(
     client: Client, profile_name: str, asked: dict[str, Any]
 ) -> None:
     async with SimulatedEngine(profile_name=profile_name) as engine:
@@ -139,7 +139,7 @@ async def test_an_answer_is_a_document_that_the_schema_allows(
         Everything.model_validate_json(answer["choices"][0]["text"])
 
 
-async def test_a_grammar_begins_behind_the_reasoning(client: Client, engine: SimulatedEngine) -> None:
+async def test_grammar_begins_behind_the_reasoning(client: Client, engine: SimulatedEngine) -> None:
     body = {"messages": [{"role": "user", "content": "Go"}], "max_tokens": 500}
     thinks = body | {"chat_template_kwargs": {"thinking": True}}
     _, free = await client.post(engine, CHAT, thinks)
@@ -149,7 +149,7 @@ async def test_a_grammar_begins_behind_the_reasoning(client: Client, engine: Sim
     assert isinstance(orjson.loads(message["content"]), dict)
 
 
-async def test_a_document_that_is_too_long_is_cut_off(client: Client, engine: SimulatedEngine) -> None:
+async def test_document_that_is_too_long_is_cut_off(client: Client, engine: SimulatedEngine) -> None:
     body = {"prompt": "Go", "max_tokens": 5, "guided_json": SCHEMA}
     _, answer = await client.post(engine, TEXT, body)
     assert (answer["choices"][0]["finish_reason"], len(answer["choices"][0]["text"])) == ("length", 5)
@@ -162,7 +162,7 @@ async def test_one_of_several_choices(client: Client, engine: SimulatedEngine) -
         assert answer["choices"][0]["text"] in choices
 
 
-async def test_a_grammar_that_cannot_be_kept_to_is_refused(client: Client, engine: SimulatedEngine) -> None:
+async def test_grammar_that_cannot_be_kept_to_is_refused(client: Client, engine: SimulatedEngine) -> None:
     for schema in ({"type": "string", "pattern": "a"}, {"properties": 3}, "{"):
         status, answer = await client.post(engine, TEXT, {"prompt": "Go", "guided_json": schema})
         assert (status, answer["error"]["param"]) == (400, "structured_outputs")

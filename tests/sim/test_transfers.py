@@ -60,7 +60,7 @@ async def alone(client: Client) -> Any:
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-async def test_the_legs_meet_whichever_comes_first(client: Client, first: str) -> None:
+async def test_legs_meet_whichever_comes_first(client: Client, first: str) -> None:
     async with pair() as (prefiller, decoder):
         body = await decode(client, prefiller)
         if first == "decode":
@@ -88,14 +88,14 @@ async def test_every_rank_is_an_engine(client: Client) -> None:
         assert (await client.get(prefiller, "/_mock/state"))["dp_ranks"] == {"1": 1}
 
 
-async def test_a_transfer_is_not_found_at_another_rank(client: Client) -> None:
+async def test_transfer_is_not_found_at_another_rank(client: Client) -> None:
     async with pair(dp_size=2, waiting_seconds=0.05) as (prefiller, decoder):
         await client.post(prefiller, PATH, prefill(), X_data_parallel_rank="1")
         assert (await client.post(decoder, PATH, await decode(client, prefiller, rank="0")))[0] == 500
         assert len(prefiller.pins) == 1
 
 
-async def test_the_engine_chooses_a_rank_without_a_request_for_one(client: Client) -> None:
+async def test_engine_chooses_a_rank_without_a_request_for_one(client: Client) -> None:
     async with pair(dp_size=2) as (prefiller, _):
         for number in range(4):
             await client.post(prefiller, PATH, prefill(f"xfer-{number}"))
@@ -103,12 +103,12 @@ async def test_the_engine_chooses_a_rank_without_a_request_for_one(client: Clien
 
 
 @pytest.mark.parametrize("rank", ["2", "-1"])
-async def test_a_rank_out_of_range_is_refused(client: Client, rank: str) -> None:
+async def test_rank_out_of_range_is_refused(client: Client, rank: str) -> None:
     async with pair(dp_size=2) as (prefiller, _):
         assert (await client.post(prefiller, PATH, prefill(), X_data_parallel_rank=rank))[0] == 400
 
 
-async def test_an_engine_is_another_after_a_restart(client: Client) -> None:
+async def test_engine_is_another_after_a_restart(client: Client) -> None:
     async with pair() as (prefiller, decoder):
         stale = await decode(client, prefiller)
         port = prefiller.bootstrap_port
@@ -119,14 +119,14 @@ async def test_an_engine_is_another_after_a_restart(client: Client) -> None:
         assert (await client.post(decoder, PATH, await decode(client, prefiller)))[0] == 200
 
 
-async def test_a_prefiller_that_is_gone_is_a_failure(client: Client) -> None:
+async def test_prefiller_that_is_gone_is_a_failure(client: Client) -> None:
     async with pair() as (prefiller, decoder):
         body = await decode(client, prefiller)
         await prefiller.kill()
         assert (await client.post(decoder, PATH, body))[0] == 500
 
 
-async def test_a_decoder_remembers_an_engine_it_has_asked_for(client: Client) -> None:
+async def test_decoder_remembers_an_engine_it_has_asked_for(client: Client) -> None:
     """As vLLM 0.32 does, whose bootstrap server is asked for engines that are new to the decoder."""
     async with pair() as (prefiller, decoder):
         for number, address in enumerate((None, "http://127.0.0.1:1")):
@@ -138,7 +138,7 @@ async def test_a_decoder_remembers_an_engine_it_has_asked_for(client: Client) ->
         assert decoder.state.pulls == 2
 
 
-async def test_a_bootstrap_server_that_is_not_there_is_a_failure(client: Client) -> None:
+async def test_bootstrap_server_that_is_not_there_is_a_failure(client: Client) -> None:
     async with pair() as (prefiller, decoder):
         body = await decode(client, prefiller, remote_bootstrap_addr="http://127.0.0.1:1")
         await client.post(prefiller, PATH, prefill())
@@ -146,7 +146,7 @@ async def test_a_bootstrap_server_that_is_not_there_is_a_failure(client: Client)
         assert len(prefiller.pins) == 1
 
 
-async def test_a_decoder_gets_no_prompt_that_has_fewer_blocks_than_its_own(client: Client) -> None:
+async def test_decoder_gets_no_prompt_that_has_fewer_blocks_than_its_own(client: Client) -> None:
     """At once, and the prefiller keeps its blocks until they expire (vLLM 0.32: "P num blocks less than D")."""
     async with pair(block_size=4) as (prefiller, decoder):
         await client.post(prefiller, PATH, prefill())
@@ -155,14 +155,14 @@ async def test_a_decoder_gets_no_prompt_that_has_fewer_blocks_than_its_own(clien
         assert len(prefiller.pins) == 1
 
 
-async def test_a_decoder_waits_for_a_prefill_that_does_not_come(client: Client) -> None:
+async def test_decoder_waits_for_a_prefill_that_does_not_come(client: Client) -> None:
     async with pair(waiting_seconds=0.05) as (prefiller, decoder):
         assert (await client.post(decoder, PATH, await decode(client, prefiller)))[0] == 500
         assert decoder.state.waiting_rooms == 0
 
 
 @pytest.mark.parametrize("is_prefilled", [True, False])
-async def test_a_transfer_goes_on_though_its_request_is_left(client: Client, is_prefilled: bool) -> None:
+async def test_transfer_goes_on_though_its_request_is_left(client: Client, is_prefilled: bool) -> None:
     async with pair() as (prefiller, decoder):
         if is_prefilled:
             decoder.faults.add("slow_load", seconds=3600.0)
@@ -178,7 +178,7 @@ async def test_a_transfer_goes_on_though_its_request_is_left(client: Client, is_
 
 
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_bootstrap_addr", "transfer_id"])
-async def test_a_decoder_with_missing_parameters_computes_the_prompt(client: Client, missing: str) -> None:
+async def test_decoder_with_missing_parameters_computes_the_prompt(client: Client, missing: str) -> None:
     async with pair() as (prefiller, decoder):
         without: dict[str, Any] = {missing: None}
         body = await decode(client, prefiller, **without)
@@ -187,7 +187,7 @@ async def test_a_decoder_with_missing_parameters_computes_the_prompt(client: Cli
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_engine_does_not_survive_a_request_for_the_other_role(client: Client, role: SimRole) -> None:
+async def test_engine_does_not_survive_a_request_for_the_other_role(client: Client, role: SimRole) -> None:
     async with pair() as (prefiller, _):
         body = prefill() if role == "decode" else await decode(client, prefiller)
         async with SimulatedEngine(role=role, protocol="transfer") as wrong:

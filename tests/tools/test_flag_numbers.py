@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     ("kind", "text", "value"),
     [(whole, "0", 0), (natural, "1", 1), (seconds, "0", 0.0), (seconds, "1e3", 1000.0), (positive, "0.5", 0.5)],
 )
-def test_what_is_a_number_is_read(kind: Callable[[str], float], text: str, value: float) -> None:
+def test_valid_flag_numbers_are_parsed(kind: Callable[[str], float], text: str, value: float) -> None:
     assert kind(text) == value
 
 
@@ -30,7 +30,7 @@ def test_what_is_a_number_is_read(kind: Callable[[str], float], text: str, value
         (positive, ["0", "-1", "nan", "inf", "1e10", "much"], "must be a number above 0 and below 1e9"),
     ],
 )
-def test_an_invalid_number_is_reported_with_the_expectation(
+def test_invalid_number_is_reported_with_the_expectation(
     kind: Callable[[str], float], texts: list[str], problem: str
 ) -> None:
     for text in texts:

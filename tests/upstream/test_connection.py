@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Requests
 
 
-async def test_the_request_is_what_engines_expect(upstream: Upstream) -> None:
+async def test_request_is_what_engines_expect(upstream: Upstream) -> None:
     seen: list[tuple[bytes, bytes]] = []
 
     async def script(link: Link) -> None:
@@ -56,7 +56,7 @@ async def test_the_request_is_what_engines_expect(upstream: Upstream) -> None:
     assert body == b'{"prompt":"\xc3\xbc"}'
 
 
-async def test_a_header_reaches_the_engine_with_the_clients_bytes(upstream: Upstream) -> None:
+async def test_header_reaches_the_engine_with_the_clients_bytes(upstream: Upstream) -> None:
     seen: list[bytes] = []
 
     async def script(link: Link) -> None:
@@ -69,7 +69,7 @@ async def test_a_header_reaches_the_engine_with_the_clients_bytes(upstream: Upst
     assert b"tracestate: caf\xc3\xa9 \xe9 \xe6\xbc\xa2\r\n" in seen[0]
 
 
-async def test_an_instance_that_is_not_configured_never_sees_the_engine_key() -> None:
+async def test_instance_that_is_not_configured_never_sees_the_engine_key() -> None:
     seen: list[bytes] = []
 
     async def script(link: Link) -> None:
@@ -95,7 +95,7 @@ async def test_instance_added_again_has_no_former_right_to_the_engine_key() -> N
     assert [b"Authorization: Bearer secret\r\n" in head for head in seen] == [True, False]
 
 
-async def test_a_connection_notices_when_its_engine_is_gone(upstream: Upstream) -> None:
+async def test_connection_notices_when_its_engine_is_gone(upstream: Upstream) -> None:
     async with engine(Link.answer) as backend, exchange(upstream, backend) as response:
         await response.read()
         (connection,) = upstream._busy
@@ -123,7 +123,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_the_answer_is_the_same_wherever_it_is_cut(upstream: Upstream, answer: bytes) -> None:
+async def test_answer_is_the_same_wherever_it_is_cut(upstream: Upstream, answer: bytes) -> None:
     async def script(link: Link) -> None:
         for cut in range(1, len(answer)):
             await link.answer(answer[:cut])
@@ -138,7 +138,7 @@ async def test_the_answer_is_the_same_wherever_it_is_cut(upstream: Upstream, ans
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_the_answer_is_the_same_byte_by_byte(upstream: Upstream, answer: bytes) -> None:
+async def test_answer_is_the_same_byte_by_byte(upstream: Upstream, answer: bytes) -> None:
     async def script(link: Link) -> None:
         await link.request()
         for i in range(len(answer)):
@@ -169,7 +169,7 @@ async def test_status_and_headers_are_there_before_the_body(upstream: Upstream) 
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]
 )
-async def test_an_answer_may_have_no_body(upstream: Upstream, answer: bytes) -> None:
+async def test_answer_may_have_no_body(upstream: Upstream, answer: bytes) -> None:
     async with engine(lambda link: link.answer(answer)) as backend:
         assert await fetch(upstream, backend) == b""
 
@@ -202,7 +202,7 @@ async def test_whole_body_that_arrived_before_attach_is_delivered(upstream: Upst
 
 
 @pytest.mark.interpreted
-async def test_an_answer_larger_than_the_bound_is_refused(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answer_larger_than_the_bound_is_refused(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.upstream.response._MAX_ANSWER_BYTES", 10)
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n12345678901"
     async with engine(lambda link: link.answer(answer)) as backend:
@@ -308,13 +308,13 @@ async def test_body_of_an_answer_without_body_is_not_delivered(upstream: Upstrea
 
 
 @pytest.mark.parametrize("coding", [b"identity", b"xchunked", b"gzip", b"chunked, gzip"])
-async def test_a_body_that_only_the_connection_ends_is_a_broken_one(upstream: Upstream, coding: bytes) -> None:
+async def test_body_that_only_the_connection_ends_is_a_broken_one(upstream: Upstream, coding: bytes) -> None:
     answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: %b\r\n\r\n" % coding + chunk(b"ok") + b"0\r\n\r\n"
     async with engine(lambda link: link.answer(answer)) as backend:
         assert await failure_of(fetch(upstream, backend)) is Failure.BROKEN
 
 
-async def test_a_switch_of_protocols_is_not_followed_by_anything(upstream: Upstream) -> None:
+async def test_switch_of_protocols_is_not_followed_by_anything(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.answer(b"HTTP/1.1 101 Switching\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n" + OK)
         await link.left()
@@ -324,7 +324,7 @@ async def test_a_switch_of_protocols_is_not_followed_by_anything(upstream: Upstr
         assert await fetch(upstream, backend) == b"ok"
 
 
-async def test_an_answer_that_offers_another_protocol_is_an_answer(upstream: Upstream) -> None:
+async def test_answer_that_offers_another_protocol_is_an_answer(upstream: Upstream) -> None:
     offer = b"HTTP/1.1 200 OK\r\nUpgrade: h2c\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\nok"
     async with engine(lambda link: link.answer(offer)) as backend:
         assert await fetch(upstream, backend) == b"ok"
@@ -354,7 +354,7 @@ async def test_interim_answers_without_end_are_a_bad_answer(upstream: Upstream) 
 # Holding the engine back
 
 
-async def test_a_paused_answer_is_held_back_and_then_arrives_whole(upstream: Upstream) -> None:
+async def test_paused_answer_is_held_back_and_then_arrives_whole(upstream: Upstream) -> None:
     blocks, block = 512, b"x" * 65536
     full = asyncio.Event()
 
@@ -396,7 +396,7 @@ async def test_pausing_and_resuming_twice_is_the_same_as_once(upstream: Upstream
         assert await response.read() == b"ok"
 
 
-async def test_a_lost_connection_can_still_be_paused_and_resumed(upstream: Upstream) -> None:
+async def test_lost_connection_can_still_be_paused_and_resumed(upstream: Upstream) -> None:
     async with engine(lambda link: link.answer(STREAM_HEAD)) as backend, exchange(upstream, backend) as response:
         assert await failure_of(response.read()) is Failure.BROKEN
         response.pause()
@@ -406,7 +406,7 @@ async def test_a_lost_connection_can_still_be_paused_and_resumed(upstream: Upstr
 # An answer that comes too soon
 
 
-async def test_an_answer_may_come_while_the_request_is_still_being_written(upstream: Upstream) -> None:
+async def test_answer_may_come_while_the_request_is_still_being_written(upstream: Upstream) -> None:
     gone = asyncio.Event()
 
     async def refuses(link: Link) -> None:

@@ -136,7 +136,7 @@ async def test_one_of_several_workers_logs_a_dead_address(clock: Clock, caplog: 
             assert told(caplog) == [DEAD, ALIVE]
 
 
-async def test_the_address_that_worked_last_is_tried_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_address_that_worked_last_is_tried_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     async with dialing(clock, DEAF, GOOD, requests=2) as at:
         with deaf(DEAF, at.port):
             await at.ask()
@@ -217,7 +217,7 @@ async def test_no_address_is_dead_when_all_of_them_fail(clock: Clock, caplog: py
     assert told(caplog) == []
 
 
-async def test_a_request_that_is_given_up_leaves_no_attempt_behind(clock: Clock) -> None:
+async def test_request_that_is_given_up_leaves_no_attempt_behind(clock: Clock) -> None:
     timeouts = Timeouts(connect_seconds=3600.0)
     async with (
         desk(clock) as at,

@@ -69,7 +69,7 @@ async def test_exchange_receives_its_answer_as_it_arrives(upstream: Upstream) ->
         upstream.give_back(connection)
 
 
-async def test_the_next_exchange_may_begin_where_one_ends(upstream: Upstream) -> None:
+async def test_next_exchange_may_begin_where_one_ends(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         for _ in range(2):
             await link.answer()
@@ -93,7 +93,7 @@ async def test_the_next_exchange_may_begin_where_one_ends(upstream: Upstream) ->
         upstream.give_back(connection)
 
 
-async def test_an_exchange_without_an_answer_only_ends(upstream: Upstream) -> None:
+async def test_exchange_without_an_answer_only_ends(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.request()
 

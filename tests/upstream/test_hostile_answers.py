@@ -117,20 +117,20 @@ WHOLE_STREAMS = {
 
 
 @pytest.mark.parametrize("answer", WHOLE_STREAMS.values(), ids=WHOLE_STREAMS)
-async def test_a_stream_with_its_end_mark_is_whole(deploy: Deploy, answer: Sequence[bytes]) -> None:
+async def test_stream_with_its_end_mark_is_whole(deploy: Deploy, answer: Sequence[bytes]) -> None:
     got = await ask(deploy, answer, stream=True)
     assert (got.status, got.text, got.is_done) == (200, "Hello", True)
 
 
 @pytest.mark.fault(15)
-async def test_an_event_of_megabytes_passes(deploy: Deploy) -> None:
+async def test_event_of_megabytes_passes(deploy: Deploy) -> None:
     event = EVENTS[0].replace(b"Hello", b"x" * 4_000_000)
     got = await ask(deploy, event_stream([event[:1_000_000], event[1_000_000:], EVENTS[1]]), stream=True)
     assert (len(got.text), got.is_done) == (4_000_000, True)
 
 
 @pytest.mark.fault(15)
-async def test_an_event_without_end_is_given_up(deploy: Deploy) -> None:
+async def test_event_without_end_is_given_up(deploy: Deploy) -> None:
     piece = b"data: " + b"x" * 1_000_000
     engine = CannedEngine("both", answer=event_stream([piece] * 64, is_whole=False))
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "restart-only"})

@@ -26,7 +26,7 @@ UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-async def test_a_literal_is_known_without_a_look_up(clock: Clock, host: str) -> None:
+async def test_literal_is_known_without_a_look_up(clock: Clock, host: str) -> None:
     async with desk(clock) as at:
         assert at.names.known_addresses(host) == (host,)
         clock.now += 1e6
@@ -34,7 +34,7 @@ async def test_a_literal_is_known_without_a_look_up(clock: Clock, host: str) -> 
         assert at.server.asked == []
 
 
-async def test_a_name_is_looked_up_once(clock: Clock) -> None:
+async def test_name_is_looked_up_once(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.2", "127.0.0.1"])
         assert at.names.known_addresses("engine") == ()
@@ -54,7 +54,7 @@ async def test_concurrent_callers_share_one_look_up(clock: Clock) -> None:
 
 
 @pytest.mark.fault(37)
-async def test_an_old_address_is_used_while_a_new_one_is_looked_up(clock: Clock) -> None:
+async def test_old_address_is_used_while_a_new_one_is_looked_up(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
         await at.names.find("engine")
@@ -71,7 +71,7 @@ async def test_an_old_address_is_used_while_a_new_one_is_looked_up(clock: Clock)
 
 
 @pytest.mark.fault(37)
-async def test_a_slow_name_server_holds_up_no_other_name(clock: Clock) -> None:
+async def test_slow_name_server_holds_up_no_other_name(clock: Clock) -> None:
     async with desk(clock, "known", "slow") as at:
         at.server.say(["127.0.0.1"])
         await at.names.find("known")
@@ -121,7 +121,7 @@ async def test_name_without_address_is_looked_up_again_soon(clock: Clock) -> Non
         assert await at.names.find("engine") == ("127.0.0.1",)
 
 
-async def test_a_first_look_up_is_not_waited_for_for_ever(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_first_look_up_is_not_waited_for_for_ever(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.upstream.names._WAIT_SECONDS", 0.01)
     async with desk(clock) as at:
         with pytest.raises(AddressProblem, match=r"^timed out$"):
@@ -155,7 +155,7 @@ async def test_system_resolver_finds_localhost(clock: Clock) -> None:
 FORBIDDEN = r"^its address is not allowed by admin.networks$"
 
 
-async def test_an_added_instance_must_be_where_the_rules_allow(clock: Clock) -> None:
+async def test_added_instance_must_be_where_the_rules_allow(clock: Clock) -> None:
     async with desk(clock, "configured") as at:
         at.server.say(["169.254.169.254"])
         with pytest.raises(AddressProblem, match=FORBIDDEN):
@@ -172,7 +172,7 @@ async def test_of_several_addresses_only_the_allowed_are_used(clock: Clock) -> N
         assert await at.names.find("added") == ("127.0.0.1",)
 
 
-async def test_a_name_that_moves_to_a_forbidden_address_is_not_followed(clock: Clock) -> None:
+async def test_name_that_moves_to_a_forbidden_address_is_not_followed(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
         await at.names.find("added")

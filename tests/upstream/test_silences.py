@@ -222,7 +222,7 @@ async def test_answer_not_begun_waits_longer_when_connections_are_refused(clock:
         assert one.streams[0].error is not None
 
 
-async def test_an_answer_that_has_not_begun_outlives_failed_health_checks(clock: Clock) -> None:
+async def test_answer_that_has_not_begun_outlives_failed_health_checks(clock: Clock) -> None:
     """The engine may be busy with its prompt."""
     async with world(clock) as at:
         one = await at.engine(has_begun=False)
@@ -258,7 +258,7 @@ async def test_silent_answers_of_an_engine_without_progress_are_moved(clock: Clo
         assert at.checks.hung == [one.backend]
 
 
-async def test_an_engine_that_makes_progress_is_checked_again_later(clock: Clock) -> None:
+async def test_engine_that_makes_progress_is_checked_again_later(clock: Clock) -> None:
     async with world(clock) as at:
         at.checks.working = True
         one = await at.engine()
@@ -299,7 +299,7 @@ async def test_slow_engine_is_checked_after_twenty_usual_gaps(clock: Clock) -> N
         assert pause_seconds == pytest.approx(6.0, rel=0.1)
 
 
-async def test_an_answer_that_moves_during_the_check_stays(clock: Clock) -> None:
+async def test_answer_that_moves_during_the_check_stays(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine(2)
         await at.passes(3, *one.streams)

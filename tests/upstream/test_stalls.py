@@ -105,7 +105,7 @@ async def watching(clock: Clock, verdict: bool = True) -> AsyncIterator[tuple[Up
 
 
 @pytest.mark.fault(11)
-async def test_the_streams_of_a_stalled_backend_fail_while_others_go_on(clock: Clock) -> None:
+async def test_streams_of_a_stalled_backend_fail_while_others_go_on(clock: Clock) -> None:
     async with watching(clock) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
         await watch.passes(2, a, b)
         await watch.passes(30, b)
@@ -119,7 +119,7 @@ async def test_the_streams_of_a_stalled_backend_fail_while_others_go_on(clock: C
 
 
 @pytest.mark.fault(69)
-async def test_a_heartbeat_is_no_sign_that_a_backend_works(clock: Clock) -> None:
+async def test_heartbeat_is_no_sign_that_a_backend_works(clock: Clock) -> None:
     async with watching(clock) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
         await watch.passes(2, a, b)
         for _ in range(30):
@@ -235,7 +235,7 @@ async def test_paused_stream_does_not_count_as_silent(clock: Clock) -> None:
         assert found == [a.backend]
 
 
-async def test_the_time_to_a_stall_can_be_changed(clock: Clock) -> None:
+async def test_time_to_a_stall_can_be_changed(clock: Clock) -> None:
     async with watching(clock) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
         upstream.configure(Timeouts(), 5.0)
         await watch.passes(8, b)

@@ -132,7 +132,7 @@ stale = pytest.mark.parametrize("script", [closes_for_the_second_request, resets
 
 
 @stale
-async def test_a_request_on_a_stale_connection_may_be_sent_again(upstream: Upstream, script: Any) -> None:
+async def test_request_on_a_stale_connection_may_be_sent_again(upstream: Upstream, script: Any) -> None:
     seen: list[bytes] = []
 
     async def fresh(link: Link) -> None:
@@ -155,7 +155,7 @@ async def test_request_is_not_resent_by_default(upstream: Upstream, script: Any,
         assert await failure_of(ask(upstream, backend)) is Failure.RESET
 
 
-async def test_a_request_is_sent_again_on_a_fresh_connection() -> None:
+async def test_request_is_sent_again_on_a_fresh_connection() -> None:
     both, stale_requests = asyncio.Barrier(2), 0
 
     async def goes_stale(link: Link) -> None:
@@ -173,7 +173,7 @@ async def test_a_request_is_sent_again_on_a_fresh_connection() -> None:
         assert stale_requests == 1
 
 
-async def test_a_request_is_sent_again_only_once(upstream: Upstream) -> None:
+async def test_request_is_sent_again_only_once(upstream: Upstream) -> None:
     async def closes(link: Link) -> None:
         await link.request()
 
@@ -226,7 +226,7 @@ async def test_role_uses_new_connections_for_a_while_after_a_stale_one(clock: Cl
             assert await fetch(upstream, other) == b"ok"
 
 
-async def test_a_fresh_connection_that_closes_is_not_a_stale_one(upstream: Upstream) -> None:
+async def test_fresh_connection_that_closes_is_not_a_stale_one(upstream: Upstream) -> None:
     async def closes(link: Link) -> None:
         await link.request()
 
@@ -248,14 +248,14 @@ async def test_request_is_not_resent_after_the_answer_began(upstream: Upstream) 
 
 
 @pytest.mark.fault(1)
-async def test_a_refused_connection_is_a_failed_connect(upstream: Upstream) -> None:
+async def test_refused_connection_is_a_failed_connect(upstream: Upstream) -> None:
     with pytest.raises(UpstreamError) as failed:
         await fetch(upstream, Backend(Role.DECODE, "127.0.0.1", free_port()))
     assert failed.value.failure is Failure.CONNECT
     assert failed.value.message == "decode instance: cannot connect (connection refused)"
 
 
-async def test_a_connection_that_takes_too_long_is_a_failed_connect() -> None:
+async def test_connection_that_takes_too_long_is_a_failed_connect() -> None:
     async with new_upstream(connect_seconds=SHORT) as upstream:
         with deaf() as listener, pytest.raises(UpstreamError) as failed:
             await fetch(upstream, Backend(Role.DECODE, *listener.getsockname()))
@@ -300,7 +300,7 @@ async def test_engine_that_sends_nothing_times_out(upstream: Upstream) -> None:
     assert failed.value.message == "prefill instance: waited 0.05 s for an answer"
 
 
-async def test_an_engine_that_stops_in_the_middle_times_out(upstream: Upstream) -> None:
+async def test_engine_that_stops_in_the_middle_times_out(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.answer(STREAM_HEAD + chunk(b"ok"))
         await link.left()
@@ -311,7 +311,7 @@ async def test_an_engine_that_stops_in_the_middle_times_out(upstream: Upstream) 
     assert failed.value.message == "prefill instance: waited 0.05 s for more of the answer"
 
 
-async def test_an_engine_that_never_comes_to_the_end_of_its_headers_times_out(upstream: Upstream) -> None:
+async def test_engine_that_never_comes_to_the_end_of_its_headers_times_out(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.answer(b"HTTP/1.1 200 OK\r\n")
         while not link.writer.is_closing():
@@ -322,7 +322,7 @@ async def test_an_engine_that_never_comes_to_the_end_of_its_headers_times_out(up
         assert await failure_of(fetch(upstream, backend, answer_seconds=SHORT)) is Failure.TIMEOUT
 
 
-async def test_the_bound_on_silence_can_change_with_the_stage(upstream: Upstream) -> None:
+async def test_bound_on_silence_can_change_with_the_stage(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.answer(STREAM_HEAD)
         await link.left()
@@ -350,7 +350,7 @@ async def drips(link: Link) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_stream_that_goes_on_does_not_time_out(upstream: Upstream) -> None:
+async def test_stream_that_goes_on_does_not_time_out(upstream: Upstream) -> None:
     async with (
         engine(drips, says_nothing, says_nothing) as backend,
         exchange(upstream, backend, answer_seconds=LONG) as response,

@@ -191,10 +191,10 @@ def test_legal_strings_escape_control_characters_in_strings_alone(value: Any, da
         ('{"a":"\\ud83d"}', {"a": "\ud83d"}),
     ],
 )
-def test_as_object_loses_nothing_of_arguments(arguments: str, expected: dict[str, Any]) -> None:
+def test_arguments_as_object_lose_nothing(arguments: str, expected: dict[str, Any]) -> None:
     assert json.loads(as_object(arguments)) == expected
 
 
 @given(text=st.text(st.characters(codec="utf-8")))
-def test_as_object_always_is_an_object(text: str) -> None:
+def test_arguments_as_object_are_always_an_object(text: str) -> None:
     assert isinstance(orjson.loads(as_object(text)), dict)

@@ -227,7 +227,7 @@ def test_other_than_one_json_object_is_rejected_without_quoting_it(raw: bytes) -
     assert "the body" in str(refusal.value)
 
 
-def test_the_message_for_broken_json_says_where() -> None:
+def test_message_for_broken_json_says_where() -> None:
     with pytest.raises(InvalidDocument, match=r"line 2, column \d+"):
         Document(b'{"a": 1,\n  "b": oops}')
 
@@ -241,7 +241,7 @@ def test_the_message_for_broken_json_says_where() -> None:
     ],
     ids=["in one value", "over many values", "members"],
 )
-def test_an_object_of_very_many_elements_is_changed_like_any_other(raw: bytes) -> None:
+def test_object_of_very_many_elements_is_changed_like_any_other(raw: bytes) -> None:
     values = json.loads(raw)
     document = Document(raw)
     name = next(iter(values))
@@ -283,7 +283,7 @@ MANY = ",".join(["[]"] * 20_000)
     ids=lambda number: number[:24],
 )
 @pytest.mark.parametrize("template", ['{ "n": %s, "x": [%s]}', '{ "x": [%s], "y": {"a": [%s]}}'])
-def test_a_number_reaches_the_engine_as_it_was_written(template: str, number: str) -> None:
+def test_number_reaches_the_engine_as_it_was_written(template: str, number: str) -> None:
     raw = (template % ((number, MANY) if template.startswith('{ "n"') else (MANY, number))).encode()
     changed = joined(Document(raw).with_changes({"b": 1}))
     assert changed == b"{" + raw[2:-1] + b',"b":1}'
@@ -310,7 +310,7 @@ def test_document_accepts_any_whitespace(template: bytes, space: bytes) -> None:
     assert json.loads(document.raw_value("b") or b"") == [1]
 
 
-def test_a_number_may_have_any_number_of_digits() -> None:
+def test_number_may_have_any_number_of_digits() -> None:
     raw = b'{"a": 0.' + b"1" * 200_000 + b',"b":[2.' + b"1" * 200_000 + b"]}"
     assert joined(Document(raw).with_changes({})) == raw
     assert dict(Document(raw).values) == {"a": 1 / 9, "b": [19 / 9]}
@@ -361,7 +361,7 @@ def test_long_text_that_is_not_utf8_is_rejected(text: str, broken: bytes, offset
         assert Document(raw).values["a"] == "x" * offset + text * 400_000
 
 
-def test_a_long_object_is_sent_in_pieces_of_the_original() -> None:
+def test_long_object_is_sent_in_pieces_of_the_original() -> None:
     text = b"x" * 100_000
     raw = b'{"model":"m","messages":"%b","stream":true,"seed":7}' % text
     for kind in (bytes, bytearray):

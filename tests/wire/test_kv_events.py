@@ -230,6 +230,6 @@ def test_sources_follow_from_how_an_engine_was_started(info: Any, expected: Any)
 @pytest.mark.parametrize(
     "info", [sglang(TOP, 3), sglang(TOP_REPLAY, 2), sglang('{"publisher":"zmq"}', 1025), sglang("zmq")]
 )
-def test_an_engine_cannot_have_been_started_with_more_ranks_than_ports(info: Any) -> None:
+def test_engine_cannot_have_been_started_with_more_ranks_than_ports(info: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         configured_sources(info)

@@ -21,13 +21,13 @@ from proxy.wire.python_json import flag, whole_number
         (-(2**70), -(2**70)),
     ],
 )
-def test_a_whole_number_may_be_spelled_in_several_ways(value: object, number: int) -> None:
+def test_whole_number_may_be_spelled_in_several_ways(value: object, number: int) -> None:
     assert whole_number(value) == number
     assert isinstance(whole_number(value), int)
 
 
 @pytest.mark.parametrize("value", [str(-(2**63) - 1), str(2**64), float(2**63), -float(2**63), 1e300])
-def test_a_number_of_more_than_64_bits_stays_as_it_is(value: object) -> None:
+def test_number_of_more_than_64_bits_stays_as_it_is(value: object) -> None:
     assert whole_number(value) is value
 
 
@@ -38,7 +38,7 @@ def test_other_than_a_whole_number_is_rejected_without_quoting_it(value: object)
 
 
 @pytest.mark.parametrize(("value", "is_set"), [(True, True), (0, False), ("yes", True), ("off", False), (1.0, True)])
-def test_a_flag_may_be_spelled_in_several_ways(value: object, is_set: bool) -> None:
+def test_flag_may_be_spelled_in_several_ways(value: object, is_set: bool) -> None:
     assert flag(value) is is_set
 
 

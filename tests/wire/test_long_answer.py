@@ -59,7 +59,7 @@ def test_long_answer_changes_its_end_as_a_document_would(answer: bytes, changes:
     assert whole.values == orjson.loads(answer)
 
 
-def test_an_answer_stays_as_it_was_written_up_to_its_end() -> None:
+def test_answer_stays_as_it_was_written_up_to_its_end() -> None:
     answer = b'{"x": 1.50, "y":[1e-05],"usage":%b,"kv_transfer_params":null}' % USAGE
 
     assert LongAnswer(answer).with_changes(CHANGES[1]) == b'{"x": 1.50, "y":[1e-05],"usage":%b}' % USAGE

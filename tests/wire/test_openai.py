@@ -51,7 +51,7 @@ def test_each_api_has_its_route() -> None:
         (503, "server_error"),
     ],
 )
-def test_the_type_of_an_error_follows_its_status(status: int, expected: str) -> None:
+def test_type_of_an_error_follows_its_status(status: int, expected: str) -> None:
     assert error_type(status) == expected
 
 
@@ -74,7 +74,7 @@ def test_gateway_error_has_the_openai_format() -> None:
     }
 
 
-def test_an_error_event_is_one_event_and_no_done_follows() -> None:
+def test_error_event_is_one_event_and_no_done_follows() -> None:
     assert payload_of(error_event(engine_error(None)))["error"]["code"] == "decode_status"
 
 
@@ -114,7 +114,7 @@ def test_splitter_reads_the_events_of_the_gateway() -> None:
         ({"cached_tokens": 9}, None, None),
     ],
 )
-def test_the_prefillers_details_replace_the_decoders(decoders: Any, prefillers: Any, expected: Any) -> None:
+def test_prefillers_details_replace_the_decoders(decoders: Any, prefillers: Any, expected: Any) -> None:
     usage = {"prompt_tokens": 10, "prompt_tokens_details": decoders}
     assert with_prompt_details(usage, prefillers) == {"prompt_tokens": 10, "prompt_tokens_details": expected}
 

@@ -35,7 +35,7 @@ def shared(one: dict[str, Any], other: dict[str, Any]) -> int:
     return left.sizes[sum(equal) - 1] if any(equal) else 0
 
 
-def test_a_longer_conversation_has_the_keys_of_the_shorter_one() -> None:
+def test_longer_conversation_has_the_keys_of_the_shorter_one() -> None:
     size = len(orjson.dumps(chat(TEXT, TEXT)["messages"]))
     assert size * 15 / 16 <= shared(chat(TEXT, TEXT), chat(TEXT, TEXT, "c")) < size
     assert size / 2 * 15 / 16 <= shared(chat(TEXT, TEXT), chat(TEXT, "x", TEXT)) <= size / 2 + 100
@@ -59,7 +59,7 @@ def test_token_ids_are_cut_into_pieces_as_text_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("values", [{"prompt": "x" * 10_000_000}, {"prompt": [7] * 1_000_000}, chat("x" * 3_000_000)])
-def test_a_long_prompt_has_few_pieces(values: dict[str, Any]) -> None:
+def test_long_prompt_has_few_pieces(values: dict[str, Any]) -> None:
     assert len(prefix_keys(values).keys) <= 200
 
 

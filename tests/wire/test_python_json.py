@@ -40,7 +40,7 @@ def test_infinity_is_written_as_null() -> None:
     assert dumps({"a": "\ud83d", "b": [math.inf, math.nan]}) == b'{"a":"\\ud83d","b":[null,null]}'
 
 
-def test_a_fragment_beside_half_a_pair_is_written() -> None:
+def test_fragment_beside_half_a_pair_is_written() -> None:
     assert dumps({"a": "\ud83d", "b": orjson.Fragment(b"[1, 2]")}) == b'{"a":"\\ud83d","b":[1,2]}'
 
 

@@ -51,7 +51,7 @@ def test_is_batch_matches_answers_that_are_lists(values: dict[str, Any], expecte
     assert is_batch(values) is expected
 
 
-def test_a_single_prompt_is_left_as_it_is() -> None:
+def test_single_prompt_is_left_as_it_is() -> None:
     assert changes({"text": "a", "sampling_params": {"n": 1}, "logprob_start_len": 3}) == [{}]
     assert changes({"input_ids": [1, 2], "image_data": ["a", "b"]}) == [{}]
 
@@ -117,13 +117,13 @@ def test_any_request_is_split_or_rejected(values: dict[str, Any]) -> None:
     assert samples_of(values.get("sampling_params")) >= 1
 
 
-def test_an_answer_has_128_tokens_unless_asked_otherwise() -> None:
+def test_answer_has_128_tokens_unless_asked_otherwise() -> None:
     assert [output_limit(params) for params in (None, {}, {"max_new_tokens": 5}, [{"max_new_tokens": 0}])] == [
         *(128, 128, 5, 0)
     ]
 
 
-def test_the_first_prompt_that_is_there_counts() -> None:
+def test_first_prompt_that_is_there_counts() -> None:
     assert prompt_of({"text": None, "input_ids": [1], "input_embeds": [[0.1]]}) == [1]
     assert prompt_of({}) is None
 

@@ -28,7 +28,7 @@ WISH = {"type": "abort", "message": "Abort", "status_code": None}
         ),
     ],
 )
-def test_an_error_has_a_status_and_a_body(payload: dict[str, Any], status: int, message: str) -> None:
+def test_error_has_a_status_and_a_body(payload: dict[str, Any], status: int, message: str) -> None:
     for error in (error_of(payload), error_in_answer(b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(payload))):
         assert error is not None
         assert error.status == status

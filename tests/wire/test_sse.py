@@ -56,7 +56,7 @@ def reference(stream: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
-def test_an_uncut_stream_has_the_events_of_the_grammar(stream: bytes) -> None:
+def test_uncut_stream_has_the_events_of_the_grammar(stream: bytes) -> None:
     events, pending = events_of(stream)
     assert data_of(events) == reference(stream)
     assert b"".join(event.raw for event in events) + pending == stream
@@ -76,7 +76,7 @@ def test_splitter_result_does_not_depend_on_two_cuts(stream: bytes) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
-def test_a_stream_byte_by_byte_has_the_same_events(stream: bytes) -> None:
+def test_stream_byte_by_byte_has_the_same_events(stream: bytes) -> None:
     assert events_of(*(stream[i : i + 1] for i in range(len(stream)))) == events_of(stream)
 
 
@@ -131,7 +131,7 @@ def test_splitter_waits_for_the_line_feed_of_a_crlf() -> None:
     assert splitter.pending == b""
 
 
-def test_an_event_without_data_is_an_event() -> None:
+def test_event_without_data_is_an_event() -> None:
     assert events_of(b": ping\n\nevent: x\n\n")[0] == [Event(None, b": ping\n\n"), Event(None, b"event: x\n\n")]
 
 
@@ -141,12 +141,12 @@ def test_pending_bytes_follow_the_last_complete_event() -> None:
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_an_event_that_does_not_end_is_refused(line_end: bytes) -> None:
+def test_event_that_does_not_end_is_refused(line_end: bytes) -> None:
     splitter = EventSplitter(max_event_bytes=20)
     assert len(splitter.feed(b"data: 1" + line_end * 2 + b"data: 2345" + line_end)) == 1
     with pytest.raises(EventTooLong):
         splitter.feed(b"data: 67890")
 
 
-def test_a_chunk_of_many_events_may_be_longer_than_one_event_may_be() -> None:
+def test_chunk_of_many_events_may_be_longer_than_one_event_may_be() -> None:
     assert len(EventSplitter(max_event_bytes=20).feed(b"data: 1\n\n" * 100)) == 100

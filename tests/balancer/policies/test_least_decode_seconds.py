@@ -199,7 +199,7 @@ def test_decoder_in_slow_start_gets_its_share(balancer: Balancer, decoders: Deco
     assert sum(lease.backend == slow for lease in leases) <= 3
 
 
-def test_a_learned_saturation_point_is_logged_when_it_acts_and_when_it_is_dropped(
+def test_learned_saturation_point_is_logged_when_it_acts_and_when_it_is_dropped(
     decoders: Decoders, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "proxy.balancer")

@@ -47,7 +47,7 @@ def drawing(seed: int) -> PolicyContext:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_single_candidate_is_chosen(name: str) -> None:
+def test_single_candidate_is_chosen(name: str) -> None:
     policy = make_policy(name)
     assert [choose(policy, EIGHT[3:4], [99]) for _ in range(3)] == EIGHT[3:4] * 3
 
@@ -101,7 +101,7 @@ def test_power_of_two_never_takes_the_most_loaded_and_prefers_the_freer() -> Non
     assert all(abs(chosen[port] - 1000 * (7 - port)) < 300 for port in range(7))
 
 
-def test_a_seed_makes_random_choices_repeatable() -> None:
+def test_seed_makes_random_choices_repeatable() -> None:
     for kind in (Random, PowerOfTwo):
         one, other = kind(drawing(7)), kind(drawing(7))
         assert [choose(one, EIGHT, IDLE) for _ in range(50)] == [choose(other, EIGHT, IDLE) for _ in range(50)]

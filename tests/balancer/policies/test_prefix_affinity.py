@@ -53,7 +53,7 @@ def backend_of(gateway: Deployment, engine: SimulatedEngine) -> Backend:
     return next(each for each in gateway.worker.pools.prefill.backends() if each.port == engine.port)
 
 
-async def test_the_turns_of_a_conversation_go_to_one_prefiller(deploy: Deploy) -> None:
+async def test_turns_of_a_conversation_go_to_one_prefiller(deploy: Deploy) -> None:
     gateway = await deploy(3, 1, **CHOOSING)
     for length in (1, 3, 5, 7):
         for name in ("one", "two", "three"):
@@ -67,7 +67,7 @@ async def test_the_turns_of_a_conversation_go_to_one_prefiller(deploy: Deploy) -
 
 
 @pytest.mark.interpreted
-async def test_the_samples_of_a_request_share_the_keys_of_its_prompt(
+async def test_samples_of_a_request_share_the_keys_of_its_prompt(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[PrefixKeys] = []

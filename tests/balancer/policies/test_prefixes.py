@@ -61,7 +61,7 @@ def test_block_size_is_learned_from_reported_tokens() -> None:
     assert cached.found(ends(5), 3, 900) == 300
 
 
-def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+def test_last_token_of_a_prompt_is_always_computed() -> None:
     cached = CachedPrefixes()
     assert cached.found(ends(5), 5, 500) == 499
     cached.tell(256)
@@ -132,7 +132,7 @@ def test_evicted_prefix_is_forgotten_later() -> None:
     assert len(cached) <= 40
 
 
-def test_a_restart_empties_the_cache() -> None:
+def test_restart_empties_the_cache() -> None:
     cached = CachedPrefixes()
     sent(cached, 1, 2)
     cached.clear()

@@ -14,7 +14,7 @@ HEADER = encode("<|im_assistant|>assistant<|im_middle|>")
 @pytest.mark.parametrize("before", [0, 1, 5, 100_000])
 @pytest.mark.parametrize("behind", [0, PROMPT_TAIL_TOKENS - len(HEADER)])
 @pytest.mark.parametrize("indent", [None, orjson.OPT_INDENT_2])
-def test_the_end_of_the_prompt_tells_the_grammar(before: int, behind: int, indent: int | None) -> None:
+def test_end_of_the_prompt_tells_the_grammar(before: int, behind: int, indent: int | None) -> None:
     prompt = orjson.dumps([7] * before + HEADER + [7] * behind, option=indent)
     assert isinstance(grammar_of(prompt), Kimi)
 

@@ -172,7 +172,7 @@ ANSWERS: dict[str, tuple[str, Said]] = {
 
 
 @pytest.mark.parametrize(("text", "said"), ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_is_read_as_vllm_reads_it(text: str, said: Said) -> None:
+def test_answer_is_read_as_vllm_reads_it(text: str, said: Said) -> None:
     assert read(text) == said
 
 
@@ -190,7 +190,7 @@ def test_any_cuts_come_to_the_same(answer: tuple[str, Said], data: st.DataObject
     assert read(*(text[begin:end] for begin, end in pairwise([0, *cuts, len(text)]))) == said
 
 
-def test_the_last_text_may_come_with_the_end() -> None:
+def test_last_text_may_come_with_the_end() -> None:
     for text, said in ANSWERS.values():
         assert added_up([KimiParser(in_reasoning=True).feed(text, finished=True)]) == said
 
@@ -243,7 +243,7 @@ def test_blanks_are_shown_at_once_where_engines_do_so() -> None:
     assert parser.feed(section(call("functions.f:0")), finished=True).keys() == {"tool_calls"}
 
 
-def test_the_phase_and_the_calls_are_those_of_the_text_so_far() -> None:
+def test_phase_and_the_calls_are_those_of_the_text_so_far() -> None:
     steps = (
         ("Hm", KimiPhase.REASONING, 0, False),
         (THINK_END, KimiPhase.CONTENT, 0, False),
@@ -274,7 +274,7 @@ def test_the_phase_and_the_calls_are_those_of_the_text_so_far() -> None:
 
 
 @given(cut=st.integers(0, len(THINKING)))
-def test_an_answer_continues_behind_the_text_it_was_primed_with(cut: int) -> None:
+def test_answer_continues_behind_the_text_it_was_primed_with(cut: int) -> None:
     primed = KimiParser(in_reasoning=True)
     before = primed.feed(THINKING[:cut])
     after = [*map(primed.feed, THINKING[cut:]), primed.feed("", finished=True)]
@@ -299,7 +299,7 @@ ENDED = st.tuples(SPLINTERS, st.sampled_from([THINK_END, ""]), SPLINTERS, SECTIO
 )
 @example(text=THINKING, cuts=[], is_engine=True)
 @example(text=THINKING, cuts=[], is_engine=False)
-def test_the_simulated_engines_read_the_same(text: str, cuts: list[int], is_engine: bool) -> None:
+def test_simulated_engines_read_the_same(text: str, cuts: list[int], is_engine: bool) -> None:
     """Both follow vLLM, independently of each other; the simulated engines also as it was before its parser engine."""
     text += "."  # half a marker at the very end of reasoning is the one thing they do not take so exactly
     edges = [0, *sorted(cut % len(text) for cut in cuts), len(text)]
@@ -318,7 +318,7 @@ def test_any_heap_of_markers_comes_to_the_same_however_it_is_cut(pieces: list[st
 
 
 @given(pieces=st.lists(SPLINTERS | IDS | st.sampled_from(MARKERS), max_size=16))
-def test_what_is_said_is_never_taken_back(pieces: list[str]) -> None:
+def test_parser_never_retracts_a_delta(pieces: list[str]) -> None:
     for text in accumulate(pieces):
         assume(len(text) < 400)
         whole = read("".join(pieces))
@@ -330,7 +330,7 @@ def test_what_is_said_is_never_taken_back(pieces: list[str]) -> None:
             assert whole.calls[index][2].startswith(arguments)
 
 
-def test_the_markers_are_those_of_the_tokenizer() -> None:
+def test_markers_are_those_of_the_tokenizer() -> None:
     assert {tokenizer.MARKERS[token] for token in tokenizer.MARKERS} >= set(MARKERS)
     assert tokenizer.MARKERS[SECTION_BEGIN_ID] == SECTION_BEGIN
 
@@ -347,7 +347,7 @@ def test_the_markers_are_those_of_the_tokenizer() -> None:
         ("", None),
     ],
 )
-def test_the_nearest_marker_says_whether_an_answer_begins_in_reasoning(prompt: str, opens: bool | None) -> None:
+def test_nearest_marker_says_whether_an_answer_begins_in_reasoning(prompt: str, opens: bool | None) -> None:
     assert Kimi().opens_reasoning(prompt) is opens
 
 
@@ -360,5 +360,5 @@ def test_the_nearest_marker_says_whether_an_answer_begins_in_reasoning(prompt: s
         ("", False),
     ],
 )
-def test_the_chat_template_tells_the_family(prompt: str, is_kimi: bool) -> None:
+def test_chat_template_tells_the_family(prompt: str, is_kimi: bool) -> None:
     assert Kimi().recognises(tokenizer.encode(prompt)) is is_kimi

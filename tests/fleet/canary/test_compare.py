@@ -72,7 +72,7 @@ def test_answers_with_an_equal_beginning_drift(
     assert agreement(one, other) is expected
 
 
-def test_a_prompt_fits_even_if_every_byte_is_a_token() -> None:
+def test_prompt_fits_even_if_every_byte_is_a_token() -> None:
     size = prompt_bytes(2048, 4, [131_072, 4096])
     assert len(CanaryPrompt.of("m", size).text) <= size < 4096
     assert prompt_bytes(2048, 4, []) == 8192

@@ -86,7 +86,7 @@ async def test_truncated_answer_is_requested_over_tcp(server: NameServer) -> Non
     assert server.over_tcp == 1
 
 
-async def test_a_name_is_looked_up_again_when_its_records_expire(server: NameServer) -> None:
+async def test_name_is_looked_up_again_when_its_records_expire(server: NameServer) -> None:
     server.set_records("alias.test", "CNAME", "decode.test.", ttl=0)
     server.set_records("decode.test", "A", "10.0.0.1", ttl=3600)
     async with aclosing(source(server, "alias.test:1").watch()) as found:

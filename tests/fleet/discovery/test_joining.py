@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.upstream import EngineClient
 
 
-async def test_an_instance_joins_once_it_answers(
+async def test_instance_joins_once_it_answers(
     client: EngineClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -55,7 +55,7 @@ async def test_joined_instance_has_facts_and_serves_at_once(client: EngineClient
     assert sorted(path for path, _ in engine.seen) == ["/v1/models", "/v1/models", "/version"]
 
 
-async def test_the_engine_key_is_not_for_instances_added_later(client: EngineClient, engine: Engine) -> None:
+async def test_engine_key_is_not_for_instances_added_later(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([])
     async with gateway.joining(client) as joiner:
         joiner.join(Backend(Role.DECODE, HOST, engine.port))
@@ -101,7 +101,7 @@ async def test_removing_a_joining_instance_stops_the_waiting(client: EngineClien
         assert joiner.joining(Role.PREFILL) == []
 
 
-async def test_a_draining_instance_may_come_back(client: EngineClient, engine: Engine) -> None:
+async def test_draining_instance_may_come_back(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     pool = gateway.pools[Role.PREFILL]
     async with gateway.joining(client) as joiner:
@@ -113,7 +113,7 @@ async def test_a_draining_instance_may_come_back(client: EngineClient, engine: E
             assert pool.scoreboard.requests(lease.backend.slot) == 1
 
 
-async def test_an_endpoint_has_one_role(client: EngineClient, engine: Engine) -> None:
+async def test_endpoint_has_one_role(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port], joining_interval_seconds=3600)
     async with gateway.joining(client) as joiner:
         with pytest.raises(ValueError, match="already a prefill instance"):

@@ -57,7 +57,7 @@ def test_only_ready_endpoints_that_are_not_terminating_are_instances(endpoints: 
     assert named(endpoint_slice("d", endpoints=endpoints)) == expected
 
 
-def test_a_pod_with_two_addresses_or_in_two_slices_is_one_instance() -> None:
+def test_pod_with_two_addresses_or_in_two_slices_is_one_instance() -> None:
     four = endpoint_slice("a", endpoints=[endpoint("10.0.0.1", "u1"), endpoint("10.0.0.2", "u2")])
     six = endpoint_slice("b", endpoints=[endpoint("fd00::1", "u1"), endpoint("fd00::3", "u3")], addressType="IPv6")
     moving = endpoint_slice("c", endpoints=[endpoint("10.0.0.2", "u2")])
@@ -197,7 +197,7 @@ async def test_instances_are_listed_again_when_the_version_has_expired(server: K
         assert names_of(await anext(found)) == ["decode 10.0.0.4:8000"]
 
 
-async def test_an_error_in_a_watch_is_a_failure(server: KubernetesServer) -> None:
+async def test_error_in_a_watch_is_a_failure(server: KubernetesServer) -> None:
     async with aclosing(source(server).watch()) as found:
         assert list(await anext(found)) == []
         server.put(decode_slice("d", "10.0.0.1"))

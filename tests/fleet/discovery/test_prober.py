@@ -80,7 +80,7 @@ async def test_slow_backend_does_not_delay_other_probes(client: EngineClient, en
     assert gateway.transitions.empty()
 
 
-async def test_a_drained_backend_is_dropped(
+async def test_drained_backend_is_dropped(
     client: EngineClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -215,7 +215,7 @@ async def test_look_once_reads_all_sources_concurrently() -> None:
 
 @pytest.mark.fault(110)
 @pytest.mark.parametrize("host", ["203.0.113.7", "169.254.169.254", "2130706433", "fe80::1"])
-async def test_a_list_with_an_address_that_is_not_allowed_is_rejected(gateway: Gateway, host: str) -> None:
+async def test_list_with_an_address_that_is_not_allowed_is_rejected(gateway: Gateway, host: str) -> None:
     listed = Listed(decoder(2))
     async with gateway.watching(listed=listed):
         await gateway.has("1 config", "2 listed:test")
@@ -227,7 +227,7 @@ async def test_a_list_with_an_address_that_is_not_allowed_is_rejected(gateway: G
 
 @pytest.mark.fault(110)
 @pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0"])
-async def test_a_list_with_the_gateways_own_address_is_rejected(bound: str) -> None:
+async def test_list_with_the_gateways_own_address_is_rejected(bound: str) -> None:
     with socket.create_server((bound, 0)) as listener:
         port = listener.getsockname()[1]
         own = OwnAddresses([listener])

@@ -61,7 +61,7 @@ def test_prompt_returns_to_its_prefiller_when_all_are_idle(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["round robin", "vllm-ascend example"])
-def test_some_rules_ignore_prompts(name: str) -> None:
+def test_rules_without_prompts_ignore_prompts(name: str) -> None:
     bench = Bench(name)
     bench.send(1, prompt(1500, 1, 2, 3))
     bench.idle()

@@ -433,7 +433,7 @@ def test_each_kind_of_line_has_its_limit(clock: Clock) -> None:
     assert len(file.lines) == 6 * BURST_LINES
 
 
-def test_some_lines_are_always_written(clock: Clock) -> None:
+def test_access_lines_above_the_limits_are_written(clock: Clock) -> None:
     file = File("json", clock=clock)
     for number in range(100):
         logger.warning("instance %d is down", number, extra=logs.ALWAYS)

@@ -77,7 +77,7 @@ INSTANCES = "prefill: [p:1, p:2]\ndecode: [d:1, d:2]\n"
 # Values
 
 
-async def test_what_is_shown_is_every_option_with_its_origin_and_no_key(files: Files) -> None:
+async def test_shown_configuration_has_all_options_with_origins_and_no_key(files: Files) -> None:
     files.write(INSTANCES + "auth: {admin_key: canary-1, engine_api_key: canary-2}\nretry: {max_delay_seconds: 7.5}")
     await files.configuration.reload()
     files.write_keys("keys: [{name: a, key: canary-3}]")
@@ -124,7 +124,7 @@ auth: {{engine_api_key: canary-1, admin_key_file: {secret}, client_keys_file: {f
     in_child(look)
 
 
-def test_it_is_the_same_object_while_nothing_is_published(files: Files) -> None:
+def test_current_configuration_is_one_object_until_the_next_reload(files: Files) -> None:
     assert files.configuration.current() is files.configuration.current()
 
 
@@ -173,7 +173,7 @@ async def test_dry_run_returns_the_changes_and_applies_none(files: Files) -> Non
         ("timeouts: {idle_seconds: 7}\nauth: {client_keys_file: /nowhere}", "/nowhere cannot be read"),
     ],
 )
-async def test_a_mistake_changes_nothing_and_is_one_sentence(files: Files, text: str, sentence: str) -> None:
+async def test_mistake_changes_nothing_and_is_one_sentence(files: Files, text: str, sentence: str) -> None:
     before = files.configuration.current()
     members = files.members()
     files.write(f"prefill: [p:1, p:3]\n{'' if 'decode' in text else 'decode: [d:1]'}\n{text}")
@@ -195,7 +195,7 @@ async def test_a_mistake_changes_nothing_and_is_one_sentence(files: Files, text:
         ("log: {format: text}", "log.format"),
     ],
 )
-async def test_what_a_running_gateway_is_built_on_cannot_change(files: Files, text: str, names: str) -> None:
+async def test_reload_cannot_change_fixed_options(files: Files, text: str, names: str) -> None:
     before = files.configuration.current()
     instances = "decode: [d:1, d:2]" if "plain" in text else INSTANCES
     files.write(f"{instances}\n{text}\ntimeouts: {{idle_seconds: 7}}")
@@ -262,14 +262,14 @@ async def test_instances_of_the_configuration_are_there_whatever_was_done_to_the
     assert sorted(files.members()) == ["d:1", "d:2", "d:3", "p:1", "p:2"]
 
 
-async def test_a_prefillers_bootstrap_port_is_read_again(files: Files) -> None:
+async def test_prefillers_bootstrap_port_is_read_again(files: Files) -> None:
     files.write("prefill: ['p:1 8998', p:2, 'p:3 8999']\ndecode: [d:1, d:2]")
     assert (await files.configuration.reload()).options == ("prefill",)
     ports = {member.backend.name: member.backend.bootstrap_port for member in files.roster.members(Role.PREFILL)}
     assert ports == {"p:1": 8998, "p:2": None, "p:3": 8999}
 
 
-async def test_an_instance_cannot_take_the_other_role_in_one_step(files: Files) -> None:
+async def test_instance_cannot_take_the_other_role_in_one_step(files: Files) -> None:
     before = files.configuration.current()
     files.write("prefill: [p:1]\ndecode: [d:1, d:2, p:2]\ntimeouts: {idle_seconds: 7}")
     with pytest.raises(SettingsError, match=r"^p:2 is already a prefill instance$"):
@@ -394,7 +394,7 @@ async def test_all_workers_follow_whichever_reloads(files: Files, caplog: pytest
         }
 
 
-async def test_a_refused_reload_is_counted_and_one_line(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_refused_reload_is_counted_and_one_line(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     part = Part(files.configuration)
     read_at = files.configuration.current().read_at
     async with part.watcher:
@@ -412,7 +412,7 @@ async def test_a_refused_reload_is_counted_and_one_line(files: Files, caplog: py
     assert part.metric("config_last_reload_success_timestamp_seconds") == {"": read_at}
 
 
-async def test_a_reload_in_the_background_is_applied(files: Files) -> None:
+async def test_reload_in_the_background_is_applied(files: Files) -> None:
     part = Part(files.configuration)
     async with part.watcher:
         files.write(INSTANCES + "timeouts: {idle_seconds: 7}")
@@ -421,7 +421,7 @@ async def test_a_reload_in_the_background_is_applied(files: Files) -> None:
     assert part.applied[0].settings.timeouts.idle_seconds == 7
 
 
-async def test_a_reload_that_fails_by_our_own_fault_shows(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_reload_that_fails_by_our_own_fault_shows(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise RuntimeError("our own fault")
 
@@ -432,7 +432,7 @@ async def test_a_reload_that_fails_by_our_own_fault_shows(files: Files, caplog: 
         await until(lambda: "our own fault" in caplog.text, "it")
 
 
-async def test_the_keys_file_is_looked_at_all_the_time(keyed: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_file_is_looked_at_all_the_time(keyed: Files, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "proxy.configuration")
     parts = [Part(keyed.configuration) for _ in range(2)]
 
@@ -463,7 +463,7 @@ async def test_the_keys_file_is_looked_at_all_the_time(keyed: Files, caplog: pyt
     assert {result: sum(count[result] for count in counts) for result in counts[0]} == {"ok": 2.0, "failed": 1.0}
 
 
-async def test_a_keys_file_that_is_being_written_is_left_alone(keyed: Files) -> None:
+async def test_keys_file_that_is_being_written_is_left_alone(keyed: Files) -> None:
     part = Part(keyed.configuration)
     async with part.watcher:
         for count in range(1, 4):  # at each look it is another

@@ -84,13 +84,13 @@ def test_memory_share_compares_mapped_memory_with_the_address_space_limit(machin
     [("0::/\n", ""), ("0::/system.slice/pdproxy.service\n", "system.slice/pdproxy.service"), ("0::/elsewhere\n", "")],
     ids=["container", "service", "container that sees the host's name of its group"],
 )
-def test_the_control_group_limits_memory(machine: Machine, named: str, group: str) -> None:
+def test_control_group_limits_memory(machine: Machine, named: str, group: str) -> None:
     machine.write("proc/self/cgroup", named)
     machine.group(group, limit=200, used=150)
     assert machine.share() == 0.75
 
 
-def test_the_closest_of_several_control_groups_counts(machine: Machine) -> None:
+def test_closest_of_several_control_groups_counts(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/a/b\n")
     machine.group("", limit="max", used=900)
     machine.group("a", limit=400, used=320)
@@ -110,13 +110,13 @@ def test_buffers_of_sockets_are_in_use(machine: Machine) -> None:
     assert machine.share() == 0.95
 
 
-def test_an_engine_that_fills_the_container_does_not_count(machine: Machine) -> None:
+def test_engine_that_fills_the_container_does_not_count(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/\n")
     machine.group("", limit=900, used=860, anonymous=800)
     assert machine.share() == 0.8  # of 200 MiB that the engine leaves
 
 
-def test_the_other_workers_do_count(machine: Machine) -> None:
+def test_other_workers_do_count(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/\n")
     machine.group("", limit=420, used=400, anonymous=400)
     assert machine.share(workers=4) == 0.952
@@ -186,7 +186,7 @@ def test_on_old_kernels_they_are_listed_piece_by_piece(more: int, steps: int) ->
             os.close(fd)
 
 
-def test_where_descriptors_cannot_be_counted_none_are_open(tmp_path: Path) -> None:
+def test_uncountable_descriptors_count_as_closed(tmp_path: Path) -> None:
     assert OpenFds(str(tmp_path / "nothing")).share() == 0.0
 
 
@@ -287,7 +287,7 @@ def test_free_memory_goes_back_to_the_system(machine: Machine, clock: Clock) -> 
     assert last
 
 
-def test_the_share_of_open_descriptors_is_measured_every_five_seconds(machine: Machine, clock: Clock) -> None:
+def test_share_of_open_descriptors_is_measured_every_five_seconds(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     watching = monitor(metrics, machine, clock)
     watching.tick()
@@ -304,7 +304,7 @@ def test_the_share_of_open_descriptors_is_measured_every_five_seconds(machine: M
 # --- the event loop --------------------------------------------------------------------------------------------------
 
 
-def test_the_lag_is_the_worst_of_the_last_fifteen_seconds(machine: Machine, clock: Clock) -> None:
+def test_lag_is_the_worst_of_the_last_fifteen_seconds(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     watching = monitor(metrics, machine, clock, tick_seconds=0.5)
     seen = []
@@ -316,7 +316,7 @@ def test_the_lag_is_the_worst_of_the_last_fifteen_seconds(machine: Machine, cloc
     assert seen[1:] == [1.0, *[2.0] * 30, 0.5, 0.5, 0.0]
 
 
-def test_a_loop_that_has_not_ticked_for_long_is_not_alive(machine: Machine, clock: Clock) -> None:
+def test_loop_that_has_not_ticked_for_long_is_not_alive(machine: Machine, clock: Clock) -> None:
     watching = monitor(Metrics(), machine, clock, is_ready=lambda: True)
     watching.tick()
     clock.now += 30.0
@@ -360,7 +360,7 @@ async def test_running_monitor_ticks_and_calls_its_listeners() -> None:
         assert 0.0 < value(metrics, "pdproxy_open_fds_share") < 1.0
 
 
-async def test_a_caller_that_fails_stops_neither_the_others_nor_the_ticking() -> None:
+async def test_caller_that_fails_stops_neither_the_others_nor_the_ticking() -> None:
     problems: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context["exception"]))
     twice = asyncio.Event()
@@ -380,7 +380,7 @@ async def test_a_caller_that_fails_stops_neither_the_others_nor_the_ticking() ->
     assert len(problems) >= 2
 
 
-async def test_a_monitor_that_was_left_ticks_no_more() -> None:
+async def test_monitor_that_was_left_ticks_no_more() -> None:
     ticked = asyncio.Event()
     async with Monitor(Metrics(), MonitorParts(every_tick=(ticked.set,), tick_seconds=0.0)) as watching:
         await ticked.wait()

@@ -71,7 +71,7 @@ def test_every_probe_returns_ok_when_the_gateway_is_ready(path: str) -> None:
         (False, True, "/readyz", 503, "event_loop_stalled"),
     ],
 )
-def test_a_probe_says_what_is_wrong(alive: bool, ready: bool, path: str, status: int, code: str | None) -> None:
+def test_probe_says_what_is_wrong(alive: bool, ready: bool, path: str, status: int, code: str | None) -> None:
     with probes(lambda: alive, lambda: ready) as address:
         answered, body = ask(address, path)
         assert answered == status
@@ -82,7 +82,7 @@ def test_a_probe_says_what_is_wrong(alive: bool, ready: bool, path: str, status:
     ("method", "path", "status"),
     [("GET", "/", 404), ("GET", "/metrics", 404), ("GET", "/livez/", 404), ("POST", "/livez", 405), ("PUT", "/x", 404)],
 )
-def test_nothing_else_is_answered(method: str, path: str, status: int) -> None:
+def test_probe_server_answers_no_other_paths(method: str, path: str, status: int) -> None:
     with probes() as address:
         answered, body = ask(address, path, method)
         assert answered == status
@@ -92,7 +92,7 @@ def test_nothing_else_is_answered(method: str, path: str, status: int) -> None:
 @pytest.mark.parametrize(
     "request_line", ["", "GET", "GET /livez", "GET /livez HTTP/2", "\x00\xff", "GET  /livez HTTP/1.1"]
 )
-def test_what_is_no_request_is_refused(request_line: str) -> None:
+def test_probe_server_refuses_invalid_requests(request_line: str) -> None:
     with probes() as address:
         answer = send(address, request_line.encode("latin-1") + b"\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -100,13 +100,13 @@ def test_what_is_no_request_is_refused(request_line: str) -> None:
 
 
 @pytest.mark.parametrize(("end", "status"), [(b"\r\n\r\n", 200), (b"xxxx", 400)])
-def test_a_request_is_read_to_a_limit(end: bytes, status: int) -> None:
+def test_request_is_read_to_a_limit(end: bytes, status: int) -> None:
     with probes() as address:
         request = b"GET /livez HTTP/1.1\r\nX: ".ljust(8188, b"x") + end
         assert send(address, request).startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_a_client_that_says_nothing_is_left_after_a_second() -> None:
+def test_client_that_says_nothing_is_left_after_a_second() -> None:
     with probes() as address, socket.create_connection(address, timeout=60.0) as silent:
         silent.sendall(b"GET /livez HTTP/1.1\r\n")
         assert ask(address, "/livez")[0] == 200  # though it came later
@@ -122,7 +122,7 @@ def test_probe_client_that_disconnects_does_not_disturb_others() -> None:
         assert ask(address, "/livez")[0] == 200
 
 
-def test_a_server_that_is_left_answers_no_more_even_in_the_middle_of_a_request() -> None:
+def test_server_that_is_left_answers_no_more_even_in_the_middle_of_a_request() -> None:
     threads = threading.active_count()
     with socket.create_server(("127.0.0.1", 0)) as sock:
         with ProbeServer(sock, lambda: True, lambda: True), socket.create_connection(sock.getsockname()) as client:
@@ -159,7 +159,7 @@ async def test_probes_are_answered_while_the_event_loop_is_blocked() -> None:
     assert answers == [(200, b'{"status":"ok"}')] * 2
 
 
-def test_a_loop_that_stands_still_for_too_long_is_reported(clock: Clock) -> None:
+def test_loop_that_stands_still_for_too_long_is_reported(clock: Clock) -> None:
     monitor = Monitor(Metrics(), MonitorParts(clock=clock))
     with probes(monitor.is_alive, monitor.was_ready) as address:
         monitor.tick()

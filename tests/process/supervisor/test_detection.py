@@ -86,7 +86,7 @@ async def test_vllm_tells_more_when_it_is_asked_for_json(serve: Serve) -> None:
     assert await find([await serve(engine)], [await serve(engine)]) == "ascend_layerwise"
 
 
-async def test_the_engine_key_goes_along(serve: Serve) -> None:
+async def test_engine_key_goes_along(serve: Serve) -> None:
     async def guarded(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer sk-engine":
             return web.Response(status=401)
@@ -143,7 +143,7 @@ async def test_without_an_answer_of_each_role_there_is_an_end_of_asking(serve: S
         ),
     ],
 )
-async def test_an_engine_that_says_nothing_of_use_is_named_with_the_reason(
+async def test_engine_that_says_nothing_of_use_is_named_with_the_reason(
     serve: Serve, engine: dict[str, Answer], reason: str
 ) -> None:
     with pytest.raises(ConnectionError) as raised:
@@ -160,14 +160,14 @@ def test_named_connector_is_used_without_asking_engines() -> None:
     assert find_connector(named) == "vllm_pull"
 
 
-def test_what_was_found_at_the_start_stays_when_the_settings_are_read_again() -> None:
+def test_detected_connector_survives_a_reload() -> None:
     auto = Loaded(settings(["h:1"], ["h:2"]), {})
     assert with_connector(auto, "vllm_store").settings.connector == "vllm_store"
     named = Loaded(auto.settings.model_copy(update={"connector": "vllm_pull"}), {})
     assert with_connector(named, "vllm_store") is named
 
 
-def test_what_was_found_must_suit_the_other_settings() -> None:
+def test_detected_connector_must_suit_the_other_settings() -> None:
     everywhere = Loaded(settings(["h:1"], ["h:2"], listen={"host": "0.0.0.0"}), {})
     with pytest.raises(
         SettingsError, match=r"^connector auto is ascend_layerwise: layerwise.advertised_host must be an address"

@@ -87,7 +87,7 @@ WHO = {
 
 @pytest.mark.parametrize(("name", "status", "seconds"), WHO.values(), ids=WHO)
 @pytest.mark.parametrize("is_operators", [False, True], ids=["for clients", "for operators"])
-def test_who_has_the_port_decides_how_long_it_is_waited_for(
+def test_owner_of_a_port_decides_the_time_to_wait_for_it(
     clock: Clock,
     caplog: pytest.LogCaptureFixture,
     name: str,
@@ -108,7 +108,7 @@ def test_who_has_the_port_decides_how_long_it_is_waited_for(
     assert [record.getMessage() for record in caplog.records] == [told] * 2
 
 
-def test_a_free_port_is_not_waited_for(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_free_port_is_not_waited_for(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "proxy.supervisor.succession")
     listen_in_succession(Settings(listen=Listen(port=0)), clock=clock).close()
     assert clock() == 1000.0

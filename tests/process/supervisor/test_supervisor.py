@@ -207,7 +207,7 @@ def test_several_workers_share_one_port_and_one_scoreboard() -> None:
         assert gateway.wait() == 0
 
 
-def test_a_killed_worker_is_replaced_and_its_load_is_erased() -> None:
+def test_killed_worker_is_replaced_and_its_load_is_erased() -> None:
     with program("signal_worker", 2) as gateway:
         workers = gateway.hear_all_ready(2)
         os.kill(workers[1].pid, signal.SIGKILL)
@@ -220,7 +220,7 @@ def test_a_killed_worker_is_replaced_and_its_load_is_erased() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_signal_reaches_each_worker_once_and_the_exit_code_is_0(number: signal.Signals) -> None:
+def test_stop_signal_reaches_each_worker_once_and_the_exit_code_is_0(number: signal.Signals) -> None:
     with program("signal_worker", 2) as gateway:
         gateway.hear_all_ready(2)
         gateway.process.send_signal(number)
@@ -246,7 +246,7 @@ def test_hangup_reaches_one_living_worker_and_stops_no_worker() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_hangup_ends_nothing_before_a_worker_listens_to_it_or_while_it_drains(workers: int) -> None:
+def test_hangup_ends_nothing_before_a_worker_listens_to_it_or_while_it_drains(workers: int) -> None:
     with program("draining_worker", workers) as gateway:
         gateway.hear_all_ready(workers)
         gateway.process.send_signal(signal.SIGHUP)
@@ -257,7 +257,7 @@ def test_a_hangup_ends_nothing_before_a_worker_listens_to_it_or_while_it_drains(
         assert gateway.wait() == 128 + signal.SIGTERM
 
 
-def test_a_second_stop_signal_is_passed_on_and_the_workers_exit_code_is_ours() -> None:
+def test_second_stop_signal_is_passed_on_and_the_workers_exit_code_is_ours() -> None:
     with program("draining_worker", 2) as gateway:
         gateway.hear_all_ready(2)
         gateway.process.terminate()
@@ -266,7 +266,7 @@ def test_a_second_stop_signal_is_passed_on_and_the_workers_exit_code_is_ours() -
         assert gateway.wait() == 128 + signal.SIGINT
 
 
-def test_the_port_is_closed_as_soon_as_all_workers_have_stopped_accepting() -> None:
+def test_port_is_closed_as_soon_as_all_workers_have_stopped_accepting() -> None:
     with program("draining_worker", 2) as gateway:
         port = gateway.hear_all_ready(2)[0].port
         gateway.process.terminate()
@@ -277,7 +277,7 @@ def test_the_port_is_closed_as_soon_as_all_workers_have_stopped_accepting() -> N
         gateway.wait()
 
 
-def test_a_worker_that_hangs_after_the_second_signal_is_killed() -> None:
+def test_worker_that_hangs_after_the_second_signal_is_killed() -> None:
     with program("draining_worker", 2) as gateway:
         workers = gateway.hear_all_ready(2)
         os.kill(workers[0].pid, signal.SIGSTOP)
@@ -297,7 +297,7 @@ def test_workers_of_a_killed_supervisor_leave_and_free_the_port() -> None:
             socket.create_connection(("127.0.0.1", workers[0].port))
 
 
-def test_the_last_workers_of_a_killed_supervisor_remove_their_metrics() -> None:
+def test_last_workers_of_a_killed_supervisor_remove_their_metrics() -> None:
     with program("metrics_worker", 2) as gateway:
         said = [gateway.hear() for _ in range(4)]
         directory = Path(next(words[3] for words in said if words[0] == "metrics"))
@@ -316,7 +316,7 @@ def test_workers_that_always_fail_end_the_program_with_their_traceback() -> None
         assert "restart limit reached, shutting down" in log
 
 
-def test_a_dead_workers_live_gauges_vanish_and_the_directory_is_private_and_removed() -> None:
+def test_dead_workers_live_gauges_vanish_and_the_directory_is_private_and_removed() -> None:
     with program("metrics_worker", 2) as gateway:
         said = [gateway.hear() for _ in range(4)]
         directory = Path(next(words[3] for words in said if words[0] == "metrics"))
@@ -344,19 +344,19 @@ def test_importing_the_supervisor_does_not_decide_how_metrics_are_kept() -> None
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_wait_doubles_with_each_death_up_to_its_limit() -> None:
+def test_wait_doubles_with_each_death_up_to_its_limit() -> None:
     policy = RestartPolicy()
     assert [policy.delay_seconds(deaths) for deaths in range(1, 9)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("localhost", socket.AF_INET)])
-def test_it_listens_on_an_address_or_a_name(host: str, family: socket.AddressFamily) -> None:
+def test_gateway_listens_on_an_address_or_a_name(host: str, family: socket.AddressFamily) -> None:
     with create_listener(host, 0) as listener:
         assert listener.family == family
         socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()
 
 
-def test_a_port_in_use_is_one_sentence() -> None:
+def test_port_in_use_is_one_sentence() -> None:
     with create_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(OSError, match=f"^cannot listen on 127.0.0.1:{port}: address already in use$"):
@@ -364,7 +364,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_port_in_use_ends_the_program_with_that_sentence(workers: int) -> None:
+def test_port_in_use_ends_the_program_with_that_sentence(workers: int) -> None:
     with create_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with program("signal_worker", workers, port) as gateway:
@@ -385,7 +385,7 @@ def test_without_one_of_its_ports_it_keeps_none(option: str) -> None:
         create_listener("127.0.0.1", client_port).close()
 
 
-def test_the_ports_for_operators_and_probes_are_opened_with_the_clients() -> None:
+def test_ports_for_operators_and_probes_are_opened_with_the_clients() -> None:
     with listen(Settings(listen=Listen(port=0), admin=Admin(port=0, probe_port=0))) as listeners:
         assert listeners.admin is not None
         assert listeners.probes is not None
@@ -435,7 +435,7 @@ def test_unknown_host_name_is_reported_in_one_sentence() -> None:
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
 @pytest.mark.parametrize(("host", "reached_at"), [("::1", "::1"), ("::", "127.0.0.1")])
-def test_it_listens_on_ipv6_and_with_the_unspecified_address_on_ipv4_too(host: str, reached_at: str) -> None:
+def test_gateway_listens_on_ipv6_and_with_the_unspecified_address_on_ipv4(host: str, reached_at: str) -> None:
     with create_listener(host, 0) as listener:
         assert listener.family == socket.AF_INET6
         socket.create_connection((reached_at, listener.getsockname()[1])).close()

@@ -33,7 +33,7 @@ class Workers:
         return self._watchdog.look(self.now, self.counts)
 
 
-def test_who_turns_is_not_frozen() -> None:
+def test_worker_with_a_running_loop_is_not_frozen() -> None:
     assert Workers(0, 1).passes(1000, 0, 1) == []
 
 
@@ -44,7 +44,7 @@ def test_only_the_worker_without_progress_is_frozen() -> None:
     assert workers.passes(3, 0) == [1]
 
 
-def test_a_turn_in_time_is_enough() -> None:
+def test_turn_in_time_is_enough() -> None:
     workers = Workers(0)
     for _ in range(10):
         assert workers.passes(29) == []
@@ -55,7 +55,7 @@ def test_worker_that_stays_frozen_is_reported_again_after_the_same_time() -> Non
     assert Workers(0).passes(95) == [0, 0, 0]
 
 
-def test_a_new_worker_has_its_time() -> None:
+def test_new_worker_has_its_time() -> None:
     workers = Workers(0, 1)
     workers.passes(31, 0)
     del workers.counts[1]
@@ -74,7 +74,7 @@ def test_time_in_which_nothing_ran_says_nothing() -> None:
     assert workers.passes(4, 0) == [1]
 
 
-def test_a_short_timeout_is_looked_at_often_enough() -> None:
+def test_short_timeout_is_looked_at_often_enough() -> None:
     assert Workers(0, timeout_seconds=0.2).passes(0.3) == [0]
 
 

@@ -27,7 +27,7 @@ def systemd(address: str) -> Iterator[Callable[[], str]]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_it_hears_that_the_gateway_is_ready_and_that_it_stops(tmp_path: Path, workers: int) -> None:
+async def test_systemd_is_notified_of_readiness_and_stop(tmp_path: Path, workers: int) -> None:
     path = str(tmp_path / "notify")
     with systemd(path) as hear:
         async with mock_engine("both") as engine:
@@ -40,7 +40,7 @@ async def test_it_hears_that_the_gateway_is_ready_and_that_it_stops(tmp_path: Pa
                 assert await asyncio.to_thread(hear) == "STOPPING=1\nSTATUS=draining"
 
 
-async def test_it_hears_that_the_event_loop_turns(tmp_path: Path) -> None:
+async def test_systemd_is_notified_while_the_event_loop_runs(tmp_path: Path) -> None:
     path = str(tmp_path / "notify")
     with systemd(path) as hear:
         manager = ServiceManager({"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "30000"})
@@ -48,7 +48,7 @@ async def test_it_hears_that_the_event_loop_turns(tmp_path: Path) -> None:
             assert [await asyncio.to_thread(hear) for _ in range(3)] == ["WATCHDOG=1"] * 3
 
 
-def test_a_name_that_begins_with_an_at_sign_is_no_file() -> None:
+def test_name_that_begins_with_an_at_sign_is_no_file() -> None:
     with systemd("\0pdproxy-test-of-notify") as hear:
         ServiceManager({"NOTIFY_SOCKET": "@pdproxy-test-of-notify"}).tell(READY, "listening")
         assert hear() == "READY=1\nSTATUS=listening"

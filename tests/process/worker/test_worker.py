@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment
 
 
-async def test_a_worker_that_stops_accepting_finishes_what_it_began(deploy: Deploy) -> None:
+async def test_worker_that_stops_accepting_finishes_what_it_began(deploy: Deploy) -> None:
     gateway = await deploy(engine={"decode_step_ms": 1.0})
     body = request(Api.CHAT, stream=True, max_tokens=50)
     await gateway.ask(request(Api.CHAT))  # leaves a connection on which nothing is answered
@@ -46,7 +46,7 @@ async def test_a_worker_that_stops_accepting_finishes_what_it_began(deploy: Depl
         await gateway.session.get(gateway.url + "/livez")  # the idle connection is closed, too
 
 
-async def test_a_draining_worker_says_so_and_serves_on(gateway: Deployment) -> None:
+async def test_draining_worker_says_so_and_serves_on(gateway: Deployment) -> None:
     gateway.worker.drain.is_draining = True
     gateway.worker.look()
     async with gateway.session.get(gateway.url + "/readyz") as response:
@@ -57,7 +57,7 @@ async def test_a_draining_worker_says_so_and_serves_on(gateway: Deployment) -> N
     assert answer.headers["connection"] == "close"
 
 
-async def test_a_worker_that_ends_cuts_what_runs_and_frees_its_engines(deploy: Deploy) -> None:
+async def test_worker_that_ends_cuts_what_runs_and_frees_its_engines(deploy: Deploy) -> None:
     gateway = await deploy(engine={"decode_step_ms": 1.0})
     body = request(Api.CHAT, stream=True, max_tokens=100_000)
     async with gateway.session.post(gateway.url + Api.CHAT.path, json=body) as response:
@@ -66,7 +66,7 @@ async def test_a_worker_that_ends_cuts_what_runs_and_frees_its_engines(deploy: D
     await gateway.decoders[0].wait_until(lambda state: state.disconnects == 1)
 
 
-async def test_a_worker_knows_how_much_it_has_to_do(deploy: Deploy) -> None:
+async def test_worker_knows_how_much_it_has_to_do(deploy: Deploy) -> None:
     gateway = await deploy()
     gateway.prefillers[0].faults.add("hang_before_headers")
     async with gateway.asking(request(Api.CHAT)), gateway.asking(request(Api.COMPLETIONS)):
@@ -90,7 +90,7 @@ async def test_every_policy_serves(deploy: Deploy, policy: str) -> None:
     ("connector", "seconds"),
     [("vllm_pull", 30.0), ("vllm_store", 30.0), ("plain", 300.0), ("ascend_layerwise", 300.0)],
 )
-def test_a_prompt_that_takes_long_is_no_stall_of_its_decoder(connector: Any, seconds: float) -> None:
+def test_prompt_that_takes_long_is_no_stall_of_its_decoder(connector: Any, seconds: float) -> None:
     assert engines.stall_seconds(Settings(connector=connector)) == seconds
 
 
@@ -111,7 +111,7 @@ async def test_unhealthy_engine_gets_no_requests_until_it_is_healthy(deploy: Dep
     assert len(generations(sick)) == 1
 
 
-async def test_an_engine_that_refuses_connections_is_left_alone(deploy: Deploy) -> None:
+async def test_engine_that_refuses_connections_is_left_alone(deploy: Deploy) -> None:
     """After two refusals in a row, without waiting for a health check."""
     gateway = await deploy(2, 1)
     await gateway.prefillers[0].kill()
@@ -120,7 +120,7 @@ async def test_an_engine_that_refuses_connections_is_left_alone(deploy: Deploy) 
     assert gateway.metrics("pdproxy_retries_total") == {("connect", "prefill"): 2.0}
 
 
-async def test_a_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
+async def test_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
     health = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "rise": 1}
     gateway = await deploy(1, 1, health=health, admission={"wait_seconds": 0.5})
     (prefiller,) = gateway.prefillers
@@ -148,7 +148,7 @@ def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sect
     return replace(current, settings=Settings.model_validate(settings), client_keys=client_keys, slots=slots)
 
 
-async def test_what_is_applied_holds_for_the_next_request(gateway: Deployment) -> None:
+async def test_reload_applies_to_the_next_request(gateway: Deployment) -> None:
     decoder = gateway.decoders[0]
 
     async def status(**fields: Any) -> int:
@@ -173,7 +173,7 @@ async def test_what_is_applied_holds_for_the_next_request(gateway: Deployment) -
     assert await status() == 504
 
 
-async def test_what_is_applied_holds_for_connections_single_hops_and_orphaned_kv(gateway: Deployment) -> None:
+async def test_reload_applies_to_connections_single_hops_and_orphaned_kv(gateway: Deployment) -> None:
     worker = gateway.worker
     gateway.worker.apply(
         changed(
@@ -196,7 +196,7 @@ async def test_what_is_applied_holds_for_connections_single_hops_and_orphaned_kv
         assert response.status == 503
 
 
-async def test_what_is_applied_holds_for_the_choice_of_backends(gateway: Deployment) -> None:
+async def test_reload_applies_to_the_choice_of_backends(gateway: Deployment) -> None:
     worker = gateway.worker
     worker.apply(
         changed(
@@ -219,7 +219,7 @@ async def test_what_is_applied_holds_for_the_choice_of_backends(gateway: Deploym
     await until(lambda: not worker.joiner.joining(Role.DECODE), "the absent instance to be given up at once")
 
 
-async def test_an_ejection_is_counted(deploy: Deploy) -> None:
+async def test_ejection_is_counted(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     pool = gateway.worker.pools.decode
     stalled = pool.backends()[0]
@@ -227,7 +227,7 @@ async def test_an_ejection_is_counted(deploy: Deploy) -> None:
     assert gateway.metrics("pdproxy_instance_ejected_total") == {(stalled.name, "stall", "decode"): 1.0}
 
 
-async def test_what_is_applied_holds_for_administrators(gateway: Deployment) -> None:
+async def test_reload_applies_to_administrators(gateway: Deployment) -> None:
     async def status(key: str) -> int:
         url, headers = gateway.url + "/reset_prefix_cache", {"X-Admin-Key": key}
         async with gateway.session.post(url, headers=headers) as response:
@@ -248,7 +248,7 @@ async def test_what_is_applied_holds_for_administrators(gateway: Deployment) -> 
     assert await add(instance) == ""
 
 
-async def test_the_log_tells_as_much_as_is_applied(gateway: Deployment) -> None:
+async def test_log_tells_as_much_as_is_applied(gateway: Deployment) -> None:
     logger = logging.getLogger("proxy")
     before = logger.level
     try:
@@ -261,7 +261,7 @@ async def test_the_log_tells_as_much_as_is_applied(gateway: Deployment) -> None:
 # Draining
 
 
-async def test_a_drain_tells_every_so_often_how_much_is_left(
+async def test_drain_tells_every_so_often_how_much_is_left(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "_LEFT_EVERY_SECONDS", 0.001)

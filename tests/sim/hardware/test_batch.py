@@ -68,7 +68,7 @@ class Machine:
                 self.batch.submit(left.pop(0)[1], self.now)
 
 
-def test_a_prompt_takes_what_its_tokens_and_their_attention_take() -> None:
+def test_prompt_takes_what_its_tokens_and_their_attention_take() -> None:
     machine, work = Machine(), Work(100, 1)
     machine.run([(0.0, work)])
     assert machine.ends[work][0] == pytest.approx(0.1 + 0.1 + 1e-6 * 100 * 50)
@@ -83,7 +83,7 @@ def test_chunks_of_a_prompt_take_as_long_as_the_whole() -> None:
     assert parts.batch.busy_seconds == pytest.approx(COST.prefill(100))
 
 
-def test_what_is_cached_is_not_computed_but_attended_to() -> None:
+def test_cached_tokens_are_attended_to_but_not_computed() -> None:
     machine = Machine()
     names = list(range(20))
     machine.run([(0.0, Work(200, 1, names))])
@@ -123,7 +123,7 @@ def test_kv_that_a_decoder_will_fetch_stays_in_use_until_it_is_given_back() -> N
     assert machine.batch.blocks.used == 0
 
 
-def test_who_came_last_is_preempted_when_memory_is_short_and_computes_again() -> None:
+def test_newest_request_is_preempted_and_computed_again() -> None:
     machine = Machine(Shape(8, 1000, 220, 10), transfer_seconds=0.0)
     one, two = Work(100, 60, awaits_kv=True), Work(100, 60, awaits_kv=True)
     machine.run([(0.0, one), (0.0, two)])
@@ -134,7 +134,7 @@ def test_who_came_last_is_preempted_when_memory_is_short_and_computes_again() ->
     assert machine.batch.blocks.used == 0
 
 
-def test_what_cannot_fit_is_refused() -> None:
+def test_request_larger_than_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         Machine(Shape(8, 1000, 200, 10)).batch.submit(Work(150, 60), 0.0)
 

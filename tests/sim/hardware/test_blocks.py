@@ -17,7 +17,7 @@ def taken(blocks: KvBlocks, names: str, count: int) -> Held:
     return held
 
 
-def test_a_prompt_finds_the_blocks_of_one_that_begins_alike() -> None:
+def test_prompt_finds_the_blocks_of_one_that_begins_alike() -> None:
     blocks = KvBlocks(10)
     taken(blocks, "abc", 4)
     assert (blocks.hit("abd"), blocks.hit("xbc"), blocks.hit("abcd")) == (2, 0, 3)
@@ -38,7 +38,7 @@ def test_unused_blocks_stay_until_their_room_is_needed() -> None:
     assert (blocks.hit("abc"), blocks.evicted) == (2, 1), "the tail goes first"
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_goes_first() -> None:
     blocks = KvBlocks(4)
     first = taken(blocks, "ab", 2)
     blocks.give_back(first)
@@ -48,7 +48,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert (blocks.hit("ab"), blocks.hit("xy")) == (2, 0)
 
 
-def test_what_does_not_fit_takes_nothing() -> None:
+def test_oversized_request_takes_no_blocks() -> None:
     blocks = KvBlocks(4)
     held = taken(blocks, "ab", 3)
     assert blocks.take("abc", 5) is None
@@ -58,7 +58,7 @@ def test_what_does_not_fit_takes_nothing() -> None:
     assert (blocks.used, blocks.hit("ab")) == (0, 2)
 
 
-def test_what_two_compute_at_the_same_time_is_there_twice_and_cached_once() -> None:
+def test_blocks_computed_twice_at_once_are_cached_once() -> None:
     blocks = KvBlocks(10)
     one, two = blocks.take("ab", 2), blocks.take("ab", 2)
     assert one is not None
@@ -71,7 +71,7 @@ def test_what_two_compute_at_the_same_time_is_there_twice_and_cached_once() -> N
     assert (blocks.used, blocks.cached) == (0, 2)
 
 
-def test_what_was_given_back_is_given_back_once() -> None:
+def test_blocks_are_freed_once() -> None:
     blocks = KvBlocks(10)
     held = taken(blocks, "abc", 5)
     other = taken(blocks, "abd", 5)
@@ -82,7 +82,7 @@ def test_what_was_given_back_is_given_back_once() -> None:
     assert blocks.used == 0
 
 
-def test_what_is_cached_can_be_forgotten() -> None:
+def test_cached_blocks_can_be_dropped() -> None:
     blocks = KvBlocks(10)
     blocks.give_back(taken(blocks, "ab", 2))
     held = taken(blocks, "xy", 2)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ASKED = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "stream": True}
 
 
-async def test_the_report_agrees_with_a_running_gateways_metrics(
+async def test_report_agrees_with_a_running_gateways_metrics(
     deploy: Deploy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # the address is asked directly
@@ -39,7 +39,7 @@ async def test_the_report_agrees_with_a_running_gateways_metrics(
     assert table.rstrip().endswith(".")
 
 
-def test_a_gateway_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gateway_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "--metrics", "http://127.0.0.1:1/metrics"]) == 1
     assert capsys.readouterr().err.startswith("pdproxy advise: http://127.0.0.1:1/metrics does not answer: ")
 

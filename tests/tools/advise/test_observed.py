@@ -43,7 +43,7 @@ def seen(*expositions: str, token_seconds: float = 0.1, streams_when_full: float
     return observed(samples, token_seconds, streams_when_full)
 
 
-def test_a_prefiller_is_busy_while_it_computes_and_not_while_it_keeps_kv() -> None:
+def test_prefiller_is_busy_while_it_computes_and_not_while_it_keeps_kv() -> None:
     found = seen(
         exposition(computing=(5, 0)),
         exposition(computing=(7, 1), tokens=10),
@@ -53,7 +53,7 @@ def test_a_prefiller_is_busy_while_it_computes_and_not_while_it_keeps_kv() -> No
     assert found.split.prefill_busy == pytest.approx((0.5 + 1.0 + 0.5 + 0.0) / 4)
 
 
-def test_what_waits_and_what_is_refused_was_asked_for_too() -> None:
+def test_demand_includes_queued_and_refused_requests() -> None:
     full = (9, 9)
     found = seen(
         exposition(computing=full, prefilled=100, waiting=10, refused=5),
@@ -62,7 +62,7 @@ def test_what_waits_and_what_is_refused_was_asked_for_too() -> None:
     assert found.split.prefill_busy == pytest.approx(1.5)
 
 
-def test_a_decoder_is_as_busy_as_its_streams_are_many() -> None:
+def test_decoder_is_as_busy_as_its_streams_are_many() -> None:
     """400 stream seconds in 20 s are 20 streams, at two decoders; the third is down."""
     found = seen(
         exposition(decoders_up=(1, 1, 0)),
@@ -74,7 +74,7 @@ def test_a_decoder_is_as_busy_as_its_streams_are_many() -> None:
     assert (found.split.decoders, found.split.decode_busy) == (2, pytest.approx(0.5))
 
 
-def test_where_decoders_are_full_is_read_off_how_their_pace_changes() -> None:
+def test_capacity_of_decoders_is_estimated_from_their_pace() -> None:
     """A token takes 20 ms and 4 ms more for each stream: 100 ms with 20 of them."""
     texts, streams, tokens = [exposition()], 0.0, 0.0
     for each in (4, 6, 8, 10, 12, 8):
@@ -87,7 +87,7 @@ def test_where_decoders_are_full_is_read_off_how_their_pace_changes() -> None:
     assert not found.notes
 
 
-def test_a_guess_is_called_one() -> None:
+def test_guess_is_called_one() -> None:
     found = seen(exposition(), exposition(streams=100.0, tokens=2000))
     assert found.split.decode_busy == pytest.approx(0.05 / 0.1)
     assert "--decode-streams" in found.notes[0]
@@ -111,6 +111,6 @@ def test_several_gateways_are_added_up() -> None:
         (("pdproxy_queued_requests many\n",), "these are no metrics: "),
     ],
 )
-def test_a_missing_metric_is_named(texts: tuple[str, ...], why: str) -> None:
+def test_missing_metric_is_named(texts: tuple[str, ...], why: str) -> None:
     with pytest.raises(Unknown, match=why):
         seen(*texts)

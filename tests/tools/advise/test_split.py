@@ -7,7 +7,7 @@ import pytest
 from proxy.tools.advise import Split, advised, verdict
 
 
-def test_a_sides_work_spreads_over_more_instances_and_piles_up_on_fewer() -> None:
+def test_sides_work_spreads_over_more_instances_and_piles_up_on_fewer() -> None:
     now, more, fewer = Split(4, 5, 0.8, 0.4).alternatives()
     assert (now.carries, now.bottleneck) == (pytest.approx(1.25), "prefill")
     assert (more.name, more.prefill_busy, more.decode_busy) == ("5P4D", pytest.approx(0.64), pytest.approx(0.5))
@@ -30,11 +30,11 @@ def test_a_sides_work_spreads_over_more_instances_and_piles_up_on_fewer() -> Non
         (Split(4, 4, 0.0, 0.0), "4P4D"),
     ],
 )
-def test_the_recommended_split_carries_more_and_keeps_both_roles(now: Split, best: str) -> None:
+def test_recommended_split_carries_more_and_keeps_both_roles(now: Split, best: str) -> None:
     assert advised(now).name == best
 
 
-def test_the_verdict_is_a_sentence() -> None:
+def test_verdict_is_a_sentence() -> None:
     assert verdict(Split(4, 4, 0.9, 0.3)) == (
         "Prefillers are the bottleneck: moving a decoder to prefill (5P3D) would carry 25% more load."
     )

@@ -119,7 +119,7 @@ FLEETS = {
 
 
 @pytest.mark.parametrize("name", FLEETS)
-async def test_a_fleet_that_was_started_by_its_scripts_is_as_its_topology_says(name: str) -> None:
+async def test_fleet_that_was_started_by_its_scripts_is_as_its_topology_says(name: str) -> None:
     looked = await looked_at(on_loopback(name))
     assert [engine.options.role for engine in looked.fleet] == FLEETS[name]
     assert looked.told() == []
@@ -130,7 +130,7 @@ async def test_a_fleet_that_was_started_by_its_scripts_is_as_its_topology_says(n
 
 
 @pytest.mark.parametrize("name", ["kimi-k2.6-1p1d", "kimi-k2.6-sglang-1p1d"])
-async def test_the_rendered_gateway_hands_over_between_the_rendered_engines(name: str) -> None:
+async def test_rendered_gateway_hands_over_between_the_rendered_engines(name: str) -> None:
     plan = on_loopback(name)
     async with started(plan) as fleet:
         found = await examine(load_gateway(plan, {}, Path()).settings)
@@ -172,7 +172,7 @@ DRIFTS: dict[str, tuple[Change, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", DRIFTS)
-async def test_an_engine_that_differs_is_named(name: str) -> None:
+async def test_engine_that_differs_is_named(name: str) -> None:
     change, expected = DRIFTS[name]
     looked = await looked_at(on_loopback("kimi-k2.6-1p1d"), change)
     for check, words in expected:
@@ -198,7 +198,7 @@ def examined(port: int, **told: Any) -> Examined:
     return Examined(backend=Backend(Role.DECODE, "141.0.0.3", port, slot=0), facts=facts, **told)
 
 
-def test_a_rank_of_another_group_is_named() -> None:
+def test_rank_of_another_group_is_named() -> None:
     plan = plan_of("kimi-k2.6-2p2d")
     launch = plan.of("decode")[0]
     found = [
@@ -213,13 +213,13 @@ def test_a_rank_of_another_group_is_named() -> None:
     ("version", "is_right"),
     [("0.20.0", True), ("v0.20.1rc1", True), ("0.20", True), ("0.201.0", False), ("0.21.0", False), ("1.0.20", False)],
 )
-def test_a_version_is_that_of_the_topology_or_a_patch_of_it(version: str, is_right: bool) -> None:
+def test_version_is_that_of_the_topology_or_a_patch_of_it(version: str, is_right: bool) -> None:
     plan = plan_of("kimi-k2.6-2p2d", version="0.20")
     assert (not list(check_version(examined(7100, version=version), plan.of("decode")[0], plan))) is is_right
 
 
 @pytest.mark.parametrize("words", [["check"], ["render", "--check"]], ids=" ".join)
-def test_a_fleet_that_is_not_there_is_a_table_and_exit_code_2(
+def test_fleet_that_is_not_there_is_a_table_and_exit_code_2(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "fleet.yaml"

@@ -92,12 +92,12 @@ def rendered_for(name: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_a_topology_gives_the_guides_own_commands(name: str) -> None:
+def test_topology_gives_the_guides_own_commands(name: str) -> None:
     assert rendered_for(name) == guide_of(name)
 
 
 @pytest.mark.parametrize("name", [name for name in GUIDES if "2p2d" in name])
-def test_the_gateway_has_the_engines_of_the_guides_proxy_line(name: str) -> None:
+def test_gateway_has_the_engines_of_the_guides_proxy_line(name: str) -> None:
     line = yaml.safe_load((HERE / "guides" / f"{name}.yaml").read_text())["proxy"]
     theirs, ours = load(line.split(), {}).settings, Settings.model_validate(gateway_of(files_of(name)))
     assert (ours.prefill, ours.decode, ours.listen) == (theirs.prefill, theirs.decode, theirs.listen)
@@ -111,7 +111,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_topology_has_the_sizes_of_the_guides_table(name: str) -> None:
+def test_topology_has_the_sizes_of_the_guides_table(name: str) -> None:
     found: dict[str, set[tuple[int, ...]]] = {}
     devices: dict[str, list[str]] = {}
     for node, command in engines(files_of(name)):
@@ -128,11 +128,11 @@ def test_every_topology_is_held_against_its_guide() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_topology_is_not_refused_and_nothing_is_to_be_said_of_it(name: str) -> None:
+def test_shipped_topology_is_not_refused_and_nothing_is_to_be_said_of_it(name: str) -> None:
     assert refusals(plan_of(name)) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_rendered_is_as_it_was(name: str) -> None:
+def test_rendered_files_equal_the_recorded_ones(name: str) -> None:
     """After a change that is meant: `pdproxy launch render configs/topologies/X.yaml > golden/X.txt`."""
     assert as_text(files_of(name)) == (HERE / "golden" / f"{name}.txt").read_text()

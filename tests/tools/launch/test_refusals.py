@@ -183,7 +183,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "subject", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_what_would_not_work_is_refused(changes: dict[str, Any], subject: str, words: str) -> None:
+def test_topologies_that_cannot_work_are_refused(changes: dict[str, Any], subject: str, words: str) -> None:
     found = refusals(plan_of(GUIDE, **changes))
     assert (Severity.FAILURE, subject, words) in [(each.severity, each.subject, each.words) for each in found]
     assert all(each.hint for each in found)
@@ -201,11 +201,11 @@ WARNED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), [row[1:] for row in WARNED], ids=[row[0] for row in WARNED])
-def test_a_topology_that_works_badly_is_a_warning(changes: dict[str, Any], words: str) -> None:
+def test_topology_that_works_badly_is_a_warning(changes: dict[str, Any], words: str) -> None:
     assert [(each.severity, each.words) for each in refusals(plan_of(GUIDE, **changes))] == [(Severity.WARNING, words)]
 
 
-def test_a_decoder_with_fewer_devices_for_each_rank_is_joined() -> None:
+def test_decoder_with_fewer_devices_for_each_rank_is_joined() -> None:
     assert (
         refusals(plan_of(GUIDE, roles__decode__dp=16, roles__decode__tp=2, roles__decode__groups=[["d0", "d1"]])) == []
     )
@@ -248,5 +248,5 @@ MIXED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), MIXED)
-def test_a_fleet_that_hands_nothing_over_is_looked_at_too(name: str, changes: dict[str, Any], words: list[str]) -> None:
+def test_fleet_that_hands_nothing_over_is_looked_at_too(name: str, changes: dict[str, Any], words: list[str]) -> None:
     assert [each.words for each in refusals(plan_of(name, **changes))] == words

@@ -18,7 +18,7 @@ def flags_on(node: str, name: str, **changes: Any) -> list[Flags]:
     return [command.flags for its, command in engines(files) if its == node]
 
 
-def test_a_node_has_its_own_ports_before_those_of_its_role() -> None:
+def test_node_has_its_own_ports_before_those_of_its_role() -> None:
     d1 = {"node": "d1", "ranks": "4-7", "port": 8100, "kv_port": 40000}
     groups = [[{"node": "d0", "ranks": "0-3"}, d1]]
     engines_of = {node: flags_on(node, GUIDE, roles__decode__groups=groups) for node in ("d0", "d1")}
@@ -31,12 +31,12 @@ def test_a_node_has_its_own_ports_before_those_of_its_role() -> None:
     assert tree["decode"] == ["141.0.0.3:7100-7103", "141.0.0.4:8100-8103"]
 
 
-def test_a_role_takes_a_common_option_away_with_null() -> None:
+def test_role_takes_a_common_option_away_with_null() -> None:
     changes = {"roles__decode__options__seed": None, "roles__prefill__options__seed": 7}
     assert [flags_on(node, GUIDE, **changes)[0].get("--seed") for node in ("p0", "d0")] == ["7", None]
 
 
-def test_a_single_rank_has_no_address_for_other_ranks() -> None:
+def test_single_rank_has_no_address_for_other_ranks() -> None:
     changes: dict[str, Any] = {"launcher": "serve_ranks", "roles__prefill__dp": 1, "roles__prefill__tp": 16}
     (flags,) = flags_on("p0", GUIDE, **changes)
     assert [flag for flag in flags if "data-parallel" in flag] == []
@@ -55,7 +55,7 @@ def test_engines_of_one_node_each_have_their_devices() -> None:
     assert gateway_of(rendered(plan))["decode"] == ["141.0.0.1:8000", "141.0.0.1:8001"]
 
 
-def test_an_ipv6_address_is_in_brackets_where_a_port_follows() -> None:
+def test_ipv6_address_is_in_brackets_where_a_port_follows() -> None:
     nodes = {"p0": {"address": "2001:db8::1"}, "d0": {"address": "2001:db8::2"}, "d1": {"address": "2001:db8::3"}}
     more: dict[str, Any] = {"roles__decode__groups": [["d0", "d1"]], "roles__decode__tp": 32}
     files = rendered(plan_of("kimi-k2.6-sglang-1p1d", nodes=nodes, **more))

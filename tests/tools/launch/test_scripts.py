@@ -35,7 +35,7 @@ def run(script: str, environment: dict[str, str], *words: str) -> list[list[str]
     return sorted([Path(program).name, *rest] for program, *rest, _ in told)
 
 
-def test_the_template_gives_vllm_what_it_says(shell: dict[str, str]) -> None:
+def test_template_gives_vllm_what_it_says(shell: dict[str, str]) -> None:
     """Also to the shell, whose quoting is not that of the reader of the other tests."""
     template = files_of("kimi-k2.6-2p2d")["d1/run_dp_template.sh"]
     words = ["0,1,2,3", "7100", "8", "4", "141.0.0.3", "12321", "4"]
@@ -53,7 +53,7 @@ def test_variables_may_name_others_and_run_nothing(shell: dict[str, str]) -> Non
     assert a == f'{shell["TOLD"]}/a:/home "$(vllm)" `vllm` \\ $1'
 
 
-def test_a_rank_that_ends_takes_the_others_of_its_node_with_it(shell: dict[str, str]) -> None:
+def test_rank_that_ends_takes_the_others_of_its_node_with_it(shell: dict[str, str]) -> None:
     programs = Path(shell["PATH"])
     (programs / "vllm").write_text('#!/bin/bash\n[[ "$*" != *"--port 7101"* ]] && exec /bin/sleep 60\n')
     (programs / "sleep").symlink_to("/bin/true")

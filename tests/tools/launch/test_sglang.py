@@ -10,7 +10,7 @@ GUIDE = "kimi-k2.6-sglang-1p1d"
 TWO = {"nodes__d1": {"address": "141.0.0.3"}, "roles__decode__groups": [["d0", "d1"]], "roles__decode__rpc_port": 5000}
 
 
-def test_a_group_of_two_nodes_meets_at_the_first_and_has_its_endpoint_there() -> None:
+def test_group_of_two_nodes_meets_at_the_first_and_has_its_endpoint_there() -> None:
     files = rendered(plan_of(GUIDE, roles__decode__tp=32, **TWO))
     decoders = {node: command.flags for node, command in engines(files) if node.startswith("d")}
     names = ("--nnodes", "--node-rank", "--dist-init-addr", "--tp-size", "--port")
@@ -35,13 +35,13 @@ def test_prefiller_and_decoder_may_share_a_node() -> None:
     assert devices == ["0,1,2,3,4,5,6,7", "8,9,10,11,12,13,14,15"]
 
 
-def test_the_ports_behind_the_meeting_place_are_taken() -> None:
+def test_ports_behind_the_meeting_place_are_taken() -> None:
     found = refusals(plan_of(GUIDE, roles__decode__tp=32, **TWO | {"roles__decode__rpc_port": 7997}))
     assert [each.words for each in found] == [
         "the API of decode-0 (8001) would collide with rpc_port of decode-0 (7997-8002)"
     ]
 
 
-def test_a_bootstrap_server_has_a_separate_port() -> None:
+def test_bootstrap_server_has_a_separate_port() -> None:
     (found,) = refusals(plan_of(GUIDE, roles__prefill__bootstrap_port=8000))
     assert found.words == "the API of prefill-0 (8000) would collide with bootstrap_port of prefill-0 (8000)"

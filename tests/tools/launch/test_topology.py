@@ -57,7 +57,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("text", "words"), MISTAKES, ids=[words for _, words in MISTAKES])
-def test_a_mistake_is_one_sentence(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_is_one_sentence(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(text)
     assert main(["launch", "render", str(file)]) == 2
@@ -84,7 +84,7 @@ def test_files_are_written_for_each_node_and_scripts_can_be_run(
     assert len(capsys.readouterr().out.splitlines()) == len(files)
 
 
-def test_what_is_refused_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_topology_writes_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(LEAST.replace("devices: 8", "devices: 4"))
     assert main(["launch", "render", "--output", str(tmp_path / "out"), str(file)]) == 2

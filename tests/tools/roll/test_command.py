@@ -34,7 +34,7 @@ async def roll(gateway: Deployment, path: Path, *words: str) -> asyncio.subproce
     )
 
 
-async def test_a_hook_restarts_each_and_ctrl_c_ends_it_when_none_is_away(deploy: Deploy, tmp_path: Path) -> None:
+async def test_hook_restarts_each_and_ctrl_c_ends_it_when_none_is_away(deploy: Deploy, tmp_path: Path) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     first, second = gateway.decoders
     hook = "echo {role} {host} {port} {address} >> hooks; while test ! -e go; do sleep 0.05; done"
@@ -63,7 +63,7 @@ async def test_a_hook_restarts_each_and_ctrl_c_ends_it_when_none_is_away(deploy:
     assert not (tmp_path / "pdproxy-roll-decode.json").exists()
 
 
-async def test_a_failing_hook_is_reported(deploy: Deploy, tmp_path: Path) -> None:
+async def test_failing_hook_is_reported(deploy: Deploy, tmp_path: Path) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     rolling = await roll(gateway, tmp_path, "--hook", "exit 3")
     said, _ = await rolling.communicate()
@@ -74,7 +74,7 @@ async def test_a_failing_hook_is_reported(deploy: Deploy, tmp_path: Path) -> Non
     )
 
 
-async def test_a_dry_run_tells_the_plan(
+async def test_dry_run_tells_the_plan(
     deploy: Deploy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_mistakes_are_one_line(flags: list[str], capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("key", "problem"), [("s3cr3t\ns3cr3t", "must be printable ASCII"), ("\n", "is empty")])
-def test_an_admin_key_that_cannot_be_sent_is_refused_and_not_told(
+def test_admin_key_that_cannot_be_sent_is_refused_and_not_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, problem: str
 ) -> None:
     (tmp_path / "key").write_text(key)
@@ -134,7 +134,7 @@ def test_an_admin_key_that_cannot_be_sent_is_refused_and_not_told(
         (("--hook", "x {host.name}"), "--hook: knows {address}"),
     ],
 )
-def test_a_mistake_in_a_flag_is_one_sentence(
+def test_mistake_in_a_flag_is_one_sentence(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str
 ) -> None:
     assert main(["roll", "--role", "decode", "--hook", "x", *words]) == 2
@@ -143,7 +143,7 @@ def test_a_mistake_in_a_flag_is_one_sentence(
     assert "s3cr3t" not in told
 
 
-def test_a_server_that_is_no_gateway_is_reported(
+def test_server_that_is_no_gateway_is_reported(
     unused_tcp_port: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     class Other(BaseHTTPRequestHandler):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "roll.json"
     before = RollProgress.taken_up(path, "decode", "yesterday")
     assert not before.is_begun
@@ -28,7 +28,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"role": "decode", "done": 1, "began": "now", "current": null}'])
-def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
     with pytest.raises(SettingsError, match="does not say how far a roll has come"):
         RollProgress.taken_up(tmp_path / "x", "decode", "now")
@@ -42,7 +42,7 @@ def test_progress_of_another_role_is_refused(tmp_path: Path) -> None:
         RollProgress.taken_up(tmp_path / "x", "decode", "now")
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     progress = RollProgress(tmp_path / "gone" / "state", "decode", "now")
     with pytest.raises(SettingsError, match=r"^--state .*/gone/state cannot be written: no such file or directory$"):
         progress.taking("d:1")

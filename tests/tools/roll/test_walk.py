@@ -117,7 +117,7 @@ async def test_nobody_notices(deploy: Deploy, tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
-async def test_it_stops_when_clients_see_requests_fail(deploy: Deploy) -> None:
+async def test_roll_stops_when_requests_of_clients_fail(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED, resume={"mode": "off"})
     roll = Roll(gateway)
     async with load(gateway, 2, holds=True):
@@ -127,7 +127,7 @@ async def test_it_stops_when_clients_see_requests_fail(deploy: Deploy) -> None:
     assert await memberships(gateway) == ["enabled", "enabled"]
 
 
-async def test_it_is_stopped_while_an_instance_drains_and_is_taken_up_again(deploy: Deploy, tmp_path: Path) -> None:
+async def test_roll_stopped_during_a_drain_can_be_resumed(deploy: Deploy, tmp_path: Path) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     first, second = map(name_of, gateway.decoders)
     roll = Roll(gateway, tmp_path / "state", evacuate_after_seconds=None)
@@ -153,7 +153,7 @@ async def test_it_is_stopped_while_an_instance_drains_and_is_taken_up_again(depl
     assert roll.told[0] == f"{first} is left out: it was restarted before"
 
 
-async def test_an_instance_whose_hook_fails_stays_away_until_it_is_taken_up(deploy: Deploy, tmp_path: Path) -> None:
+async def test_instance_whose_hook_fails_stays_away_until_it_is_taken_up(deploy: Deploy, tmp_path: Path) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     first, second = map(name_of, gateway.decoders)
     roll = Roll(gateway, tmp_path / "state")
@@ -167,7 +167,7 @@ async def test_an_instance_whose_hook_fails_stays_away_until_it_is_taken_up(depl
     assert await memberships(gateway) == ["enabled", "enabled"]
 
 
-async def test_an_instance_disabled_before_is_left_out(deploy: Deploy) -> None:
+async def test_instance_disabled_before_is_left_out(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow(), slow()], health=PROBED)
     first, second, third = map(name_of, gateway.decoders)
     body = {"type": "decode", "instances": second}
@@ -206,7 +206,7 @@ def test_models_that_only_one_instance_serves() -> None:
     assert lost_without(serving(), [serving("kimi")]) == set()
 
 
-async def test_the_only_instance_of_a_model_counts_as_the_only_one(deploy: Deploy) -> None:
+async def test_only_instance_of_a_model_counts_as_the_only_one(deploy: Deploy) -> None:
     prefillers = [SimulatedEngine(role="prefill", model=model) for model in "ab"]
     decoders = [SimulatedEngine(role="decode", model=model) for model in "aba"]
     gateway = await deploy(prefillers, decoders, health=PROBED)
@@ -218,7 +218,7 @@ async def test_the_only_instance_of_a_model_counts_as_the_only_one(deploy: Deplo
     assert roll.restarts == [first, third]
 
 
-async def test_the_only_instance_is_restarted_if_that_is_said(deploy: Deploy) -> None:
+async def test_only_instance_is_restarted_if_that_is_said(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow()], health=PROBED)
     with pytest.raises(RollStopped, match="there are no 1 others to serve"):
         await Roll(gateway).goes()
@@ -228,7 +228,7 @@ async def test_the_only_instance_is_restarted_if_that_is_said(deploy: Deploy) ->
     assert roll.told[1] == ("  No decode instance is left: requests that need one are rejected until one is enabled.")
 
 
-async def test_an_instance_that_does_not_come_back_ends_it(deploy: Deploy, tmp_path: Path) -> None:
+async def test_instance_that_does_not_come_back_ends_it(deploy: Deploy, tmp_path: Path) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     roll = Roll(gateway, tmp_path / "state", ready_seconds=0.2)
     roll.while_away = lambda: gateway.decoders[0].faults.add("refuse_status", path="/health")
@@ -244,7 +244,7 @@ async def test_unknown_instances_are_reported(deploy: Deploy) -> None:
         await Roll(gateway).goes(("a:1", "b:2"))
 
 
-async def test_a_gateway_that_is_away_for_good_is_one_sentence(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gateway_that_is_away_for_good_is_one_sentence(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.tools.roll.gateways._PATIENCE_SECONDS", 0.0)
     gateway = await deploy(1, 2)
     roll = Roll(gateway)
@@ -253,7 +253,7 @@ async def test_a_gateway_that_is_away_for_good_is_one_sentence(deploy: Deploy, m
         await roll.goes()
 
 
-async def test_a_refusal_of_a_gateway_is_reported_with_its_text(deploy: Deploy) -> None:
+async def test_refusal_of_a_gateway_is_reported_with_its_text(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, auth={"admin_key": "canary"})
     with pytest.raises(GatewayTrouble, match="answers 401: this route needs the admin key"):
         await Roll(gateway).goes()

@@ -16,7 +16,7 @@ STATE = 'pdproxy_instance_state{role="decode",address="10.0.0.3:7100"}'
 REQUESTS = 'pdproxy_instance_requests_total{role="decode",address="10.0.0.3:7100",result="%s"}'
 
 
-def test_a_rate_is_growth_by_time() -> None:
+def test_rate_is_growth_by_time() -> None:
     before = scrape(10.0, 'pdproxy_tokens_total{kind="completion"} 100', 'pdproxy_tokens_total{kind="prompt"} 5')
     after = scrape(12.0, 'pdproxy_tokens_total{kind="completion"} 500', 'pdproxy_tokens_total{kind="prompt"} 5')
     assert rate(before, after, "pdproxy_tokens_total", kind="completion") == 200.0
@@ -24,13 +24,13 @@ def test_a_rate_is_growth_by_time() -> None:
     assert rate(before, after, "pdproxy_other_total") == 0.0
 
 
-def test_a_counter_that_was_reset_has_grown_by_its_value() -> None:
+def test_counter_that_was_reset_has_grown_by_its_value() -> None:
     before, after = scrape(0.0, "pdproxy_x_total 100"), scrape(1.0, "pdproxy_x_total 7")
     assert growth(before, after, "pdproxy_x_total") == {(): 7.0}
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.5, 1.0), (0.75, 1.5), (0.95, 1.9)])
-def test_a_quantile_is_that_of_prometheus(share: float, seconds: float) -> None:
+def test_quantile_is_that_of_prometheus(share: float, seconds: float) -> None:
     before = scrape(0.0, *(f'pdproxy_t_bucket{{le="{bound}"}} 3' for bound in ("1.0", "2.0", "+Inf")))
     counts = (("1.0", 53), ("2.0", 103), ("+Inf", 103))
     after = scrape(1.0, *(f'pdproxy_t_bucket{{le="{bound}"}} {count}' for bound, count in counts))
@@ -38,7 +38,7 @@ def test_a_quantile_is_that_of_prometheus(share: float, seconds: float) -> None:
     assert quantile(after, after, "pdproxy_t", share) is None
 
 
-def test_an_instance_has_a_row_with_its_problems() -> None:
+def test_instance_has_a_row_with_its_problems() -> None:
     misfit = 'pdproxy_instance_misfit{role="decode",address="10.0.0.3:7100",kind="kv_not_fetched"} 1'
     before = scrape(0.0, f"{REQUESTS % 'ok'} 10", f"{REQUESTS % 'reset'} 0")
     after = scrape(2.0, f"{STATE} 3", misfit, f"{REQUESTS % 'ok'} 14", f"{REQUESTS % 'reset'} 2")
@@ -56,7 +56,7 @@ def test_text_and_table_say_the_same() -> None:
     assert "\x1b" not in as_text(shown)
 
 
-def test_a_gateway_that_is_away_is_said_to_be_and_its_return_is_no_growth() -> None:
+def test_gateway_that_is_away_is_said_to_be_and_its_return_is_no_growth() -> None:
     shown, before = _look("127.0.0.1", 9, scrape(0.0, "pdproxy_requests_total 5"))
     assert before is None
     assert "does not answer" in as_text(shown)
