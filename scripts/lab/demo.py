@@ -30,11 +30,11 @@ MORE_REQUESTS: Final = 18
 SHOWN: Final = re.compile(r"^pdproxy_(?:instance_requests|resumes|resumed_tokens)_total.* [1-9].*$", re.MULTILINE)
 
 
-def main() -> None:
-    """Run the demo."""
+def main(port: int | None = None) -> None:
+    """Run the demo. `port`: port of the gateway; None: 1999 if it is free."""
     unwind_on_signals()
     with Fleet() as fleet:
-        gateway = start(fleet, gateway_port())
+        gateway = start(fleet, port or gateway_port())
         print(f"\nready: {gateway.url}\n\nPOST /v1/chat/completions, streamed:\n")
         streamed = streamed_answer(gateway, fleet)
         is_same = streamed == whole_answer(gateway, QUESTION, TOKENS)

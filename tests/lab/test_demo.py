@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lab.common.processes import clean_environment
+from lab.common.processes import clean_environment, quiet_ports
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_demo_resumes_the_answer_of_a_killed_decoder() -> None:
-    command = [sys.executable, "-m", "lab.demo"]
+    # Another demo on this machine may have port 1999.
+    (port,) = quiet_ports(1)
+    command = [sys.executable, "-c", f"from lab.demo import main; main({port})"]
     done = subprocess.run(
         command,
         cwd=ROOT,

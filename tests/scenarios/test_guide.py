@@ -63,7 +63,9 @@ async def test_guides_command_and_its_request_work(guide: str, prefill: int, dec
 
         assert {answer.status for answer in answers} == {200}
         assert {answer.json["model"] for answer in answers} == {"kimi_k26"}
-        assert {len(generations(prefiller)) for prefiller in prefillers} == {times // prefill}
+        shares = [len(generations(prefiller)) for prefiller in prefillers]
+        assert sum(shares) == times
+        assert min(shares) > 0
         assert {(len(generations(decoder)), decoder.state.pulls) for decoder in decoders} == {(2, 2)}
         assert not any(prefiller.pins for prefiller in prefillers)
     body = {"model": "sim", "messages": [{"role": "user", "content": "The future of AI is"}], "max_tokens": 1024}

@@ -52,7 +52,7 @@ async def closes(link: Link) -> None:
 
 @asynccontextmanager
 async def dialing(
-    clock: Clock, *addresses: str, requests: int = 1, connect_seconds: float = 0.2
+    clock: Clock, *addresses: str, requests: int = 1, connect_seconds: float = 1.0
 ) -> AsyncIterator[Dialing]:
     """Answer this number of requests, each on a new connection."""
     timeouts = Timeouts(connect_seconds=connect_seconds)
@@ -111,7 +111,7 @@ async def test_dead_address_and_its_return_are_logged_once(clock: Clock, caplog:
 async def test_one_of_several_workers_logs_a_dead_address(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     is_news = LogOnce().is_news
-    timeouts = Timeouts(connect_seconds=0.2)
+    timeouts = Timeouts(connect_seconds=2.0)
     async with (
         desk(clock) as at,
         engine(*[closes] * 4) as server,

@@ -106,8 +106,8 @@ class World:
         links: list[Link] = []
 
         async def script(link: Link) -> None:
-            await link.answer(STREAM_HEAD)
             links.append(link)
+            await link.answer(STREAM_HEAD)
             await link.left()
 
         servers: list[asyncio.Server] = []

@@ -650,7 +650,8 @@ async def test_bootstrap_port_of_another_prefiller_does_not_blame_the_decoder(
                 f"inspector: prefill instance {address(wrong)} cannot be met by decoders: its bootstrap server is"
             )
             assert f"another prefiller's: prefill instance {address(right)} has the same" in line
-            assert gateway.metrics("pdproxy_kv_released_total") == {}
+            # On a busy machine a pin may expire first, and this connector cannot release KV.
+            assert gateway.metrics("pdproxy_kv_released_total").keys() <= {("unsupported",)}
             assert gateway.metrics("pdproxy_instance_pinned_kv") == {}
             await gateway.end()
 
