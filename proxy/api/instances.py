@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health, HealthBoard
     from proxy.balancer.incompatibilities import Incompatibilities
     from proxy.balancer.models import ServedModels
+    from proxy.balancer.policies.handoff_times import HandoffTimes
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Member, Roster, SourceStates
     from proxy.balancer.shared.scoreboard import Scoreboard
@@ -156,6 +157,8 @@ class InstanceParts:
     """Models that instances serve."""
     pool_of: Callable[[Backend], Pool]
     """Returns the pool in which an instance is compared with others."""
+    handoffs: HandoffTimes
+    """Times of handoffs between prefillers and decoders, as this worker has learned them."""
 
 
 class InstanceView:
@@ -204,6 +207,7 @@ class InstanceView:
             },
             "kv": self._parts.incompatibilities.verdict(backend) if backend.role is Role.DECODE else None,
             "kv_from": self._parts.incompatibilities.pairs(backend) if backend.role is Role.DECODE else None,
+            "slow_from": self._parts.handoffs.slow_pairs_of(backend) if backend.role is Role.DECODE else None,
             "misfits": [
                 {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
                 for misfit in self._parts.incompatibilities.of(backend)
@@ -243,6 +247,7 @@ def _described(
         "load": None,
         "kv": None,
         "kv_from": None,
+        "slow_from": None,
         "misfits": [],
         "engine": None,
     }

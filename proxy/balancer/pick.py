@@ -128,6 +128,8 @@ class PickRequest:
     for other roles."""
     proves_generation: bool = True
     """Whether a success shows that the backend can generate. Otherwise it only shows that the backend is reachable."""
+    partner: Backend | None = None
+    """Chosen backend of the other role, while pairs are slow. None: unknown, or no pair is slow."""
 
     @classmethod
     def of(
@@ -148,6 +150,12 @@ class PickRequest:
     def for_another_backend(self, avoid: Collection[Backend]) -> PickRequest:
         """Return the same request with another set of backends to avoid and without a preferred backend."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)
+
+    def for_partner(self, partner: Backend) -> PickRequest:
+        """Return the same request for a choice that considers the handoff from or to this backend."""
+        return PickRequest(
+            self.prefill, self.decode, self.subject, self.avoid, self.prefer, self.proves_generation, partner
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -210,6 +218,23 @@ class Candidate:
         return self.limit is None or self.scoreboard.running(self.backend.slot) < self.limit
 
 
+class HandoffPredictions(Protocol):
+    """Predicted times of KV handoffs; see HandoffTimes."""
+
+    @property
+    def far(self) -> Mapping[str, object]:
+        """Prefillers that have only slow pairs, by their keys."""
+
+    def extra_seconds(self, prefiller: Backend, candidates: Sequence[Candidate], tokens: int) -> list[float] | None:
+        """Return by how much each decoder's handoff from a prefiller takes longer than an ordinary one.
+
+        None: no pair of the prefiller is slow.
+        """
+
+    def least_extra_seconds(self, prefillers: Sequence[Backend], tokens: int) -> list[float]:
+        """Return by how much the fastest handoff from each prefiller takes longer than an ordinary one."""
+
+
 def _unknown(backend: Backend) -> EngineFacts | None:
     return None
 
@@ -240,6 +265,8 @@ class PolicyContext:
     """Returns the maximum lag of the event loop between two times of the clock, in seconds. None: not measured yet."""
     balance: Callable[[], Balance] | None = None
     """Returns the current settings. None: use the defaults."""
+    handoffs: HandoffPredictions | None = None
+    """Learned times of handoffs. None: they are not learned."""
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,7 @@ from proxy.balancer.engines import UNKNOWN_VERSION
 from proxy.balancer.health import ProbeFailure
 from proxy.balancer.lease import Lease
 from proxy.balancer.pick import TRIAL, PickRequest, Policy
+from proxy.balancer.policies.handoff_times import HandoffTimes
 from proxy.balancer.shared.back_offs import BackOffs
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure
@@ -84,6 +85,8 @@ class PoolParts:
     """Pinned KV on these backends. None: it is not counted."""
     quarantine: PairQuarantine | None = None
     """Quarantine that drops backends that leave. None: there is none."""
+    handoffs: HandoffTimes | None = None
+    """Handoff times that drop backends that leave. None: there are none."""
     compatibility: CompatibilityMonitor | None = None
     """Monitor that records rejected keys. None: there is none."""
     whole: Pool | None = None
@@ -118,6 +121,7 @@ class Pool:
         self._pinned_kv = parts.pinned_kv
         self._expiries = () if parts.pinned_kv is None else parts.pinned_kv.expiries
         self._quarantine = parts.quarantine
+        self._handoffs = parts.handoffs
         self._on_transition = parts.on_transition
         self._on_end = parts.on_end
         self._on_change = parts.on_change
@@ -565,7 +569,7 @@ class Pool:
         self._disabled = frozenset(member.backend for member in members if member.is_disabled)
         for gone in set(self._all).difference(backends):
             self.health.forget(gone)
-            for part in (self._pinned_kv, self._quarantine, self._compatibility):
+            for part in (self._pinned_kv, self._quarantine, self._handoffs, self._compatibility):
                 if part is not None:
                     part.forget(gone)
             self._forget(gone)
@@ -638,6 +642,8 @@ class Pools:
     """Pairs of prefillers and decoders that should not work together."""
     encode: Pool | None = None
     """Pool of encoders. None: there are none."""
+    handoffs: HandoffTimes = field(default_factory=HandoffTimes)
+    """Learned times of handoffs between prefillers and decoders."""
 
     def of(self, role: Role) -> Pool:
         """Return the pool of a role."""
@@ -645,13 +651,39 @@ class Pools:
             return self.encode
         return self.prefill if role == self.prefill.role else self.decode
 
-    def prefiller_for(self, decoder: Backend, request: PickRequest) -> Lease:
-        """Return a prefiller's lease, to be entered at once, for a request whose decoder is leased already.
+    def lease_both(self, request: PickRequest) -> tuple[Lease, Lease]:
+        """Return entered leases of a prefiller and a decoder. Raises NoBackendAvailable.
 
-        It avoids prefillers that are quarantined with this decoder, unless no other would be left.
+        They are not quarantined with each other, unless the second one to be chosen would have no other partner. The
+        decoder comes first. But while some pairs are slow the prefiller does, because the cached part of a prompt
+        usually saves more time than the best link, and the decoder is then chosen for it.
         """
-        if self.quarantine.quarantined and (partners := self.quarantine.partners_to_avoid(decoder)):
+        if not self.handoffs.slow:
+            decoder = Lease(self.decode, request)
+            decoder.__enter__()
+            return _entered(self.prefill, self._suiting(request, decoder.backend, self.prefill), decoder), decoder
+        prefiller = Lease(self.prefill, request)
+        prefiller.__enter__()
+        suiting = self._suiting(request, prefiller.backend, self.decode)
+        decoder = _entered(self.decode, suiting.for_partner(prefiller.backend), prefiller)
+        self.handoffs.note_pick(prefiller.backend, decoder.backend)
+        return prefiller, decoder
+
+    def _suiting(self, request: PickRequest, partner: Backend, pool: Pool) -> PickRequest:
+        """Return the request without the backends of a pool that are quarantined with a partner, if others are left."""
+        if self.quarantine.quarantined and (partners := self.quarantine.partners_to_avoid(partner)):
             avoid = partners.union(request.avoid)
-            if not avoid.issuperset(self.prefill.eligible()):
-                request = request.avoiding(avoid)
-        return Lease(self.prefill, request)
+            if not avoid.issuperset(pool.eligible()):
+                return request.avoiding(avoid)
+        return request
+
+
+def _entered(pool: Pool, request: PickRequest, first: Lease) -> Lease:
+    """Return an entered lease of a pool. If there is none, leave the first lease."""
+    lease = Lease(pool, request)
+    try:
+        lease.__enter__()
+    except BaseException as error:
+        first.__exit__(type(error), error, error.__traceback__)
+        raise
+    return lease

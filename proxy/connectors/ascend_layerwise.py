@@ -73,6 +73,7 @@ class AscendLayerwise(Disaggregated):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             timeline.prefill_id = timeline.decode_id = attempt_id
+            handoff.answers_after_transfer = True  # each layer is sent as soon as it is computed
             timeline.enter(Stage.HANDOFF)
             async with running(self._prefill(call, headers, callback, handoff, timeline)) as leg:
                 # The status of a streamed answer may arrive at once, but nothing more before the callback and prefill.

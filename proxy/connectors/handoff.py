@@ -12,15 +12,17 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, Self
 
 from proxy.balancer.handoff_verdicts import MIN_TOKENS
-from proxy.balancer.lease import Lease
 from proxy.common.errors import Failure, UpstreamError
+from proxy.common.terms import Stage
 from proxy.observe import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
+    from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.releaser import PrefilledKv
     from proxy.dialects.call import Call
@@ -55,9 +57,13 @@ class KvState(Enum):
 # Reading a member off its class takes as long as four calls.
 PREFILLER: Final = KvSource.PREFILLER
 DECODER: Final = KvSource.DECODER
+_PREFILL: Final = Stage.PREFILL
 _COMPUTING: Final = KvState.COMPUTING
 _HELD: Final = KvState.HELD
 _ARRIVED: Final = KvState.ARRIVED
+# Share of the predicted prefill that is not counted as handoff where the end of the prefill is only predicted. The
+# prediction includes the mean time of transfers, because it is learned from the same answers.
+_CERTAIN_PREFILL_SHARE: Final = 0.75
 _SETTLED: Final = (KvState.ARRIVED, KvState.LOST)
 
 
@@ -85,8 +91,8 @@ class KvHandoff:
     """
 
     __slots__ = (
-        *("prefiller", "decoder", "source", "kv", "failed", "state", "on_arrived"),
-        *("_context", "_call", "_request", "_timeline", "_least_tokens", "_kept"),
+        *("prefiller", "decoder", "source", "kv", "failed", "state", "on_arrived", "answers_after_transfer"),
+        *("_context", "_call", "_request", "_timeline", "_least_tokens", "_kept", "_computed_at"),
     )
 
     def __init__(
@@ -111,12 +117,15 @@ class KvHandoff:
         self.state: KvState = _COMPUTING
         self.on_arrived: Callable[[], None] | None = None
         """Called by the decoder's first output; None if the protocol does not need it."""
+        self.answers_after_transfer = False
+        """Whether the prefiller answers after it has sent the KV, so that the end of the prefill is only predicted."""
         self._context = context
         self._call = call
         self._request = request
         self._timeline = timeline
         self._least_tokens = least_tokens
         self._kept: PrefilledKv | None = None
+        self._computed_at = 0.0  # time of the prefiller's answer; 0.0: it has not arrived
 
     @property
     def is_settled(self) -> bool:
@@ -125,6 +134,7 @@ class KvHandoff:
 
     def prefilled(self, tokens: int | None, cached: int | None) -> None:
         """Record the end of the prefill, with the prompt's tokens and cached tokens as its answer reports them."""
+        self._computed_at = self._timeline.clock()
         self.prefiller.note_usage(tokens, cached)
         self.prefiller.free_compute()
 
@@ -154,6 +164,8 @@ class KvHandoff:
         else:
             if source is PREFILLER:
                 self._context.pools.quarantine.note_success(prefiller, decoder)
+                if self._call.stream and not self.failed:  # otherwise the first output is not the first token
+                    self._note_time(prefiller, decoder)
             tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
             verdict = self._context.compatibility.note_handoff(prefiller, decoder, tokens, self._least_tokens)
             self._timeline.kv = verdict
@@ -163,6 +175,20 @@ class KvHandoff:
         self.decoder.confirm()
         if self.on_arrived is not None:
             self.on_arrived()
+
+    def _note_time(self, prefiller: Backend, decoder: Backend) -> None:
+        """Record the time from the end of the prefill until now."""
+        timeline = self._timeline
+        now, began = timeline.clock(), self._computed_at
+        if self.answers_after_transfer:
+            prediction = timeline.prediction
+            if prediction is None or _PREFILL not in timeline.stages:
+                return
+            prefill = _CERTAIN_PREFILL_SHARE * prediction.seconds
+            began = min(timeline.times[timeline.stages.index(_PREFILL)] + prefill, now)
+        if began:
+            tokens = timeline.usage.prompt_tokens or self._call.prompt_tokens
+            self._context.pools.handoffs.note(prefiller, decoder, tokens, began, now)
 
     def lost(self) -> None:
         """Record that the decoder gave up before its first output. May be called again."""
@@ -175,20 +201,12 @@ class KvHandoff:
             self.kv = self._kept = None
 
     def __enter__(self) -> Self:
-        """Choose and lease a decoder. Raises NoBackendAvailable."""
-        pools, request = self._context.pools, self._request
-        self.decoder = decoder = Lease(pools.decode, request)
-        decoder.__enter__()
-        try:
-            self.prefiller = pools.prefiller_for(decoder.backend, request)
-            self.prefiller.__enter__()
-        except BaseException as error:
-            decoder.__exit__(type(error), error, error.__traceback__)
-            raise
+        """Choose and lease a prefiller and a decoder. Raises NoBackendAvailable."""
+        prefiller, decoder = self.prefiller, self.decoder = self._context.pools.lease_both(self._request)
         timeline = self._timeline
         timeline.begin_attempt()
-        timeline.decode_pick, timeline.prefill_pick = decoder.pick, self.prefiller.pick
-        timeline.prediction = self.prefiller.prediction
+        timeline.decode_pick, timeline.prefill_pick = decoder.pick, prefiller.pick
+        timeline.prediction = prefiller.prediction
         return self
 
     def __exit__(

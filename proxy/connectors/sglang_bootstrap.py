@@ -86,6 +86,8 @@ class SglangBootstrap(Connector):
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
+            # A prefiller answers when the transfer has ended (`process_disagg_prefill_inflight_queue`, prefill.py).
+            handoff.answers_after_transfer = True
             timeline.enter(Stage.PREFILL)
             legs = _Legs(call, handoff, claim, timeline, self._context.live.settings.sglang.dp_size)
             timeline.prefill_id = timeline.decode_id = legs.id

@@ -10,6 +10,7 @@ from proxy.api.credentials import Administrators
 from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.balancer.models import ServedModels
+from proxy.balancer.policies.handoff_times import HandoffTimes
 from proxy.balancer.roster import SourceStates
 from proxy.common.backend import Role
 from proxy.listener.drain import DrainManager
@@ -67,6 +68,7 @@ async def client_of(
         joiner=gateway.joiner,
         models=ServedModels(gateway.roster, gateway.health, tuple(pools)),
         pool_of=lambda backend: pools[backend.role],
+        handoffs=HandoffTimes(),
     )
     drop_drained = gateway.prober.drop_drained
     instances = InstancesApi(parts, SourceStates(), drop_drained, names, administrators, lambda: settings)

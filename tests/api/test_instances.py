@@ -80,6 +80,7 @@ async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> N
         "load": idle,
         "kv": None,
         "kv_from": None,
+        "slow_from": None,
         "misfits": [],
         "engine": nothing,
     }
@@ -91,6 +92,7 @@ async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> N
         "load": {**idle, "inflight": 1, "running": 1, "max_running": 16, "compute_tokens": 7, "kv_tokens": 100},
         "kv": "unknown",
         "kv_from": {},
+        "slow_from": {},
         "engine": {"version": "0.23", "max_model_len": 4096, "max_num_seqs": 16, "kv_tokens": None},
     }
 

@@ -257,6 +257,8 @@ class DecodePace:
         self.step, self.slope = _FIRST_STEPS, 1.0
         """Seconds that a token takes: without other answers, and more for each answer. A straight line below the
         saturation point. Only the ratio counts as long as nothing is known."""
+        self.is_fitted = False
+        """Whether `step` and `slope` are in seconds."""
         self.token_seconds = 0.0
         """Seconds per token of a decoder at its highest throughput; 0.0: not known."""
         self.samples = 0
@@ -475,3 +477,4 @@ class DecodePace:
         spread = sum(weight * (at - mean_answers) ** 2 for weight, at in zip(weights, answers, strict=True))
         slope = max(slope / spread, _MIN_SLOPE * mean_seconds)
         self.step, self.slope = max(mean_seconds - slope * mean_answers, slope), slope
+        self.is_fitted = True

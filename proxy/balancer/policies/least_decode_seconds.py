@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import add
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend_health import FULL_PERCENT
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
     from proxy.common.backend import Backend
 
-    _Snapshot = tuple[Sequence[int], Sequence[float], bool]
-    """Running answers of the candidates, their scores in seconds per token, and whether several are equal."""
+    _Snapshot = tuple[Sequence[int], Sequence[float], bool, Sequence[float] | None]
+    """Running answers of the candidates, their seconds per token, whether several are equal, and what slow handoffs add
+    to the seconds per token. None: no handoff is slow."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,10 @@ _MAX_LAG_SHARE: Final = 0.02
 _MAX_LAG_SECONDS: Final = 0.5
 # Weight of an answer's KV relative to the answer itself, so that decoders with less KV win among otherwise equal ones.
 _KV_SHARE: Final = 0.1
+# Weight of a second until the first token relative to a second of the rest of the answer.
+_FIRST_TOKEN_WEIGHT: Final = 5.0
+# Assumed time of a decoding step without other answers, until it is learned.
+_LIKELY_STEP_SECONDS: Final = 0.02
 # Scores that differ by less than this share are equal.
 _TIE: Final = 1e-3
 _BELOW: Final = 1 - _TIE
@@ -176,6 +182,7 @@ class LeastDecodeSeconds(LeastTokens):
         least, best_tier = _ANY, _LACKS_KV
         equal: list[Candidate] = []
         seconds: list[float] = []
+        handoffs = self._handoffs(candidates, request) if request.partner is not None else None
         for place, candidate in enumerate(candidates):
             answers, weight, percent = running[place], weights[place], candidate.share_percent
             load = answers + share * weight
@@ -184,6 +191,8 @@ class LeastDecodeSeconds(LeastTokens):
             if percent != FULL_PERCENT:
                 load = (load + 1) * FULL_PERCENT / percent - 1
                 score = (step + slope * load) * slowness[place]
+            if handoffs is not None:
+                score += handoffs[place]
             tier = 0 if is_open else self._tier(bounds, place, answers, weight)
             if tier > best_tier:
                 continue
@@ -194,8 +203,25 @@ class LeastDecodeSeconds(LeastTokens):
             elif score <= least * _AS_GOOD:
                 equal.append(candidate)
         is_equal = len(equal) > 1
-        self.snapshot = running, seconds, is_equal
+        self.snapshot = running, seconds, is_equal, handoffs
         return self._take_turn(equal) if is_equal else equal[0]
+
+    def _handoffs(self, candidates: Sequence[Candidate], request: PickRequest) -> list[float] | None:
+        """Return what slow handoffs add to the scores of the candidates. None: none of them is slow.
+
+        A second until the first token counts as several seconds of the rest of the answer.
+        """
+        handoffs, partner = self.context.handoffs, request.partner
+        if handoffs is None or partner is None:
+            return None
+        extra = handoffs.extra_seconds(partner, candidates, request.prompt_tokens or request.decode.kv)
+        if extra is None:
+            return None
+        pace = self.pace
+        unit = _FIRST_TOKEN_WEIGHT / max(1.0, self._likely_tokens(request))
+        if not pace.is_fitted:
+            unit *= pace.step / _LIKELY_STEP_SECONDS
+        return [unit * each for each in extra]
 
     def _tier(self, bounds: _Bounds, place: int, answers: int, held: int) -> int:
         """Return how little a candidate should get one more answer. Within a tier the least loaded one gets it."""
@@ -207,12 +233,15 @@ class LeastDecodeSeconds(LeastTokens):
 
     def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
         """See Policy."""
-        return EQUAL if snapshot[-1] else LEAST_SECONDS
+        return EQUAL if snapshot[2] else LEAST_SECONDS
 
     def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
         """See Policy."""
-        running, seconds, _ = snapshot
-        return {"running": running, "token_seconds": seconds}, seconds
+        running, seconds, _, handoffs = snapshot
+        if handoffs is None:
+            return {"running": running, "token_seconds": seconds}, seconds
+        scores = list(map(add, seconds, handoffs))
+        return {"running": running, "token_seconds": seconds, "handoff_token_seconds": handoffs}, scores
 
     # For the queue
 

@@ -97,7 +97,7 @@ class LeastSeconds(LeastTokens):
             decided, among = self._decided, None
             if decided is not None and decided[0] is (request.subject or request):
                 among = [prefiller in decided[1] for prefiller in prefillers]
-            scores = self._scores(waits, work, among)
+            scores = self._scores(self._with_handoffs(candidates, waits, prompt), work, among)
             place, is_equal = self._soonest(candidates, prefillers, weights, request, prompt, scores)
         self._decided = None
         hit, cached = 0, None
@@ -255,7 +255,7 @@ class LeastSeconds(LeastTokens):
         for place, request in enumerate(waiting):
             prompt = self._waiting.get(id(request.subject or request)) or prompt_costs(request)
             work = self._prefillers.work(prefillers, prompt)
-            scores, near = self._scores(waits, work)
+            scores, near = self._scores(self._with_handoffs(candidates, waits, prompt), work)
             # If the prompt takes equally long everywhere, waiting for another prefiller gains nothing.
             is_same = max(work) <= min(work) * (1 + _TIE_SHARE)
             best = [
@@ -356,6 +356,16 @@ class LeastSeconds(LeastTokens):
             scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]
         least = min(scores)
         return scores, least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
+
+    def _with_handoffs(
+        self, candidates: Sequence[Candidate], waits: Sequence[float], prompt: PromptCosts
+    ) -> Sequence[float]:
+        """Return the waits, with the additional time of handoffs from prefillers all of whose links are slow."""
+        handoffs = self.context.handoffs
+        if handoffs is None or not handoffs.far:
+            return waits
+        backends = [candidate.backend for candidate in candidates]
+        return list(map(add, waits, handoffs.least_extra_seconds(backends, round(prompt.tokens))))
 
     def _waits(
         self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float, unit: float = SECONDS_PER_LOAD

@@ -218,6 +218,7 @@ def _routes(
         joiner=engines.joiner,
         models=balancing.models,
         pool_of=lambda backend: balancing.pool_of.find(backend),
+        handoffs=balancing.pools.handoffs,
     )
     instances = InstancesApi(
         parts=parts,

@@ -13,6 +13,7 @@ from proxy.balancer.health import Health
 from proxy.balancer.incompatibilities import CompatibilityMonitor
 from proxy.balancer.models import ServedModels
 from proxy.balancer.pick import PolicyContext
+from proxy.balancer.policies.handoff_times import HandoffTimes, lacks_memory
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools, ignore
 from proxy.balancer.shared.scoreboard import PinnedKv
@@ -70,6 +71,10 @@ def build_balancing(basis: Basis) -> Balancing:
     compatibility = CompatibilityMonitor(shared.incompatibilities, row, keys, log_incompatibility)
     pinned_kv = PinnedKv(row)
     quarantine = PairQuarantine(lambda: live.settings.health)
+    handoffs = HandoffTimes(
+        PolicyContext(lag_within=basis.loop_lag.within),
+        lambda decoder: lacks_memory(shared.scoreboard, decoder, health.of(decoder).facts),
+    )
     on_transition = _transitions(basis)
     ends = _InstanceRequests(basis.metrics)
     needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
@@ -84,6 +89,7 @@ def build_balancing(basis: Basis) -> Balancing:
             others_running=shared.scoreboard.others_running(row),
             lag_within=basis.loop_lag.within,
             balance=lambda: live.settings.balance,
+            handoffs=handoffs,
         )
         current = live.settings
         policy = make_policy(_policy_name(current, role), context)
@@ -100,6 +106,7 @@ def build_balancing(basis: Basis) -> Balancing:
                 on_end=ends.of(role),
                 pinned_kv=pinned_kv if role is Role.PREFILL else None,
                 quarantine=quarantine,
+                handoffs=handoffs,
                 compatibility=compatibility,
                 on_change=models.refresh if part is None else ignore,
                 whole=None if part is None else part[0],
@@ -121,7 +128,8 @@ def build_balancing(basis: Basis) -> Balancing:
 
         by_role = {role: one for role, (one, _) in made.items()}
         prefill, decode, encode = by_role[Role.PREFILL], by_role[Role.DECODE], by_role.get(Role.ENCODE)
-        return Pools(prefill=prefill, decode=decode, quarantine=quarantine, encode=encode), on_change
+        made_pools = Pools(prefill=prefill, decode=decode, quarantine=quarantine, encode=encode, handoffs=handoffs)
+        return made_pools, on_change
 
     everybody, on_change = pools()
     live.on_change(on_change)

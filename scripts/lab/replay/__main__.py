@@ -113,6 +113,11 @@ def read_options() -> argparse.Namespace:
         help="state that gateways share: nothing, everything every 0.1 s, or also changes (default: %(default)s)",
     )
     add("--bursts", type=int, metavar="N", help="send N requests at a time in a third of their time (default: evenly)")
+    add("--slow-links", type=int, default=0, metavar="N", help="number of pairs with a slow link, drawn by the seed")
+    add("--slow-factor", type=positive, default=10.0, help="transfer time over slow links (default: %(default)s times)")
+    add("--link-gbytes", type=positive, default=25.0, help="speed of other links in GB/s (default: %(default)s)")
+    add("--kv-kilobytes", type=positive, default=70.0, help="size of a token's KV cache in KB (default: %(default)s)")
+    add("--ignore-links", action="store_true", help="the gateway does not learn the times of handoffs")
     add("--max-running-prefill", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--max-running-decode", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--slo-seconds", type=positive, default=10.0, help="objective for the first token, in seconds (default: 10)")

@@ -24,6 +24,7 @@ class Engine:
         self._block_tokens = shape.block_tokens
         self._prompts: dict[Work, None] = {}  # not computed yet
         self._watchers: dict[Work, Callable[[int], None]] = {}
+        self._link_factors: dict[Work, float] = {}  # of those that wait for KV over a slow link
 
     def hit(self, names: Sequence[int]) -> int:
         """Return how many blocks of a new prompt, from its beginning, would be cached here.
@@ -55,13 +56,20 @@ class Engine:
         return work
 
     async def begin(
-        self, prompt_tokens: int, answer_tokens: int, on_tokens: Callable[[int], None] | None = None
+        self,
+        prompt_tokens: int,
+        answer_tokens: int,
+        on_tokens: Callable[[int], None] | None = None,
+        *,
+        link_factor: float = 1.0,
     ) -> Work:
         """Fetch a prompt's KV cache and decode. Return with the first token.
 
-        `on_tokens` gets the number of new tokens at each step.
+        `on_tokens` gets the number of new tokens at each step. `link_factor`: relative time of the transfer.
         """
         work = Work(prompt_tokens, answer_tokens, awaits_kv=True)
+        if link_factor != 1.0:
+            self._link_factors[work] = link_factor
         if on_tokens is not None:
             self._watchers[work] = on_tokens
         await self._submit(work)
@@ -94,7 +102,8 @@ class Engine:
             waiter.set_result(None)
 
     def _on_admitted(self, work: Work) -> None:
-        self._loop.call_later(self._transfer_seconds_per_token * work.prompt_tokens, self._arrive, work)
+        seconds = self._transfer_seconds_per_token * self._link_factors.pop(work, 1.0) * work.prompt_tokens
+        self._loop.call_later(seconds, self._arrive, work)
 
     def _arrive(self, work: Work) -> None:
         self.batch.arrive(work, self._loop.time())

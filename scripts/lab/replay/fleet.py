@@ -6,15 +6,17 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
 from lab.replay.engines import Engine
-from lab.replay.gateways import Gateway, KvEventRelay, Plan, SharedStore
+from lab.replay.gateways import FIRST_PORT, Gateway, KvEventRelay, Plan, SharedStore
 from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.balancer.engines import EngineFacts
+from proxy.balancer.lease import Lease
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
+from proxy.balancer.pool import Pools
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
 from proxy.dialects.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
@@ -25,8 +27,8 @@ from proxy.wire.prefix import PrefixKeys
 
 MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 
-# 70 KB of KV a token at 25 GB/s.
-_TRANSFER_SECONDS_PER_TOKEN: Final = 2.8e-6
+TRANSFER_SECONDS_PER_TOKEN: Final = 2.8e-6
+"""Time to transfer the KV cache of one token: 70 KB at 25 GB/s."""
 _BYTES_PER_TOKEN: Final = CostSettings().bytes_per_token
 
 
@@ -42,6 +44,12 @@ class Fleet:
     """Speed of the first prefiller relative to the others. None: equal."""
     speed: float = 1.0
     """Speed of all engines relative to their machines, so that runs over real sockets are short."""
+    link_seconds: float = TRANSFER_SECONDS_PER_TOKEN
+    """Time to transfer the KV cache of one token, at speed 1."""
+    slow_links: int = 0
+    """Number of pairs of a prefiller and a decoder whose link is slow. The seed of a run decides which."""
+    slow_factor: float = 10.0
+    """How many times as long transfers take over these links."""
 
     @property
     def prefiller_facts(self) -> EngineFacts | None:
@@ -54,7 +62,12 @@ class Fleet:
         shape = machine.prefill if role is Role.PREFILL else machine.decode
         for number in range(self.prefillers if role is Role.PREFILL else self.decoders):
             slow = self.slow if self.slow is not None and role is Role.PREFILL and number == 0 else 1.0
-            yield Engine(machine.cost.faster(self.speed * slow), shape, _TRANSFER_SECONDS_PER_TOKEN / self.speed)
+            yield Engine(machine.cost.faster(self.speed * slow), shape, self.link_seconds / self.speed)
+
+    def slow_pairs(self, seed: int) -> set[tuple[int, int]]:
+        """Return the numbers of prefiller and decoder of each slow link."""
+        pairs = [(prefiller, decoder) for prefiller in range(self.prefillers) for decoder in range(self.decoders)]
+        return set(random.Random(seed).sample(pairs, min(self.slow_links, len(pairs))))
 
     @property
     def name(self) -> str:
@@ -140,6 +153,16 @@ class Course:
         return (self.ended_at - self.first_token_at) / tokens
 
 
+@contextmanager
+def _leased(pools: Pools, pick: PickRequest) -> Iterator[tuple[Lease, Lease]]:
+    """Lease a prefiller and a decoder, as a connector does."""
+    prefiller, decoder = pools.lease_both(pick)
+    with ExitStack() as stack:
+        stack.push(decoder)
+        stack.push(prefiller)
+        yield prefiller, decoder
+
+
 class Replay:
     """One run in virtual time. Create it on the loop on which it runs."""
 
@@ -158,6 +181,7 @@ class Replay:
         replicas: Mapping[str, object] | None = None,
         kv_events: bool = False,
         loop_lag: LoopLag | None = None,
+        learns_handoffs: bool = True,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Create engines and gateways.
@@ -173,12 +197,14 @@ class Replay:
           replicas: Options by which gateways share state. None: they share nothing.
           kv_events: Prefillers publish KV events.
           loop_lag: See Plan.
+          learns_handoffs: See Plan.
           on_end: Called at the end of each request.
         """
         self.courses: list[Course] = []
         """Outcomes of all requests, in the order of their arrival."""
         self.engines: dict[Backend, Engine] = {}
         self._tells_cached = tells_cached
+        self._learns_handoffs = learns_handoffs
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         rng = self._rng = random.Random(seed)
@@ -198,7 +224,9 @@ class Replay:
             replicas=replicas,
             kv_events=kv_events,
             loop_lag=loop_lag,
+            learns_handoffs=learns_handoffs,
         )
+        self._slow_pairs, self._slow_factor = fleet.slow_pairs(seed), fleet.slow_factor
         self._gateways = [Gateway(plan, f"gateway-{number}", self.engines, rng) for number in range(gateways)]
         self._is_shared = replicas is not None
         self.workers = [worker for gateway in self._gateways for worker in gateway.workers]
@@ -243,6 +271,10 @@ class Replay:
             for _ in range(clients):
                 group.create_task(client())
 
+    def _link_factor(self, prefiller: Backend, decoder: Backend) -> float:
+        pair = prefiller.port - FIRST_PORT, decoder.port - FIRST_PORT - len(self.pools.prefill.backends())
+        return self._slow_factor if pair in self._slow_pairs else 1.0
+
     async def _serve(self, request: Request) -> None:
         """Run one request as a connector does that calls the decoder after the prefiller's answer."""
         course = Course(request)
@@ -257,10 +289,7 @@ class Replay:
         worker = self._rng.choice(self.workers) if len(self.workers) > 1 else self.workers[0]
         try:
             async with worker.admission.admit("-", request=lambda: pick):
-                with (
-                    worker.pools.decode.lease(pick) as decoder,
-                    worker.pools.prefiller_for(decoder.backend, pick) as prefiller,
-                ):
+                with _leased(worker.pools, pick) as (prefiller, decoder):
                     course.prefiller = prefiller.backend
                     if prefiller.prediction is not None:
                         course.predicted_seconds = prefiller.prediction.seconds
@@ -271,10 +300,17 @@ class Replay:
                     course.cached_tokens = kv.cached_tokens
                     prefiller.note_usage(tokens, kv.cached_tokens if self._tells_cached else None)
                     prefiller.free_compute()
-                    answer = await self.engines[decoder.backend].begin(tokens, request.output_tokens)
+                    computed_at = self._loop.time()
+                    answer = await self.engines[decoder.backend].begin(
+                        tokens, request.output_tokens, link_factor=self._link_factor(prefiller.backend, decoder.backend)
+                    )
                     engine.give_back(kv)
                     prefiller.free_kv()
                     course.first_token_at = self._loop.time()
+                    if self._learns_handoffs:
+                        worker.pools.handoffs.note(
+                            prefiller.backend, decoder.backend, tokens, computed_at, course.first_token_at
+                        )
                     decoder.confirm()
                     await self.engines[decoder.backend].end(answer)
                     course.ended_at = self._loop.time()

@@ -12,6 +12,7 @@ from lab.replay.engines import Engine
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.health import Health, HealthBoard
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
+from proxy.balancer.policies.handoff_times import HandoffTimes, lacks_memory
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
 from proxy.balancer.roster import Roster
@@ -32,6 +33,8 @@ from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Event
 
 # The interval at which the product's subscriber reports block counts.
 _REPORT_SECONDS: Final = 0.1
+FIRST_PORT: Final = 7000
+"""Port of the first prefiller. The other instances have the next ones, decoders last."""
 
 
 class KvEventRelay:
@@ -156,6 +159,8 @@ class Plan:
     """Delays of the gateways' event loop. None: no delays."""
     kv_events: bool = False
     """Prefillers publish KV events, and all gateways receive them."""
+    learns_handoffs: bool = True
+    """Gateways learn the times of handoffs."""
 
 
 class Gateway:
@@ -171,7 +176,7 @@ class Gateway:
         self._journal = Journal(plan.workers + guests, write_only=int(plan.kv_events))
         self.events = self._journal.writer(self._journal.workers) if plan.kv_events else None
         """Writer of received KV events. None: the gateway receives none."""
-        addresses = [("10.0.0.1", 7000 + number) for number in range(count)]
+        addresses = [("10.0.0.1", FIRST_PORT + number) for number in range(count)]
         self._roster = Roster(addresses[: plan.prefillers], addresses[plan.prefillers :], self.scoreboard)
         self._health = Health(None, self._clock, rng)
         self._engines = engines
@@ -180,7 +185,9 @@ class Gateway:
         self.workers = [self._worker(number) for number in range(plan.workers)]
 
     def _worker(self, number: int) -> Worker:
-        pools = Pools(prefill=self._pool(number, Role.PREFILL), decode=self._pool(number, Role.DECODE))
+        handoffs = HandoffTimes(self._context(number, Role.DECODE, None), self._is_full)
+        prefill, decode = (self._pool(number, role, handoffs) for role in (Role.PREFILL, Role.DECODE))
+        pools = Pools(prefill=prefill, decode=decode, handoffs=handoffs)
         return Worker(pools, self._clock, self._fronts.of_worker(number))
 
     def exchange(self, store: SharedStore) -> StateExchange:
@@ -209,24 +216,30 @@ class Gateway:
             )
         )
 
-    def _pool(self, worker: int, role: Role) -> Pool:
-        row = self.scoreboard.row(worker)
-        context = PolicyContext(
+    def _is_full(self, decoder: Backend) -> bool:
+        return lacks_memory(self.scoreboard, decoder, self._plan.facts(decoder))
+
+    def _context(self, worker: int, role: Role, handoffs: HandoffTimes | None) -> PolicyContext:
+        return PolicyContext(
             worker,
             rng=self._rng,
             clock=self._clock,
             facts=self._plan.facts,
             journal=self._journal.writer(worker) if self._journal.rings > 1 else None,
             role=role,
-            others_running=self.scoreboard.others_running(row),
+            others_running=self.scoreboard.others_running(self.scoreboard.row(worker)),
             lag_within=self._plan.loop_lag.within if self._plan.loop_lag else lambda began, ended: 0.0,
+            handoffs=handoffs,
         )
+
+    def _pool(self, worker: int, role: Role, handoffs: HandoffTimes) -> Pool:
+        context = self._context(worker, role, handoffs)
         return Pool(
             PoolParts(
                 role=role,
                 policy=self._plan.policies[role](context, self._engines),
                 scoreboard=self.scoreboard,
-                row=row,
+                row=self.scoreboard.row(worker),
                 roster=self._roster,
                 health=self._health,
                 limits=PoolLimits(max_running=self._plan.max_running[role]),

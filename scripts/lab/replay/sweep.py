@@ -12,7 +12,7 @@ from typing import Final
 
 from lab.replay import virtual_time
 from lab.replay.figures import Case, Run, Slo, figures
-from lab.replay.fleet import Fleet, MakePolicy, Replay
+from lab.replay.fleet import TRANSFER_SECONDS_PER_TOKEN, Fleet, MakePolicy, Replay
 from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names, policies
 from lab.replay.trace import Request, bursty, faster, spread
 from proxy.sim.hardware.machines import MACHINES
@@ -32,7 +32,17 @@ def fleets(options: argparse.Namespace) -> list[Fleet]:
         machine = replace(machine, prefill=replace(machine.prefill, kv_tokens=options.prefill_kv_tokens))
     decode = MACHINES[options.decode_machine]
     return [
-        Fleet(prefillers, decoders, prefill_machine=machine, decode_machine=decode, slow=slow, speed=options.speed)
+        Fleet(
+            prefillers,
+            decoders,
+            prefill_machine=machine,
+            decode_machine=decode,
+            slow=slow,
+            speed=options.speed,
+            link_seconds=TRANSFER_SECONDS_PER_TOKEN * options.kv_kilobytes / 70 * 25 / options.link_gbytes,
+            slow_links=options.slow_links,
+            slow_factor=options.slow_factor,
+        )
         for prefillers, decoders, slow in options.fleets
     ]
 
@@ -106,6 +116,7 @@ def in_virtual_time(
             max_running_prefill=options.max_running_prefill,
             max_running_decode=options.max_running_decode,
             tells_cached=not options.untold,
+            learns_handoffs=not options.ignore_links,
             on_end=progress.step,
         )
 

@@ -1,0 +1,50 @@
+"""Decoders whose KV transfer is slow are shown, and get fewer requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import request
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from proxy.sim.engine import SimulatedEngine
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+PROMPT = "a sentence of nine words that is said again " * 90
+
+
+async def slow_pairs(gateway: Deployment, decoder: SimulatedEngine) -> dict[str, Any]:
+    """Return the slow pairs of a decoder as GET /instances shows them."""
+    async with gateway.session.get(gateway.url + "/instances") as answer:
+        shown = (await answer.json())["instances"]
+    (pairs,) = (one["slow_from"] for one in shown if one["address"] == f"127.0.0.1:{decoder.port}")
+    assert isinstance(pairs, dict)
+    return pairs
+
+
+@pytest.mark.fault(152)
+@pytest.mark.parametrize("connector", ["vllm_pull", "sglang_bootstrap", "mooncake_bootstrap"])
+async def test_decoder_with_a_slow_link_is_shown_and_avoided(deploy: Deploy, connector: str) -> None:
+    gateway = await deploy(1, 2, connector=connector)
+    slow, fast = gateway.decoders
+    slow.faults.add("slow_load", seconds=0.5)
+    for number in range(60):
+        assert (await gateway.ask(request(Api.CHAT, f"{number} {PROMPT}", stream=True))).is_done
+        if pairs := await slow_pairs(gateway, slow):
+            break
+    else:
+        raise AssertionError("the slow pair is not shown")
+    (prefiller,) = gateway.prefillers
+    (details,) = pairs.values()
+    assert list(pairs) == [f"127.0.0.1:{prefiller.port}"]
+    assert details["seconds"] > 2 * details["ordinary_seconds"]
+    assert await slow_pairs(gateway, fast) == {}
+    before = len(generations(slow)), len(generations(fast))
+    for number in range(6):
+        assert (await gateway.ask(request(Api.CHAT, f"later {number} {PROMPT}", stream=True))).is_done
+    assert (len(generations(slow)), len(generations(fast))) == (before[0], before[1] + 6)
