@@ -14,7 +14,10 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from proxy.common import blocking_http
+from proxy.common.build_info import BUILD
 from proxy.settings import SettingsError, load, reachable, to_yaml
+from proxy.settings.cli import COMMANDS, Parser
+from proxy.settings.other_routers import unknown_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except SettingsError as error:
-        print(f"pdproxy: error: {error}", file=sys.stderr)
+        hint = "" if words else "; `pdproxy --help` lists all flags"
+        print(f"pdproxy: error: {error}{hint}", file=sys.stderr)
         # the health check of a container knows only 0 and 1
         return 1 if words[:1] == ["health"] else 2
     except KeyboardInterrupt:
@@ -91,10 +95,34 @@ def _run(words: list[str]) -> int:
 
             print(completion.script(flags, _help))
             return 0
+        case ["help" | "version" as command, *arguments]:
+            return _about(command, arguments)
+        case ["serve", *flags]:
+            return _serve(flags, "serve")
+        case [name, *_] if not name.startswith("-"):
+            raise SettingsError(unknown_command(name, COMMANDS))
         case _:
-            from proxy.process.supervisor import serve
+            return _serve(words, None)
 
-            return serve(lambda: load(words, os.environ))
+
+def _serve(flags: list[str], command: str | None) -> int:
+    from proxy.process.supervisor import serve
+
+    return serve(lambda: load(flags, os.environ, command=command))
+
+
+def _about(command: str, arguments: list[str]) -> int:
+    """Print the help of the program or of a sub-command, or the version."""
+    parser = Parser(prog=f"pdproxy {command}", description=f"{COMMANDS[command].capitalize()}.", allow_abbrev=False)
+    if command == "help":
+        parser.add_argument("command", nargs="?", metavar="COMMAND", help="Name of a sub-command.")
+    name = getattr(parser.parse_args(arguments), "command", None)
+    if command == "version":
+        print(BUILD)
+        return 0
+    if name and name not in COMMANDS:
+        raise SettingsError(unknown_command(name, COMMANDS))
+    return _run([name, "--help"] if name else ["--help"])
 
 
 def _help(words: Sequence[str]) -> str:

@@ -243,6 +243,44 @@ def test_help_and_version_exit_with_0(flag: str, capsys: pytest.CaptureFixture[s
     assert (proxy.__version__ if flag == "--version" else "--prefiller-hosts") in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("line", ["help", "help doctor", "version", "serve --help", "serve --version"])
+def test_commands_about_the_program_exit_with_0(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main(line.split()) == 0
+    except SystemExit as left:
+        assert left.code == 0  # noqa: PT017 argparse leaves after its help
+    expected = {"help": "--prefiller-hosts", "help doctor": "--canaries", "serve --help": "usage: pdproxy serve "}
+    assert expected.get(line, f"pdproxy {proxy.__version__}") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("doctr", "unknown command doctr (did you mean doctor?)"),
+        ("check_config", "unknown command check_config (did you mean check-config?)"),
+        ("start --port 1", "unknown command start (did you mean serve?)"),
+        ("status", "unknown command status (did you mean top?)"),
+        ("help doctr", "unknown command doctr (did you mean doctor?)"),
+        (
+            "frobnicate",
+            (
+                "unknown command frobnicate: use serve, print-config, check-config, health, doctor, top, advise,"
+                " launch, roll, mock-engine, completion, help or version"
+            ),
+        ),
+        ("version now", "unrecognized arguments: now"),
+    ],
+)
+def test_unknown_command_gets_a_suggestion(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err == f"pdproxy: error: {sentence}\n"
+
+
+def test_command_line_without_arguments_names_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().err.endswith("or a --config file; `pdproxy --help` lists all flags\n")
+
+
 @pytest.mark.parametrize(
     "line",
     [

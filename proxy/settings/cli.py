@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -22,7 +23,8 @@ from proxy.common.endpoints import (
     plain_host,
     port_range,
 )
-from proxy.settings.mistakes import SettingsError, did_you_mean, shown, told
+from proxy.settings.mistakes import SettingsError, shown
+from proxy.settings.other_routers import ACCEPTED, WORKERS_FLAG, unknown_flag
 from proxy.settings.sources import OPTIONS, Sourced
 
 if TYPE_CHECKING:
@@ -57,12 +59,19 @@ _ROLES: Final = (("prefill", "prefiller", 8001), ("decode", "decoder", 8002), ("
 _ALIASES: Final = {
     **{f"--{noun}-{what}": f"--decoder-{what}" for noun in ("pd", "server") for what in ("hosts", "ports")},
     **{f"--{role}-servers-urls": f"--{role}" for role, _, _ in _ROLES},
+    WORKERS_FLAG: "--decode",
 }
-_BOTH_STAGES: Final = ("--pd-hosts", "--pd-ports", "--server-hosts", "--server-ports")
+_BOTH_STAGES: Final = ("--pd-hosts", "--pd-ports", "--server-hosts", "--server-ports", WORKERS_FLAG)
 """Flags of engines that prefill and decode."""
 _OTHER_SPELLINGS: Final = """\
 --pd-hosts, --pd-ports, --server-hosts, --server-ports: --decoder-hosts and --decoder-ports, with --connector plain;
 --encode-servers-urls, --prefill-servers-urls (or `disable`) and --decode-servers-urls take comma-separated URLs."""
+_OF_OTHER_ROUTERS: Final = textwrap.fill(
+    f"Accepted with the same meaning: {WORKERS_FLAG} (--decode, with --connector plain), {', '.join(ACCEPTED)}."
+    " Any other flag of these routers gets an error that names what to use.",
+    width=100,
+    break_on_hyphens=False,
+)
 _NO_PREFILLERS: Final = ("disable", "none")
 """Values of the encoder example's --prefill-servers-urls if engines do both stages."""
 _LENGTH_GROUPS: Final = "--enable-dynamic-bucket"
@@ -71,6 +80,7 @@ _DISPATCH_MODE: Final = "--encoder-dispatch-mode"
 _FLAGS_OF_OTHER_EXAMPLES: Final = (
     *_ALIASES,
     *("--server-group-threshold", "--max-request-tokens", _LENGTH_GROUPS, _DISPATCH_MODE),
+    *ACCEPTED,
 )
 
 _REPEATABLE: Final = tuple(f"--{role}" for role, _, _ in _ROLES)
@@ -81,6 +91,7 @@ All options can be set in the environment (PROXY_LISTEN__PORT) or in the --confi
 most common ones have flags. Flags override the environment, and the environment overrides the file."""
 
 _WITH_THESE_FLAGS: Final = {
+    "serve": "serve requests, as without a sub-command",
     "print-config": "print the effective options and where each came from",
     "check-config": "check the configuration",
     "health": "check whether the gateway on this host is alive",
@@ -92,7 +103,9 @@ _WITH_OTHERS: Final = {
     "launch": "generate the commands of every node and the gateway configuration from a description of the fleet",
     "roll": "restart the instances of a role one by one while gateways serve",
     "mock-engine": "run a simulated engine",
-    "completion": "print a shell completion script for bash or zsh",
+    "completion": "print a shell completion script for bash, zsh or fish",
+    "help": "print the flags of pdproxy or of a sub-command",
+    "version": "print the version and how it was built",
 }
 COMMANDS: Final = {**_WITH_THESE_FLAGS, **_WITH_OTHERS}
 """Sub-commands with their descriptions."""
@@ -104,7 +117,7 @@ def _listed(commands: Mapping[str, str]) -> str:
 
 _EPILOG: Final = (
     f"sub-commands with the same flags:{_listed(_WITH_THESE_FLAGS)}\n"
-    f"sub-commands with additional flags:{_listed(_WITH_OTHERS)}\n"
+    f"sub-commands with other flags:{_listed(_WITH_OTHERS)}\n"
     "Run `pdproxy COMMAND --help` for details."
 )
 
@@ -145,15 +158,23 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     spelled = _in_full(argv, known_flags)
     in_full = [_translated(word) for word in spelled]
     found, unknown = parser.parse_known_args(in_full)
-    if unknown:
-        # Show only the flag: its value may be a secret.
-        for word in unknown:
-            if word.startswith("-"):
-                flag = word.partition("=")[0]
-                raise SettingsError(f"unknown flag {told(flag)}{did_you_mean(flag, known_flags)}")
-        raise SettingsError(f"unexpected argument {unknown[0]!r}")
     given: dict[str, Any] = vars(found)
+    addresses = [word for role, _, _ in _ROLES for word in given[f"--{role}"] or ()]
+    for word in (*unknown, *addresses):
+        if word in COMMANDS:  # an address has a port
+            raise SettingsError(f"a sub-command comes first: write `pdproxy {word} [flags]`")
+    # Show only the flag: its value may be a secret.
+    if flags := [_flag_of(word) for word in unknown if word.startswith("-")]:
+        raise SettingsError(unknown_flag(flags[0], known_flags))
+    if unknown:
+        raise SettingsError(f"unexpected argument {unknown[0]!r}")
     values = {
+        option: Sourced(accepted.value_of(flag, given[flag]), flag)
+        for flag, accepted in ACCEPTED.items()
+        if given[flag] is not None
+        for option in accepted.options
+    }
+    values |= {
         option: Sourced(given[flag], flag)
         for flag, options in _FLAGS.items()
         if given[flag] is not None
@@ -306,7 +327,13 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
         choices=("single", "fanout"),
         help="Accepted for compatibility. Each media item is always sent to one encoder (fanout).",
     )
-    return parser, [*flags, *_FLAGS, _LENGTH_GROUPS, _DISPATCH_MODE]
+    group = parser.add_argument_group("flags of vllm-router, sglang-router and smg", _OF_OTHER_ROUTERS)
+    for flag, accepted in ACCEPTED.items():
+        if accepted.constant is not None:
+            group.add_argument(flag, dest=flag, action="store_const", const=True, help=argparse.SUPPRESS)
+        else:
+            group.add_argument(flag, dest=flag, nargs=accepted.nargs, metavar="VALUE", help=argparse.SUPPRESS)
+    return parser, [*flags, *_FLAGS, _LENGTH_GROUPS, _DISPATCH_MODE, *ACCEPTED]
 
 
 def _help(options: Sequence[str]) -> str:

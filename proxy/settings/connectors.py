@@ -100,9 +100,32 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
 }
 
 
+_SYNONYMS: Final[Mapping[str, str]] = {
+    "nixl": "vllm_pull",
+    "lmcache": "vllm_store",
+    "store": "vllm_store",
+    "sglang": "sglang_bootstrap",
+    "layerwise": "ascend_layerwise",
+    "none": "plain",
+    **{
+        kv_connector.lower(): name for name, traits in CONNECTOR_TRAITS.items() for kv_connector in traits.kv_connectors
+    },
+}
+"""Other names of connectors, in lower case: names in engines, and common short forms that have one meaning."""
+
+
 def known_connector(name: str) -> str:
-    """Return the same name. Raises ValueError for an unknown connector."""
-    if name not in CONNECTOR_TRAITS:
-        *others, last = (f"'{known}'" for known in CONNECTOR_TRAITS)
-        raise ValueError(f"must be {', '.join(others)} or {last}")
-    return name
+    """Return the connector with this name or synonym. Raises ValueError for an unknown connector."""
+    plain = name.lower().replace("-", "_")
+    if plain in CONNECTOR_TRAITS:
+        return plain
+    if found := _SYNONYMS.get(plain.replace("_", "")):
+        return found
+    *others, last = (f"'{known}'" for known in CONNECTOR_TRAITS)
+    expected = f"must be {', '.join(others)} or {last}"
+    if plain == "mooncake":
+        expected = (
+            "must be mooncake_bootstrap for vLLM's MooncakeConnector, vllm_pull for vLLM-Ascend's MooncakeConnectorV1,"
+            " vllm_store for MooncakeStoreConnector, or sglang_bootstrap for SGLang"
+        )
+    raise ValueError(expected)

@@ -30,6 +30,15 @@ POLICIES: Final = {
 }
 DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.policies.least_decode_seconds:LeastDecodeSeconds"}
 """Policies for decoders, which work in another way than those for prefillers."""
+_POLICY_ADVICE: Final = {
+    **dict.fromkeys(
+        ("cache_aware", "kv_aware", "prefix_aware", "consistent_hash", "sticky_least_loaded", "manual", "session"),
+        "least_load, which prefers instances with cached prefixes and keeps sessions together",
+    ),
+    "bucket": "length_groups",
+    "least_request": "least_tokens",
+}
+"""Policies of other routers, with the closest policy of pdproxy."""
 
 # As browsers write an origin (RFC 6454 6.2): without a path, not even a slash.
 _is_origin = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?").fullmatch
@@ -57,6 +66,8 @@ def policy_names(quote: str = "") -> str:
 def known_policy(name: str) -> str:
     """Return the same name. Raises ValueError for an unknown policy."""
     if name not in POLICIES:
+        if advice := _POLICY_ADVICE.get(name):
+            raise ValueError(f"must be {advice}")
         raise ValueError("must be " + policy_names(quote="'"))
     return name
 

@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pydantic import ValidationError
 
@@ -49,3 +49,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean …?)` for a misspelt word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def alternatives(words: Sequence[str]) -> str:
+    """Return words as text: `a`, `a or b`, `a, b or c`."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last

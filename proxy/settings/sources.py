@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from proxy.settings.kinds import Section
-from proxy.settings.mistakes import SettingsError, did_you_mean, told
+from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, told
 from proxy.settings.model import Settings
 from proxy.settings.yaml_file import read_yaml
 
@@ -129,11 +129,19 @@ def _flat(tree: dict[object, object], path: str, prefix: str = "") -> Iterator[t
         if name in OPTIONS:
             yield name, Sourced(value, path, in_file=True)
         elif name not in SECTIONS:
-            raise SettingsError(f"{path}: unknown option {told(name)}{did_you_mean(name, [*OPTIONS, *SECTIONS])}")
+            raise SettingsError(f"{path}: unknown option {told(name)}{_suggested(name)}")
         elif isinstance(value, dict):
             yield from _flat(value, path, f"{name}.")
         elif value is not None:  # only comments below the name of a section
             raise SettingsError(f"{path}: {name} is a section: write its options indented below it")
+
+
+def _suggested(name: str) -> str:
+    """Return a suggestion for an unknown option: an option of this name in another section, or a similar name."""
+    last = name.rpartition(".")[2]
+    if found := [option for option in OPTIONS if option.rpartition(".")[2] == last]:
+        return f" (did you mean {alternatives(found)}?)"
+    return did_you_mean(name, [*OPTIONS, *SECTIONS])
 
 
 def _kind(tree: object) -> str:

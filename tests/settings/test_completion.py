@@ -1,7 +1,8 @@
-"""What bash completes with the script that the program prints, and what sub-commands say of themselves."""
+"""What shells complete with the script that the program prints, and what sub-commands say of themselves."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from proxy.settings.kinds import DECODE_POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -33,8 +35,8 @@ def complete(capsys: pytest.CaptureFixture[str]) -> Callable[[str], set[str]]:
     return offered
 
 
-def _printed(capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["completion", "bash"]) == 0
+def _printed(capsys: pytest.CaptureFixture[str], shell: str = "bash") -> str:
+    assert main(["completion", shell]) == 0
     return capsys.readouterr().out
 
 
@@ -48,8 +50,40 @@ def test_bash_completes_sub_commands_flags_and_policies(complete: Callable[[str]
     assert complete("pdproxy doctor --prefiller-h") == {"--prefiller-hosts"}
     assert complete("pdproxy mock-engine --ro") == {"--role"}
     assert complete("pdproxy launch ") >= {"render", "check", "--output"}
-    assert complete("pdproxy completion ") == {"bash", "zsh"}
+    assert complete("pdproxy completion ") == {"bash", "zsh", "fish"}
+    assert complete("pdproxy help ro") == {"roll"}
     assert complete("pdproxy check-config --config /e") == set()  # so that files are completed
+
+
+def test_fish_script_has_every_sub_command_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _printed(capsys, "fish").splitlines()
+    for command in COMMANDS:
+        assert any(f" -a {command} -d " in line for line in lines)
+    behind = "complete -c pdproxy -n '__fish_pdproxy_behind"
+    assert f'{behind} "doctor"\' -l json' in lines
+    assert f'{behind} "check-config"\' -l config -r -F' in lines
+    assert f"{behind} \"\"' -l decode-policy -x -a '{' '.join(DECODE_POLICIES)}'" in lines
+    assert f'{behind} "completion"\' -a fish' in lines
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("pdproxy pr", {"print-config"}),
+        ("pdproxy --connector vllm_", {"vllm_pull", "vllm_store"}),
+        ("pdproxy doctor --js", {"--json"}),
+        ("pdproxy completion ", {"bash", "zsh", "fish"}),
+    ],
+)
+def test_fish_completes_as_bash_does(
+    line: str, offered: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "pdproxy.fish"
+    script.write_text(_printed(capsys, "fish"), encoding="utf-8")
+    asking = ["fish", "--no-config", "-c", f"source {script}; complete -C '{line}'"]
+    done = subprocess.run(asking, capture_output=True, text=True, check=True)
+    assert {answer.partition("\t")[0] for answer in done.stdout.splitlines()} == offered
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -66,4 +100,4 @@ def test_completion_rejects_an_unsupported_shell_with_a_message(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["completion", *words]) == 2
-    assert "bash or zsh" in capsys.readouterr().err
+    assert "bash, zsh or fish" in capsys.readouterr().err

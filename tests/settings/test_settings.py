@@ -636,11 +636,51 @@ def test_mistake_in_the_environment_names_the_variable(name: str, value: str, se
         ),
         ("--prot 1", "unknown flag --prot (did you mean --port?)"),
         ("--frobnicate", "unknown flag --frobnicate"),
-        ("--api-key=hush", "unknown flag --api-key"),
+        (
+            "--api-key=hush",
+            (
+                "unknown flag --api-key: set the keys of clients in auth.client_keys_file, and the key of engines in"
+                " OPENAI_API_KEY"
+            ),
+        ),
         ("--prefiller a", "--prefiller is ambiguous: use --prefiller-hosts or --prefiller-ports"),
         ("--log=hush", "--log is ambiguous: use --log-level or --log-format"),
-        ("--admin-key hush", "unknown flag --admin-key"),
-        ("serve", "unexpected argument 'serve'"),
+        (
+            "--admin-key hush",
+            "unknown flag --admin-key: set auth.admin_key in the --config file, or PROXY_AUTH__ADMIN_KEY",
+        ),
+        (
+            "--stall-seconds=1",
+            (
+                "unknown flag --stall-seconds: set health.stall_seconds in the --config file, or"
+                " PROXY_HEALTH__STALL_SECONDS"
+            ),
+        ),
+        (
+            "--networks 10.0.0.0/8",
+            "unknown flag --networks: set admin.networks in the --config file, or PROXY_ADMIN__NETWORKS",
+        ),
+        (
+            "--max-attempts 3",
+            (
+                "unknown flag --max-attempts: set retry.max_attempts, resume.max_attempts or joining.max_attempts in"
+                " the --config file"
+            ),
+        ),
+        ("frobnicate", "unexpected argument 'frobnicate'"),
+        ("--port 1 doctor", "a sub-command comes first: write `pdproxy doctor [flags]`"),
+        ("--json doctor", "a sub-command comes first: write `pdproxy doctor [flags]`"),
+        ("--prefill a:1 --decode b:1 top", "a sub-command comes first: write `pdproxy top [flags]`"),
+        ("--retry-max-backoff-ms 5s", "--retry-max-backoff-ms must be a number of milliseconds, not 5s"),
+        ("--kv-connector moriio", "--kv-connector must be nixl or mooncake, not moriio"),
+        ("--queue-size many", "--queue-size must be a valid integer, not 'many'"),
+        (
+            "--cors-allowed-origins a",
+            (
+                "--cors-allowed-origins must be a list of origins like https://chat.example.com, without a path, or *,"
+                " not ['a']"
+            ),
+        ),
         ("--port", "--port: expected one argument"),
         ("--decode", "--decode: expected at least one argument"),
         ("--port 80a", "--port must be a valid integer, not '80a'"),
@@ -648,10 +688,25 @@ def test_mistake_in_the_environment_names_the_variable(name: str, value: str, se
         ("--port 65536", "--port must be less than or equal to 65535, not '65536'"),
         ("--host a/b", "--host: 'a/b' is not a host name or an IP address"),
         (
-            "--connector nixl",
+            "--connector pigeon",
             (
                 "--connector must be 'auto', 'vllm_pull', 'vllm_store', 'mooncake_bootstrap', 'sglang_bootstrap',"
-                " 'ascend_layerwise' or 'plain', not 'nixl'"
+                " 'ascend_layerwise' or 'plain', not 'pigeon'"
+            ),
+        ),
+        (
+            "--connector mooncake",
+            (
+                "--connector must be mooncake_bootstrap for vLLM's MooncakeConnector, vllm_pull for vLLM-Ascend's"
+                " MooncakeConnectorV1, vllm_store for MooncakeStoreConnector, or sglang_bootstrap for SGLang, not"
+                " 'mooncake'"
+            ),
+        ),
+        (
+            "--policy cache_aware",
+            (
+                "--policy must be least_load, which prefers instances with cached prefixes and keeps sessions together,"
+                " not 'cache_aware'"
             ),
         ),
         (
@@ -674,6 +729,9 @@ def test_mistake_on_the_command_line_names_the_flag(line: str, sentence: str) ->
     [
         ("listen: {prot: 1}", ": unknown option listen.prot (did you mean listen.port?)"),
         ("wrokers: 1", ": unknown option wrokers (did you mean workers?)"),
+        ("max_waiting: 1", ": unknown option max_waiting (did you mean admission.max_waiting?)"),
+        ("listen: {probe_port: 1}", ": unknown option listen.probe_port (did you mean admin.probe_port?)"),
+        ("port: 80", ": unknown option port (did you mean listen.port, admin.port or layerwise.port?)"),
         ("listen: 5", ": listen is a section: write its options indented below it"),
         ("auth: hush", ": auth is a section: write its options indented below it"),
         ("workers: many", ": workers must be a valid integer, not 'many'"),
