@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from proxy.common import blocking_http
 from proxy.common.build_info import BUILD
 from proxy.settings import SettingsError, load, reachable, to_yaml
-from proxy.settings.cli import COMMANDS, Parser
+from proxy.settings.cli import COMMANDS, DOCUMENTS, Parser
 from proxy.settings.other_routers import unknown_command
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     # Imported at their use: serving must not load the simulator, and printing the settings must load neither.
     match words:
+        case ["print-config", *flags] if {*DOCUMENTS} & {*flags}:
+            from proxy.settings import reference
+
+            print(reference.document(flags))
+            return 0
         case ["print-config", *flags]:
             print(to_yaml(_warned(load(flags, os.environ, needs_backends=False, command="print-config"))))
             return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
+from proxy.__main__ import main
 from proxy.process.configuration import FIXED
 from proxy.settings import OPTIONS, Settings, load
+from proxy.settings.reference import json_schema
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
@@ -26,6 +30,15 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 WITHOUT_DEFAULT = {"prefill", "decode"}
 
 
+@pytest.fixture
+def schema(capsys: pytest.CaptureFixture[str]) -> Draft202012Validator:
+    """Return a validator with the schema that the program prints."""
+    assert main(["print-config", "--schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    Draft202012Validator.check_schema(printed)
+    return Draft202012Validator(printed)
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_configuration_loads(path: Path) -> None:
     load(["--config", str(path)], {})
@@ -37,11 +50,59 @@ def test_full_configuration_has_every_option_with_its_default() -> None:
     assert full.settings.model_dump(exclude=WITHOUT_DEFAULT) == Settings().model_dump(exclude=WITHOUT_DEFAULT)
 
 
-def test_full_configuration_has_the_models_help_of_every_option() -> None:
-    lines = (CONFIGS / "full.yaml").read_text(encoding="utf-8").splitlines()
-    comment = " ".join(line.strip().removeprefix("#").strip() for line in lines)
-    descriptions = [" ".join((field.description or "").split()) for field in OPTIONS.values()]
-    assert [description for description in descriptions if description not in comment] == []
+def test_full_configuration_is_the_one_that_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["print-config", "--full"]) == 0
+    file = (CONFIGS / "full.yaml").read_text(encoding="utf-8")
+    assert file == capsys.readouterr().out, "write it again: pdproxy print-config --full > configs/full.yaml"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted({*CONFIGS.glob("*.yaml"), *(CONFIGS / "kubernetes").rglob("pdproxy.yaml")}),
+    ids=lambda path: str(path.relative_to(CONFIGS)),
+)
+def test_schema_accepts_configuration(path: Path, schema: Draft202012Validator) -> None:
+    schema.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prefill: 10.0.0.1:7100",
+        "decode: [{host: a, port: 1}]",
+        "wrokers: 1",
+        "workers: 0",
+        "workers: many",
+        "listen: {port: 65536}",
+        "listen: {prot: 1}",
+        "retry: {budget_share: 1.5}",
+        "timeouts: {idle_seconds: 0}",
+        "balance: {decode_policy: best}",
+        "kv: {on_missing: maybe}",
+        "log: {level: LOUD}",
+        "admin: {port: null, trust_local: 3}",
+    ],
+)
+def test_schema_rejects_mistake(text: str, schema: Draft202012Validator) -> None:
+    assert not schema.is_valid(yaml.safe_load(text))
+
+
+def test_schema_accepts_other_spellings(schema: Draft202012Validator) -> None:
+    text = "{connector: NixlConnector, workers: auto, listen: null, admin: {port: null}, log: {level: DEBUG}}"
+    schema.validate(yaml.safe_load(text))
+
+
+def test_schema_has_every_option_with_its_help() -> None:
+    properties = json_schema()["properties"]
+    for option, field in OPTIONS.items():
+        section, _, name = option.rpartition(".")
+        part = (properties[section]["properties"] if section else properties)[name]
+        assert part["description"] == " ".join((field.description or "").split())
+
+
+def test_document_flag_takes_no_other_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["print-config", "--port", "1", "--full"]) == 2
+    assert capsys.readouterr().err == "pdproxy: error: print-config --full takes no other flags\n"
 
 
 def test_options_that_cannot_be_reloaded_are_documented_as_requiring_a_restart() -> None:

@@ -87,8 +87,9 @@ _REPEATABLE: Final = tuple(f"--{role}" for role, _, _ in _ROLES)
 
 _DESCRIPTION: Final = """\
 OpenAI-compatible gateway for engines that prefill and engines that decode.
-All options can be set in the environment (PROXY_LISTEN__PORT) or in the --config file; see configs/full.yaml. The
-most common ones have flags. Flags override the environment, and the environment overrides the file."""
+All options can be set in the environment (PROXY_LISTEN__PORT) or in the --config file. The most common ones have flags,
+and `pdproxy print-config --full` prints all of them. Flags override the environment, and the environment
+overrides the file."""
 
 _WITH_THESE_FLAGS: Final = {
     "serve": "serve requests, as without a sub-command",
@@ -109,6 +110,12 @@ _WITH_OTHERS: Final = {
 }
 COMMANDS: Final = {**_WITH_THESE_FLAGS, **_WITH_OTHERS}
 """Sub-commands with their descriptions."""
+
+DOCUMENTS: Final = {
+    "--full": "Print a configuration file with every option, its meaning and its default.",
+    "--schema": "Print the JSON Schema of configuration files, for editors and other tools.",
+}
+"""Flags of print-config that print a document instead of the effective options."""
 
 
 def _listed(commands: Mapping[str, str]) -> str:
@@ -296,6 +303,9 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
         metavar="FILE.yaml",
         help="Path of the YAML configuration file. Can also be set by PROXY_CONFIG.",
     )
+    if command == "print-config":
+        for flag, text in DOCUMENTS.items():
+            parser.add_argument(flag, dest=flag, action="store_true", help=f"{text} No other flag may be given.")
     for role, noun, default_port in _ROLES:
         group = parser.add_argument_group(f"{noun}s")
         texts = {

@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, WithJsonSchema
 
 from proxy.common.endpoints import Endpoint, parse_endpoints
-from proxy.settings.connectors import known_connector
+from proxy.settings.connectors import CONNECTOR_TRAITS, known_connector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,11 +206,26 @@ Positive = Annotated[int, _number, Field(ge=1)]
 # vLLM-Ascend's example proxy tries once for the value 0.
 Attempts = Annotated[int, _number, Field(ge=0), AfterValidator(lambda count: max(count, 1))]
 ListenPort = Annotated[int, _number, Field(ge=0, le=65535)]
-Workers = Annotated[int, BeforeValidator(_cores_for_auto), _number, Field(ge=1)]
+Workers = Annotated[
+    int,
+    BeforeValidator(_cores_for_auto),
+    _number,
+    Field(ge=1),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
+]
 
-Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_endpoints)]
-ConnectorName = Annotated[str, AfterValidator(known_connector)]
-PolicyName = Annotated[str, AfterValidator(known_policy)]
+Endpoints = Annotated[
+    tuple[Endpoint, ...],
+    BeforeValidator(_endpoints),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}}),
+]
+# Editors offer the names, and accept synonyms.
+ConnectorName = Annotated[
+    str,
+    AfterValidator(known_connector),
+    WithJsonSchema({"anyOf": [{"enum": [*CONNECTOR_TRAITS]}, {"type": "string"}]}),
+]
+PolicyName = Annotated[str, AfterValidator(known_policy), WithJsonSchema({"enum": [*POLICIES]})]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
 ModelAliases = Annotated[tuple[str, ...], BeforeValidator(_aliases)]
 Names = Annotated[tuple[str, ...], BeforeValidator(texts("names, such as qwen*"))]

@@ -230,11 +230,12 @@ def to_yaml(loaded: Loaded) -> str:
         indent = "  " if section else ""
         if isinstance(value, list) and value:
             lines.append(f"{indent}{name}:  # {loaded.origins[option]}")
-            lines += [f"{indent}  - {_scalar(item)}" for item in value]
+            lines += [f"{indent}  - {scalar(item)}" for item in value]
         else:
-            lines.append(f"{indent}{name}: {_scalar(value)}  # {loaded.origins[option]}")
+            lines.append(f"{indent}{name}: {scalar(value)}  # {loaded.origins[option]}")
     return "\n".join(lines)
 
 
-def _scalar(value: object) -> str:
+def scalar(value: object) -> str:
+    """Return a value as YAML on one line."""
     return yaml.safe_dump(value, width=float("inf")).removesuffix("\n").removesuffix("\n...")
