@@ -42,10 +42,7 @@ _NOT_SERVED: Final = (
     ),
     ("/api", "Ollama's API is not served here, but OpenAI's is: /v1/chat/completions"),
     ("/generate", "SGLang's API is served with the connector sglang_bootstrap only, OpenAI's API with all connectors"),
-    *(
-        (path, "this page does not exist here; see the README for the documentation")
-        for path in ("/docs", "/redoc", "/openapi.json")
-    ),
+    *((path, "this page does not exist here; GET /openapi.json describes the routes") for path in ("/docs", "/redoc")),
 )
 
 

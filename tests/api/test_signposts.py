@@ -71,7 +71,7 @@ async def test_mistyped_path_gets_a_hint(deploy: Deploy, path: str, meant: str) 
         ("/api/chat", "Ollama's API is not served here"),
         ("/generate", "sglang_bootstrap"),
         ("/docs", "this page does not exist here"),
-        ("/openapi.json", "this page does not exist here"),
+        ("/redoc", "this page does not exist here; GET /openapi.json describes the routes"),
         ("/v1", "GET / lists"),
         ("/v1/audio/speech", "GET / lists"),
         ("/admin", "GET / lists"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from proxy.api.admin import AdminApi, RequestsApi
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.instances import InstanceParts, InstancesApi
+from proxy.api.openapi import OpenApi
 from proxy.api.status_page import StatusPage
 from proxy.connectors.releaser import SETTLE_SECONDS
 from proxy.fleet.discovery.prober import PeerVerdicts
@@ -198,7 +199,7 @@ def build_administration(
         clients.app.add_routes(routes)
         return None
     app = application(basis)
-    app.add_routes([*StatusPage().routes(), *clients.probes.routes(), *routes])
+    app.add_routes([*StatusPage().routes(), *clients.probes.routes(), *OpenApi().routes(), *routes])
     return http_listener(basis, app)
 
 

@@ -12,6 +12,7 @@ from proxy.api.count_tokens import CountTokensApi
 from proxy.api.credentials import KeyAuth
 from proxy.api.generation import GenerationApi, GenerationParts
 from proxy.api.models import ModelsApi
+from proxy.api.openapi import OpenApi
 from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
 from proxy.api.questions import QuestionParts
@@ -97,6 +98,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         *_models_routes(basis, balancing, engines, questions),
         *_passthrough_routes(basis, lanes, drain, questions),
         *probes.routes(),
+        *OpenApi().routes(),
         *_sglang_routes(basis, engines, probes, questions),
     ]
     signposts = Signposts(routes, StatusPage() if basis.settings.admin.port is None else None)
