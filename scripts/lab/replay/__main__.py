@@ -11,23 +11,25 @@ from pathlib import Path
 import orjson
 
 from lab.common.processes import allow_many_files, called_from, unwind_on_signals
+from lab.replay import sessions
 from lab.replay.advising import advice
 from lab.replay.figures import Run, chart, fits, margins, table
 from lab.replay.fleet import Fleet, parse_fleet
 from lab.replay.policies import OURS, policy_names
 from lab.replay.sockets import sweep_sockets
-from lab.replay.sweep import fleets, sweep
+from lab.replay.sweep import AGENTS, HARDWARE, fleets, sweep
 from lab.replay.trace import InvalidTrace, Request, read
 from proxy.settings import POLICIES
 from proxy.settings.model import Balance
-from proxy.sim.hardware.machines import MACHINES, published
+from proxy.sim.hardware.machines import published
 from proxy.tools.flag_numbers import positive
 
 _DESCRIPTION = """Compare policies for choosing instances on a trace.
 
 Requests of traces in Mooncake's format, or Azure's of 2023, pass the gateway's admission queue, pools and policies to
 simulated engines, in virtual time. `load` is the prefill time of all prompts without a cache, divided by the capacity
-of the prefillers. Arrivals are stretched or compressed to match it. Other gateways' rules are compared as policies."""
+of the prefillers. Arrivals are stretched or compressed to match it. Other gateways' rules are compared as policies.
+With --sessions, concurrent conversations of agents take the place of a trace."""
 
 
 def read_options() -> argparse.Namespace:
@@ -48,15 +50,13 @@ def read_options() -> argparse.Namespace:
     )
     add(
         "--machine",
-        choices=MACHINES,
-        default="kimi-k2-thinking-a3",
-        help="hardware of the prefillers (default: %(default)s)",
+        choices=HARDWARE,
+        help="hardware of the prefillers (default: kimi-k2-thinking-a3, with --sessions agents)",
     )
     add(
         "--decode-machine",
-        choices=MACHINES,
-        default="kimi-k2.5-h200",
-        help="hardware of the decoders (default: %(default)s)",
+        choices=HARDWARE,
+        help="hardware of the decoders (default: kimi-k2.5-h200, with --sessions agents)",
     )
     add("--loads", type=positive, nargs="+", default=[0.9], help="work without a cache / capacity (default: 0.9)")
     add("--seeds", type=int, nargs="+", default=[1], help="seeds of random draws (default: 1)")
@@ -131,10 +131,18 @@ def read_options() -> argparse.Namespace:
     add("--slo-token-ms", type=positive, default=100.0, help="objective for the time between two tokens (default: 100)")
     add("--json", type=Path, metavar="FILE", help="write every run to this file")
     add("--svg", type=Path, metavar="FILE", help="draw answers in time over load to this file, for one trace and fleet")
+    sessions.add_options(parser)
     options = parser.parse_args()
-    if not options.traces and not options.fit:
-        parser.error("name at least one trace")
-    if options.svg is not None and len(options.traces) * len(options.fleets) > 1:
+    if options.sessions:
+        if options.traces or options.sockets or options.margins or options.advise:
+            parser.error("--sessions takes no trace, and no --sockets, --margins or --advise")
+        if options.seconds <= 0:
+            parser.error("--seconds must be positive")
+    elif not options.traces and not options.fit:
+        parser.error("name at least one trace, or --sessions")
+    options.machine = options.machine or (AGENTS.name if options.sessions else "kimi-k2-thinking-a3")
+    options.decode_machine = options.decode_machine or (AGENTS.name if options.sessions else "kimi-k2.5-h200")
+    if options.svg is not None and max(1, len(options.traces)) * len(options.fleets) > 1:
         parser.error("--svg needs exactly one trace and one fleet")
     if options.advise:
         options.policies = options.policies or [OURS]
@@ -167,6 +175,9 @@ def main() -> int:
         print(fits(list(published())))
         return 0
     try:
+        if options.sessions:
+            print(sessions.report(options))
+            return 0
         traces = {path.name: read(called_from() / path)[: options.requests] for path in options.traces}
     except (InvalidTrace, OSError) as error:
         print(f"scripts/replay: {error}", file=sys.stderr)

@@ -139,6 +139,7 @@ class Course:
     """Actual seconds of the prefill."""
     first_token_at: float | None = None
     ended_at: float | None = None
+    is_rejected: bool = False
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -275,8 +276,11 @@ class Replay:
         pair = prefiller.port - FIRST_PORT, decoder.port - FIRST_PORT - len(self.pools.prefill.backends())
         return self._slow_factor if pair in self._slow_pairs else 1.0
 
-    async def _serve(self, request: Request) -> None:
-        """Run one request as a connector does that calls the decoder after the prefiller's answer."""
+    async def _serve(self, request: Request, key: str = "-") -> None:
+        """Run one request as a connector does that calls the decoder after the prefiller's answer.
+
+        `key`: name of the client key.
+        """
         course = Course(request)
         self.courses.append(course)
         subject = Subject(request)
@@ -288,7 +292,7 @@ class Replay:
         )
         worker = self._rng.choice(self.workers) if len(self.workers) > 1 else self.workers[0]
         try:
-            async with worker.admission.admit("-", request=lambda: pick):
+            async with worker.admission.admit(key, request=lambda: pick):
                 with _leased(worker.pools, pick) as (prefiller, decoder):
                     course.prefiller = prefiller.backend
                     if prefiller.prediction is not None:
@@ -316,5 +320,5 @@ class Replay:
                     course.ended_at = self._loop.time()
                     decoder.answer_tokens = request.output_tokens
         except (Overloaded, NoBackendAvailable):
-            pass  # the course has no end, which means not served
+            course.is_rejected = True
         self._on_end()

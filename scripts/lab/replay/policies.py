@@ -201,6 +201,30 @@ class Mooncake(_LeastSum):
         return Load(round(_MICROSECONDS * seconds), request.prompt_tokens)
 
 
+class SMetric(Mooncake):
+    """vllm-router's `smetric` rule (`policies/smetric.rs`): the longest match while its first token is in time.
+
+    Otherwise the least predicted prefill work in the queue. Its learned prefill rate is taken to be exact. It keeps the
+    match of later turns only; here a prompt is one if more than half of it matches.
+    """
+
+    # max_tree_size is 2^24 characters.
+    blocks = 2**24 // (4 * BLOCK_TOKENS)
+    hit_ratio = 0.5
+    slo_seconds = 1.0
+    slo_seconds_per_token = 62.5e-6
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        queued = [each.load.compute + self.cost_of(each.backend, request).compute for each in candidates]
+        limit = _MICROSECONDS * (self.slo_seconds + self.slo_seconds_per_token * request.prompt_tokens)
+        matches = [self.match(each, request) for each in candidates]
+        best = matches.index(max(matches))
+        is_in_time = queued[best] <= limit or min(queued) > limit
+        if matches[best] > self.hit_ratio and is_in_time:
+            return candidates[best]
+        return candidates[queued.index(min(queued))]
+
+
 def peers(cost: Cost) -> dict[str, tuple[Callable[[PolicyContext], Policy], Callable[[PolicyContext], Policy]]]:
     """Return the rules for prefillers and decoders, by the names of reports."""
     return {
@@ -212,6 +236,7 @@ def peers(cost: Cost) -> dict[str, tuple[Callable[[PolicyContext], Policy], Call
         "llm-d": (LlmD, LeastRequests),
         "dynamo": (Dynamo, LeastKv),
         "mooncake": (lambda context: Mooncake(cost, context), LeastRequests),
+        "smetric": (lambda context: SMetric(cost, context), LeastRequests),
     }
 
 
@@ -297,6 +322,8 @@ class ClairvoyantDecode(Policy):
 
 
 OURS: Final = "least_load"
+AFFINITY: Final = OURS
+"""Name of the policy that shows how many sessions fit into the caches."""
 TODAY: Final = "today"
 """Name of the former default: counting tokens for both roles."""
 CLAIRVOYANT: Final = "clairvoyant"

@@ -15,7 +15,20 @@ from lab.replay.figures import Case, Run, Slo, figures
 from lab.replay.fleet import TRANSFER_SECONDS_PER_TOKEN, Fleet, MakePolicy, Replay
 from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names, policies
 from lab.replay.trace import Request, bursty, faster, spread
-from proxy.sim.hardware.machines import MACHINES
+from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.machines import MACHINES, Machine
+from proxy.sim.hardware.work import Shape
+
+AGENTS: Final = Machine(
+    "agents",
+    Cost(prompt=0.05, prompt_token=3.45e-5, attention=1.2e-10, step=0.015),
+    Shape(max_num_seqs=1, max_num_batched_tokens=16_384, kv_tokens=1_000_000),
+    Shape(max_num_seqs=1024, max_num_batched_tokens=8_192, kv_tokens=100_000_000),
+)
+"""Engines for sessions: decoders are never short of memory or slots, so the caches of prefillers decide."""
+
+HARDWARE: Final[Mapping[str, Machine]] = {**MACHINES, AGENTS.name: AGENTS}
+"""Machines by the names of the command line."""
 
 _URL: Final = "redis://in-memory"
 SHARED: Final[Mapping[str, Mapping[str, object] | None]] = {
@@ -27,10 +40,10 @@ SHARED: Final[Mapping[str, Mapping[str, object] | None]] = {
 
 def fleets(options: argparse.Namespace) -> list[Fleet]:
     """Return the fleets of the command line."""
-    machine = MACHINES[options.machine]
+    machine = HARDWARE[options.machine]
     if options.prefill_kv_tokens is not None:
         machine = replace(machine, prefill=replace(machine.prefill, kv_tokens=options.prefill_kv_tokens))
-    decode = MACHINES[options.decode_machine]
+    decode = HARDWARE[options.decode_machine]
     return [
         Fleet(
             prefillers,

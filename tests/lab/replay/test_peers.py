@@ -96,6 +96,16 @@ def test_unmatched_prompt_goes_to_smallest_tree_or_fewest_requests() -> None:
         assert bench.chosen(prompt(500, 9)) == place
 
 
+def test_smetric_leaves_the_cache_only_for_a_first_token_in_time() -> None:
+    """A prompt of 1,500 tokens takes 1.6 s, which is longer than the limit of 1.1 s, and of its rest 0.6 s."""
+    bench = Bench("smetric")
+    bench.send(1, prompt(1500, 1, 2, 3))
+    again = prompt(1500, 1, 2, 4)
+    assert bench.chosen(again) == 1, "no prefiller has the first token in time"
+    short = prompt(900, 1, 5)
+    assert bench.chosen(short) == 0, "another one has it in time"
+
+
 def test_mooncake_counts_seconds_and_dynamo_tokens() -> None:
     """Eight short prompts have fewer tokens than one long one, but take longer."""
     chosen = {}

@@ -1,0 +1,168 @@
+"""Closed loops of sessions: conversations, figures, and the program."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from itertools import count, pairwise
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+
+from lab.replay.conversations import Conversation, Conversations, Gaps, Workload, read_sessions
+from lab.replay.fleet import Course
+from lab.replay.sessions import ClosedLoop, Life, chart, means, row, table
+from lab.replay.trace import BLOCK_TOKENS, InvalidTrace, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from lab.replay.conversations import Turn
+
+
+def drawn(workload: Workload, turns: int = 12, seed: int = 1) -> list[Turn]:
+    return list(Conversation(workload, random.Random(seed), count(10_000_000), max_turns=turns).turns())
+
+
+def shared(before: Turn, after: Turn) -> int:
+    """Return the number of leading blocks that two turns have in common."""
+    pairs = zip(before.blocks, after.blocks, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), len(before.blocks))
+
+
+def test_turns_repeat_all_full_blocks_of_the_turn_before() -> None:
+    for before, after in pairwise(drawn(Workload())):
+        assert shared(before, after) == before.input_tokens // BLOCK_TOKENS
+        assert after.input_tokens > before.input_tokens + before.output_tokens
+        assert len(after.blocks) == -(-after.input_tokens // BLOCK_TOKENS)
+
+
+def test_conversations_share_their_system_prompt_only() -> None:
+    conversations = Conversations(Workload(shared_tokens=5120), (), seed=3)
+    one, other = (next(iter(conversations.new().turns())) for _ in range(2))
+    assert shared(one, other) == 10
+
+
+def test_compaction_keeps_the_system_prompt_only() -> None:
+    turns = drawn(Workload(shared_tokens=5120, compaction_tokens=12_000), 40)
+    cuts = [(before, after) for before, after in pairwise(turns) if after.input_tokens < before.input_tokens]
+    assert cuts
+    assert all(shared(before, after) == 10 for before, after in cuts)
+
+
+def test_subagents_begin_with_the_conversation_or_its_system_prompt() -> None:
+    begins = set()
+    for turn in drawn(Workload(shared_tokens=5120, subagents=0.9), 40):
+        for agent in turn.subagents:
+            first = next(iter(agent.turns()))
+            begins.add(shared(turn, first) in (10, turn.input_tokens // BLOCK_TOKENS))
+    assert begins == {True}
+
+
+def test_partial_block_keeps_its_name_when_lookups_are_coarse() -> None:
+    for before, after in pairwise(drawn(Workload(keeps_last_block=True))):
+        assert shared(before, after) == len(before.blocks)
+
+
+def test_recorded_sessions_are_replayed_turn_by_turn(tmp_path: Path) -> None:
+    turns = [
+        {"input_tokens": 1500, "output_tokens": 7},
+        {"input_tokens": 3000, "output_tokens": 8, "pause_seconds": 2.5},
+        {"input_tokens": 2000, "output_tokens": 9, "kept_tokens": 600},
+    ]
+    path = tmp_path / "sessions.jsonl"
+    path.write_bytes(orjson.dumps({"turns": turns}) + b"\n")
+    first, second, third = Conversations(Workload(), read_sessions(path), seed=1).new().turns()
+    assert [turn.input_tokens for turn in (first, second, third)] == [1500, 3000, 2000]
+    assert (second.output_tokens, second.pause_seconds) == (8, 2.5)
+    assert (shared(first, second), shared(second, third)) == (2, 1)
+
+
+@pytest.mark.parametrize("line", ["no", "{}", '{"turns": [{"input_tokens": 0, "output_tokens": 1}]}', ""])
+def test_invalid_recorded_sessions_are_rejected(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "sessions.jsonl"
+    path.write_text(line)
+    with pytest.raises(InvalidTrace):
+        read_sessions(path)
+
+
+def test_gaps_have_the_shares_of_their_ranges() -> None:
+    rng = random.Random(1)
+    drawn = [Gaps(0.5, 0.3, 60.0).draw(rng) for _ in range(2000)]
+    assert sum(gap <= 1 for gap in drawn) / 2000 == pytest.approx(0.5, abs=0.05)
+    assert sum(gap > 10 for gap in drawn) / 2000 == pytest.approx(0.2, abs=0.05)
+    assert max(drawn) <= 60
+
+
+class _Run(ClosedLoop):
+    """A finished run with these courses and lives."""
+
+    def __init__(self, courses: Sequence[Course], lives: Sequence[Life]) -> None:
+        self.courses, self.lives = list(courses), list(lives)
+
+
+LABEL = {"policy": "a<b", "sessions": 2, "seed": 1, "fleet": "1P1D", "fits": 1}
+
+
+def course(at: float, first: float | None, end: float | None, *, rejected: bool = False) -> Course:
+    return Course(
+        Request(at, 1000, 10, ()), cached_tokens=500, first_token_at=first, ended_at=end, is_rejected=rejected
+    )
+
+
+def test_figures_count_waiting_and_rejected_turns_after_the_warm_up() -> None:
+    courses = [
+        course(10.0, 11.0, 12.0),
+        course(40.0, 42.0, 50.0),
+        course(60.0, None, None),
+        course(70.0, None, None, rejected=True),
+    ]
+    lives = [Life("main", 0.0, turns=2, waited=20.0, ended=50.0), Life("beside", 20.0, 1, 10.0, pending_since=60.0)]
+    made = row(_Run(courses, lives), LABEL, 90.0)
+    assert (made.turns_per_second, made.tokens_per_second) == (1 / 60, 1010 / 60)
+    assert (made.ttft_p50, made.ttft_max, made.rejected) == (30.0, 30.0, 1)
+    assert (made.hit_rate, made.beside_seconds_per_turn) == (0.5, 70.0)
+    assert made.slowest_tenth_slowdown == 40 / 25
+
+
+def test_report_has_means_over_seeds_and_a_chart_with_all_policies() -> None:
+    one = row(_Run([course(40.0, 42.0, 50.0)], []), LABEL, 90.0)
+    other = row(_Run([course(40.0, 44.0, 50.0)], []), {**LABEL, "seed": 2}, 90.0)
+    assert [each.ttft_p50 for each in means([one, other])] == [3.0]
+    assert table([one, other]).splitlines()[1].split()[:4] == ["1P1D", "2", "(2.0x)", "a<b"]
+    assert len(ElementTree.fromstring(chart([one, other], "a <fleet>")).findall("{*}polyline")) == 1
+
+
+def test_program_writes_a_row_for_each_number_of_sessions(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "lab.replay", "--sessions", "2", "2x", "--seconds", "120", "--fleet", "1P1D"),
+        *("--prefill-kv-tokens", "60000", "--policies", "least_load", "smetric", "--beside", "1"),
+        *("--subagents", "0.2", "--forks", "0.1", "--json", "rows.json", "--svg", "chart.svg"),
+    ]
+    environment = {"PYTHONPATH": "scripts", "CALLED_FROM": str(tmp_path)}
+    ran = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    rows = orjson.loads((tmp_path / "rows.json").read_bytes())
+    assert [each["policy"] for each in rows] == ["least_load", "smetric"] * 2
+    assert rows[2]["sessions"] == 2 * rows[2]["fits"]
+    names = "turns_per_second tokens_per_second hit_rate ttft_p50 ttft_p99 seconds_per_turn_p50 seconds_per_turn_p99"
+    assert all(each[name] > 0 for each in rows for name in names.split())
+    assert "sessions fit into the caches" in ran.stderr
+    assert "4/4 1P1D, smetric" in ran.stderr
+    assert (tmp_path / "chart.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("wrong", [["--sessions", "none"], ["--sessions", "0"], ["--sessions", "2", "--margins"]])
+def test_wrong_options_of_sessions_are_reported(wrong: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "lab.replay", *wrong],
+        env={"PYTHONPATH": "scripts"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "--sessions" in ran.stderr
