@@ -71,7 +71,7 @@ async def test_described_requests_are_accepted(deploy: Deploy) -> None:
         assert (await read(response)).status == 200
 
 
-def test_every_operation_has_an_id_of_its_own() -> None:
+def test_operation_ids_are_unique() -> None:
     paths = description([("POST", path) for path in OPERATIONS])["paths"]
     assert len({methods["post"]["operationId"] for methods in paths.values()}) == len(OPERATIONS)
 
