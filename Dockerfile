@@ -16,7 +16,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY proxy proxy
 RUN python -m venv /opt/venv \
- && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check '.[dns,events,otel]'
+ && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check '.[dns,events,otel,redis]'
 
 ARG COMPILED=1
 COPY scripts/lab scripts/lab

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+import proxy
 from proxy.process.supervisor.listening import CLIENTS
 from proxy.settings import load
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "configs" / "kubernetes" / "base"
+VLLM = ROOT / "configs" / "kubernetes" / "examples" / "vllm"
+CHART = ROOT / "configs" / "helm" / "pdproxy"
 COMPONENTS = ROOT / "configs" / "kubernetes" / "components"
 MANIFESTS = sorted((ROOT / "configs" / "kubernetes").rglob("*.yaml"))
 UNIT = (ROOT / "configs" / "systemd" / "pdproxy.service").read_text()
@@ -82,12 +86,88 @@ def test_pod_is_restricted_and_runs_as_the_user_of_the_image() -> None:
     assert CONTAINER["resources"]["limits"]["memory"] == CONTAINER["resources"]["requests"]["memory"]
 
 
-@pytest.mark.parametrize(("file", "selector"), [("network.yaml", "podSelector"), ("disruption.yaml", "selector")])
-def test_network_policies_select_only_the_gateway(file: str, selector: str) -> None:
-    """An empty selector matches all pods of the namespace, and kustomize does not complete these two."""
-    (policy,) = documents(BASE / file)
-    (labels,) = documents(BASE / "kustomization.yaml")[0]["labels"]
-    assert policy["spec"][selector]["matchLabels"] == labels["pairs"]
+def test_gateway_is_selected_by_its_labels_alone() -> None:
+    """An empty selector matches all pods of the namespace."""
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    (policy,), (budget,) = documents(BASE / "network.yaml"), documents(BASE / "disruption.yaml")
+    selectors = [DEPLOYMENT["spec"]["selector"], policy["spec"]["podSelector"], budget["spec"]["selector"]]
+    selectors += [spread["labelSelector"] for spread in POD["topologySpreadConstraints"]]
+    assert [selector["matchLabels"] for selector in selectors] == [labels] * len(selectors)
+    assert [service["spec"]["selector"] for service in documents(BASE / "services.yaml")] == [labels, labels]
+
+
+def sharing() -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Return the store, its service and its network policy, and the variables of the gateway by name."""
+    store, service = documents(COMPONENTS / "sharing" / "valkey.yaml")
+    (policy,) = documents(COMPONENTS / "sharing" / "network.yaml")
+    (patch,) = documents(COMPONENTS / "sharing" / "gateway.yaml")
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert (patch["metadata"]["name"], container["name"]) == (DEPLOYMENT["metadata"]["name"], CONTAINER["name"])
+    return store, service, policy, {variable["name"]: variable for variable in container["env"]}
+
+
+def test_gateways_of_the_base_share_their_loads() -> None:
+    store, service, _, variables = sharing()
+    assert documents(BASE / "kustomization.yaml")[0]["components"] == ["../components/sharing"]
+    environ = {"PROXY_REPLICAS__URL": variables["PROXY_REPLICAS__URL"]["value"], "PROXY_REPLICAS__PASSWORD": "p"}
+    replicas = load(["--config", str(BASE / "pdproxy.yaml")], environ).settings.replicas
+    port = service["spec"]["ports"][0]["port"]
+    assert replicas.url == f"redis://{service['metadata']['name']}:{port}/0"
+    assert service["spec"]["selector"] == store["spec"]["template"]["metadata"]["labels"]
+    assert variables.keys() == environ.keys()
+    (container,) = store["spec"]["template"]["spec"]["containers"]
+    secrets = [container["env"][0], variables["PROXY_REPLICAS__PASSWORD"]]
+    assert secrets[0]["valueFrom"] == secrets[1]["valueFrom"]
+    assert f"--requirepass $({secrets[0]['name']})" in container["args"]
+    assert re.search(r"pip install .*\[[a-z,]*\bredis\b", DOCKERFILE)
+
+
+def test_store_keeps_nothing_and_is_reached_by_gateways_only() -> None:
+    store, _, policy, _ = sharing()
+    pod = store["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert {'--save ""', "--appendonly no"} <= {*container["args"]}
+    assert "volumes" not in pod["spec"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert (policy["spec"]["policyTypes"], "egress" in policy["spec"]) == (["Ingress", "Egress"], False)
+    ((source,),) = [rule["from"] for rule in policy["spec"]["ingress"]]
+    assert source["podSelector"]["matchLabels"] == DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert container["securityContext"] == CONTAINER["securityContext"]
+    limit, maxmemory = 256, int(re.findall(r"--maxmemory (\d+)mb", " ".join(container["args"]))[0])
+    assert container["resources"]["limits"] == {"memory": f"{limit}Mi"}
+    assert maxmemory < limit
+
+
+@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_example_engines_are_those_of_the_configuration(role: str, kv_role: str) -> None:
+    engines, service = documents(VLLM / f"{role}.yaml")
+    name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
+    listed = [f"{role}-{number}.{name}:{port}" for number in range(engines["spec"]["replicas"])]
+    assert [str(endpoint) for endpoint in getattr(SETTINGS, role)] == listed
+    assert (engines["metadata"]["name"], engines["spec"]["serviceName"]) == (role, name)
+    (container,) = engines["spec"]["template"]["spec"]["containers"]
+    flags = dict(word.removeprefix("--").partition("=")[::2] for word in container["args"] if word.startswith("--"))
+    transfer = json.loads(flags["kv-transfer-config"])
+    assert transfer["kv_connector"] in SETTINGS.connector_traits.kv_connectors
+    assert transfer["kv_role"] == kv_role
+    assert (int(flags["port"]), "enable-prompt-tokens-details" in flags) == (port, True)
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert gpus == int(flags["tensor-parallel-size"])
+    assert {variable["name"] for variable in container["env"]} == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    }
+
+
+def test_chart_has_the_version_and_the_configuration_of_the_base() -> None:
+    """`scripts/test-deployment` renders it and compares all manifests."""
+    (chart,), (values,) = documents(CHART / "Chart.yaml"), documents(CHART / "values.yaml")
+    assert {chart["version"], chart["appVersion"]} == {proxy.__version__}
+    assert values["config"] == documents(BASE / "pdproxy.yaml")[0]
+    assert values["replicas"] == DEPLOYMENT["spec"]["replicas"]
+    assert values["resources"] == CONTAINER["resources"]
+    (image,) = documents(BASE / "kustomization.yaml")[0]["images"]
+    assert values["image"]["repository"] == image["newName"]
 
 
 def test_autoscaler_uses_existing_metrics() -> None:
