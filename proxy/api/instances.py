@@ -18,7 +18,7 @@ from proxy.balancer.engines import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.roster import ADMIN
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import BadRequest
-from proxy.fleet.discovery.watcher import configured_instances
+from proxy.fleet.discovery.sources import configured_instances
 from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
 

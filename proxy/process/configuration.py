@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.balancer.roster import CONFIG
 from proxy.balancer.shared.memory import SharedValue
 from proxy.common.background import Background, BackgroundOwner
-from proxy.fleet.discovery.watcher import configured_instances
+from proxy.fleet.discovery.sources import configured_instances
 from proxy.gateway.api_keys import assign_slots
 from proxy.settings import OPTIONS, SECRETS, ClientKey, Loaded, Settings, SettingsError, load_client_keys
 from proxy.settings.load import ConfigChange

@@ -13,6 +13,7 @@ from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import BadAnswer
 from proxy.upstream.fast_forward import FastForward
+from proxy.upstream.pump import CLIENT_IS_SLOW
 from proxy.wire.document import length_of, pieces_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend
     from proxy.upstream.fast_forward import Tokens
+    from proxy.upstream.pump import Pump
     from proxy.wire.document import Body
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
@@ -126,6 +128,10 @@ class EngineConnection(FastForward):
         """Time in which the parts arrived that the last check found; 0: unknown."""
         self._is_timed = False
         """Whether a check has found parts of the stream, so that later parts are timed."""
+        self._pump: Pump | None = None
+        """Passes tokens on in C; None: this process cannot."""
+        self._pumped = -1
+        """Number of the stream in the pump, which reads the socket; -1: the transport reads it."""
 
     # Methods for Upstream
 
@@ -159,6 +165,7 @@ class EngineConnection(FastForward):
 
     def release(self) -> None:
         """End the exchange without further calls to it. The connection closes unless the answer is complete."""
+        self._stop_pumping()
         self._exchange = self._tokens = None
         if self.is_reusable:
             self.pause(False)
@@ -179,6 +186,7 @@ class EngineConnection(FastForward):
 
     def is_silent_since(self, since: float) -> bool:
         """Return whether nothing of the running answer has arrived since `since`, a former `quiet_since`."""
+        self._count_pumped()
         is_over = self.complete or self.closed or self.is_paused
         return not is_over and not self.arrivals and self.quiet_since == since
 
@@ -189,6 +197,7 @@ class EngineConnection(FastForward):
         does not count, nor do `lost_seconds` in which this process did not run. Bytes that complete no part are no
         progress: an engine or a proxy could send some forever.
         """
+        self._count_pumped()
         arrivals = self.arrivals
         if self.is_paused:
             self.arrivals, self.quiet_since, self._is_timed = 0, now, False
@@ -220,12 +229,15 @@ class EngineConnection(FastForward):
         They count as progress. The exchange receives everything from the first other bytes on. None: it receives
         everything. Nothing happens unless the answer is chunked and all chunks so far are complete.
         """
+        self._stop_pumping()
         if self.reader.is_between_chunks:
             self._tokens = tokens
+            self._may_pump = self._pump is not None
 
     def pause(self, paused: bool) -> None:
         if self.closed or paused == self.is_paused:
             return
+        self._stop_pumping()
         self.is_paused = paused
         if paused:
             self.transport.pause_reading()
@@ -235,10 +247,62 @@ class EngineConnection(FastForward):
     def abort(self, error: UpstreamError | None = None) -> None:
         """Drop the connection at once: the engine sees it and stops working for us."""
         if not self.closed:
+            self._stop_pumping()
             self.closed = True
             self.transport.abort()
         if error is not None:
             self._end(error)
+
+    # The pump, which reads the socket while tokens are passed on in C
+
+    def use_pump(self, pump: Pump) -> None:
+        """Pass tokens on in C."""
+        self._pump = pump
+
+    def _pump_later(self, tokens: Tokens) -> None:
+        self._may_pump = False
+        # The transport of the client sends the present token at the end of this turn of the event loop.
+        self.loop.call_soon(self._begin_pumping, tokens)
+
+    def _begin_pumping(self, tokens: Tokens) -> None:
+        if self._tokens is not tokens or self._pumped >= 0 or self.is_paused or self.transport.is_closing():
+            return
+        assert self._pump is not None
+        self._pumped = self._pump.add(self, tokens)
+        if self._pumped >= 0:
+            self.transport.pause_reading()
+        self._may_pump = self._pumped == CLIENT_IS_SLOW
+
+    def on_given_back(self, unsent: bytes, data: bytes, arrivals: int) -> None:
+        """Read the socket again, because the pump has found other bytes than tokens, or the client reads slowly.
+
+        `unsent`: bytes for the client. `data`: bytes of the engine.
+        """
+        self._pumped = -1
+        self.arrivals += arrivals
+        if self.transport.is_closing():
+            return
+        self.transport.resume_reading()
+        tokens = self._tokens
+        if unsent and tokens is not None and tokens.output is not None and not tokens.output.is_closing():
+            tokens.output.write(unsent)
+        if data:
+            self.data_received(data)
+
+    def _stop_pumping(self) -> None:
+        """Let the transport read the socket."""
+        if self._pumped >= 0:
+            assert self._pump is not None
+            self.arrivals += self._pump.remove(self._pumped)
+            self._pumped = -1
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    def _count_pumped(self) -> None:
+        """Count the tokens that the pump has passed on."""
+        if self._pumped >= 0:
+            assert self._pump is not None
+            self.arrivals += self._pump.take_arrivals(self._pumped)
 
     # asyncio.Protocol
 
@@ -286,6 +350,7 @@ class EngineConnection(FastForward):
             exchange.ended(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_pumping()
         self.closed = True
         if self._exchange is not None:
             if self._has_head or self._head_bytes:
@@ -297,6 +362,7 @@ class EngineConnection(FastForward):
         self.reader.close()
 
     def _end(self, error: UpstreamError | None) -> None:
+        self._stop_pumping()
         self._tokens = None
         exchange, self._exchange = self._exchange, None  # drops the reference cycle with the exchange
         if exchange is not None:

@@ -136,22 +136,29 @@ class Tokens:
         self._settle = settle
         self.ticks = ticks
 
-    def sample(self, index: int) -> None:
-        """Record the gap that ends with the part of this index. One gap of eight is measured."""
+    def begin_gap(self) -> None:
+        """Begin to measure the gap after the present part. One gap of eight is measured."""
+        if (ticks := self.ticks) is not None:
+            ticks.gap_from = ticks.now()
+
+    def sample(self) -> None:
+        """Record the gap that ends with the present part."""
         if self.ticks is not None:
             self.ticks.sample()
-        if not index & 8 and self.notes is not None:
+        if not self.index & 8 and self.notes is not None:
             self._settle()
 
 
 class FastForward(asyncio.Protocol):
     """Base of connections to engines that passes tokens on, and gives all other bytes to `_read`."""
 
-    __slots__ = ("_tokens", "arrivals")
+    __slots__ = ("_may_pump", "_tokens", "arrivals")
 
     def __init__(self) -> None:
         self._tokens: Tokens | None = None
         """Format of the tokens to pass on; None: nothing is passed on."""
+        self._may_pump = False
+        """Whether tokens can be passed on in C, and are passed on here."""
         self.arrivals = 0
         """Parts of a streamed answer since the last check of silence."""
 
@@ -219,10 +226,15 @@ class FastForward(asyncio.Protocol):
         tokens.index = index = tokens.index + 1
         if not index & 6:
             if index & 1:
-                tokens.sample(index)
+                tokens.sample()
+                if self._may_pump:
+                    self._pump_later(tokens)
             elif (ticks := tokens.ticks) is not None:
                 ticks.gap_from = ticks.now()
         return True
+
+    def _pump_later(self, tokens: Tokens) -> None:
+        """Let the next tokens be passed on in C, if that is possible then."""
 
     def _part(self, tokens: Tokens, data: bytes) -> bool:
         """Pass on the tokens at the beginning of a read that has several chunks, and read the rest. Returns False.

@@ -14,6 +14,7 @@ from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import EngineConnection, upstream_error
 from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
+from proxy.upstream.pump import Pump, is_built
 from proxy.upstream.response import Response
 from proxy.upstream.silences import Moves, Silences
 
@@ -53,6 +54,8 @@ class UpstreamOptions:
     """Called at each check with each backend that has sent part of a stream."""
     is_news: Callable[[str, str], bool] = lambda subject, word: True
     """Returns whether the last log message about a subject was another one, in all workers."""
+    uses_pump: Callable[[], bool] = lambda: True
+    """Returns whether new connections pass tokens on in C, if the extension module is built."""
     sweep_seconds: float | None = None
     """Time between two checks of all connections; None: a quarter of the shortest limit, at most 1 s."""
     clock: Callable[[], float] = time.monotonic
@@ -86,6 +89,7 @@ class Upstream:
         self._silence_seconds = silence_seconds
         self._sweep_seconds = options.sweep_seconds or _sweep_seconds(timeouts, options.stall_seconds, silence_seconds)
         self._clock = options.clock
+        self._uses_pump = options.uses_pump
         self._dialer = Dialer(options.clock, options.is_news)
         self._idle: dict[str, list[EngineConnection]] = {}
         """Idle connections by the key of the backend."""
@@ -95,6 +99,8 @@ class Upstream:
         self._preconnecting: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
         """The event loop, set by `__aenter__`."""
+        self._pump: Pump | None = None
+        """Passes tokens on in C; None: the module is not built."""
         self._swept_at = options.clock()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -102,6 +108,8 @@ class Upstream:
         self._loop = asyncio.get_running_loop()
         self._swept_at = self._clock()
         self._plan_sweep()
+        if is_built():
+            self._pump = Pump(self._loop)
         return self
 
     async def __aexit__(
@@ -117,6 +125,8 @@ class Upstream:
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
             connection.abort()
         self._idle.clear()
+        if self._pump is not None:
+            self._pump.close()
         await self._dialer.close()
 
     def configure(self, timeouts: Timeouts, stall_seconds: float, silence_seconds: float = 10.0) -> None:
@@ -272,6 +282,8 @@ class Upstream:
         make = partial(self._new_connection, backend, None if address == backend.host else address)
         connection = (await self._loop.create_connection(make, address, backend.port))[1]
         connection.mask_key = self._mask_key
+        if self._pump is not None and self._uses_pump():
+            connection.use_pump(self._pump)
         return connection
 
     def _new_connection(self, backend: Backend, address: str | None) -> EngineConnection:

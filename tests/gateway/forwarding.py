@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from proxy.resume.transcript import Transcript
 from proxy.upstream.fast_forward import FastForward, Tokens
+from proxy.upstream.pump import format_of
 from tests.canned import data
 
 if TYPE_CHECKING:
@@ -45,6 +48,66 @@ class Engine(FastForward):
         self._tokens = tokens
         self.data_received(data)
         return self.left
+
+
+class PumpedEngine:
+    """The same as Engine with the extension module in C, over sockets."""
+
+    def __init__(self, pump: Any) -> None:
+        self._pump = pump
+        self.given_back: tuple[bytes, bytes, int] | None = None
+        """Unsent bytes, bytes of the engine, and tokens since the last count, if the pump gave the stream back."""
+        self._engine, self._reads = socket.socketpair()
+        self._writes, self._client = socket.socketpair()
+        self._client.setblocking(False)
+        self._writes.setblocking(False)
+
+    def take(self, tokens: Tokens, data: bytes) -> bytes:
+        """See Engine."""
+        number = self.add(tokens)
+        self.given_back = None
+        self.run_after(data)
+        if sent := self.received():
+            assert tokens.output is not None
+            tokens.output.write(sent)
+        if self.given_back is None:
+            self._pump.remove(number)
+            return b""
+        unsent, left, _ = self.given_back
+        assert unsent == b""
+        return left
+
+    def on_given_back(self, unsent: bytes, data: bytes, arrivals: int) -> None:
+        """See EngineConnection."""
+        self.given_back = unsent, data, arrivals
+
+    def add(self, tokens: Tokens) -> int:
+        """Let the pump read the engine's socket, and return the number of the stream."""
+        client = -1 if tokens.output is None or tokens.output.is_closing() else self._writes.fileno()
+        number: int = self._pump.add(self._reads.fileno(), client, self, *format_of(tokens))
+        return number
+
+    def run_after(self, data: bytes) -> None:
+        """Send bytes as the engine, and run the pump."""
+        self._engine.sendall(data)
+        self._pump.run()
+
+    def received(self) -> bytes:
+        """Return the bytes that the client has received since the last call."""
+        received = b""
+        with suppress(BlockingIOError):
+            while part := self._client.recv(1_000_000):
+                received += part
+        return received
+
+    def leave(self) -> None:
+        """Close the connection as the engine."""
+        self._engine.close()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for end in (self._engine, self._reads, self._writes, self._client):
+            end.close()
 
 
 def tokens_like(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -13,13 +14,14 @@ from proxy.dialects import grammars as kimi
 from proxy.dialects.segment import Meaning, Segment
 from proxy.gateway.assembly import Assembly
 from proxy.gateway.delivery import Delivery
+from proxy.resume.transcript import Transcript
 from proxy.settings import Cost
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import Api
 from proxy.wire.sse import Event, EventSplitter, Shape
 from tests.asking import api_of, request
 from tests.canned import data
-from tests.gateway.forwarding import Client, Engine, framed, tokens_like
+from tests.gateway.forwarding import Client, Engine, PumpedEngine, framed, tokens_like
 from tests.parsing import parse
 
 if TYPE_CHECKING:
@@ -43,7 +45,12 @@ def parsed(delivery: Delivery, segment: Segment, event: Event) -> bytes:
 
 
 def delivered(
-    events: Sequence[bytes], body: dict[str, Any], *, forwards: bool, is_observed: bool = True
+    events: Sequence[bytes],
+    body: dict[str, Any],
+    *,
+    forwards: bool,
+    is_observed: bool = True,
+    engine: Engine | PumpedEngine | None = None,
 ) -> tuple[bytes, list[Any], int]:
     """Return the client's bytes, the transcript, and the number of events that bypassed the delivery."""
     call = parse(api_of(body), orjson.dumps(body), Cost())
@@ -51,7 +58,7 @@ def delivered(
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
     delivery.transcript.prompt_ids = orjson.dumps([kimi.ASSISTANT_ID, kimi.MIDDLE_ID])
     segment, client, told = delivery.begin_stream(), Client(), 0
-    engine = Engine()
+    engine = engine or Engine()
     tokens, like = None, None
     for raw in events:
         if forwards and (shape := delivery.shape) is not None:
@@ -142,6 +149,22 @@ def test_answer_equals_one_with_every_event_parsed(
     assert delivered(stream, body, forwards=True, is_observed=is_observed)[:2] == expected[:2]
 
 
+@given(
+    events=st.lists(EVENTS, max_size=30),
+    fields=st.sampled_from([{}, {"return_token_ids": True}, {"stream": False}, {"include_reasoning": False}]),
+    is_observed=st.sampled_from([True, True, False]),
+)
+def test_pump_passes_on_the_same_tokens_as_python(
+    pump: Any, events: list[bytes], fields: dict[str, Any], is_observed: bool
+) -> None:
+    body = {**request(Api.CHAT, stream=True), **fields}
+    stream = [ROLE, *events, FINISH]
+    assume(is_observed or body["stream"])
+    expected = delivered(stream, body, forwards=True, is_observed=is_observed)
+    with closing(PumpedEngine(pump)) as engine:
+        assert delivered(stream, body, forwards=True, is_observed=is_observed, engine=engine) == expected
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("field", ["content", "reasoning"])
 def test_most_tokens_of_an_ordinary_answer_are_recognised_by_their_bytes(field: str, stream: bool) -> None:
@@ -203,3 +226,50 @@ def test_attempts_to_learn_a_shape_are_limited(monkeypatch: pytest.MonkeyPatch) 
     events = [chunk({"content": "two "}, [1, 2])] * 50
     delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=True), forwards=True)
     assert looks == 8
+
+
+@given(
+    texts=st.lists(TEXTS.filter(bool), min_size=1, max_size=6),
+    last=st.sampled_from([b"", framed(FINISH), b"5\r\nda", b"\r\n", framed(b": comment\n\n")]),
+    hides_ids=st.booleans(),
+)
+def test_pump_passes_on_the_chunks_of_one_read(pump: Any, texts: list[str], last: bytes, hides_ids: bool) -> None:
+    events = [chunk({"content": text}, [100 + number]) for number, text in enumerate(texts)]
+    shape = Shape.of(chunk({"content": "a"}, [100]))
+    assert shape is not None
+    read, results = b"".join(map(framed, events)) + last, []
+    with closing(PumpedEngine(pump)) as pumped:
+        for engine in (Engine(), pumped):
+            client, transcript = Client(), Transcript()
+            tokens = tokens_like(shape, client, transcript, hides_ids=hides_ids)
+            left = engine.take(tokens, read)
+            results.append((left, b"".join(client.written), tokens.notes, tokens.index))
+    assert results[0] == results[1]
+
+
+async def test_pump_gives_a_stream_back_when_its_client_reads_slowly(pump: Any) -> None:
+    event = chunk({"content": " word" * 1000}, [100])
+    shape = Shape.of(event)
+    assert shape is not None
+    tokens = tokens_like(shape, Client(), Transcript())
+    with closing(PumpedEngine(pump)) as engine:
+        number = engine.add(tokens)
+        sent = b""
+        while engine.given_back is None:
+            engine.run_after(framed(event))
+            sent += framed(event)
+        unsent, left, arrivals = engine.given_back
+        assert (left, arrivals, tokens.index) == (b"", len(sent) // len(framed(event)), arrivals - 1)
+        assert engine.received() + unsent == sent
+        with pytest.raises(KeyError):
+            pump.remove(number)
+
+
+async def test_pump_gives_a_stream_back_when_its_engine_is_gone(pump: Any) -> None:
+    shape = Shape.of(chunk({"content": "a"}, [100]))
+    assert shape is not None
+    with closing(PumpedEngine(pump)) as engine:
+        engine.add(tokens_like(shape, Client()))
+        engine.leave()
+        pump.run()
+        assert engine.given_back == (b"", b"", 0)

@@ -81,6 +81,9 @@ ON_THE_WIRE = [
 ]
 
 
+pytestmark = pytest.mark.usefixtures("tokens_passed_on_by")
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("faults", ON_THE_WIRE, ids=lambda faults: "-".join(faults))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from proxy.resume.transcript import Transcript
 from proxy.wire.sse import Shape
-from tests.gateway.forwarding import Client, Engine, framed, tokens_like
+from tests.gateway.forwarding import Client, Engine, PumpedEngine, framed, tokens_like
 from tests.selection.covering import values
 from tests.wire.test_token import event
 
@@ -23,10 +24,17 @@ if TYPE_CHECKING:
 class Forwarded:
     """Takes chunks after a parsed event."""
 
-    def __init__(self, first: bytes, *, hides_ids: bool = False, keeps: bool = True) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        *,
+        hides_ids: bool = False,
+        keeps: bool = True,
+        engine: Engine | PumpedEngine | None = None,
+    ) -> None:
         self.client = Client()
         self.transcript = Transcript()
-        self.engine = Engine()
+        self.engine = engine or Engine()
         shape = Shape.of(first)
         assert shape is not None
         self.tokens = tokens_like(shape, self.client, self.transcript if keeps else None, hides_ids=hides_ids)
@@ -136,6 +144,12 @@ def test_events_of_another_shape_are_left_to_the_parser(data: bytes) -> None:
     assert Forwarded(event("first", [5]), hides_ids=True).took(data) is None
 
 
+@pytest.mark.parametrize("data", [data for name, data in UNLIKE.items() if name != "one that is long"])
+def test_pump_leaves_events_of_another_shape_to_the_parser(pump: Any, data: bytes) -> None:
+    with closing(PumpedEngine(pump)) as engine:
+        assert Forwarded(event("first", [5]), hides_ids=True, engine=engine).took(data) is None
+
+
 @pytest.mark.parametrize(
     "rest",
     [
@@ -185,6 +199,21 @@ def test_taken_tokens_equal_those_of_a_json_parser(
     if taken is not None:
         choice = json.loads(raw[6:])["choices"][0]
         assert taken == (choice["delta"]["content"], choice["token_ids"], framed(raw))
+
+
+@given(raw=st.binary(max_size=60), text=TEXT, at=st.integers(0, 120), is_cut=st.booleans())
+def test_pump_and_python_take_the_same_part_of_arbitrary_bytes(
+    pump: Any, raw: bytes, text: str, at: int, is_cut: bool
+) -> None:
+    good = framed(event(text, [10]))
+    data = good + good[:at] + raw + good[at + len(raw) if is_cut else at :]
+    by_python = Forwarded(event("first", [5]), hides_ids=True)
+    left = by_python.take(data)
+    with closing(PumpedEngine(pump)) as engine:
+        by_pump = Forwarded(event("first", [5]), hides_ids=True, engine=engine)
+        assert by_pump.take(data) == left
+    assert b"".join(by_pump.client.written) == b"".join(by_python.client.written)
+    assert by_pump.tokens.notes == by_python.tokens.notes
 
 
 @given(raw=st.binary(max_size=60), text=TEXT)

@@ -1,6 +1,4 @@
-"""Sources of instances, and the watcher that updates the roster from them.
-
-A new kind of source is one module of this package and one entry in SOURCES.
+"""Watches the sources of discovery and updates the roster.
 
 One worker watches for all workers. Instances are published through the roster, which outlives the worker. While a
 source fails, its last instances stay.
@@ -11,88 +9,31 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import pkgutil
 import random
 import socket
 import time
-from collections.abc import Collection
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.roster import ADMIN, CONFIG
-from proxy.common.backend import Backend, Role
+from proxy.common.backend import Role
 from proxy.common.background import Background, BackgroundOwner
-from proxy.fleet.discovery.dns_names import looked_up_names
-from proxy.fleet.discovery.files import WatchedFiles
 from proxy.settings import canonical_host, is_literal
 from proxy.upstream.names import AddressRules, is_odd_literal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from proxy.balancer.roster import Roster, SourceStates
+    from proxy.common.backend import Role
+    from proxy.fleet.discovery.sources import Instances, MakeSources, Source
     from proxy.settings import Settings
 
 logger = logging.getLogger("proxy.discovery.watcher")
 
 _RETRY_SECONDS: Final = 5.0
 _FIRST_RETRY_SECONDS: Final = 0.1
-
-Instances: TypeAlias = Collection[Backend]
-"""All instances of a source, of all roles. The gateway sends its engine key to `trusted` ones. Their addresses must be
-inside `admin.networks`, unless the configuration names them, too. Slots do not count."""
-
-
-class Source(Protocol):
-    """A source that fails as a whole, such as one file or one DNS name.
-
-    A reload does not restart a source that equals its predecessor; a frozen dataclass of the options compares so.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name among sources of the same kind, as in the settings."""
-
-    def watch(self) -> AsyncGenerator[Instances, None]:
-        """Yield all instances, at once and after each change.
-
-        The last result holds until the next one. A problem is raised, and the watcher begins again, soon and then every
-        few seconds. To end without an exception means that there will be no more changes.
-        """
-
-
-MakeSources: TypeAlias = "Callable[[Settings], Iterable[Source]]"
-"""Returns the sources of one kind in the settings, with different names. It neither waits nor fails."""
-
-SOURCES: Final[dict[str, MakeSources]] = {
-    "file": lambda settings: map(WatchedFiles, settings.discovery.files),
-    "dns": looked_up_names,
-    # Imported by name at its first use, because importing aiohttp would delay the program's first output.
-    "kubernetes": lambda settings: pkgutil.resolve_name("proxy.fleet.discovery.kubernetes:watched_slices")(settings),
-}
-"""Sources by kind. Instances of a source have the origin `kind:name`."""
-
-
-def configured_instances(settings: Settings) -> list[Backend]:
-    """Return the instances of the configuration, of all roles. The gateway sends its engine key to them.
-
-    They are not watched: the process that reloads the configuration publishes them in one step, so that a reload with
-    impossible instances is refused as a whole.
-    """
-    by_role = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode), (Role.ENCODE, settings.encode))
-    return [
-        Backend(
-            role,
-            endpoint.host,
-            endpoint.port,
-            trusted=True,
-            bootstrap_port=endpoint.bootstrap_port,
-            models=endpoint.models,
-        )
-        for role, endpoints in by_role
-        for endpoint in endpoints
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from proxy.connectors.releaser import SETTLE_SECONDS, KvTransfer, Releaser, Rele
 from proxy.fleet.canary import CanaryWatch
 from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.prober import Prober, ProberParts
-from proxy.fleet.discovery.watcher import SOURCES, OwnAddresses, Watcher, WatcherParts
+from proxy.fleet.discovery.sources import SOURCES
+from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts
 from proxy.fleet.inspector import Inspector, InspectorParts, makes_progress
 from proxy.process.worker.balancing import subject
 from proxy.upstream import AddressRules, EngineClient, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions
@@ -143,6 +144,7 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
                 silence_seconds=settings.health.silence_seconds,
                 silence_checks=_silence_checks(balancing, client),
                 is_news=basis.shared.log_once.is_news,
+                uses_pump=lambda: basis.settings.stream.native_pump,
             ),
         ) as upstream,
     ):

@@ -22,7 +22,8 @@ from proxy.fleet.discovery.facts import (
     facts_of,
     with_setup,
 )
-from proxy.fleet.discovery.watcher import SOURCES, look_once
+from proxy.fleet.discovery.sources import SOURCES
+from proxy.fleet.discovery.watcher import look_once
 from proxy.fleet.inspector import scrape
 from proxy.observe.metrics import Metrics
 from proxy.process.shared import Listeners, share

@@ -67,6 +67,8 @@ class Scenario:
 SHORT_STREAM = "short-stream"
 SHORT_ANSWER = "short-answer"
 PACED = "paced"
+PACED_20_MS = "paced-20ms"
+PACED_50_MS = "paced-50ms"
 BURST = "burst"
 LARGE_PROMPT = "large-prompt"
 MEDIA = "media"
@@ -101,6 +103,24 @@ def scenarios(seconds: float) -> list[Scenario]:
             seconds,
             pace_ms=50,
             figures=("cpu_per_token", "cpu_per_further_token", *_FIRST_TOKEN, *_ADDED),
+        ),
+        Scenario(
+            PACED_20_MS,
+            "64-token streams, 20 ms a token, 200 at a time",
+            ("cpu_per_token", *_FIRST_TOKEN, "gap_p99"),
+            200,
+            seconds,
+            max_tokens=64,
+            pace_ms=20,
+        ),
+        Scenario(
+            PACED_50_MS,
+            "40-token streams, 50 ms a token, 200 at a time",
+            ("cpu_per_token", *_FIRST_TOKEN, "gap_p99"),
+            200,
+            seconds,
+            max_tokens=40,
+            pace_ms=50,
         ),
         Scenario(
             BURST,

@@ -12,7 +12,7 @@ import yaml
 from proxy.common.backend import Role
 from proxy.fleet.discovery.files import WatchedFiles
 from proxy.fleet.discovery.kubernetes import WatchedSlices, watched_slices
-from proxy.fleet.discovery.watcher import SOURCES
+from proxy.fleet.discovery.sources import SOURCES
 from tests.fleet.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
 from tests.fleet.discovery.name_server import NameServer
 from tests.fleet.discovery.test_files import replace_file

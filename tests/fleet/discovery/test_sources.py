@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from proxy.common.backend import Backend, Role
-from proxy.fleet.discovery.watcher import SOURCES
+from proxy.fleet.discovery.sources import SOURCES
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until

@@ -21,7 +21,7 @@ from tests.fleet.discovery.listed import Listed
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
-    from proxy.fleet.discovery.watcher import MakeSources
+    from proxy.fleet.discovery.sources import MakeSources
 
 SETTINGS = Settings.model_validate({"prefill": ["p:1"], "decode": ["d:1"]})
 

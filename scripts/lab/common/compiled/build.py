@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Final
 
 from lab.common.compiled.classes import Refused, compilable, subclassed, with_subclasses
 from lab.common.compiled.modules import MODULES
+from lab.common.compiled.pump import SOURCE, build_pump
 from lab.common.compiled.training import train
 
 COMPILED: Final = Path("build/compiled")
@@ -83,9 +85,19 @@ def _compile(directory: Path) -> None:
         train(directory)
         _run("build/setup.py", "build_ext", "--inplace", "--force", cwd=directory, flags=_COUNTED)
     shutil.rmtree(directory / "build")
+    _build_pump(directory)
     for path in MODULES:
         shutil.copy(_ROOT / path, directory / path)
     _run("-c", "import sys; sys.path.insert(0, ''); import proxy.process.worker.assembly", cwd=directory)
+
+
+def _build_pump(directory: Path) -> None:
+    """Build the extension module that passes tokens on, if the system has epoll."""
+    if hasattr(select, "epoll"):
+        try:
+            build_pump(directory / SOURCE, (directory / SOURCE).parent)
+        except subprocess.CalledProcessError as error:
+            raise NotCompiled(error.stdout) from None
 
 
 def _is_gcc() -> bool:
@@ -123,6 +135,6 @@ def _rewrite(directory: Path) -> None:
 def _stamp() -> str:
     """Return a hash of everything that a compiled package is built from."""
     made = hashlib.sha256(f"{sys.version} {importlib.metadata.version('mypy')} {MODULES}".encode())
-    for path in sorted([*_ROOT.glob("proxy/**/*.py"), *_HERE.glob("*.py")]):
+    for path in sorted([*_ROOT.glob("proxy/**/*.[cp]*"), *_HERE.glob("*.py")]):
         made.update(f"{path.name}\n".encode() + path.read_bytes())
     return made.hexdigest()
