@@ -8,29 +8,38 @@
 #
 # Python 3.11 is what the test suite and the benchmark run with; with 3.12 a request took a tenth more.
 #
-# Pin both images by their digests (python:3.11-slim@sha256:…) where builds must repeat. This file was read, not built;
-# its steps were run one by one, on a machine that has gcc.
+# All packages have the versions and hashes of requirements/. Pin the base image by its digest where builds must repeat:
+#
+#   docker build --build-arg BASE=python:3.11-slim@sha256:… --tag registry.example.com/pdproxy:0.1.0 .
+#
+# This file was read, not built; its steps were run one by one, on a machine that has gcc.
+ARG BASE=python:3.11-slim
 
-FROM python:3.11-slim AS build
+FROM ${BASE} AS build
 WORKDIR /src
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+COPY requirements/runtime.txt requirements/build.txt requirements/
+RUN python -m venv /opt/venv \
+ && /opt/venv/bin/pip install --require-hashes -r requirements/runtime.txt \
+ && python -m venv /opt/building \
+ && /opt/building/bin/pip install --require-hashes -r requirements/runtime.txt -r requirements/build.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY proxy proxy
-RUN python -m venv /opt/venv \
- && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check '.[dns,events,otel,redis]'
 
 ARG COMPILED=1
 COPY scripts/lab scripts/lab
 RUN if [ -n "$COMPILED" ]; then \
       apt-get update --quiet \
    && apt-get install --quiet --yes --no-install-recommends gcc libc6-dev \
-   && python -m venv /opt/compiling \
-   && /opt/compiling/bin/pip install --no-cache-dir --disable-pip-version-check \
-        '.[dns,events,otel,redis]' 'mypy>=1.15' 'setuptools>=77' types-PyYAML \
-   && PYTHONPATH=scripts /opt/compiling/bin/python -m lab.compile \
-   && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --force-reinstall build/compiled; \
-    fi
+   && /opt/building/bin/pip install --no-deps --no-build-isolation . \
+   && PYTHONPATH=scripts /opt/building/bin/python -m lab.compile; \
+    else \
+      mkdir build && ln -s .. build/compiled; \
+    fi \
+ && /opt/building/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels build/compiled \
+ && /opt/venv/bin/pip install --no-deps /wheels/*.whl
 
-FROM python:3.11-slim
+FROM ${BASE}
 LABEL org.opencontainers.image.title="pdproxy" \
       org.opencontainers.image.description="A gateway for disaggregated prefill and decode" \
       org.opencontainers.image.licenses="Apache-2.0"

@@ -2,6 +2,8 @@
 # (`setup_running`) or also with development tools (`setup_venv`). It asks no questions, needs only a Python 3.11 with venv,
 # and takes no time if pyproject.toml names the same packages as before.
 #
+# With PDPROXY_LOCKED, as in continuous integration, `setup_venv` installs exactly requirements/dev.txt, and checks hashes.
+#
 # With --help a script prints the comment at its head, and neither installs nor runs anything. If .venv is ready,
 # `setup_venv` returns, so that a program with options prints them, too.
 
@@ -87,6 +89,11 @@ is_made_as() { # file of a fingerprint
   made_from=$(fingerprint) && [ "$made_from" = "$(cat ".venv/$1" 2>/dev/null)" ]
 }
 
+# Whether .venv has exactly the packages of the lock file, if they are asked for.
+is_locked_as_asked() {
+  [ -z "${PDPROXY_LOCKED:-}" ] || cmp --silent requirements/dev.txt .venv/locked.txt
+}
+
 make_venv_with() { # file of the fingerprint, pip's requirement, and its description
   local base
   leave_if_helping
@@ -102,7 +109,13 @@ make_venv_with() { # file of the fingerprint, pip's requirement, and its descrip
       "${install[@]}" --quiet --upgrade pip || say "using the pip of this Python"
     fi
   fi
-  "${install[@]}" ${4:-} -e "$2"
+  if [ -n "${PDPROXY_LOCKED:-}" ] && [ "$2" != . ]; then
+    "${install[@]}" --quiet --require-hashes -r requirements/dev.txt
+    "${install[@]}" --quiet --no-deps --no-build-isolation -e .
+    cp requirements/dev.txt .venv/locked.txt
+  else
+    "${install[@]}" ${4:-} -e "$2"
+  fi
   fingerprint >".venv/$1"
 }
 
@@ -112,7 +125,8 @@ setup_running() {
 }
 
 setup_venv() {
-  is_made_as fingerprint || make_venv_with fingerprint '.[dev]' "the gateway and its development tools (a minute or two)"
+  is_made_as fingerprint && is_locked_as_asked ||
+    make_venv_with fingerprint '.[dev]' "the gateway and its development tools (a minute or two)"
 }
 
 # Installs a server by which several gateways share state.
