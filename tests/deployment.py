@@ -320,7 +320,7 @@ def _endpoint(engine: Engine) -> str:
 
 def _shared(settings: Settings) -> Shared:
     """Return the shared state that a supervisor creates, on any free port."""
-    scoreboard = Scoreboard(slots=32, guests=settings.replicas.guests)
+    scoreboard = Scoreboard(slots=32, guests=settings.replicas.guest_rows)
     roster = Roster(
         [(each.host, each.port, each.bootstrap_port, each.models) for each in settings.prefill],
         [(each.host, each.port, each.bootstrap_port, each.models) for each in settings.decode],
@@ -334,9 +334,9 @@ def _shared(settings: Settings) -> Shared:
         listeners=listeners,
         scoreboard=scoreboard,
         roster=roster,
-        key_usage=KeyUsage(guests=settings.replicas.guests),
-        queue_heads=QueueHeads(guests=settings.replicas.guests),
-        journal=Journal(1 + settings.replicas.guests, write_only=settings.kv_events.tellers),
+        key_usage=KeyUsage(guests=settings.replicas.guest_rows),
+        queue_heads=QueueHeads(guests=settings.replicas.guest_rows),
+        journal=Journal(1 + settings.replicas.guest_rows, write_only=settings.kv_events.journal_rings),
         receipts=Receipts(bytes_per_worker=settings.admin.receipts_bytes),
     )
 

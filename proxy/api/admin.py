@@ -15,7 +15,7 @@ from aiohttp import web
 from proxy.api.credentials import author
 from proxy.api.instances import is_dry_run, truth
 from proxy.common.errors import BadRequest, GatewayError
-from proxy.observe.receipts import display, names_engine_id, names_instance
+from proxy.observe.receipts import as_shown, names_engine_id, names_instance
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class AdminApi:
         """Return the routes for the application."""
         return [
             web.get("/metrics", self._show_metrics),
-            web.get("/admin/config", self._administrators.only(self._show_configuration)),
-            web.post("/admin/reload", self._administrators.only_few(self._reload)),
+            web.get("/admin/config", self._administrators.guard(self._show_configuration)),
+            web.post("/admin/reload", self._administrators.guard_and_limit(self._reload)),
         ]
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
@@ -116,7 +116,7 @@ class RequestsApi:
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes for the application."""
-        only = self._administrators.only
+        only = self._administrators.guard
         return [
             web.get("/admin/requests", only(self._show_one)),
             web.get("/admin/requests/recent", only(self._show_recent)),
@@ -161,7 +161,7 @@ class RequestsApi:
         # In a thread, so that streams do not wait, and one at a time, because it takes CPU time.
         async with self._one_search:
             found = await asyncio.to_thread(latest)
-        return [display(receipt) for receipt in found]
+        return [as_shown(receipt) for receipt in found]
 
 
 def _query(request: web.Request, names: Sequence[str]) -> dict[str, str]:

@@ -132,7 +132,7 @@ class BroadcastApi:
                 answer["disabled"] = [backend.url for backend in failed if self._is_disabled(backend)]
             return _json(answer, status=500)
 
-        return self._administrators.only(send_to_all)
+        return self._administrators.guard(send_to_all)
 
     def _backends(self) -> list[Backend]:
         return [backend for pool in self._pools.values() for backend in pool.backends()]

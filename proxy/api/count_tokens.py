@@ -96,7 +96,7 @@ class CountTokensApi:
             document = read(await read_json(request, self._settings().listen, held.resize))
         values = dict(document.values)
         if isinstance(name := values.get("model"), str):
-            values["model"] = ModelNames(self._settings().models.aliases).served(name)
+            values["model"] = ModelNames(self._settings().models.aliases).engine_name(name)
         credential = self._client_keys.credential(request)
         headers = {} if credential is None else {"authorization": credential}
         tokens = await self._ask(counter, values, headers)

@@ -62,7 +62,7 @@ class Administrators:
         self._changes = 0
         self._one_look = asyncio.Lock()
 
-    def only(self, handler: Handler) -> Handler:
+    def guard(self, handler: Handler) -> Handler:
         """Return a handler that serves administrators only."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
@@ -71,7 +71,7 @@ class Administrators:
 
         return guarded
 
-    def only_few(self, handler: Handler) -> Handler:
+    def guard_and_limit(self, handler: Handler) -> Handler:
         """Return a handler for administrators that serves a limited number of requests at a time."""
 
         async def limited(request: web.Request) -> web.StreamResponse:
@@ -84,7 +84,7 @@ class Administrators:
             finally:
                 self._changes -= 1
 
-        return self.only(limited)
+        return self.guard(limited)
 
     async def check(self, request: web.Request) -> None:
         """Raise GatewayError unless the caller may administer."""

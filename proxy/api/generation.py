@@ -154,7 +154,7 @@ class GenerationApi:
             lane = await self._lanes.find(call.served_model)
             task = asyncio.current_task()
             assert task is not None
-            with self._drain.counted_otherwise(task):
+            with self._drain.uncounted(task):
                 await client.serve(Request(self.intake.parts_of(lane), client, dialect, call, key), record)
 
     def _fields(self, request: web.Request, record: RequestRecord, shows_debug: bool) -> Iterable[tuple[str, str]]:

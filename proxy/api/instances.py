@@ -297,12 +297,12 @@ class InstancesApi:
         """Return the routes for the application."""
         administrators = self._administrators
         return [
-            web.get("/instances", administrators.only(self._show)),
-            web.post("/instances/add", administrators.only_few(self._add)),
-            web.post("/instances/remove", administrators.only_few(self._remove)),
-            web.post("/instances/enable", administrators.only_few(self._enable)),
-            web.post("/instances/disable", administrators.only_few(self._disable)),
-            web.post("/instances/weight", administrators.only_few(self._weigh)),
+            web.get("/instances", administrators.guard(self._show)),
+            web.post("/instances/add", administrators.guard_and_limit(self._add)),
+            web.post("/instances/remove", administrators.guard_and_limit(self._remove)),
+            web.post("/instances/enable", administrators.guard_and_limit(self._enable)),
+            web.post("/instances/disable", administrators.guard_and_limit(self._disable)),
+            web.post("/instances/weight", administrators.guard_and_limit(self._weigh)),
         ]
 
     async def _show(self, request: web.Request) -> web.Response:

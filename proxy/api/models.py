@@ -78,7 +78,7 @@ class ModelsApi:
     async def _model(self, request: web.Request) -> web.Response:
         models = await self._merged(self._client_keys.credential(request))
         name = request.match_info["model"]
-        model = models.get(ModelNames(self._settings().models.aliases).served(name))
+        model = models.get(ModelNames(self._settings().models.aliases).engine_name(name))
         if model is None:
             raise UnknownModel()
         return _json({**model, "id": name})

@@ -56,13 +56,13 @@ class RoleQueue:
     def __init__(self, lane: Lane, settings: Settings, metrics: Metrics) -> None:
         self.lane = lane
         self.pool = lane.first
-        parts = AdmissionParts(has_room=self._has_room, metrics=metrics, absent=self._absent)
+        parts = AdmissionParts(has_room=self._has_room, metrics=metrics, absent=self._absent_role)
         self.admission = AdmissionQueue(parts, settings.admission)
 
     def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         return not self.pool.is_restarting() and not self.pool.refuse_all()
 
-    def _absent(self) -> Role | None:
+    def _absent_role(self) -> Role | None:
         return self.pool.role if self.pool.is_gone() else None
 
 
@@ -136,7 +136,7 @@ _MESSAGES: Final = {
 
 
 @contextmanager
-def _paused(deadline: asyncio.Timeout) -> Iterator[None]:
+def _deadline_paused(deadline: asyncio.Timeout) -> Iterator[None]:
     """Stop a deadline of the engine while the block runs."""
     loop, when = asyncio.get_running_loop(), deadline.when()
     assert when is not None
@@ -148,7 +148,7 @@ def _paused(deadline: asyncio.Timeout) -> Iterator[None]:
         deadline.reschedule(loop.time() + left_seconds)
 
 
-def passed_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
+def client_headers(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
     """Return the headers of the engine without those of its connection."""
     named = {name.strip().lower() for line in answer.headers.getall("Connection", ()) for name in line.split(",")}
     left_out = _NOT_PASSED_BACK | named
@@ -303,13 +303,13 @@ class PassthroughApi:
         is_bounded = key.slot is not None
         if not body:
             requested = request.query.get("model")
-            return body, None if requested is None else self._names.served(requested)
+            return body, None if requested is None else self._names.engine_name(requested)
         if not (is_bounded or self._names.has_aliases or self._lanes.models.is_mixed):
             return body, None
         parsed = _parse(body)
         changes: dict[str, object] = {}
         name = parsed.model
-        if isinstance(name, str) and (served := self._names.served(name)) != name:
+        if isinstance(name, str) and (served := self._names.engine_name(name)) != name:
             changes["model"] = name = served
         if is_bounded and parsed.priority is not None:
             lower_first = self._live.settings.connector_traits.lower_priority_first
@@ -329,7 +329,7 @@ class PassthroughApi:
         while True:
             try:
                 async with queue.admission.admit(record.key):
-                    return await self._try(queue, path, request, body, record)
+                    return await self._try_backends(queue, path, request, body, record)
             except Overloaded as error:
                 raise error if rejection is None else rejection from None
             except (NoBackendAvailable, UpstreamError) as error:
@@ -344,7 +344,7 @@ class PassthroughApi:
                 if not is_unreached or record.has_reached_engines or not queue.pool.is_restarting():
                     raise
 
-    async def _try(
+    async def _try_backends(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
     ) -> web.StreamResponse:
         """Try one backend after the other, within the limits for retries."""
@@ -416,12 +416,12 @@ class PassthroughApi:
         deadline: asyncio.Timeout,
     ) -> web.StreamResponse:
         """Copy the answer as it arrives. A slow client slows the engine down, and extends its deadline."""
-        response = web.StreamResponse(status=answer.status, headers=passed_back(answer))
+        response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.content_length = answer.content_length
         record.status, record.is_committed = answer.status, True
         await self._to_client(response.prepare(request))
         async for chunk in answer.content.iter_any():
-            with _paused(deadline):
+            with _deadline_paused(deadline):
                 await self._to_client(response.write(chunk))
             record.bytes_sent += len(chunk)
             if record.bytes_sent > MAX_ANSWER_BYTES:

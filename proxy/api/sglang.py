@@ -88,10 +88,10 @@ class SglangApi:
         include = request.query.get("include")
         path = "/v1/loads" + (f"?{urlencode({'include': include})}" if include is not None else "")
 
-        async def of_one(backend: Backend, credential: str | None) -> Any:
+        async def loads_of_backend(backend: Backend, credential: str | None) -> Any:
             return await self._ask(backend, path, credential, "tell its load")
 
-        answers = await self._ask_all(request, of_one, "its load")
+        answers = await self._ask_all(request, loads_of_backend, "its load")
         all_answers = [(backend, answer) for role in self._pools for backend, answer in answers[role]]
         ranks = [(backend, rank) for backend, answer in all_answers for rank in _objects(answer, "loads")]
         loads = [{**rank, "dp_rank": number, "role": backend.role} for number, (backend, rank) in enumerate(ranks)]

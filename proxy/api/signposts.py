@@ -83,7 +83,7 @@ class Signposts:
         return _error(tidy, self._hint(tidy.lower()))
 
     def _hint(self, path: str) -> str | None:
-        if (meant := self._meant(path)) is not None:
+        if (meant := self._similar_route(path)) is not None:
             return f"did you mean {meant}?"
         rest = path
         while rest.startswith(_API + "/"):
@@ -94,7 +94,7 @@ class Signposts:
         mistyped = difflib.get_close_matches(path, self._paths - {"/"}, n=1, cutoff=_MIN_SIMILARITY)
         return f"did you mean {mistyped[0]}?" if mistyped else None
 
-    def _meant(self, path: str) -> str | None:
+    def _similar_route(self, path: str) -> str | None:
         """Return a route with the same end as the path, or a route that begins with the path."""
         if path.count("/") == 0 or path == _API:
             return None

@@ -55,8 +55,8 @@ def _owner(peer: tuple[Any, ...], local: tuple[Any, ...]) -> _Owner | None:
     """Return the owner of the socket at the other end, or None if it is not visible."""
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(FileNotFoundError):  # a host without IPv6 has no such table
-            addresses = b" %s %s " % (_in_table(peer, family), _in_table(local, family))
-            if (row := _row(Path("/proc/net", table), addresses)) is not None:
+            addresses = b" %s %s " % (_as_in_kernel_table(peer, family), _as_in_kernel_table(local, family))
+            if (row := _rest_of_line(Path("/proc/net", table), addresses)) is not None:
                 # After the two addresses: state, queues, timer, retransmissions, uid, timeout, inode.
                 fields = row.split()
                 owner = _Owner(uid=int(fields[4]), inode=int(fields[6]))
@@ -64,7 +64,7 @@ def _owner(peer: tuple[Any, ...], local: tuple[Any, ...]) -> _Owner | None:
     return None
 
 
-def _in_table(address: tuple[Any, ...], family: socket.AddressFamily) -> bytes:
+def _as_in_kernel_table(address: tuple[Any, ...], family: socket.AddressFamily) -> bytes:
     """Write an address and port as the kernel does: words of 32 bits in the order of this processor."""
     ip = ipaddress.ip_address(address[0].partition("%")[0])
     ip = getattr(ip, "ipv4_mapped", None) or ip
@@ -74,7 +74,7 @@ def _in_table(address: tuple[Any, ...], family: socket.AddressFamily) -> bytes:
     return ("".join(f"{word:08X}" for word in words) + f":{address[1]:04X}").encode()
 
 
-def _row(table: Path, addresses: bytes) -> bytes | None:
+def _rest_of_line(table: Path, addresses: bytes) -> bytes | None:
     """Return what follows `addresses` in its line. The lines are not split: there may be a hundred thousand."""
     with open(table, "rb", buffering=0) as file:
         kept = b""

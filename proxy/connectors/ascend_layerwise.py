@@ -120,9 +120,9 @@ class AscendLayerwise(Disaggregated):
             raise
         prompt_counts = timeline.usage.add_prompt(answer.usage)
         # When a prefiller answers it has sent the whole KV cache, and it keeps nothing.
-        handoff.prefilled(*prompt_counts)
+        handoff.note_prefilled(*prompt_counts)
         handoff.prefiller.free_kv()
-        handoff.held()
+        handoff.note_kv_held()
         if not handoff.is_settled:
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 

@@ -124,11 +124,11 @@ class Bootstraps:
         if known.engines:
             if self._clock() >= known.due:
                 known.due = self._clock() + _ANSWER_SECONDS  # meanwhile other attempts use the last answer
-                await self._ask(known)
+                await self._query_engines(known)
         else:
             async with known.lock:  # one attempt queries for all
                 if not known.engines and (known.problem is None or self._clock() >= known.due):
-                    await self._ask(known)
+                    await self._query_engines(known)
             if not known.engines:
                 assert known.problem is not None
                 failure, text = known.problem
@@ -140,7 +140,7 @@ class Bootstraps:
         self._known.pop(prefiller.slot, None)
 
     @contextmanager
-    def doubting(self, prefiller: Backend) -> Iterator[None]:
+    def forgetting_on_failure(self, prefiller: Backend) -> Iterator[None]:
         """Forget a prefiller's engines if the block fails, because they may have been replaced. Raises UpstreamError.
 
         If a decoder fails and two prefillers have the same bootstrap server, the failure counts against this prefiller.
@@ -151,20 +151,24 @@ class Bootstraps:
             known = self._known.get(prefiller.slot)
             if not (error.is_backpressure or error.is_clients_fault):
                 self.forget(prefiller)
-                if error.backend != prefiller and known is not None and (other := self._sharer(known)) is not None:
+                if (
+                    error.backend != prefiller
+                    and known is not None
+                    and (other := self._prefiller_with_same_server(known)) is not None
+                ):
                     text = "its bootstrap server is another prefiller's"
                     self._report_problem(known, f"{text}: prefill instance {other.name} has the same")
                     raise upstream_error(Failure.BOOTSTRAP, prefiller, text) from error
             raise
 
-    def met(self, prefiller: Backend) -> None:
+    def note_reached(self, prefiller: Backend) -> None:
         """Record that a decoder has reached the prefiller through its bootstrap server."""
         known = self._known.get(prefiller.slot)
         if known is not None and not known.is_its_own:
             known.is_its_own = True
             self._report(prefiller, None)
 
-    def _sharer(self, known: _Bootstrap) -> Backend | None:
+    def _prefiller_with_same_server(self, known: _Bootstrap) -> Backend | None:
         """Return another prefiller with the same bootstrap server or engines; None if a decoder has met this one."""
         if known.is_its_own:
             return None
@@ -177,14 +181,14 @@ class Bootstraps:
         ]
         return next((backend for backend in same if backend != known.prefiller), None)
 
-    async def _ask(self, known: _Bootstrap) -> None:
+    async def _query_engines(self, known: _Bootstrap) -> None:
         port = known.address.rpartition(":")[2]
         is_certain = True
         no_server = f"what answers at port {port} is not a bootstrap server of vLLM"
         try:
             engines = parse_engines(await self._query(known.address))
             problem = None if engines else (Failure.CONNECT, "no engine has registered with its bootstrap server yet")
-            if engines and not self._is_its_own(known.prefiller, engines):
+            if engines and not self._lists_own_engine(known.prefiller, engines):
                 problem = (Failure.BOOTSTRAP, f"the bootstrap server at port {port} is another prefiller's")
         except EngineRequestError as error:
             if error.failure is Failure.TIMEOUT:
@@ -200,7 +204,7 @@ class Bootstraps:
             known.engines, known.problem = engines, None
             known.due = self._clock() + _FRESH_SECONDS
         elif not known.engines:
-            if await self._is_there(known.prefiller):
+            if await self._engine_answers(known.prefiller):
                 problem = (Failure.BOOTSTRAP, problem[1])
                 if is_certain:
                     self._report_problem(known, problem[1])
@@ -214,12 +218,12 @@ class Bootstraps:
             "and was it started with MooncakeConnector as kv_producer?",
         )
 
-    def _is_its_own(self, prefiller: Backend, engines: Engines) -> bool:
+    def _lists_own_engine(self, prefiller: Backend, engines: Engines) -> bool:
         """Return whether a bootstrap server lists the engine id that the prefiller reports, if it reports one."""
         engine_id = self._engine_id(prefiller)
         return engine_id is None or any(listed.partition("_dp")[0] == engine_id for _, listed in engines)
 
-    async def _is_there(self, prefiller: Backend) -> bool:
+    async def _engine_answers(self, prefiller: Backend) -> bool:
         """Return whether the engine itself answers, with any status."""
         try:
             await self._client.get_status(prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)

@@ -26,16 +26,16 @@ async def running(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
     An error of the leg, an UpstreamError unless the program has a defect, is raised where the block waits for it. It
     replaces an UpstreamError with which the block is left.
     """
-    task = _begun(leg)
+    task = _start_task(leg)
     try:
         yield PrefillLeg(task)
     except UpstreamError as error:
-        cause = _error(task) if task.done() else None
+        cause = _task_error(task) if task.done() else None
         if cause is None or cause is error:
             raise
         raise cause from error
     finally:
-        await _end(task)
+        await _cancel_task(task)
 
 
 class PrefillLeg:
@@ -62,31 +62,31 @@ class PrefillLeg:
             response = decode.result()
         except BaseException:
             # The response may arrive during this wait, and the wait may be cancelled: the callback handles both.
-            decode.add_done_callback(_give_back)
-            await _end(decode)
+            decode.add_done_callback(_drop_response)
+            await _cancel_task(decode)
             raise
         self._task.add_done_callback(lambda task: None if is_served() else _abort_if_failed(task, response))
         return response
 
 
-def _begun(leg: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def _start_task(leg: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(leg)
-    task.add_done_callback(_error)  # retrieves an error that nothing waits for
+    task.add_done_callback(_task_error)  # retrieves an error that nothing waits for
     return task
 
 
-async def _end(task: asyncio.Task[Any]) -> None:
+async def _cancel_task(task: asyncio.Task[Any]) -> None:
     if not task.done():
         task.cancel()
         await asyncio.wait([task])
 
 
-def _error(task: asyncio.Task[Any]) -> BaseException | None:
+def _task_error(task: asyncio.Task[Any]) -> BaseException | None:
     """Return the error of a task that is done; None if it has not failed or was cancelled."""
     return None if task.cancelled() else task.exception()
 
 
-def _give_back(decode: asyncio.Task[Response]) -> None:
+def _drop_response(decode: asyncio.Task[Response]) -> None:
     """Drop the response of a leg that was given up."""
     if not decode.cancelled() and decode.exception() is None:
         with decode.result():
@@ -94,6 +94,6 @@ def _give_back(decode: asyncio.Task[Response]) -> None:
 
 
 def _abort_if_failed(task: asyncio.Task[None], response: Response) -> None:
-    error = _error(task)
+    error = _task_error(task)
     if error is not None:
         abort_decode(response, error)

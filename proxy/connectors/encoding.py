@@ -75,7 +75,7 @@ class Encoding(Connector):
 
         A repeated attempt encodes again, because items may have left the cache meanwhile.
         """
-        items = media(call)
+        items = media_parts(call)
         if not items:
             return self._connector.open(call, request, timeline)
         return self._open_encoded(call, items, request, timeline)
@@ -88,7 +88,7 @@ class Encoding(Connector):
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """Return the legs of the other connector; None for a call with media. See Connector.legs."""
-        return None if media(call) else self._connector.legs(call, request, timeline)
+        return None if media_parts(call) else self._connector.legs(call, request, timeline)
 
     @asynccontextmanager
     async def _open_encoded(
@@ -138,7 +138,7 @@ class Encoding(Connector):
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
         body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
         body |= {"messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
-        await self._wait_for_takers()
+        await self._wait_for_encoders()
         with self._encoders.lease(PickRequest.of(Load(compute=max(1, tokens)), avoid=avoid)) as lease:
             response, answer = await self._upstream.fetch(
                 lease.backend,
@@ -151,7 +151,7 @@ class Encoding(Connector):
             if response.status != 200:
                 raise refusal(response, answer)
 
-    async def _wait_for_takers(self) -> None:
+    async def _wait_for_encoders(self) -> None:
         """Wait while all encoders refuse requests, for at most `admission.wait_seconds`."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._context.live.settings.admission.wait_seconds
@@ -159,7 +159,7 @@ class Encoding(Connector):
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
 
-def media(call: Call) -> Sequence[Mapping[str, Any]]:
+def media_parts(call: Call) -> Sequence[Mapping[str, Any]]:
     """Return the parts of a chat that an encoder works on, in the order of the messages."""
     messages = call.values.get("messages") if call.api is Api.CHAT else None
     items: list[Mapping[str, Any]] = []

@@ -132,13 +132,13 @@ class KvHandoff:
         """Whether the decoder has sent its first output, or has given up."""
         return self.state in _SETTLED
 
-    def prefilled(self, tokens: int | None, cached: int | None) -> None:
+    def note_prefilled(self, tokens: int | None, cached: int | None) -> None:
         """Record the end of the prefill, with the prompt's tokens and cached tokens as its answer reports them."""
         self._computed_at = self._timeline.clock()
         self.prefiller.note_usage(tokens, cached)
         self.prefiller.free_compute()
 
-    def held(self, kv: PrefilledKv | None = None) -> None:
+    def note_kv_held(self, kv: PrefilledKv | None = None) -> None:
         """Record that the prefiller has the KV cache for the decoder. A later failure may be a failure to fetch it.
 
         `kv`: the KV that the prefiller keeps; None: as set before.
@@ -170,7 +170,7 @@ class KvHandoff:
             verdict = self._context.compatibility.note_handoff(prefiller, decoder, tokens, self._least_tokens)
             self._timeline.kv = verdict
             if self.kv is not None:
-                self._context.releaser.fetched(self.kv, decoder, verdict, self.failed)
+                self._context.releaser.note_fetch(self.kv, decoder, verdict, self.failed)
                 self.kv = self._kept = None
         self.decoder.confirm()
         if self.on_arrived is not None:
@@ -234,7 +234,7 @@ class KvHandoff:
             if self.state is _HELD and error.is_backends_fault and error.failure is not Failure.CONNECT:
                 self._hold_against_pair()
         if self._kept is not None:
-            self._context.releaser.orphaned(self._kept, self.failed)
+            self._context.releaser.note_orphan(self._kept, self.failed)
 
     def _hold_against_pair(self) -> None:
         """Count a failed handoff against the pair, because either of the two may have caused it."""

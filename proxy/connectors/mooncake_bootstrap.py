@@ -62,13 +62,13 @@ class MooncakeBootstrap(Disaggregated):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             timeline.enter(Stage.PREFILL)
-            meeting = await self._arrange(prefiller, prefill_rank)
+            meeting = await self._choose_engine(prefiller, prefill_rank)
             timeline.prefill_id = timeline.decode_id = meeting.attempt_id
             handoff.kv = _kept_kv(call, prefiller, meeting)
-            handoff.on_arrived = lambda: self._bootstraps.met(prefiller)
+            handoff.on_arrived = lambda: self._bootstraps.note_reached(prefiller)
             # The status of a streamed answer arrives at once, but nothing more before the end of the prefill.
             answer_seconds = prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
-            with self._bootstraps.doubting(prefiller):
+            with self._bootstraps.forgetting_on_failure(prefiller):
                 async with running(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
                     opening = self._decode(call, decoder, meeting, decode_rank, answer_seconds)
                     with await leg.race(opening, lambda: handoff.is_settled) as response:
@@ -85,7 +85,7 @@ class MooncakeBootstrap(Disaggregated):
     def _address(self, prefiller: Backend) -> str:
         return bootstrap_address(prefiller, self._context.live.settings.mooncake.bootstrap_port)
 
-    async def _arrange(self, prefiller: Backend, rank: RankClaim) -> Meeting:
+    async def _choose_engine(self, prefiller: Backend, rank: RankClaim) -> Meeting:
         """Choose the engine behind a prefiller's address. Raises UpstreamError."""
         address = self._address(prefiller)
         engines = await self._bootstraps.engines(prefiller, address)
@@ -121,12 +121,12 @@ class MooncakeBootstrap(Disaggregated):
         except UpstreamError as error:
             if handoff.is_settled:  # the decoder is at work and no longer needs the prefiller
                 return
-            self._releaser.suspect(prefiller, call.prompt_tokens, error)
+            self._releaser.note_possible_orphan(prefiller, call.prompt_tokens, error)
             raise
         prompt_counts = timeline.usage.add_prompt(answer.usage)
         rank.free()
-        handoff.prefilled(*prompt_counts)
-        handoff.held()
+        handoff.note_prefilled(*prompt_counts)
+        handoff.note_kv_held()
         if not handoff.is_settled:
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 

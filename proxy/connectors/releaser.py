@@ -185,7 +185,7 @@ class Releaser(BackgroundOwner):
         """The number of releases under way."""
         return len(self._background)
 
-    def orphaned(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
+    def note_orphan(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
         """Account for KV that no decoder is known to have fetched, and release it.
 
         `failed`: backends that are used for the release only if there is no other.
@@ -195,20 +195,22 @@ class Releaser(BackgroundOwner):
         if self._live.settings.kv.release == "never":
             return
         if not self._is_supported(kv):
-            self._ended(kv, "unsupported")
+            self._note_result(kv, "unsupported")
         elif len(self._background) >= _MAX_PENDING:
-            self._ended(kv, "failed")
+            self._note_result(kv, "failed")
         else:
             self._background.start(self._release(kv, pin, failed))
 
-    def fetched(self, kv: PrefilledKv, decoder: Backend, verdict: HandoffVerdict, failed: Collection[Backend]) -> None:
+    def note_fetch(
+        self, kv: PrefilledKv, decoder: Backend, verdict: HandoffVerdict, failed: Collection[Backend]
+    ) -> None:
         """Record the answer of a decoder that was to fetch KV.
 
         A decoder that computes prompts again leaves the KV at the prefiller. If it is not known whether this decoder
         does, the KV is remembered until it is.
         """
         if verdict is _COMPUTED:
-            self.orphaned(kv, {*failed, decoder})
+            self.note_orphan(kv, {*failed, decoder})
         elif verdict is _UNKNOWN:
             doubtful = self._doubtful.get(decoder.key)
             if doubtful is None:
@@ -231,7 +233,7 @@ class Releaser(BackgroundOwner):
                 self._metrics.kv_orphans_total.inc()
                 self._pinned_kv.pin(prefiller, tokens, until - now)
 
-    def suspect(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
+    def note_possible_orphan(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
         """Account for KV that a prefiller may keep although its answer was lost. It cannot be released."""
         if may_have_pinned(error):
             seconds = self.pin_seconds(prefiller, self.last_transfer)
@@ -245,7 +247,7 @@ class Releaser(BackgroundOwner):
         while True:
             await asyncio.sleep(pause_seconds)
             async with self._room:
-                released = await self._ask(kv, avoid)
+                released = await self._request_release(kv, avoid)
             left_seconds = until - loop.time()
             if released is not None or left_seconds <= 0:
                 break
@@ -253,9 +255,9 @@ class Releaser(BackgroundOwner):
             logger.debug("no decode instance has released KV on prefill instance %s yet", kv.prefiller.name)
         if released:
             self._pinned_kv.unpin(pin)
-        self._ended(kv, "released" if released else "failed")
+        self._note_result(kv, "released" if released else "failed")
 
-    async def _ask(self, kv: PrefilledKv, failed: set[Backend]) -> bool | None:
+    async def _request_release(self, kv: PrefilledKv, failed: set[Backend]) -> bool | None:
         """Send a decoder a request that names the KV, and return whether the decoder rejected it.
 
         None: another attempt is worthwhile, because no decoder was available, or the one that got the request failed
@@ -327,7 +329,7 @@ class Releaser(BackgroundOwner):
             seconds = self._pins[prefiller.key, transfer] = pin_seconds(transfer, pool.engine_version(prefiller))
         return seconds
 
-    def _ended(self, kv: PrefilledKv, result: str) -> None:
+    def _note_result(self, kv: PrefilledKv, result: str) -> None:
         self._metrics.kv_released_total.labels(result).inc()
         logger.debug("orphaned KV on prefill instance %s: %s", kv.prefiller.name, result)
 

@@ -84,19 +84,19 @@ class Sequential(Disaggregated):
             self._metrics.prefills_skipped_total.inc()
             return self._one_engine.decoder.legs(call, request, timeline)
         if kv.skip_prefill:
-            return self._where_sooner(call, request, timeline)
-        return self._both(call, request, timeline)
+            return self._legs_to_faster_role(call, request, timeline)
+        return self._both_legs(call, request, timeline)
 
-    def _where_sooner(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+    def _legs_to_faster_role(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Run both legs, or only a decoder's if it is expected to be faster. LocalPrefill learns from the outcome."""
         local, usage = self._local_prefill, timeline.usage
         if usage.is_resumed:
-            yield from self._both(call, request, timeline)
+            yield from self._both_legs(call, request, timeline)
             return
         prompt = prompt_costs(request)
         choice = local.faster_decoder(prompt, self._context.live.settings.kv.local_max_tokens)
         if choice is None:
-            yield from self._both(call, request, timeline)
+            yield from self._both_legs(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
                 local.note_handoff(timeline.decoder, prompt, _first_token(timeline), usage.completion_tokens or 0)
             return
@@ -109,7 +109,7 @@ class Sequential(Disaggregated):
             timeline.decoder, choice, _first_token(timeline), usage.completion_tokens or 0, prompt_counts
         )
 
-    def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+    def _both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         balance = self._context.live.settings.balance
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
             timeline.enter(_PREFILL)
@@ -128,17 +128,17 @@ class Sequential(Disaggregated):
                 prompt_counts = timeline.usage.add_prompt(prefilled.usage)
                 params, kv = _kept_kv(prefilled, call, handoff.prefiller.backend)
                 if kv is None and prefilled.ended_by_stop:
-                    self.go_without_kv(handoff, answer)
+                    self.allow_decode_without_kv(handoff, answer)
                     break
-                if self.takes(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
+                if self.accepts_prefill(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
                     break
                 asks_again = False
                 timeline.left_prefiller(handoff.prefiller.pick)
             if kv is None:
                 handoff.source = self.source_without_kv
             is_local = handoff.source is DECODER
-            handoff.prefilled(*prompt_counts)
-            handoff.held(kv)
+            handoff.note_prefilled(*prompt_counts)
+            handoff.note_kv_held(kv)
             rank = self._ranks.claim() if balance.decode_dp_ranks > 1 else None
             try:
                 body = _decode_body(call, None if is_local else params)
@@ -168,14 +168,16 @@ class Sequential(Disaggregated):
         """Handle a prefill that failed or whose answer was lost."""
 
     @abstractmethod
-    def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
+    def accepts_prefill(
+        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool
+    ) -> bool:
         """Return whether the decode leg follows this prefill. Otherwise the prefill leg is sent again.
 
         `has_kv`: the answer names KV to fetch. `asks_again`: another prefill leg is allowed. Raises UpstreamError.
         """
 
     @abstractmethod
-    def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
+    def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
         """Let the decoder compute a prompt whose prefill ended by an end-of-sequence token, so that no KV was kept.
 
         Raises UpstreamError where decoders may not compute prompts.
@@ -219,7 +221,7 @@ class Sequential(Disaggregated):
         """
         if error.failure is not Failure.CONNECT:
             raise error
-        if not self.move(handoff.decoder, handoff.failed, error):
+        if not self.move_lease(handoff.decoder, handoff.failed, error):
             # Another prefill would only pin more KV cache that no decoder pulls.
             raise NoBackendAvailable(Role.DECODE) from error
         timeline.left_decoder(handoff.decoder.pick)
@@ -240,7 +242,7 @@ class Sequential(Disaggregated):
         return min(timeouts.handoff_seconds, lease_seconds / 2)
 
     @staticmethod
-    def move(lease: Lease, failed: set[Backend], error: UpstreamError) -> bool:
+    def move_lease(lease: Lease, failed: set[Backend], error: UpstreamError) -> bool:
         """Move a lease to a backend that has not failed in this attempt. Return False if there is none."""
         failed.add(error.backend)
         try:
@@ -294,9 +296,11 @@ class VllmPull(Sequential):
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
         """See Sequential. The prefiller may keep KV."""
-        self._releaser.suspect(error.backend, call.prompt_tokens, error)
+        self._releaser.note_possible_orphan(error.backend, call.prompt_tokens, error)
 
-    def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
+    def accepts_prefill(
+        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool
+    ) -> bool:
         """See Sequential. An answer without KV parameters is repeated once if `kv.on_missing` says so."""
         lease = handoff.prefiller
         self._context.compatibility.note_prefill(lease.backend, has_kv)
@@ -309,10 +313,10 @@ class VllmPull(Sequential):
             self._let_decoder_compute(answer, is_short=is_short)
             return True
         self._metrics.missing_kv_total.labels("retry_prefill").inc()
-        self.move(lease, handoff.failed, _missing_kv(answer))  # the same prefiller again if there is no other
+        self.move_lease(lease, handoff.failed, _missing_kv(answer))  # the same prefiller again if there is no other
         return False
 
-    def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
+    def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
         """See Sequential. Long prompts are allowed here, because no prefiller would keep KV and the call would fail."""
         self._let_decoder_compute(answer, is_short=True)
 
@@ -345,9 +349,11 @@ class VllmStore(Sequential):
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
         """See Sequential. Stored KV needs no release."""
 
-    def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
+    def accepts_prefill(
+        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool
+    ) -> bool:
         """See Sequential. Any answer is accepted."""
         return True
 
-    def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
+    def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
         """See Sequential. The store has the KV of every prompt, however its prefill ended."""

@@ -77,9 +77,9 @@ class SglangBootstrap(Connector):
         """Return both legs, or only the prefiller's. See Connector.legs."""
         if _is_about_prompt(call):
             return self._prefiller.legs(call, request, timeline)
-        return self._both(call, request, timeline)
+        return self._both_legs(call, request, timeline)
 
-    def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+    def _both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as claim,
@@ -91,7 +91,7 @@ class SglangBootstrap(Connector):
             timeline.enter(Stage.PREFILL)
             legs = _Legs(call, handoff, claim, timeline, self._context.live.settings.sglang.dp_size)
             timeline.prefill_id = timeline.decode_id = legs.id
-            handoff.held()  # the engines meet at once, and either of them may report a failure
+            handoff.note_kv_held()  # the engines meet at once, and either of them may report a failure
             try:
                 pair = Pair(self._prefill_leg(legs), self._decode_leg(legs), legs.read)
                 with pair:
@@ -113,7 +113,7 @@ class SglangBootstrap(Connector):
                         )
             except BaseException as error:
                 if isinstance(error, UpstreamError):
-                    legs.failed(error)
+                    legs.note_failure(error)
                 for backend in legs.at_work:
                     self._aborts.send(backend, legs.id, call.headers)
                 raise
@@ -170,20 +170,20 @@ class _Legs:
         self._handoff.prefiller.free_compute()
         self._claim.free()
         if self._timeline.stage is Stage.PREFILL:
-            self._enter_next()
+            self._enter_next_stage()
 
     def decoder_answers(self) -> None:
         """Record the decoder's status line. Some engines send it before they have output."""
         self._decoder_answers = True
         if self._timeline.stage is Stage.HANDOFF:
-            self._enter_next()
+            self._enter_next_stage()
 
-    def failed(self, error: UpstreamError) -> None:
+    def note_failure(self, error: UpstreamError) -> None:
         """Record that an engine that rejected the request, or was not reached, does not work on it."""
         if error.failure in (Failure.CONNECT, Failure.STATUS):
             self.at_work.discard(error.backend)
 
-    def _enter_next(self) -> None:
+    def _enter_next_stage(self) -> None:
         if not self.call.stream:
             self._timeline.enter(Stage.STREAM)
         else:
@@ -219,7 +219,7 @@ def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> d
     return {
         "bootstrap_host": f"[{prefiller.host}]" if ":" in prefiller.host else prefiller.host,
         "bootstrap_port": prefiller.bootstrap_port,
-        "bootstrap_room": room(int(attempt_id[:16], 16), rank, dp_size),
+        "bootstrap_room": room_of_rank(int(attempt_id[:16], 16), rank, dp_size),
         "rid": attempt_id,
     }
 
@@ -229,7 +229,7 @@ def _fake_bootstrap(attempt_id: str) -> dict[str, object]:
     return {
         "bootstrap_host": _FAKE_HOST,
         "bootstrap_port": None,
-        "bootstrap_room": room(int(attempt_id[:16], 16), 0, 1),
+        "bootstrap_room": room_of_rank(int(attempt_id[:16], 16), 0, 1),
         "rid": attempt_id,
     }
 
@@ -241,7 +241,7 @@ def _is_about_prompt(call: Call) -> bool:
     return asks_for_echoed_logprobs(call) and call.is_all_prompt
 
 
-def room(drawn: int, rank: int, dp_size: int) -> int:
+def room_of_rank(drawn: int, rank: int, dp_size: int) -> int:
     """Return a room in [1, 2**63) of a data-parallel rank: engines use `room % dp_size` (`follow_bootstrap_room`)."""
     return (1 + drawn % (_ROOMS // dp_size - 1)) * dp_size + rank
 
@@ -250,7 +250,7 @@ class Aborts:
     """Aborts abandoned requests in the background.
 
     An engine notices a closed connection only after some seconds, and a lost partner after minutes. Aborts are
-    optional: a failed one is not repeated, and beyond a limit of pending aborts none is sent.
+    optional: a note_failure one is not repeated, and beyond a limit of pending aborts none is sent.
     """
 
     def __init__(self, upstream: Upstream, background: Background) -> None:

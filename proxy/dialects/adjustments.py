@@ -46,16 +46,16 @@ class ModelNames:
         self._served = frozenset(served for _, served in pairs)
         self.has_aliases = bool(pairs)
 
-    def served(self, name: str) -> str:
+    def engine_name(self, name: str) -> str:
         """Return the engines' name of a model."""
         if name in self.exact or name in self._served:
             return self.exact.get(name, name)
         return next((served for pattern, served in self._patterns if fnmatchcase(name, pattern)), name)
 
-    def translated(self, call: Call) -> Call:
+    def with_engine_name(self, call: Call) -> Call:
         """Return the call with the engines' name of its model. Its answer has the client's name."""
         alias = call.values.get("model")
-        if not self._served or not isinstance(alias, str) or (served := self.served(alias)) == alias:
+        if not self._served or not isinstance(alias, str) or (served := self.engine_name(alias)) == alias:
             return call
         call.document.values.update({"model": served})
         return replace(call, changes={**call.changes, "model": served}, alias=alias)
@@ -108,7 +108,7 @@ class SystemFirst:
     def __init__(self, models: Sequence[str]) -> None:
         self._models = models
 
-    def arranged(self, call: Call) -> Call:
+    def with_joined_system(self, call: Call) -> Call:
         """Return the call with its system messages joined if its model needs that."""
         changes = self.changes(call.values)
         if not changes:

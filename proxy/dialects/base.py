@@ -206,16 +206,16 @@ class Dialect(ABC):
         """Return the usage in an engine's whole answer, in OpenAI's form. Its type is not checked."""
 
     @abstractmethod
-    def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+    def corrected_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """Return the changed members of an engine's whole answer; REMOVED for members that the client does not get."""
 
     def waits_for_prefiller(self, call: Call) -> bool:
         """Return whether the answer needs members of the prefiller's answer, which may arrive after the decoder's."""
         return False
 
-    async def completed(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+    async def completed_members(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """Return the changed members as `corrected` does, after waiting for the prefiller. Raises UpstreamError."""
-        return self.corrected(values, attempt)
+        return self.corrected_members(values, attempt)
 
     # Answers to clients
 

@@ -72,13 +72,13 @@ def base64_bytes(data: str) -> int:
     return len(data) * 3 // 4 - (data.endswith("=") + data.endswith("=="))
 
 
-def described(kind: object, members: Mapping[str, Any]) -> str | None:
+def readable_text(kind: object, members: Mapping[str, Any]) -> str | None:
     """Return an object's readable members as text, such as `[web_search_call] {"query": "…"}`; None if it has none."""
-    shown = readable(members)
+    shown = readable_members(members)
     return f"[{kind_name(kind)}] {json.dumps(shown, ensure_ascii=False)}" if shown else None
 
 
-def readable(members: Mapping[str, Any]) -> dict[str, Any]:
+def readable_members(members: Mapping[str, Any]) -> dict[str, Any]:
     """Return the members of an object that a model can read."""
     shown: dict[str, Any] = _readable(members, 0)
     return shown
@@ -90,9 +90,9 @@ def _readable(value: Any, depth: int) -> Any:
         return None
     if isinstance(value, dict):
         members = ((name, _readable(each, depth + 1)) for name, each in value.items() if not _is_opaque(name, depth))
-        return {name: each for name, each in members if not _is_nothing(each)}
+        return {name: each for name, each in members if not _is_empty(each)}
     if isinstance(value, list):
-        return [each for each in (_readable(each, depth + 1) for each in value) if not _is_nothing(each)]
+        return [each for each in (_readable(each, depth + 1) for each in value) if not _is_empty(each)]
     if isinstance(value, str) and len(value) > _MAX_WORD and " " not in value[:_MAX_WORD]:
         return f"[{len(value):,} bytes]"
     return value
@@ -102,15 +102,15 @@ def _is_opaque(name: str, depth: int) -> bool:
     return name.startswith(_ENCRYPTED) or (name in _OPAQUE and (depth == 0 or name != "type"))
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     return value is None or value in ("", {}, [])
 
 
-def lines(texts: Iterable[str]) -> str:
+def joined_lines(texts: Iterable[str]) -> str:
     """Join the texts that are not empty by line breaks."""
     return "\n".join(filter(None, texts))
 
 
-def joined(parts: Sequence[Mapping[str, Any]]) -> str:
+def joined_parts(parts: Sequence[Mapping[str, Any]]) -> str:
     """Join the parts of a chat message to one text, with notes in place of images."""
-    return lines(part["text"] if part["type"] == "text" else note("image") for part in parts)
+    return joined_lines(part["text"] if part["type"] == "text" else note("image") for part in parts)

@@ -11,7 +11,7 @@ from binascii import Error as NoBase64
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import BadRequest
-from proxy.dialects.left_out import base64_bytes, described, joined, kind_name, lines, media_name, note
+from proxy.dialects.left_out import base64_bytes, joined_lines, joined_parts, kind_name, media_name, note, readable_text
 from proxy.dialects.requests import at_least_one, object_in, objects
 from proxy.wire.chat_members import arguments_text, as_object
 
@@ -50,7 +50,7 @@ def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
         chat["stop"] = stops
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
-    if _is_begun(chat["messages"]):
+    if _answer_is_begun(chat["messages"]):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     thinking = _thinking(values)
     if thinking:
@@ -90,7 +90,7 @@ def _system(system: object, left_out: LeftOut) -> list[dict[str, Any]]:
 
 def _system_texts(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[str]:
     for block in blocks:
-        if not (text := joined(parts_of({"type": "text", **block}, left_out))).startswith(_BILLING_HEADER):
+        if not (text := joined_parts(parts_of({"type": "text", **block}, left_out))).startswith(_BILLING_HEADER):
             yield text
 
 
@@ -103,7 +103,7 @@ def _turns(messages: list[Any], left_out: LeftOut) -> Iterator[dict[str, Any]]:
         if role == "system":
             # They stay in place. vLLM joins them to the first one if the template requires that, but then a reminder at
             # the end would change the beginning of the prompt.
-            yield from _reminder(content, left_out)
+            yield from _system_between(content, left_out)
         elif isinstance(content, str):
             yield {"role": role, "content": content}
         elif not isinstance(content, list):
@@ -114,7 +114,7 @@ def _turns(messages: list[Any], left_out: LeftOut) -> Iterator[dict[str, Any]]:
             yield from _user(objects(content, "messages"), left_out)
 
 
-def _reminder(content: object, left_out: LeftOut) -> list[dict[str, Any]]:
+def _system_between(content: object, left_out: LeftOut) -> list[dict[str, Any]]:
     """Return a system message between other messages, without its changes of tools; empty if nothing is left."""
     if isinstance(content, str):
         content = [{"text": content}]
@@ -129,14 +129,16 @@ def _user(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[
     images: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            yield from _result(block, images, left_out)
+            yield from _tool_result_messages(block, images, left_out)
         else:
             parts += parts_of(block, left_out)
     if content := _content([*images, *parts]):
         yield {"role": "user", "content": content}
 
 
-def _result(block: dict[str, Any], images: list[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
+def _tool_result_messages(
+    block: dict[str, Any], images: list[dict[str, Any]], left_out: LeftOut
+) -> Iterator[dict[str, Any]]:
     content = block.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -167,7 +169,7 @@ def _assistant(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> dict[str,
             case "thinking":
                 thoughts.append(str(block.get("thinking") or ""))
             case "tool_use":
-                calls.append(_call(block))
+                calls.append(_tool_call(block))
             case _:
                 parts += parts_of(block, left_out)
     message: dict[str, Any] = {"role": "assistant"}
@@ -180,7 +182,7 @@ def _assistant(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> dict[str,
     return message
 
 
-def _call(block: dict[str, Any]) -> dict[str, Any]:
+def _tool_call(block: dict[str, Any]) -> dict[str, Any]:
     # Clients send arguments back as text if they could not parse them.
     given = block.get("input") or {}
     arguments = arguments_text(given)
@@ -198,7 +200,7 @@ def _content(parts: list[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def _is_begun(messages: Sequence[dict[str, Any]]) -> bool:
+def _answer_is_begun(messages: Sequence[dict[str, Any]]) -> bool:
     """Return whether the client has begun the answer, which the model then continues, as Anthropic's models do.
 
     vLLM starts a new answer instead, although it continues a begun answer of the Responses API.
@@ -261,11 +263,11 @@ def parts_of(block: Mapping[str, Any], left_out: LeftOut, depth: int = 0) -> lis
             return _document(block, left_out, depth)
         case "search_result":
             heading = [str(block.get(name) or "") for name in ("title", "source")]
-            return [text_part(lines([*heading, joined(_parts_in(block.get("content"), left_out, depth))]))]
+            return [text_part(joined_lines([*heading, joined_parts(_parts_in(block.get("content"), left_out, depth))]))]
         case kind if isinstance(kind, str) and kind in _SILENT:
             return []
         case kind:
-            return _other(kind, block, left_out, depth)
+            return _unknown_block(kind, block, left_out, depth)
 
 
 def text_of(block: Mapping[str, Any]) -> str:
@@ -295,7 +297,7 @@ def _document(block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[P
     title, context = (str(block.get(name) or "") for name in ("title", "context"))
     parts = _parts_in(source.get("content"), left_out, depth) if source.get("type") == "content" else _read(source)
     if parts is not None:
-        heading = lines((title, context))
+        heading = joined_lines((title, context))
         return [text_part(heading), *parts] if heading else parts
     left_out.add("content", "document")
     data = source.get("data")
@@ -303,7 +305,7 @@ def _document(block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[P
     name = title or source.get("url") or source.get("file_id")
     # Anthropic fetches nothing but PDFs.
     what = "PDF" if source.get("type") == "url" else media_name(source.get("media_type"))
-    return [text_part(lines((note(what, name=name, size_bytes=size_bytes), context)))]
+    return [text_part(joined_lines((note(what, name=name, size_bytes=size_bytes), context)))]
 
 
 def _read(source: Mapping[str, Any]) -> list[Part] | None:
@@ -321,14 +323,14 @@ def _read(source: Mapping[str, Any]) -> list[Part] | None:
     return None
 
 
-def _other(kind: object, block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[Part]:
+def _unknown_block(kind: object, block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[Part]:
     """Return a block of any other kind: the text and images in its content, or its readable members, or a note."""
     content = block.get("content")
     if isinstance(content, str) or (isinstance(content, list) and _has_blocks(content)):
         parts = _parts_in(content, left_out, depth)
         if parts:
             return parts
-    text = described(kind, block)
+    text = readable_text(kind, block)
     if text is None:
         left_out.add("content", kind)
         text = note(f"content {kind_name(kind)}")
@@ -363,7 +365,7 @@ def tools_of(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], l
     A conversation may add and remove tools, which a chat cannot. The model gets those in effect at the end, as in vLLM
     (`_resolve_tools`).
     """
-    tools = _left(objects(values.get("tools") or [], "tools"), list(_changes(messages)), left_out)
+    tools = _tools_in_effect(objects(values.get("tools") or [], "tools"), list(_tool_changes(messages)), left_out)
     functions = [function for tool in tools if (function := _function(tool, left_out)) is not None]
     choice = object_in(values, "tool_choice")
     names = [function["function"]["name"] for function in functions]
@@ -383,14 +385,16 @@ def tools_of(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], l
     return {"tools": functions, **_tool_choice(choice)}
 
 
-def _changes(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _tool_changes(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for message in messages:
         content = message.get("content")
         if message.get("role") == "system" and isinstance(content, list):
             yield from (block for block in objects(content, "messages") if changes_tools(block))
 
 
-def _left(tools: list[dict[str, Any]], changes: Sequence[Mapping[str, Any]], left_out: LeftOut) -> list[dict[str, Any]]:
+def _tools_in_effect(
+    tools: list[dict[str, Any]], changes: Sequence[Mapping[str, Any]], left_out: LeftOut
+) -> list[dict[str, Any]]:
     """Return the tools in effect at the end. A tool that is added by its name is no longer loaded later."""
     if not changes:
         return tools

@@ -110,7 +110,7 @@ class OpenAi(Dialect):
         """Return the member `usage`."""
         return values.get("usage")
 
-    def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+    def corrected_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """Remove members that are meant for engines, and use the prefiller's count of cached tokens. See Dialect."""
         corrections: dict[str, Any] = {name: REMOVED for name in ENGINE_MEMBERS if name in values}
         usage = values.get("usage")

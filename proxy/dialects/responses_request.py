@@ -10,7 +10,16 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import BadRequest
-from proxy.dialects.left_out import LeftOut, base64_bytes, described, kind_name, lines, media_name, note, readable
+from proxy.dialects.left_out import (
+    LeftOut,
+    base64_bytes,
+    joined_lines,
+    kind_name,
+    media_name,
+    note,
+    readable_members,
+    readable_text,
+)
 from proxy.dialects.requests import at_least_one, object_in, objects
 from proxy.wire.chat_members import as_object, read_object
 from proxy.wire.python_json import dumps, utf8, utf8_text
@@ -256,7 +265,7 @@ def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator
                 yield _result(item, images, left_out)
             case _:
                 turn = {"role": "assistant", **turn}
-                turn["content"] = lines((turn.get("content", ""), _other(item, left_out)))
+                turn["content"] = joined_lines((turn.get("content", ""), _other(item, left_out)))
     if turn:
         yield turn
     if images:
@@ -323,7 +332,7 @@ def _part(part: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
     elif kind == "input_file":
         text, replacement = _file(part)
     else:
-        text, replacement = described(kind, part), note(f"content {kind_name(kind)}")
+        text, replacement = readable_text(kind, part), note(f"content {kind_name(kind)}")
     if text is None:
         left_out.add("content", kind)
     return {"type": "text", "text": replacement if text is None else text}
@@ -337,7 +346,7 @@ def _file(part: Mapping[str, Any]) -> tuple[str | None, str]:
     name = part.get("filename") or part.get("file_url") or part.get("file_id")
     if media_type.startswith("text/"):
         try:
-            return lines((str(part.get("filename") or ""), b64decode(encoded, validate=True).decode())), ""
+            return joined_lines((str(part.get("filename") or ""), b64decode(encoded, validate=True).decode())), ""
         except (NoBase64, UnicodeDecodeError):
             pass
     is_pdf = isinstance(name, str) and name.lower().endswith(".pdf")
@@ -356,7 +365,7 @@ def _as_text(content: Any) -> str:
 def _other(item: Mapping[str, Any], left_out: LeftOut) -> str:
     """Return an item that only another service can produce as text."""
     kind = item.get("type")
-    text = described(kind, item)
+    text = readable_text(kind, item)
     if text is None:
         left_out.add("item", kind)
         text = note(f"item {kind_name(kind)}")
@@ -371,7 +380,7 @@ def _call(item: Mapping[str, Any]) -> dict[str, Any]:
     elif kind != "function_call":
         # A call of a tool that OpenAI defines. Its type is the name, and its members are the arguments.
         name = item.get("name") or kind.removesuffix("_call")
-        members = given if isinstance(given, dict) else readable(item)
+        members = given if isinstance(given, dict) else readable_members(item)
         given = json.dumps(members, ensure_ascii=False)
     if not (isinstance(given, str) and isinstance(name, str)):
         raise BadRequest("a call must have a name, and arguments that are text", param="input")
@@ -389,7 +398,7 @@ def _result(item: Mapping[str, Any], images: list[dict[str, Any]], left_out: Lef
     elif isinstance(output, dict):
         output = [output]
     elif output is None and item["type"] not in _OUR_OUTPUTS:
-        output = described(item["type"], item)
+        output = readable_text(item["type"], item)
     content = _content("" if output is None else output, left_out)
     if isinstance(content, list):
         images += [part for part in content if part["type"] != "text"]

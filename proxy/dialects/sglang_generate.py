@@ -108,7 +108,7 @@ class SglangGenerate(Dialect):
         """Return the counts in `meta_info` as usage."""
         return sglang.usage_of(values)
 
-    def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+    def corrected_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """See Dialect. The decoder's answer needs no changes here."""
         return {}
 
@@ -116,7 +116,7 @@ class SglangGenerate(Dialect):
         """See Dialect."""
         return _needs_prefiller(call)
 
-    async def completed(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+    async def completed_members(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """See Dialect."""
         parts = _parts(call, attempt)
         if parts is None:

@@ -302,7 +302,7 @@ class _AnswerReader:
             match self._segment.read(event):
                 case Meaning.CONTENT:
                     self._begin()
-                    self._take(self._segment.payload)
+                    self._take_payload(self._segment.payload)
                 case Meaning.RECOMPUTED:
                     self._begin()
                     self.is_preempted = True
@@ -329,7 +329,7 @@ class _AnswerReader:
             self._has_begun = True
             self._attempt.kv_arrived()
 
-    def _take(self, payload: dict[str, Any]) -> None:
+    def _take_payload(self, payload: dict[str, Any]) -> None:
         for choice in payload["choices"]:
             ids, text = choice.get("token_ids"), choice.get("text")
             if isinstance(ids, list):

@@ -363,7 +363,7 @@ class Transfers:
         if found_of_pairs is None:
             state.pairs.clear()
         else:
-            self._take_pairs(
+            self._apply_pair_verdicts(
                 backend, {self._lanes[lane]: v for lane, v in found_of_pairs.items() if lane in self._lanes}
             )
         is_healthy = all(
@@ -434,14 +434,14 @@ class Transfers:
 
     # Conclusions
 
-    def _take_pairs(self, decoder: Backend, found: dict[Backend, HandoffVerdict]) -> None:
+    def _apply_pair_verdicts(self, decoder: Backend, found: dict[Backend, HandoffVerdict]) -> None:
         """Take the new verdicts on a decoder's pairs.
 
         If an instance was blamed for all its pairs and one of them transfers KV now, something has changed, so the
         verdicts on its other pairs are dropped.
         """
         prefillers = self._lanes.values()
-        blamed = culprits(self._pairs_with(HandoffVerdict.COMPUTED), prefillers, self._decoders)
+        blamed = culprits(self._pairs_of_verdict(HandoffVerdict.COMPUTED), prefillers, self._decoders)
         outdated: set[tuple[Backend, Backend]] = set()
         for prefiller in (prefiller for prefiller, verdict in found.items() if verdict is HandoffVerdict.TRANSFERRED):
             if decoder in blamed.decoders:
@@ -452,7 +452,7 @@ class Transfers:
             self._decoders[other].pairs.pop(prefiller, None)
         self._decoders[decoder].pairs.update(found)
 
-    def _pairs_with(self, verdict: HandoffVerdict) -> set[tuple[Backend, Backend]]:
+    def _pairs_of_verdict(self, verdict: HandoffVerdict) -> set[tuple[Backend, Backend]]:
         return {
             (prefiller, decoder)
             for decoder, state in self._decoders.items()
@@ -462,8 +462,8 @@ class Transfers:
 
     def _report(self) -> None:
         """Report blamed instances and instances that transfer KV. Earlier reports on all others stay."""
-        blamed = culprits(self._pairs_with(HandoffVerdict.COMPUTED), self._lanes.values(), self._decoders)
-        good = self._pairs_with(HandoffVerdict.TRANSFERRED)
+        blamed = culprits(self._pairs_of_verdict(HandoffVerdict.COMPUTED), self._lanes.values(), self._decoders)
+        good = self._pairs_of_verdict(HandoffVerdict.TRANSFERRED)
         hints = NOT_STORED if self._traits.is_store else NOT_FETCHED
         for backend in blamed.decoders | blamed.prefillers:
             self._compatibility.report(backend, IncompatibilityKind.KV_NOT_FETCHED, hints[backend.role])

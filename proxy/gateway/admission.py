@@ -253,7 +253,7 @@ class AdmissionQueue:
         """
         if self.is_short_of_memory:
             raise overloaded("memory", "the gateway is short of memory")
-        if len(self._queue) < self._limits.max_waiting or self._order.dispensable(key) is not None:
+        if len(self._queue) < self._limits.max_waiting or self._order.unit_to_reject(key) is not None:
             return
         if (self._lines or not self._has_room()) and not self._would_take():
             raise queue_full()
@@ -288,7 +288,7 @@ class AdmissionQueue:
     def queue(
         self, key: str, request: Callable[[], PickRequest], since: float, on_turn: Callable[[GatewayError | None], None]
     ) -> QueuedUnit:
-        """Queue a unit without a task, after `lets_in` has returned False. Raises the errors of `admit`.
+        """Queue a unit without a task, after `admits_at_once` has returned False. Raises the errors of `admit`.
 
         Args:
             key: The name of the client key.
@@ -301,7 +301,7 @@ class AdmissionQueue:
         return QueuedUnit(self, waiter, on_turn)
 
     def enter(self, key: str) -> None:
-        """Admit a unit that finds room at once, see `lets_in`. `leave` must follow at its end."""
+        """Admit a unit that finds room at once, see `admits_at_once`. `leave` must follow at its end."""
         self._running[key] = self._running.get(key, 0) + 1
 
     def leave(self, key: str) -> None:
@@ -312,7 +312,7 @@ class AdmissionQueue:
         else:
             del self._running[key]
 
-    def lets_in(self, request: Callable[[], PickRequest]) -> bool:
+    def admits_at_once(self, request: Callable[[], PickRequest]) -> bool:
         """Return whether a new unit would be admitted without a wait."""
         return not self._lines and not self.is_short_of_memory and self._has_room(request)
 
@@ -366,7 +366,7 @@ class AdmissionQueue:
         to_reject = None
         is_full = not entry.is_patient and len(self._queue) >= self._limits.max_waiting
         if is_full:
-            to_reject = self._order.dispensable(entry.key)
+            to_reject = self._order.unit_to_reject(entry.key)
             if to_reject is None and not self._would_take():
                 raise queue_full()
         waiter = self._waiter(entry)
@@ -382,7 +382,7 @@ class AdmissionQueue:
             self._deadlines.add(waiter)
             self._metrics.queued_requests.inc()
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._on_timer)
         self.notify()  # the free instance may suit this unit best
         if is_full and self._would_take():
             self._skip_learned_limits(next((each for each in self._queue if not each.skips_learned_limits), waiter))
@@ -429,7 +429,7 @@ class AdmissionQueue:
         max_seconds = self._limits.max_predicted_wait_seconds
         if max_seconds is None or not self._lines or self._would_take():
             return None
-        predicted = self._drain_rate.seconds(self._order.ahead(waiter), waiter.arrived)
+        predicted = self._drain_rate.seconds(self._order.amount_ahead(waiter), waiter.arrived)
         max_seconds = min(max_seconds, waiter.late_at - waiter.arrived)
         return None if predicted is None or predicted <= max_seconds else too_long_a_wait(predicted, max_seconds)
 
@@ -485,7 +485,7 @@ class AdmissionQueue:
         """Wake the next unit if there is room. Only its lease shows whether there is more room."""
         self._will_look = False
         now = self._clock()
-        while (late := self._deadlines.missed(now)) is not None:
+        while (late := self._deadlines.first_overdue(now)) is not None:
             self._reject(late, too_late(late.first_token_seconds or 0.0))
         if not self._lines:
             return
@@ -499,14 +499,14 @@ class AdmissionQueue:
             self._front.publish(*front[0].rank)
         if not has_room:
             return
-        waiter = self._next(front)
+        waiter = self._next_unit(front)
         # A unit whose turn has come runs next. If it was cancelled, it passes its turn on.
         if waiter is None or waiter.turn.done():
             return
         if self._front is None or not self._front.leaves_room(*waiter.rank, now):
             waiter.turn.set_result(None)
 
-    def _next(self, front: Sequence[Waiter]) -> Waiter | None:
+    def _next_unit(self, front: Sequence[Waiter]) -> Waiter | None:
         """Return the unit that goes next, or None if all should wait for another instance.
 
         `front`: the first units of the queue, at least one.
@@ -520,7 +520,7 @@ class AdmissionQueue:
         place = self._line_up.first_to_admit([waiter.request for waiter in predictable if waiter.request is not None])
         return None if place is None else predictable[place]
 
-    def _tick(self) -> None:
+    def _on_timer(self) -> None:
         """Reject the units that have waited too long, and check for room."""
         self._timer = None
         now = self._clock()
@@ -541,7 +541,7 @@ class AdmissionQueue:
             self._look()
         finally:  # an error must not stop the timer
             if self._lines:
-                self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._tick)
+                self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._on_timer)
 
 
 class QueuedUnit:

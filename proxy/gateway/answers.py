@@ -70,7 +70,7 @@ class Answer(ABC):
     writer: ClientWriter | None = None
     """The client's stream. None: the answer is not streamed."""
 
-    def sent(self, call: Call) -> Call:
+    def call_for_engine(self, call: Call) -> Call:
         """Return a call for this answer in the form that engines get."""
         return call if self.prompt is None or call.api is not Api.CHAT else self.prompt.completion(call)
 
@@ -108,7 +108,7 @@ class Answer(ABC):
         """Continue to read, after the client has read enough."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         """Stop reading after the attempt is over."""
 
     @abstractmethod
@@ -130,20 +130,20 @@ class Answer(ABC):
                 if self.is_ended:
                     break
                 assert self.writer is not None
-                await self.writer.attend()
+                await self.writer.wait_until_read()
                 self.go_on()
         finally:
-            self.let_go()
+            self.stop_reading()
         self.complete(attempt)
         await self.settle(attempt)
 
     def close(self, timeline: Timeline) -> None:
         """End an answer whose last engine has not ended it. Raises UnreadableMember if it cannot be assembled."""
-        self._end(timeline)
+        self._write_end(timeline)
         timeline.usage.add_completion(self.delivery.usage)
 
-    def _end(self, timeline: Timeline) -> None:
-        ending = self.delivery.closing(timeline.usage.prompt_details)
+    def _write_end(self, timeline: Timeline) -> None:
+        ending = self.delivery.missing_end(timeline.usage.prompt_details)
         if self.writer is not None:
             self.writer.write(ending)
 
@@ -194,7 +194,7 @@ class EngineBody(Answer):
     def go_on(self) -> None:
         """See Answer. Nothing is sent before the end, so no client can be too slow."""
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         """See Answer."""
         self._owner = None
 
@@ -213,13 +213,13 @@ class EngineBody(Answer):
         dialect.check_answer(response, values)
         attempt.note_usage(dialect.usage(values))
         if not dialect.waits_for_prefiller(self.call):
-            self._corrections = dialect.corrected(values, attempt)
+            self._corrections = dialect.corrected_members(values, attempt)
 
     async def settle(self, attempt: Attempt) -> None:
         """See Answer."""
         if self._dialect.waits_for_prefiller(self.call):
             assert self._answer is not None
-            self._corrections = await self._dialect.completed(self.call, dict(self._answer.values), attempt)
+            self._corrections = await self._dialect.completed_members(self.call, dict(self._answer.values), attempt)
 
     def body(self) -> bytes:
         """See Whole."""
@@ -286,10 +286,10 @@ class _Relayed(Answer):
         assert self._relay is not None
         self._relay.go_on()
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         """See Answer."""
         if self._relay is not None:
-            self._relay.let_go()
+            self._relay.stop_reading()
 
     def complete(self, attempt: Attempt) -> None:
         """See Answer."""
@@ -304,7 +304,7 @@ class _Relayed(Answer):
             attempt.note_usage(delivery.total_usage(segment.usage))
             return
         if delivery.is_stopped or delivery.usage is None:
-            self._end(attempt.timeline)
+            self._write_end(attempt.timeline)
         attempt.note_usage(delivery.usage)
 
     async def settle(self, attempt: Attempt) -> None:
@@ -438,4 +438,4 @@ class StreamedAnswer(_Relayed):
         if self._rendering is not None:
             self.writer.write(await self._rendering.rest())
         if self._shares_client:
-            await self.writer.attend()  # the other units may run for long
+            await self.writer.wait_until_read()  # the other units may run for long

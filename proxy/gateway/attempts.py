@@ -133,7 +133,7 @@ class AttemptLoop:
                     if max(record.clock(), refused_until) >= waits_until:
                         raise
                     self._rejection = error if isinstance(error, UpstreamError) else self._rejection
-                elif not self._is_absence(error):
+                elif not self._is_role_absent(error):
                     raise
                 else:
                     gone = _role_of(error)
@@ -169,7 +169,7 @@ class AttemptLoop:
             return error.is_refusal and not self._resuming.is_unrepeatable
         return self._parts.pools.of(error.role).refuse_all()
 
-    def _is_absence(self, error: NoBackendAvailable | UpstreamError) -> bool:
+    def _is_role_absent(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Return whether all instances of a role are gone, and no engine has received the request."""
         if isinstance(error, UpstreamError) and error.failure is not Failure.CONNECT:
             return False
@@ -198,7 +198,10 @@ class AttemptLoop:
             try:
                 if begun is not None:
                     raise begun.error
-                pick_request, call = self._call.pick_request(avoid, self._prefer), self._answer.sent(self._call)
+                pick_request, call = (
+                    self._call.pick_request(avoid, self._prefer),
+                    self._answer.call_for_engine(self._call),
+                )
                 async with self._parts.connector.open(call, pick_request, self._timeline) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
@@ -232,7 +235,7 @@ class AttemptLoop:
         self._has_retried_all = False
         self._has_reached_engines |= error.failure is not Failure.CONNECT
         self._avoid.add(error.backend)
-        if await self._guard.broke_down(error, self._timeline, self._record):
+        if await self._guard.must_stop(error, self._timeline, self._record):
             if self._delivery.is_touched or self._delivery.seam is not None:
                 self._metrics.resume_failures_total.labels(error.failure.value).inc()
             raise error.as_stopped()
@@ -240,7 +243,7 @@ class AttemptLoop:
             self._prefer = None  # the KV may not have arrived, and the prefiller may be the reason
         if self._resuming.is_incident(error):
             return await self._resume(error)
-        await self._repeat(error)
+        await self._wait_before_retry(error)
         return False
 
     async def _resume(self, error: UpstreamError) -> bool:
@@ -265,7 +268,7 @@ class AttemptLoop:
             await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.count - 1))
         return False
 
-    async def _repeat(self, error: UpstreamError) -> None:
+    async def _wait_before_retry(self, error: UpstreamError) -> None:
         """Wait before an attempt is repeated, or raise. Its decoder has not sent anything."""
         role, retry, resuming = error.backend.role, self._settings.retry, self._resuming
         if error.retry_after_seconds is not None:  # if all are busy, the client may return when the first one is free

@@ -178,7 +178,7 @@ class ClientWriter:
         connection.transport.write(self._framed(data))
         return connection.is_paused
 
-    def keep(self, data: bytes) -> None:
+    def write_with_next(self, data: bytes) -> None:
         """Send bytes of the answer together with the next ones, which follow immediately."""
         self._kept += data
 
@@ -199,7 +199,7 @@ class ClientWriter:
         if not connection.is_paused and not connection.transport.is_closing():
             connection.transport.write(self._framed(self._keep_alive_bytes))
 
-    async def attend(self) -> None:
+    async def wait_until_read(self) -> None:
         """Wait until the client has read enough. Raises ClientStalled."""
         if not self.connection.is_paused:
             return

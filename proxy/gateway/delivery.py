@@ -10,7 +10,7 @@ from proxy.common.terms import Action
 from proxy.dialects.segment import Segment
 from proxy.resume.engines import VLLM
 from proxy.resume.overlap import Mismatch
-from proxy.resume.seam import unfinished, withhold, without_tool_calls
+from proxy.resume.seam import remove_possible_stop, unfinished, without_tool_calls
 from proxy.resume.transcript import Transcript
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import data_event, with_prompt_details, without_engine_members
@@ -297,9 +297,9 @@ class Delivery:
             choices = segment.payload.get("choices")
             if self._tells_shapes and choices and len(choices) == 1:
                 self._learn(segment, event, choices[0])
-            return self._with_held(self.writer.event_without_ids(segment, event, segment.payload))
+            return self._with_held_events(self.writer.event_without_ids(segment, event, segment.payload))
         if self.seam is not None:
-            return self._with_held(self._stitched(segment, recomputed=False))
+            return self._with_held_events(self._seam_output(segment, recomputed=False))
         payload = segment.payload
         choice = payload["choices"][0]
         if not self.head:
@@ -313,8 +313,8 @@ class Delivery:
         if not shows and ids and not self._wants_ids and has_only_ids(choice):
             return b""
         if not self.writer.keeps_bytes:
-            return self._with_held(self.writer.changed_event(payload, choice))
-        return self._with_held(self.writer.event_without_ids(segment, event, payload))
+            return self._with_held_events(self.writer.changed_event(payload, choice))
+        return self._with_held_events(self.writer.event_without_ids(segment, event, payload))
 
     def _take(self, choice: dict[str, Any], ids: Any) -> bool:
         """Add a choice to the transcript. Return whether it shows anything.
@@ -343,16 +343,16 @@ class Delivery:
         if not self._is_checked:
             self._check_prompt(segment, is_rewritten=True)
         if self.seam is not None:
-            return self._with_held(self._stitched(segment, recomputed=True))
+            return self._with_held_events(self._seam_output(segment, recomputed=True))
         if not self.head:
             self._keep_head(segment.payload)
         payload, choice = unfinished(segment.payload)
         without_tool_calls(choice)
-        withhold([choice], self.call)
+        remove_possible_stop([choice], self.call)
         shows = self._take(choice, choice.get("token_ids"))
         if not shows and not (self.call.shows_single_tokens and choice.get("token_ids")):
             return b""
-        return self._with_held(self.writer.changed_event(payload, choice))
+        return self._with_held_events(self.writer.changed_event(payload, choice))
 
     def usage_chunk(
         self, segment: Segment, event: Event, details: dict[str, Any] | None, *, handed_over: bool
@@ -367,7 +367,7 @@ class Delivery:
         """
         self.fingerprint = segment.payload.get("system_fingerprint") or self.fingerprint
         if self._whole is not None and self.seam is None:
-            self.tail.update(_beside(segment.payload, self.head))
+            self.tail.update(_members_beside_usage(segment.payload, self.head))
         if not segment.is_finished:
             return b""  # the stream ended without an answer
         engine_usage = segment.usage or {}
@@ -385,7 +385,7 @@ class Delivery:
         """Return the usage of the whole answer from that of the present decoder. None: it sent none."""
         return usage if self.seam is None or usage is None else self.seam.usage(usage)
 
-    def other(self, segment: Segment, event: Event) -> bytes:
+    def pass_other_event(self, segment: Segment, event: Event) -> bytes:
         """Take a comment or unknown data, which is for the client to interpret. It is held before the first token."""
         if self.writer.rewrites:
             return b""
@@ -395,7 +395,7 @@ class Delivery:
             return b""
         return raw
 
-    def closing(self, details: dict[str, Any] | None) -> bytes:
+    def missing_end(self, details: dict[str, Any] | None) -> bytes:
         """Return the missing end of an answer: finish reason and usage, unless an engine has sent them."""
         parts = []
         if self.seam is not None and not self.is_finished:
@@ -403,13 +403,13 @@ class Delivery:
                 self.transcript.take(payload["choices"][0], None)
                 parts.append(self.writer.changed_event(payload, payload["choices"][0]))
         if self.usage is None:
-            self.usage = self._counted(details)
+            self.usage = self._usage_or_count(details)
             # If the answer is not observed, the client has all chunks of the engine.
             if self.usage is not None and self.head and self.call.include_usage and not self.writer.rewrites:
                 parts.append(data_event({**self.head, "choices": [], "usage": self.usage}))
-        return self._with_held(b"".join(parts))
+        return self._with_held_events(b"".join(parts))
 
-    def _counted(self, details: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _usage_or_count(self, details: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the usage from the last chunk, or count the token ids. None: there are neither.
 
         Text is not counted, because only the engine knows how many tokens it is.
@@ -424,13 +424,13 @@ class Delivery:
 
     # Writing
 
-    def _stitched(self, segment: Segment, *, recomputed: bool) -> bytes:
+    def _seam_output(self, segment: Segment, *, recomputed: bool) -> bytes:
         assert self.seam is not None
         payload = unfinished(segment.payload)[0] if recomputed else segment.payload
         parts = []
         chunks = self.seam.rewrite(payload, recomputed=recomputed)
-        if recomputed and not self.seam.unsent and not self.is_stopped:
-            withhold([chunk["choices"][0] for chunk, _ in chunks], self.call)
+        if recomputed and not self.seam.withheld_text and not self.is_stopped:
+            remove_possible_stop([chunk["choices"][0] for chunk, _ in chunks], self.call)
         for chunk, ids in chunks:
             choice = chunk["choices"][0]
             is_last = choice.get("finish_reason") is not None
@@ -447,7 +447,7 @@ class Delivery:
         if self.counts_reasoning and usage.get("completion_tokens_details") is None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.transcript.reasoning_ids}
 
-    def _with_held(self, output: bytes) -> bytes:
+    def _with_held_events(self, output: bytes) -> bytes:
         """Return the output with the events held before it. From now on the client has a part of the answer."""
         if not output:
             return output
@@ -480,6 +480,6 @@ class Delivery:
                 self.writer.put_back_prompt_ids(segment.payload, prompt_ids)
 
 
-def _beside(usage_chunk: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
+def _members_beside_usage(usage_chunk: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     """Return the members of a usage chunk that belong to the whole answer and to no other chunk."""
     return {name: value for name, value in usage_chunk.items() if name not in head and name not in _NOT_COMMON}

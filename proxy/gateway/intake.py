@@ -20,7 +20,7 @@ from proxy.dialects.translated import Translated
 from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
 from proxy.gateway.request import Request
 from proxy.listener.body import memory_bytes
-from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, is_light
+from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, is_light, upper_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -217,9 +217,9 @@ class Intake:
         if key.slot is not None and (not call.is_ordinary or PRIORITY_HEADER in headers):
             call = bound_priority(call, key.priority, lower_first=self._lower_priority_first)
         if self._names.has_aliases:
-            call = self._names.translated(call)
+            call = self._names.with_engine_name(call)
         if isinstance(dialect, Translated):
-            call = self._system_first.arranged(call)
+            call = self._system_first.with_joined_system(call)
             if call.left_out:
                 self._log_left_out(dialect.path, key.name, call.left_out)
         return call
@@ -250,7 +250,7 @@ class Intake:
         is_slight, max_elements = size_bytes <= SLIGHT_BYTES, self._max_elements
         if not dialect.speaks_as_engines:
             max_elements //= 2  # a translated body is parsed twice
-        if not is_slight and not is_light(raw, max_elements) and bounds(raw)[0] > max_elements:
+        if not is_slight and not is_light(raw, max_elements) and upper_bounds(raw)[0] > max_elements:
             return None
         try:
             key = ANONYMOUS

@@ -174,7 +174,7 @@ class Lanes:
 
     def of_alias(self, name: object) -> Lane:
         """Return the lane for the clients' name of a model. Raises the errors of `of`."""
-        return self.of(self._names.served(name) if isinstance(name, str) else None)
+        return self.of(self._names.engine_name(name) if isinstance(name, str) else None)
 
     async def find(self, name: object) -> Lane:
         """Return the lane of a model, see `of`. If the name is unknown, query the models of all instances first.
@@ -223,7 +223,7 @@ class Lanes:
 
     def _wanted(self, name: object) -> str:
         """Return the engines' name for the model of a request. The alias `*=name` matches requests without a name."""
-        return name if isinstance(name, str) and name else self._names.served("")
+        return name if isinstance(name, str) and name else self._names.engine_name("")
 
     def _some_names(self) -> str:
         return quoted({*self.models.names, *self._names.exact}, _MAX_NAMES)
@@ -238,12 +238,12 @@ class Lanes:
                 before.remove(kept)
                 lane = kept
             else:
-                lane = self._made()
+                lane = self._new_lane()
             lane.names = names
             self._parts.append(lane)
         self._by_name = {name: lane for lane in self._parts for name in lane.names}
 
-    def _made(self) -> Lane:
+    def _new_lane(self) -> Lane:
         lane: Lane
 
         def serving(backends: Collection[Backend]) -> tuple[Backend, ...]:

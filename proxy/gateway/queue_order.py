@@ -184,7 +184,7 @@ class Order:
         """Add a unit."""
         line = self.lines.get(waiter.key)
         if line is None:
-            served = self._standing(waiter.key)
+            served = self._service_of(waiter.key)
             self._served.pop(waiter.key, None)
             # It counts as just served, so that a key with short visits does not overtake keys that wait.
             line = self.lines[waiter.key] = Line(waiter.key, served, next(self._services))
@@ -220,7 +220,7 @@ class Order:
             fronts[:equal] = [merge(*fronts[:equal], key=_place)]
         return list(islice(chain.from_iterable(fronts), count))
 
-    def ahead(self, waiter: Waiter) -> float:
+    def amount_ahead(self, waiter: Waiter) -> float:
         """Return the amount that will probably be served before a new unit, if no other unit arrives.
 
         This includes all units that go first for certain. Other keys of the same priority are each served as much as
@@ -228,21 +228,21 @@ class Order:
         """
         own = self.lines.get(waiter.key)
         before = own.amount_before(waiter) if own else 0.0
-        share = self._standing(waiter.key) + before + waiter.amount
+        share = self._service_of(waiter.key) + before + waiter.amount
         for line in self.lines.values():
             if line is not own:
                 urgent, equal = line.amounts(waiter.priority)
                 before += urgent + min(equal, max(0.0, share - line.served_seconds))
         return before
 
-    def _standing(self, key: str) -> float:
+    def _service_of(self, key: str) -> float:
         """Return the service of a key. A key without a line has at least that of the key served least."""
         if (line := self.lines.get(key)) is not None:
             return line.served_seconds
         least = min((line.served_seconds for line in self.lines.values()), default=0.0)
         return max(least, self._served.get(key, 0.0))
 
-    def dispensable(self, key: str) -> Waiter | None:
+    def unit_to_reject(self, key: str) -> Waiter | None:
         """Return the unit to reject in a full queue in favor of a unit of this key.
 
         This is the last unit of the key with most requests. Return None if that is the given key.
@@ -283,7 +283,7 @@ class Deadlines:
         if place is not None:
             del self._places[bisect_left(self._places, place)]
 
-    def missed(self, now: float) -> Waiter | None:
+    def first_overdue(self, now: float) -> Waiter | None:
         """Return the unit whose deadline passed first, or None. `now`: clock time."""
         return self._places[0][-1] if self._places and self._places[0][0] <= now else None
 

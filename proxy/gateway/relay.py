@@ -42,16 +42,16 @@ logger = logging.getLogger("proxy.flow.guard")
 UNWRITABLE = "the answer has a form that the gateway cannot write for its client"
 
 
-def report(error: Exception) -> None:
+def log_unexpected(error: Exception) -> None:
     """Log the place of an unexpected exception, but not its text, which may quote the answer."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
     logger.error("answer: cannot be written: %s at %s", type(error).__name__, place)
 
 
-def unwritable(error: Exception) -> GatewayError:
+def unwritable_error(error: Exception) -> GatewayError:
     """Log an unexpected exception, and return the error for the client."""
-    report(error)
+    log_unexpected(error)
     return GatewayError(UNWRITABLE, code=f"decode_{Failure.BAD_ANSWER}", status=502)
 
 
@@ -182,7 +182,7 @@ class Relay:
             self._forward_tokens()
             self._attempt.response.resume()
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         """Drop back-references, so that the relay is freed without the garbage collector."""
         self._owner = None
         if self._tokens is not None and self._writer is not None:
@@ -227,7 +227,7 @@ class Relay:
             except UnreadableMember as odd:
                 self._end_unreadable(f"sent an event that cannot be read: {odd}")
             except Exception as error:
-                report(error)
+                log_unexpected(error)
                 self._end_unreadable(UNWRITABLE)
             if self.is_ended or segment.done:
                 break
@@ -250,7 +250,7 @@ class Relay:
             error = self._attempt.response.fail(Failure.BROKEN, "the stream ended before the answer was complete")
         self.is_ended, self._is_over, self.error = True, True, error
         owner = self._owner
-        self.let_go()
+        self.stop_reading()
         if owner is None:
             return
         if error is None:
@@ -274,7 +274,7 @@ class Relay:
             notes, settle, skips, hides_ids = None, _settle_nothing, _NO_IDS, False
             if delivery.is_observed:
                 transcript = delivery.transcript
-                notes, settle = transcript.noting(is_reasoning=shape.is_reasoning), transcript.settle
+                notes, settle = transcript.note_lists(is_reasoning=shape.is_reasoning), transcript.settle
                 if shape.is_reasoning:
                     skips = frozenset(transcript.grammar.reasoning_end_ids)
                 hides_ids = not delivery.writer.wants_ids
@@ -308,7 +308,7 @@ class Relay:
         if writer is None:
             return
         if self._is_over and not self.is_ended and self._attempt.response.is_whole:
-            writer.keep(output)
+            writer.write_with_next(output)
         elif writer.write(output):
             self._hold()
 
@@ -354,7 +354,7 @@ class Relay:
                     self._end_unreadable("sent an event that cannot be read")
                     return
                 delivery.lose_track()
-            part = delivery.other(segment, event)
+            part = delivery.pass_other_event(segment, event)
         if part:
             output.append(part)
 
@@ -388,7 +388,7 @@ class Relay:
         if not self.is_ended:
             self.is_ended, self._is_over, self.error = True, True, error
             owner = self._owner
-            self.let_go()
+            self.stop_reading()
             if owner is not None:
                 owner.wake()
 

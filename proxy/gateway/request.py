@@ -14,7 +14,7 @@ from proxy.common.terms import Stage
 from proxy.connectors.leg_driver import LegDriver
 from proxy.gateway.attempts import FailedAttempt
 from proxy.gateway.client_writer import ClientWriter
-from proxy.gateway.relay import unwritable
+from proxy.gateway.relay import unwritable_error
 from proxy.observe import logs
 from proxy.resume.engines import SGLANG
 from proxy.wire.openai import error_event
@@ -143,15 +143,15 @@ class Request:
             writer.keep_alive_by(settings.stream, dialect.keep_alive)
         try:
             if settings.sglang.chat_sampling and service.watching(dialect, call).engine is SGLANG:
-                self._run(self._go_on())
+                self._run(self._continue_in_task())
                 return
             work = self._work = service.work(dialect, call, writer, record)
             if self._needs_task(work):
-                self._run(self._go_on())
+                self._run(self._continue_in_task())
                 return
             self._timeline = record.timeline()
             pick_request = work.answers[0].call.pick_request
-            if service.admission.lets_in(pick_request):
+            if service.admission.admits_at_once(pick_request):
                 self._begin_attempt(work)
             else:
                 self._timeline.enter(Stage.QUEUE)
@@ -159,7 +159,7 @@ class Request:
         except GatewayError as error:
             self._abandon(error)
         except Exception as error:
-            self._break(error)
+            self._end_unexpected(error)
 
     def _needs_task(self, work: Work) -> bool:
         """Return whether the request must wait for something besides the queue."""
@@ -187,7 +187,7 @@ class Request:
         except GatewayError as error:
             self._abandon(error)
         except Exception as error:
-            self._break(error)
+            self._end_unexpected(error)
 
     def _begin_attempt(self, work: Work) -> None:
         """Begin the first attempt, for which there is room. Raises GatewayError."""
@@ -208,7 +208,7 @@ class Request:
         """Let a task make all attempts, with another timeline."""
         self._record.timelines.clear()
         self._timeline = None
-        self._run(self._go_on())
+        self._run(self._continue_in_task())
 
     # AttemptOwner
 
@@ -219,16 +219,16 @@ class Request:
         try:
             self._work.answers[0].begin(attempt, self)
         except Exception as error:
-            self._break(error)
+            self._end_unexpected(error)
 
     def on_failure(self, error: NoBackendAvailable | UpstreamError) -> None:
         """See AttemptOwner."""
         self._driver = None
-        self._run(self._go_on(self._failed(error)))
+        self._run(self._continue_in_task(self._failed_attempt(error)))
 
     def on_defect(self, error: Exception) -> None:
         """See AttemptOwner."""
-        self._break(error)
+        self._end_unexpected(error)
 
     # AnswerOwner
 
@@ -255,16 +255,16 @@ class Request:
             work.answers[0].complete(attempt)
             driver.finish()
         except UpstreamError as error:
-            self._fail(error)
+            self._end_failed_attempt(error)
             return
         except Exception as error:
-            self._break(error)
+            self._end_unexpected(error)
             return
         self._driver = self._attempt = None
         assert self._timeline is not None
         self._timeline.leave()
         if work.has_damaged_calls:
-            self._run(self._go_on(has_answers=True))
+            self._run(self._continue_in_task(has_answers=True))
             return
         try:
             self._write_ending()
@@ -274,7 +274,7 @@ class Request:
             return
         suspects = self._parts.suspects
         if not suspects.memory.is_empty:
-            suspects.served(self._call)
+            suspects.note_served(self._call)
         if self._client.is_paused:
             self._run(self._wait_for_client())
         else:
@@ -288,20 +288,20 @@ class Request:
         if self._work.answers[0].is_ended:
             self.on_end()
         else:
-            self._run(self._attend())
+            self._run(self._wait_for_reader())
 
-    def _fail(self, error: UpstreamError) -> None:
+    def _end_failed_attempt(self, error: UpstreamError) -> None:
         """End the first attempt after its answer failed, and let a task go on."""
         driver, self._driver = self._driver, None
         assert driver is not None
         try:
             driver.fail(error)
         except (NoBackendAvailable, UpstreamError) as raised:
-            self._run(self._go_on(self._failed(raised)))
+            self._run(self._continue_in_task(self._failed_attempt(raised)))
         except Exception as raised:
-            self._break(raised)
+            self._end_unexpected(raised)
 
-    def _failed(self, error: NoBackendAvailable | UpstreamError) -> FailedAttempt:
+    def _failed_attempt(self, error: NoBackendAvailable | UpstreamError) -> FailedAttempt:
         assert self._timeline is not None
         prefiller = None if self._attempt is None else self._attempt.prefiller
         self._attempt = None
@@ -313,11 +313,11 @@ class Request:
         self._has_task = False
         self._task = self._parts.loop.create_task(work)
 
-    async def _attend(self) -> None:
+    async def _wait_for_reader(self) -> None:
         """Wait until the client has read enough, and continue the first attempt."""
         self._has_task = True
         try:
-            await self._writer.attend()
+            await self._writer.wait_until_read()
         except (ClientStalled, asyncio.CancelledError) as error:
             self._abandon(error)
             return
@@ -335,13 +335,13 @@ class Request:
         """Wait until the client has read a complete answer."""
         self._has_task = True
         try:
-            await self._writer.attend()
+            await self._writer.wait_until_read()
         except (ClientStalled, asyncio.CancelledError) as error:
             self._record.error = error
         finally:
             self._end()
 
-    async def _go_on(self, failed: FailedAttempt | None = None, *, has_answers: bool = False) -> None:
+    async def _continue_in_task(self, failed: FailedAttempt | None = None, *, has_answers: bool = False) -> None:
         """Make the answers, and write the end.
 
         Args:
@@ -358,22 +358,22 @@ class Request:
         task = asyncio.current_task()
         assert task is not None
         try:
-            with parts.drain.working(task), parts.drain:
+            with parts.drain.counting(task), parts.drain:
                 if work is None:
                     prompt = await service.prompt(self._call)
                     work = self._work = service.work(self._dialect, self._call, self._writer, record, prompt)
                 if not has_answers:
-                    await service.make(work.call, work.answers, record, failed)
+                    await service.make_answers(work.call, work.answers, record, failed)
                 if work.has_damaged_calls:
-                    await service.ask_again(work, record)
+                    await service.repeat_damaged_answers(work, record)
                 self._write_ending()
-                await self._writer.attend()
+                await self._writer.wait_until_read()
         except GatewayError as error:
             self._send_error(error)
         except (ClientStalled, asyncio.CancelledError, ConnectionError) as error:
             record.error = error
         except Exception as error:
-            self._send_error(parts.unexpected(self._dialect, error), cause=error)
+            self._send_error(parts.error_of_exception(self._dialect, error), cause=error)
         finally:
             self._end()
             logs.request_id.reset(token)
@@ -397,10 +397,10 @@ class Request:
         if task is not None and self._has_task:
             task.cancel()
 
-    def _break(self, error: Exception) -> None:
+    def _end_unexpected(self, error: Exception) -> None:
         """End the request after an unexpected error."""
         token = logs.request_id.set(self._record.request_id)
-        self._abandon(self._parts.unexpected(self._dialect, error))
+        self._abandon(self._parts.error_of_exception(self._dialect, error))
         logs.request_id.reset(token)
 
     def _abandon(self, error: GatewayError | ClientStalled | asyncio.CancelledError) -> None:
@@ -427,7 +427,7 @@ class Request:
         parts, writer, client = self._parts, self._writer, self._client
         if writer.is_committed:
             if not writer.has_answer:
-                parts.refused(error)
+                parts.note_rejection(error)
             writer.break_off((error_event if self._work is None else self._work.error_event)(error))
         else:
             answer = parts.error_answer(self._dialect, error, self._record.request_id, client)
@@ -449,7 +449,7 @@ class Request:
         # Break the reference cycles, which would keep the whole body until the next garbage collection.
         if work is not None:
             for answer in work.answers:
-                answer.let_go()
+                answer.stop_reading()
         self._work = self._attempt = self._driver = self._task = None
         client = self._client
         client.done(record.ended)
@@ -474,7 +474,7 @@ class Request:
         except GatewayError:
             raise
         except Exception as error:
-            raise unwritable(error) from None
+            raise unwritable_error(error) from None
         if self._call.stream:
             self._writer.end(ending)
             return

@@ -79,32 +79,32 @@ class RequestParts:
         begin, framing = _STREAM_HEAD, b"Transfer-Encoding: chunked\r\n"
         if not client.knows_chunks:
             begin, framing = _OLD_STREAM_HEAD, b""
-        closing = self._closing(client, has_end=client.knows_chunks)
-        ids, more = request_id.encode(), _more_fields(id_header, request_id, client)
+        closing = self._connection_field(client, has_end=client.knows_chunks)
+        ids, more = request_id.encode(), _optional_fields(id_header, request_id, client)
         return b"%b%b\r\n%b%b%b%b\r\n" % (begin, ids, framing, self._date_lines(), more, closing)
 
     def body_head(self, id_header: str, request_id: str, client: ClientConnection, body_bytes: int) -> bytes:
         """Return the head of an answer that is one JSON body."""
         begin = (_BODY_HEAD if client.knows_chunks else _OLD_BODY_HEAD) % body_bytes
-        closing = self._closing(client)
-        ids, more = request_id.encode(), _more_fields(id_header, request_id, client)
+        closing = self._connection_field(client)
+        ids, more = request_id.encode(), _optional_fields(id_header, request_id, client)
         return b"%b%b%b%b\r\n%b%b\r\n" % (begin, self._date_lines(), _ID_FIELD, ids, more, closing)
 
     def error_answer(self, dialect: Dialect, error: GatewayError, request_id: str, client: ClientConnection) -> bytes:
         """Return the whole answer to a failed request, and count it if it was rejected."""
-        self.refused(error)
+        self.note_rejection(error)
         response = replies.error_response(error, dialect.error_body(error))
-        closes = bool(self._closing(client))
-        more = _more_fields(dialect.request_id_header, request_id, client)
-        return replies.written(response, request_id, closes=closes, more=more)
+        closes = bool(self._connection_field(client))
+        more = _optional_fields(dialect.request_id_header, request_id, client)
+        return replies.response_bytes(response, request_id, closes=closes, more=more)
 
-    def refused(self, error: GatewayError) -> None:
+    def note_rejection(self, error: GatewayError) -> None:
         """Count a request that was rejected before its answer began. Complete the message if no instance is left."""
         if isinstance(error, NoBackendAvailable):
             self.lane.explain(error)
         replies.count_rejection(self.metrics, error)
 
-    def unexpected(self, dialect: Dialect, error: BaseException) -> GatewayError:
+    def error_of_exception(self, dialect: Dialect, error: BaseException) -> GatewayError:
         """Log an unexpected error, and return the error for the client."""
         return replies.unexpected("POST", dialect.path, error)
 
@@ -116,7 +116,7 @@ class RequestParts:
             self._date_lines_now = f"Date: {formatdate(usegmt=True)}\r\nServer: {SERVER}\r\n".encode()
         return self._date_lines_now
 
-    def _closing(self, client: ClientConnection, *, has_end: bool = True) -> bytes:
+    def _connection_field(self, client: ClientConnection, *, has_end: bool = True) -> bytes:
         """Return `Connection: close` and close the connection after this answer, or return an empty line.
 
         `has_end`: whether the client can find the end of the body while the connection stays open.
@@ -127,7 +127,7 @@ class RequestParts:
         return _CLOSE
 
 
-def _more_fields(id_header: str, request_id: str, client: ClientConnection) -> bytes:
+def _optional_fields(id_header: str, request_id: str, client: ClientConnection) -> bytes:
     """Return the header lines that only some answers have."""
     if id_header == _ID_HEADER:
         return client.head_fields

@@ -110,9 +110,9 @@ class Suspects:
                 least_poison = MAX_ENGINES if suspicion.is_convicted else 0
                 self.memory.remember(call.body({}), max(least_poison, min(engines, MAX_ENGINES - 1)))
         else:
-            self.served(call)
+            self.note_served(call)
 
-    def served(self, call: Call) -> None:
+    def note_served(self, call: Call) -> None:
         """Forget a client request that has received its whole answer."""
         if not self.memory.is_empty:
             self.memory.forget(call.body({}))
@@ -131,7 +131,10 @@ class Suspects:
             on_wait: Called before a wait.
         """
         if suspicion.is_confined:
-            avoid = {*avoid, *(backend for role in self._roles for backend in self._outside(suspicion, role, avoid))}
+            avoid = {
+                *avoid,
+                *(backend for role in self._roles for backend in self._backends_outside_subset(suspicion, role, avoid)),
+            }
         lost = suspicion.lost(self.clock())
         if lost or suspicion.earlier:
             roles = {backend.role for backend in lost} if lost else self._roles
@@ -151,7 +154,7 @@ class Suspects:
             return suspicion.drop_subset(role)
         return set()
 
-    def _outside(self, suspicion: Suspicion, role: Role, avoid: Collection[Backend]) -> list[Backend]:
+    def _backends_outside_subset(self, suspicion: Suspicion, role: Role, avoid: Collection[Backend]) -> list[Backend]:
         """Return the backends of a role on which no unit of the request may run."""
         pool = self._pools.of(role)
         subset = suspicion.subset(role, pool.eligible())
@@ -211,7 +214,7 @@ class Suspects:
 
     # Crashes
 
-    async def broke_down(
+    async def must_stop(
         self,
         suspicion: Suspicion,
         history: UnitHistory,
@@ -229,7 +232,7 @@ class Suspects:
         seconds = history.seconds_of_output(now)
         involved = [error.backend]
         if history.began_at is None:
-            involved += self._others(timeline, error.backend)
+            involved += self._other_engines(timeline, error.backend)
         casualties = {
             backend: Casualty(suspicion, rank_of(suspicion, history, backend, now), seconds) for backend in involved
         }
@@ -259,7 +262,7 @@ class Suspects:
                 accusers.append(backend)
         if accusers and not suspicion.is_convicted:
             if suspicion not in self._hearings:
-                await self._hear(suspicion, accusers[0])
+                await self._hold_hearing(suspicion, accusers[0])
             else:
                 await self.is_acquitted(suspicion)
         if not suspicion.lost(now):
@@ -295,7 +298,7 @@ class Suspects:
         record.lost_engines = suspicion.engines(now)
         return is_poison(casualty, casualties, now)
 
-    async def _hear(self, suspicion: Suspicion, backend: Backend) -> None:
+    async def _hold_hearing(self, suspicion: Suspicion, backend: Backend) -> None:
         """Wait for the time of a hearing, and convict or acquit a request. `backend`: the engine that crashed last."""
         call, memory = suspicion.call, self.memory
         if call is not None:
@@ -343,7 +346,7 @@ class Suspects:
         casualties.append(casualty)
         return casualties
 
-    def _others(self, timeline: Timeline, failed: Backend) -> list[Backend]:
+    def _other_engines(self, timeline: Timeline, failed: Backend) -> list[Backend]:
         """Return the other engine of an attempt without output. Its crash may be the cause of the failure."""
         names = {timeline.prefiller, timeline.decoder}
         return [
@@ -381,10 +384,10 @@ class UnitGuard:
             if history.reserved or self.blame.is_open:
                 self._settling = asyncio.get_running_loop().call_later(history.apart_seconds, self._settle)
 
-    async def broke_down(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
-        """Return whether to stop the request after an attempt failed. See Suspects.broke_down."""
+    async def must_stop(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
+        """Return whether to stop the request after an attempt failed. See Suspects.must_stop."""
         self.blame.note_failure(error)
-        return error.is_breakdown and await self._suspects.broke_down(
+        return error.is_breakdown and await self._suspects.must_stop(
             self.suspicion, self.history, error, timeline, record
         )
 

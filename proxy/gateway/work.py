@@ -76,8 +76,8 @@ class RequestService:
         admission_parts = AdmissionParts(
             has_room=self._has_room,
             metrics=metrics,
-            absent=self._absent,
-            full=self._full,
+            absent=self._absent_role,
+            full=self._full_role,
             on_wait=self._on_wait,
             line_up=pools.prefill,
             answer_seconds=pools.decode.work_seconds,
@@ -85,7 +85,7 @@ class RequestService:
             front=parts.front,
             would_take=self._would_take,
             hold_seconds=self._hold_seconds,
-            refusing=self._refusing,
+            refusing=self._refusing_role,
         )
         self.admission = AdmissionQueue(admission_parts, settings.admission)
         self._connector = connector
@@ -197,7 +197,7 @@ class RequestService:
             return _NOT_WATCHED
         return engine.watching[engine.watch(call, abilities.has)]
 
-    async def make(
+    async def make_answers(
         self, call: Call, answers: Sequence[Answer], record: RequestRecord, failed: FailedAttempt | None = None
     ) -> None:
         """Make the answers to the units of a client request.
@@ -239,7 +239,7 @@ class RequestService:
         except BaseExceptionGroup as failed_units:
             raise failed_units.exceptions[0] from None
 
-    async def ask_again(self, work: Work, record: RequestRecord) -> None:
+    async def repeat_damaged_answers(self, work: Work, record: RequestRecord) -> None:
         """Request whole answers, once, in place of those whose tool calls were damaged by the engine's stream.
 
         Engines parse streams and whole answers by different code (vllm#54701), so the whole answer may be intact.
@@ -255,7 +255,7 @@ class RequestService:
         self._parts.metrics.whole_answers_repeated_total.inc(len(repeated))
         logger.info("tool calls damaged by the stream of an engine: requesting the whole answer")
         try:
-            await self.make(work.call, repeated, record)
+            await self.make_answers(work.call, repeated, record)
         except GatewayError as error:
             # An engine that answers with something else than JSON cannot give a whole answer.
             has_none = isinstance(error, UpstreamError) and error.failure is Failure.BAD_ANSWER
@@ -287,13 +287,13 @@ class RequestService:
             pools.decode.policy.hold_seconds(request, waiting), pools.prefill.policy.hold_seconds(request, waiting)
         )
 
-    def _full(self) -> Role | None:
+    def _full_role(self) -> Role | None:
         return next((pool.role for pool in self._serving if not pool.has_room()), None)
 
-    def _absent(self) -> Role | None:
+    def _absent_role(self) -> Role | None:
         return next((pool.role for pool in self._serving if pool.is_gone()), None)
 
-    def _refusing(self) -> tuple[Role, float] | None:
+    def _refusing_role(self) -> tuple[Role, float] | None:
         until, role = max((pool.refused_until(), pool.role) for pool in self._serving)
         return (role, until) if until else None
 

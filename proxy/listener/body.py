@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import hdrs, web
 
 from proxy.common.errors import GatewayError
-from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, is_light, object_bytes, weigh, weigh_closely, wide_bytes
+from proxy.wire.weight import (
+    LONG_BYTES,
+    SLIGHT_BYTES,
+    is_light,
+    object_bytes,
+    upper_bounds,
+    weigh,
+    weigh_closely,
+    wide_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +56,7 @@ async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], 
     if len(raw) <= SLIGHT_BYTES or is_light(raw, most):
         return raw
     if len(raw) <= LONG_BYTES:
-        elements, memory_bytes = bounds(raw)
+        elements, memory_bytes = upper_bounds(raw)
         if elements <= most:
             grow(len(raw) + memory_bytes)
             return raw
@@ -56,7 +65,7 @@ async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], 
         await asyncio.sleep(0)
         weight = weigh_closely(raw, most)
         if weight.elements > most:
-            raise _too_heavy(most)
+            raise _too_many_elements(most)
     grow(len(raw) + weight.memory_bytes)
     if len(raw) > LONG_BYTES:
         await asyncio.sleep(0)
@@ -92,7 +101,7 @@ async def read_body(
     content = request.content
     try:
         if not content.is_eof():
-            return await _read_on(request, listen, grow, option)
+            return await _read_body(request, listen, grow, option)
         body = content.read_nowait()
     except ConnectionError:
         raise
@@ -115,7 +124,7 @@ def deadline_seconds(received_bytes: int, listen: Listen) -> float:
     return min(max(_GRACE_SECONDS, received_bytes / listen.body_bytes_per_second), listen.body_seconds)
 
 
-async def _read_on(
+async def _read_body(
     request: web.Request, listen: Listen, grow: Callable[[int], object] | None, option: str | None
 ) -> bytes:
     announced_bytes = request.content_length
@@ -184,7 +193,7 @@ def _too_large(listen: Listen, option: str | None) -> GatewayError:
     return GatewayError(message, code="request_too_large", status=413)
 
 
-def _too_heavy(most: int) -> GatewayError:
+def _too_many_elements(most: int) -> GatewayError:
     message = (
         f"the request body has more than the {most} elements this gateway accepts (listen.max_body_elements): numbers "
         "and literals count one each, strings and names 8, arrays and objects 16, and escapes in strings one"

@@ -95,7 +95,7 @@ class AiohttpConnection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        self._tell_drained()
+        self._wake_writers()
         self._front.forget(self)
 
     def pause_writing(self) -> None:
@@ -105,7 +105,7 @@ class AiohttpConnection(web.RequestHandler):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._tell_drained()
+        self._wake_writers()
 
     async def drained(self) -> None:
         """Wait until the client has read enough to continue writing."""
@@ -113,7 +113,7 @@ class AiohttpConnection(web.RequestHandler):
             self._drained = asyncio.get_running_loop().create_future()
             await self._drained
 
-    def _tell_drained(self) -> None:
+    def _wake_writers(self) -> None:
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
@@ -182,16 +182,16 @@ class AiohttpConnection(web.RequestHandler):
             words = self._front.refuse(self, unreadable(exc), request_id)
             asks_for_head = self._asks_for_head
         else:
-            words = replies.last_words(replies.unexpected(request.method, request.path, exc), request_id)
+            words = replies.closing_error_bytes(replies.unexpected(request.method, request.path, exc), request_id)
         if request.writer.output_size:
             raise ConnectionResetError("a part of another answer is out")
         if asks_for_head:  # its answer is only a head (RFC 9110 9.3.2)
             head, blank, _ = words.partition(b"\r\n\r\n")
             words = head + blank
-        return _LastWords(words, self, has_body=not request.content.is_eof())
+        return _FixedBytesResponse(words, self, has_body=not request.content.is_eof())
 
 
-class _LastWords(web.StreamResponse):
+class _FixedBytesResponse(web.StreamResponse):
     """An answer of fixed bytes, after which the connection closes."""
 
     def __init__(self, words: bytes, connection: AiohttpConnection, *, has_body: bool) -> None:

@@ -66,11 +66,11 @@ class DrainManager:
         # Without this argument, Python 3.11 makes a system call to find the loop.
         task = asyncio.current_task(request.task.get_loop())
         assert task is not None
-        with self.working(task), self:
+        with self.counting(task), self:
             return await handler(request)
 
     @contextmanager
-    def working(self, task: asyncio.Task[Any]) -> Iterator[None]:
+    def counting(self, task: asyncio.Task[Any]) -> Iterator[None]:
         """Count a request while its task is in this block."""
         self._tasks.add(task)
         try:
@@ -82,7 +82,7 @@ class DrainManager:
                 self._idle.set()
 
     @contextmanager
-    def counted_otherwise(self, task: asyncio.Task[Any]) -> Iterator[None]:
+    def uncounted(self, task: asyncio.Task[Any]) -> Iterator[None]:
         """Neither count nor cut off a task in this block, because `enter` counts its request."""
         self._tasks.discard(task)
         try:

@@ -186,7 +186,7 @@ class HttpListener:
         """Close the connections whose time limits have passed."""
         for transport, has_begun in self._heads.late(self._listen.header_seconds):
             cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end(
-                _slow_header() if has_begun else None
+                _slow_header_error() if has_begun else None
             )
             self._heads.end(transport)
         now = self._clock()
@@ -263,7 +263,7 @@ class HttpListener:
         if reason is not None:
             self._metrics.rejected_total.labels(reason).inc()
         self.report(connection, error, request_id)
-        return replies.last_words(error, request_id)
+        return replies.closing_error_bytes(error, request_id)
 
     def report(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> None:
         """Log the error of a request."""
@@ -283,7 +283,7 @@ class HttpListener:
             transport.abort()
             return
         error = Overloaded("this gateway has reached its limit of client connections", code="too_many_connections")
-        transport.write(replies.last_words(error, new_id()))
+        transport.write(replies.closing_error_bytes(error, new_id()))
         transport.write_eof()
         self._turned_away[connection] = (now, transport)
 
@@ -337,7 +337,7 @@ class HttpListener:
         self.sweep()
 
 
-def _slow_header() -> GatewayError:
+def _slow_header_error() -> GatewayError:
     return GatewayError("the headers of the request did not arrive in time", code="slow_header", status=408)
 
 

@@ -110,15 +110,15 @@ def can_be_sent(name: str, value: str) -> bool:
     return bool(_TOKEN.fullmatch(name) and _FIELD_VALUE.fullmatch(value))
 
 
-def last_words(error: GatewayError, request_id: str) -> bytes:
+def closing_error_bytes(error: GatewayError, request_id: str) -> bytes:
     """Return the bytes of an error answer after which the connection closes."""
     response = error_response(error)
     if error.status == 405:
         response.headers["Allow"] = ""  # required (RFC 9110 15.5.6); empty means that no method is allowed
-    return written(response, request_id, closes=True)
+    return response_bytes(response, request_id, closes=True)
 
 
-def written(response: web.Response, request_id: str, *, closes: bool, more: bytes = b"") -> bytes:
+def response_bytes(response: web.Response, request_id: str, *, closes: bool, more: bytes = b"") -> bytes:
     """Return the bytes of an answer.
 
     Args:
@@ -179,7 +179,7 @@ def unexpected(method: str, path: str, error: BaseException | None) -> GatewayEr
     """
     kind = type(error).__name__
     trace = error.__traceback__ if error is not None else None
-    logger.error("unexpected %s in %s %s", kind, method, path, exc_info=(_Untold, _Untold(kind), trace))
+    logger.error("unexpected %s in %s %s", kind, method, path, exc_info=(_PrivateError, _PrivateError(kind), trace))
     code, message = HTTP_ERRORS[500]
     return GatewayError(message, code=code)
 
@@ -195,7 +195,7 @@ def retry_headers(error: GatewayError) -> dict[str, str]:
     return {}
 
 
-class _Untold(Exception):
+class _PrivateError(Exception):
     """Replaces an exception in the log whose text may quote the request."""
 
 
@@ -216,7 +216,7 @@ class _Replies:
                 raise
             return self._without_answer(request, answer)
         except Exception as error:
-            if isinstance(error, ConnectionError) and _has_left(request):
+            if isinstance(error, ConnectionError) and _client_has_left(request):
                 return web.Response(status=499)  # the client does not receive it
             return self._refuse(request, unexpected(request.method, request.path, error))
         finally:
@@ -226,7 +226,7 @@ class _Replies:
         lost = request.app.get(LOST)
         found = lost(request, answer.status) if lost is not None and answer.status in (404, 405) else None
         if not isinstance(found, web.Response):
-            return self._refuse(request, found or _in_our_words(answer), allow=answer.headers.get("Allow"))
+            return self._refuse(request, found or _as_gateway_error(answer), allow=answer.headers.get("Allow"))
         if not request.content.is_eof():
             found.force_close()
         return found
@@ -246,11 +246,11 @@ class _Replies:
         return response
 
 
-def _has_left(request: web.Request) -> bool:
+def _client_has_left(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-def _in_our_words(answer: web.HTTPException) -> GatewayError:
+def _as_gateway_error(answer: web.HTTPException) -> GatewayError:
     code, message = HTTP_ERRORS.get(answer.status, ("http_error", answer.reason))
     return GatewayError(message, code=code, status=answer.status)
 

@@ -143,7 +143,7 @@ class Observers:
             self.settle()
             return
         self._will_settle = True
-        self._call(_BATCH_SECONDS, self._on_time)
+        self._call(_BATCH_SECONDS, self._on_timer)
 
     def _call(self, seconds: float, function: Callable[[], None]) -> None:
         """Call a function later, where ends are collected in batches."""
@@ -151,7 +151,7 @@ class Observers:
         # In an empty context, because log lines of the batch do not belong to the current request.
         self._call_later(seconds, function, context=Context())
 
-    def _on_time(self) -> None:
+    def _on_timer(self) -> None:
         self._will_settle = False
         self.settle()
 

@@ -20,7 +20,7 @@ from proxy.common.terms import Stage
 from proxy.observe.logs import monotonic_zero, timestamp
 from proxy.observe.observers import RequestListener
 from proxy.observe.record import FACTS, AccessFacts, access_line, values_of
-from proxy.observe.timeline import NO_STAGE, course_of, seconds_of
+from proxy.observe.timeline import NO_STAGE, stage_letters, stage_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[s
 
 
 def receipt_fields(row: Sequence[Any]) -> dict[str, Any]:
-    """Return the receipt's values by name; see `display`."""
+    """Return the receipt's values by name; see `as_shown`."""
     facts, model, backend, worker, started, ended, history, left_out = row
     fields = access_line(AccessFacts(**dict(zip(FACTS, facts, strict=True))))
     receipt_values = {
@@ -83,7 +83,7 @@ def receipt_fields(row: Sequence[Any]) -> dict[str, Any]:
     return {**receipt_values, "attempts_left_out": left_out} if left_out else receipt_values
 
 
-def display(fields: Mapping[str, Any]) -> dict[str, Any]:
+def as_shown(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a receipt in the form that operators see.
 
     It has the `time` of the end, the `worker`, and the fields of the access line. `model` is the client's name of the
@@ -140,7 +140,7 @@ def _attempt(unit: int, attempt: AttemptRecord, *, is_in_line: bool) -> list[Any
     """Return the row of an attempt. `is_in_line`: the access line has its instances and ids."""
     prefill, decode = attempt.prefill_pick, attempt.decode_pick
     prefill_reason, decode_reason = attempt.reasons
-    course, _ = course_of(tuple(attempt.stages))
+    course, _ = stage_letters(tuple(attempt.stages))
     row: list[Any] = [
         unit,
         attempt.continues,
@@ -221,7 +221,7 @@ def _display_attempt(attempt: Mapping[str, Any], started: float) -> dict[str, An
         "unit": attempt["unit"],
         "began": _rounded(marks[0][1] - started) if marks else None,
         **rest,
-        "stages": {stage.label: _rounded(seconds) for stage, seconds in seconds_of(marks, {}).items()},
+        "stages": {stage.label: _rounded(seconds) for stage, seconds in stage_seconds(marks, {}).items()},
         "choices": {role: _display_choice(choice) for role, choice in attempt["choices"].items()},
         "left": attempt["left"],
     }

@@ -190,7 +190,7 @@ class Trace:
         """Note the end of a leg; see TracedLeg."""
         leg.ended, leg.status, leg.is_whole = self._clock(), status, is_whole
 
-    def child(self, leg: TracedLeg) -> str:
+    def child_header(self, leg: TracedLeg) -> str:
         """Return the header with which the engine continues this trace, below this leg."""
         return f"{self.traceparent[: _SPAN_ID.start]}{leg.span_id:016x}{self.traceparent[_SPAN_ID.stop :]}"
 

@@ -103,7 +103,7 @@ class AttemptRecord:
 
 
 @lru_cache(maxsize=64)  # nearly all attempts have one of a few courses
-def course_of(stages: tuple[Stage | None, ...]) -> tuple[str, bool]:
+def stage_letters(stages: tuple[Stage | None, ...]) -> tuple[str, bool]:
     """Return the letters of the entered stages, with NO_STAGE for none, and whether the course is plain.
 
     A plain course enters each stage once, from the one before, and has left the last.
@@ -112,7 +112,7 @@ def course_of(stages: tuple[Stage | None, ...]) -> tuple[str, bool]:
     return "".join([NO_STAGE if stage is None else stage.value for stage in stages]), is_plain
 
 
-def seconds_of(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
+def stage_seconds(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
     """Return the seconds in each stage that was left, added to those in `before`."""
     spent = dict(before) if before else {}
     stage, entered = None, 0.0
@@ -166,7 +166,7 @@ class Timeline(AttemptRecord):
     @property
     def seconds(self) -> dict[Stage, float]:
         """Return the seconds of the running attempt in each stage, without its current one."""
-        return seconds_of(self.marks, self._spent)
+        return stage_seconds(self.marks, self._spent)
 
     @property
     def history(self) -> Sequence[AttemptRecord]:
@@ -235,7 +235,7 @@ class Timeline(AttemptRecord):
         """Close the unit; see AttemptRecord."""
         super().close()
         times = self.times
-        course, is_plain = course_of(tuple(self.stages))
+        course, is_plain = stage_letters(tuple(self.stages))
         if is_plain and not self._spent:
             self.course, self.spent = course[:-1], [*map(sub, times[1:], times)]
         else:

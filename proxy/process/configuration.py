@@ -104,7 +104,7 @@ class Configuration:
         before, version = self.current(), self._read_version
         stamp = _stamp(before.settings)
         try:
-            return await self._replace(partial(_with_keys_anew, before))
+            return await self._replace(partial(_with_keys_read_again, before))
         except SettingsError:
             with self._shared.exclusive():
                 if self._shared.version != version:
@@ -161,7 +161,7 @@ def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | Non
     return ConfigSnapshot(loaded.settings, read_at, loaded.client_keys, slots, stamp, loaded.origins)
 
 
-def _with_keys_anew(before: ConfigSnapshot) -> Loaded:
+def _with_keys_read_again(before: ConfigSnapshot) -> Loaded:
     """Return the configuration with the client keys of the file. Raises SettingsError."""
     path = before.settings.auth.client_keys_file
     return Loaded(before.settings, before.origins, () if path is None else load_client_keys(path))
@@ -296,7 +296,7 @@ class ConfigWatcher(BackgroundOwner):
         """
         if is_dry_run:
             return await self._configuration.reload(is_dry_run=True)
-        with self._telling_of_failure(by):
+        with self._logging_failure(by):
             change = await self._configuration.reload()
         self._succeeded(change, by)
         return change
@@ -331,13 +331,13 @@ class ConfigWatcher(BackgroundOwner):
 
     async def _reload_keys(self) -> None:
         by = "a change of the client keys' file"
-        with suppress(SettingsError), self._telling_of_failure(by):
+        with suppress(SettingsError), self._logging_failure(by):
             change = await self._configuration.reload_keys()
             if change is not None:
                 self._succeeded(change, by)
 
     @contextmanager
-    def _telling_of_failure(self, by: str) -> Iterator[None]:
+    def _logging_failure(self, by: str) -> Iterator[None]:
         try:
             yield
         except SettingsError as error:

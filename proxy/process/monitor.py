@@ -311,7 +311,7 @@ class Monitor:
         if now >= self._fds_at and (fds_share := self._fds.share()) is not None:
             self._fds_at = now + _FDS_SECONDS
             self._metrics.open_fds_share.set(fds_share)
-        self._tell_lost_lines()
+        self._log_lost_lines()
         self._was_ready = self._is_ready()
         if self._was_ready:
             self.became_ready.set()
@@ -336,7 +336,7 @@ class Monitor:
             self._shrink_at = now + _SHRINK_SECONDS
             self._shrink_heap()
 
-    def _tell_lost_lines(self) -> None:
+    def _log_lost_lines(self) -> None:
         logs.flush()
         told, self._told = self._told, logs.lost()
         self._metrics.log_lines_dropped_total.inc(self._told.dropped - told.dropped)

@@ -188,7 +188,7 @@ def share(
         for endpoints in (settings.prefill, settings.decode, settings.encode)
     )
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
-    scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guests)
+    scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guest_rows)
     roster = Roster(
         prefill, decode, scoreboard, encode, previous_state=None if predecessor is None else predecessor.instances
     )
@@ -202,12 +202,12 @@ def share(
         listeners=listeners,
         scoreboard=scoreboard,
         roster=roster,
-        key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guests),
+        key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guest_rows),
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
         back_offs=BackOffs(slots),
-        queue_heads=QueueHeads(settings.workers, settings.replicas.guests),
-        journal=Journal(settings.workers + settings.replicas.guests, write_only=settings.kv_events.tellers),
+        queue_heads=QueueHeads(settings.workers, settings.replicas.guest_rows),
+        journal=Journal(settings.workers + settings.replicas.guest_rows, write_only=settings.kv_events.journal_rings),
         receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
         predecessor=predecessor,
     )

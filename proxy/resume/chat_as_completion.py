@@ -46,7 +46,7 @@ def may_be_completion(engine: Engine, call: Call) -> bool:
         call.api is not Api.CHAT
         or call.shows_single_tokens
         or engine.is_structured(call)
-        or engine.inexact(call) is not None
+        or engine.reason_inexact(call) is not None
         or any(values.get(name) for name in _OF_THE_ENGINE)
         or any(values.get(name) is False for name in _EXPECTED)
         or has_media(call)

@@ -133,14 +133,14 @@ def hidden_ids(transcript: Transcript, kept: int, text: str, shown: str) -> Step
     halves the answer repeatedly, and takes about ten questions. Raises CannotResume.
     """
     hidden: set[int] = set()
-    while not _agree(text, shown):
+    while not _is_prefix(text, shown):
         if len(hidden) == _MAX_HIDDEN or not _MAY_BE_SPECIAL(text):
             return set()
         # The text of the first `low` ids agrees with `shown`, and that of the first `high` ids does not.
         low, high = 0, kept
         while high - low > 1:
             middle = (low + high) // 2
-            agrees = _agree((yield from text_of(transcript, middle, hidden=hidden)), shown)
+            agrees = _is_prefix((yield from text_of(transcript, middle, hidden=hidden)), shown)
             low, high = (middle, high) if agrees else (low, middle)
         if not _MAY_BE_SPECIAL((yield from text_of(transcript, high, low))):
             return set()
@@ -149,7 +149,7 @@ def hidden_ids(transcript: Transcript, kept: int, text: str, shown: str) -> Step
     return hidden
 
 
-def _agree(text: str, shown: str) -> bool:
+def _is_prefix(text: str, shown: str) -> bool:
     """Return whether one of two texts is the beginning of the other, except for an unfinished character."""
     text = text.rstrip(UNFINISHED)
     return shown.startswith(text) or text.startswith(shown)

@@ -96,7 +96,7 @@ class Engine(ABC):
     def is_structured(self, call: Call) -> bool:
         """Return whether the answer is bound to a grammar, which would start at its beginning again."""
 
-    def inexact(self, call: Call) -> str | None:
+    def reason_inexact(self, call: Call) -> str | None:
         """Return why the answer would differ if a part of it became prompt; None: it would not differ."""
         return None
 
@@ -285,7 +285,7 @@ class SglangEngine(Engine):
         """See Engine."""
         return is_structured(call, _SGLANG_GRAMMARS)
 
-    def inexact(self, call: Call) -> str | None:
+    def reason_inexact(self, call: Call) -> str | None:
         """See Engine."""
         values = call.sampling
         for name, none in _PENALTIES.items():

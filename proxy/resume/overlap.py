@@ -20,7 +20,7 @@ class Overlap:
 
     def __init__(self, transcript: Transcript) -> None:
         self.ids = transcript.ids.tolist()
-        """Token ids; those that were repeated are removed by `repeated`."""
+        """Token ids; those that were repeated are removed by `count_repeated`."""
         self._texts = {transcript.reasoning_field: transcript.reasoning, "content": transcript.content}
         self._arguments = [call.arguments for call in transcript.tools]
         self._headers = [(call.id, call.name) for call in transcript.tools]
@@ -31,24 +31,24 @@ class Overlap:
 
     @property
     def is_exhausted(self) -> bool:
-        """All of it was repeated, apart from token ids."""
+        """All of it was count_repeated, apart from token ids."""
         return not (any(self._texts.values()) or any(self._arguments) or self._calls_left)
 
     @property
-    def content_left(self) -> str:
-        """The content that was not repeated, if that is all that was not; otherwise nothing."""
+    def unrepeated_content(self) -> str:
+        """The content that was not count_repeated, if that is all that was not; otherwise nothing."""
         rest = self._texts["content"]
         is_rest = not (any(self._arguments) or self._calls_left or sum(map(bool, self._texts.values())) > 1)
         return rest if is_rest else ""
 
-    def beyond(self, delta: dict[str, Any]) -> dict[str, Any]:
+    def new_part(self, delta: dict[str, Any]) -> dict[str, Any]:
         """Return the new part of a delta. Raises Mismatch if the other part differs from the client's answer."""
         new = {name: value for name, value in delta.items() if name != "tool_calls" and name not in TEXTS}
         for name in TEXTS:
             if text := delta.get(name):
                 if name == "content" and any(self._texts[other] for other in self._texts if other != name):
                     raise Mismatch  # reasoning comes first
-                rest, self._texts[name] = _after(text, self._texts.get(name, ""))
+                rest, self._texts[name] = _differing_ends(text, self._texts.get(name, ""))
                 if rest and name != "content" and self._is_past_reasoning:
                     raise Mismatch
                 if rest:
@@ -66,11 +66,11 @@ class Overlap:
         said = (part.get("id"), function.get("name"))
         if any(mine is not None and mine != its for mine, its in zip(said, self._headers[place], strict=True)):
             raise Mismatch
-        rest, self._arguments[place] = _after(function.get("arguments") or "", self._arguments[place])
+        rest, self._arguments[place] = _differing_ends(function.get("arguments") or "", self._arguments[place])
         return {"index": index, "function": {"arguments": rest}} if rest else None
 
 
-def repeated(ids: list[int], known: list[int]) -> int:
+def count_repeated(ids: list[int], known: list[int]) -> int:
     """Return how many of these ids, from the first on, repeat `known` ones, which are removed there.
 
     Raises Mismatch if they are other ids.
@@ -82,31 +82,31 @@ def repeated(ids: list[int], known: list[int]) -> int:
     return count
 
 
-def beyond(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
+def new_part(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a delta with the whole answer so far that the client does not have.
 
     Raises Mismatch if the delta differs from the client's answer, or is shorter.
     """
     overlap = Overlap(transcript)
-    new = overlap.beyond(said)
+    new = overlap.new_part(said)
     if not overlap.is_exhausted:
         raise Mismatch
     return new
 
 
-def beyond_or_behind(transcript: Transcript, said: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def new_part_and_missing_end(transcript: Transcript, said: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the same as `beyond`, and the end of the client's content that the delta lacks.
 
     Raises Mismatch if the delta differs from the client's answer.
     """
     overlap = Overlap(transcript)
-    new, known = overlap.beyond(said), overlap.content_left
+    new, known = overlap.new_part(said), overlap.unrepeated_content
     if not (known or overlap.is_exhausted):
         raise Mismatch
     return new, known
 
 
-def _after(text: str, known: str) -> tuple[str, str]:
+def _differing_ends(text: str, known: str) -> tuple[str, str]:
     """Return the part of `text` behind `known`, and of `known` behind `text`.
 
     Raises Mismatch if neither is the beginning of the other.

@@ -14,7 +14,7 @@ from proxy.resume.chat_as_completion import with_reasoning_as
 from proxy.resume.continuation import from_tokens
 from proxy.resume.cut import UNFINISHED, Cut, find_cut, prompt_tail, text_of
 from proxy.resume.engines import CannotResume, calls_tools, has_media
-from proxy.resume.overlap import Mismatch, beyond, beyond_or_behind
+from proxy.resume.overlap import Mismatch, new_part, new_part_and_missing_end
 from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import ChatTokens, Resumption
 from proxy.wire.openai import Api
@@ -61,7 +61,7 @@ def _continue(situation: Situation) -> Steps[Resumption]:
         raise CannotResume("the engine does not tell token ids")
     if call.values.get("prompt_embeds") is not None:
         raise CannotResume("the prompt has no token ids")
-    if (why := situation.engine.inexact(call)) is not None:
+    if (why := situation.engine.reason_inexact(call)) is not None:
         raise CannotResume(why)
     if call.api is not Api.CHAT:
         if is_structured(call):
@@ -160,7 +160,7 @@ def _continue_verbatim(situation: Situation) -> Steps[Resumption]:
 def _find_verbatim_cut(situation: Situation) -> Steps[Cut]:
     """Find the cut of an answer whose text no parser has read."""
     transcript = situation.transcript
-    return (yield from find_cut(situation, lambda text: (beyond(transcript, {"content": text}), ""), may_hide=True))
+    return (yield from find_cut(situation, lambda text: (new_part(transcript, {"content": text}), ""), may_hide=True))
 
 
 def _parsed(
@@ -170,7 +170,7 @@ def _parsed(
 
     `is_cut`: the text may lack content. Raises Mismatch.
     """
-    compare = beyond_or_behind if is_cut else lambda transcript, said: (beyond(transcript, said), "")
+    compare = new_part_and_missing_end if is_cut else lambda transcript, said: (new_part(transcript, said), "")
     for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):
         parser = situation.transcript.grammar.parser(
             in_reasoning=in_reasoning,

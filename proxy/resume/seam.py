@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.resume.engines import VLLM
-from proxy.resume.overlap import TEXTS, Mismatch, Overlap, repeated
+from proxy.resume.overlap import TEXTS, Mismatch, Overlap, count_repeated
 from proxy.wire.openai import Api, read_counts
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Seam:
         self._kept = plan.kept
         self._kept_reasoning = transcript.reasoning_among(plan.kept)
         if guard is not None and plan.channel == "content":
-            held = guard.unsent
+            held = guard.withheld_text
         else:
             held = (plan.pending or {}).get("content", "")
         shown = len(transcript.content) + len(held) if plan.text_offset is None else plan.text_offset
@@ -103,9 +103,9 @@ class Seam:
         else:
             delta = self._as_chat.delta(choice, is_last=choice.get("finish_reason") is not None and not recomputed)
         _shift_offsets(choice.get("logprobs"), self._text_offset)
-        seen = repeated(ids, self.swallowed if self._overlap is None else self._overlap.ids)
+        seen = count_repeated(ids, self.swallowed if self._overlap is None else self._overlap.ids)
         if self._overlap is not None:
-            delta = self._overlap.beyond(delta)
+            delta = self._overlap.new_part(delta)
             ids = ids[seen:]
             if choice.get("finish_reason") is not None and not recomputed and not self._overlap.is_exhausted:
                 raise Mismatch
@@ -122,15 +122,15 @@ class Seam:
         if self._guard is not None:
             self._guard_stop(self._guard, choice, delta, len(ids))
         if self._pending:
-            chunks.append((self._chunk(payload, self._bare(choice), self._pending), []))
+            chunks.append((self._chunk(payload, self._without_token_members(choice), self._pending), []))
             self._pending = None
         chunks.append((self._chunk(payload, choice, delta), ids))
         return chunks
 
     @property
-    def unsent(self) -> str:
+    def withheld_text(self) -> str:
         """Text that the guard still keeps back."""
-        return "" if self._guard is None else self._guard.unsent
+        return "" if self._guard is None else self._guard.withheld_text
 
     def ending(self) -> list[tuple[dict[str, Any], list[int]]]:
         """Return the chunks that end an answer here, because there is no room for more tokens."""
@@ -167,7 +167,7 @@ class Seam:
             chunk.pop("usage", None)  # which old engines write as null in a completion, and not in a chat
         return chunk
 
-    def _bare(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _without_token_members(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a choice without the members that describe its tokens."""
         bare = {**choice, "logprobs": None, "finish_reason": None}
         bare.pop(self._engine.stop_member, None)
@@ -194,7 +194,7 @@ class Seam:
         text = delta.get(self._channel) or ""
         own_stop = choice.get(self._engine.stop_member)
         own_stop = own_stop if isinstance(own_stop, str) else None
-        text, stop = guard.push(text, tokens=tokens, is_last=is_last, own_stop=own_stop)
+        text, stop = guard.add_text(text, tokens=tokens, is_last=is_last, own_stop=own_stop)
         if stop is not None:
             self.is_stopped = True
             delta.clear()
@@ -234,7 +234,7 @@ def without_tool_calls(choice: dict[str, Any]) -> None:
         choice["delta"] = {name: value for name, value in choice["delta"].items() if name != "tool_calls"}
 
 
-def withhold(choices: Sequence[dict[str, Any]], call: Call) -> None:
+def remove_possible_stop(choices: Sequence[dict[str, Any]], call: Call) -> None:
     """Remove the end of the text, as the engine kept it back until it gave up: a stop string may begin there."""
     if call.values.get("include_stop_str_in_output"):
         return
@@ -288,11 +288,13 @@ class StopGuard:
         self.is_done = False
 
     @property
-    def unsent(self) -> str:
+    def withheld_text(self) -> str:
         """The text that is kept back now."""
         return "" if self.is_done else self._text[self._sent :]
 
-    def push(self, text: str, *, tokens: int = 0, is_last: bool, own_stop: str | None = None) -> tuple[str, str | None]:
+    def add_text(
+        self, text: str, *, tokens: int = 0, is_last: bool, own_stop: str | None = None
+    ) -> tuple[str, str | None]:
         """Take new text, of that many tokens: what can be shown now, and the stop string if one lies across the seam.
 
         With that, or with the last text, the guard is done. `own_stop`: the stop string that the engine ended with.

@@ -147,7 +147,7 @@ class Transcript:
         self._settled = len(self._ids)
         return True
 
-    def noting(self, *, is_reasoning: bool) -> tuple[list[str], list[int]]:
+    def note_lists(self, *, is_reasoning: bool) -> tuple[list[str], list[int]]:
         """Return lists for the texts and the ids of tokens that all add to the same text.
 
         The caller must call `settle` regularly, because noted tokens take many times the memory of added ones.
@@ -192,7 +192,7 @@ class Transcript:
         """Return the number of the first `kept` ids that are reasoning."""
         self.settle()
         is_past_reasoning = bool(self._content or self.tools) or not self._reasoning
-        return min(kept, self._reasoning_ids if is_past_reasoning else self._marker_behind(self._reasoned, kept))
+        return min(kept, self._reasoning_ids if is_past_reasoning else self._index_of_end_marker(self._reasoned, kept))
 
     def counted_usage(self) -> dict[str, Any] | None:
         """Return the answer's usage by its token ids; None if engines do not report them."""
@@ -221,7 +221,7 @@ class Transcript:
             except (AttributeError, UnicodeEncodeError):
                 self._reasoning += utf8(text_of(reasoning, "reasoning"))
             self._reasoned = self._reasoning_ids
-            self._reasoning_ids = self._marker_behind(before, len(self._ids))
+            self._reasoning_ids = self._index_of_end_marker(before, len(self._ids))
             shows = True
         if content := delta.get("content"):
             if self._reasoning and not self._content:
@@ -247,9 +247,9 @@ class Transcript:
 
         `before`: the number of ids before the chunk with the text after it.
         """
-        self._reasoning_ids = self._marker_behind(self._reasoned, max(self._reasoning_ids, before - 1))
+        self._reasoning_ids = self._index_of_end_marker(self._reasoned, max(self._reasoning_ids, before - 1))
 
-    def _marker_behind(self, start: int, otherwise: int) -> int:
+    def _index_of_end_marker(self, start: int, otherwise: int) -> int:
         """Return the index of the marker that ends reasoning, from `start` on; `otherwise` if there is none."""
         later = self._ids[start:].tolist()
         ends = [later.index(marker) for marker in self.grammar.reasoning_end_ids if marker in later]

@@ -23,7 +23,7 @@ from proxy.common.endpoints import (
     plain_host,
     port_range,
 )
-from proxy.settings.mistakes import SettingsError, shown
+from proxy.settings.mistakes import SettingsError, printable
 from proxy.settings.other_routers import ACCEPTED, WORKERS_FLAG, unknown_flag
 from proxy.settings.sources import OPTIONS, Sourced
 
@@ -162,7 +162,7 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
         SettingsError: A flag or an argument is invalid.
     """
     parser, known_flags = _parser(command)
-    spelled = _in_full(argv, known_flags)
+    spelled = _without_abbreviations(argv, known_flags)
     in_full = [_translated(word) for word in spelled]
     found, unknown = parser.parse_known_args(in_full)
     given: dict[str, Any] = vars(found)
@@ -200,10 +200,10 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     for role, noun, default_port in _ROLES:
         flags = [f"--{noun}-hosts", f"--{noun}-ports", f"--{role}"]
         if origin := ", ".join(flag for flag in flags if given[flag]):
-            hosts = _each(flags[0], partial(_host_alone, url_flag=flags[2]), given[flags[0]])
-            ports = _each(flags[1], port_range, given[flags[1]])
+            hosts = _converted_words(flags[0], partial(_host_alone, url_flag=flags[2]), given[flags[0]])
+            ports = _converted_words(flags[1], port_range, given[flags[1]])
             words = [part for word in given[flags[2]] or () for part in word.split(",") if part]
-            urls = _each(flags[2], parse_endpoints, _addresses(words, has_bootstrap_ports=role == "prefill"))
+            urls = _converted_words(flags[2], parse_endpoints, _addresses(words, has_bootstrap_ports=role == "prefill"))
             if hosts or ports:
                 urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
             values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
@@ -213,7 +213,7 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     return CommandLine(values, given["--config"], tuple(warnings))
 
 
-def _in_full(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
+def _without_abbreviations(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
     """Return the arguments with all abbreviated flags written out.
 
     argparse accepts unambiguous abbreviations of the example's flags, and guides write `--prefiller-port`. The flags
@@ -252,7 +252,7 @@ def _repeated_flags(words: Sequence[str], known_flags: Sequence[str]) -> Iterato
             yield f"{flag} is given {flags.count(flag)} times: the last value applies"
 
 
-def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -> list[T]:
+def _converted_words(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -> list[T]:
     try:
         return [convert(word) for word in words or ()]
     except ValueError as error:
@@ -262,7 +262,9 @@ def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -
 def _host_alone(word: str, url_flag: str) -> str:
     """Return a host name. Raises ValueError for a URL or an address with a port."""
     if "://" in word or re.fullmatch(r"[^:]+:[0-9-]+|\[.*\]:[0-9-]+", word):
-        raise ValueError(f"{shown(word.rpartition('@')[2])} is not a host name: use {url_flag} for URLs and host:port")
+        raise ValueError(
+            f"{printable(word.rpartition('@')[2])} is not a host name: use {url_flag} for URLs and host:port"
+        )
     return plain_host(word)
 
 
@@ -292,7 +294,7 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
         epilog=_EPILOG if command is None else None,
         usage=f"pdproxy {'[sub-command]' if command is None else command} [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # `_in_full` handles abbreviations, because argparse would show the value after `=`, which may be a secret.
+        # `_without_abbreviations` handles abbreviations. argparse would show the value after `=`, maybe a secret.
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=BUILD)

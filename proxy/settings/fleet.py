@@ -122,7 +122,7 @@ class Discovery(Section):
         """Return all sources of all kinds."""
         return self.files + self.dns_names
 
-    def may_name(self, role: str) -> bool:
+    def may_list(self, role: str) -> bool:
         """Return whether these sources may name instances of a role."""
         return bool(self.files or getattr(self, f"{role}_dns"))
 
@@ -190,7 +190,7 @@ class Kubernetes(Section):
         """Return the sources, one for each role."""
         return tuple(self.selectors)
 
-    def may_name(self, role: str) -> bool:
+    def may_list(self, role: str) -> bool:
         """Return whether these sources may name instances of a role."""
         return role in self.selectors
 
@@ -245,7 +245,7 @@ class KvEvents(Section):
     report them. Requires a restart."""
 
     @property
-    def tellers(self) -> int:
+    def journal_rings(self) -> int:
         """Return the number of journal rings that KV events need."""
         return 0 if self.endpoint is None else 1
 
@@ -313,6 +313,6 @@ class Replicas(Section):
         return self
 
     @property
-    def guests(self) -> int:
+    def guest_rows(self) -> int:
         """Return the number of guest rows in shared memory that they need."""
         return 0 if self.url is None else 1

@@ -29,20 +29,20 @@ def explain(error: ValidationError, name_of: Callable[[str], str], secrets: Iter
     text = text.replace("Input should ", "must ", 1)
     if not text.startswith("must "):
         return f"{name_of(option)}: {text}"
-    value = "" if option in secrets else f", not {shown(first['input'])}"
+    value = "" if option in secrets else f", not {printable(first['input'])}"
     return f"{name_of(option)} {text}{value}"
 
 
-def shown(value: object) -> str:
+def printable(value: object) -> str:
     """Return a value as the operator wrote it, on one line, and not too long."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
-def told(word: str) -> str:
+def printable_word(word: str) -> str:
     """Return a single word of the operator as it is, and nothing for other texts, which may contain secrets."""
-    return word if word.isprintable() and len(word) <= _SHOWN_CHARACTERS else shown(word)
+    return word if word.isprintable() and len(word) <= _SHOWN_CHARACTERS else printable(word)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -617,7 +617,7 @@ class Settings(Section):
 
     def may_find(self, role: str) -> bool:
         """Whether instances of a role may come from a source of discovery."""
-        return self.discovery.may_name(role) or self.kubernetes.may_name(role)
+        return self.discovery.may_list(role) or self.kubernetes.may_list(role)
 
     @property
     def fleet(self) -> str:

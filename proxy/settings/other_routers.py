@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, told
+from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, printable_word
 from proxy.settings.sources import OPTIONS, variable
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def _seconds(milliseconds: str) -> float:
     try:
         return float(milliseconds) / 1000
     except ValueError:
-        raise ValueError(f"must be a number of milliseconds, not {told(milliseconds)}") from None
+        raise ValueError(f"must be a number of milliseconds, not {printable_word(milliseconds)}") from None
 
 
 def _connector(kv_connector: str) -> str:
     try:
         return {"nixl": "vllm_pull", "mooncake": "mooncake_bootstrap"}[kv_connector]
     except KeyError:
-        raise ValueError(f"must be nixl or mooncake, not {told(kv_connector)}") from None
+        raise ValueError(f"must be nixl or mooncake, not {printable_word(kv_connector)}") from None
 
 
 WORKERS_FLAG: Final = "--worker-urls"
@@ -191,13 +191,13 @@ def unknown_command(word: str, commands: Iterable[str]) -> str:
     if guess := _COMMAND_GUESSES.get(word.lower()):
         suggestion = f" (did you mean {guess}?)"
     if suggestion:
-        return f"unknown command {told(word)}{suggestion}"
-    return f"unknown command {told(word)}: use {alternatives(known)}"
+        return f"unknown command {printable_word(word)}{suggestion}"
+    return f"unknown command {printable_word(word)}: use {alternatives(known)}"
 
 
 def unknown_flag(flag: str, known_flags: Iterable[str]) -> str:
     """Return a sentence about an unknown flag, with the option to use if there is one."""
-    start = f"unknown flag {told(flag)}"
+    start = f"unknown flag {printable_word(flag)}"
     if advice := ADVICE.get(flag):
         return f"{start}: {advice}"
     for option, flags in _TLS.items():

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from proxy.settings.kinds import Section
-from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, told
+from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, printable_word
 from proxy.settings.model import Settings
 from proxy.settings.yaml_file import read_yaml
 
@@ -89,7 +89,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
             example = next(known for known in OPTIONS if known.startswith(f"{option}."))
             raise SettingsError(f"{name} is a section: set its options, such as {variable(example)}")
         elif option.partition(".")[0] in SECTIONS:
-            raise SettingsError(f"{told(name)} names no option{did_you_mean(name, map(variable, OPTIONS))}")
+            raise SettingsError(f"{printable_word(name)} names no option{did_you_mean(name, map(variable, OPTIONS))}")
     return found
 
 
@@ -107,7 +107,7 @@ def near_misses(environ: Mapping[str, str]) -> Iterator[str]:
         if _NAME_FOR_A_SERVICE.fullmatch(name) or _VALUE_FOR_A_SERVICE.fullmatch(value):
             continue
         if near := difflib.get_close_matches(_plain(name), meant, n=1, cutoff=_NEAR):
-            yield f"{told(name)} is no option and is ignored: did you mean {meant[near[0]]}?"
+            yield f"{printable_word(name)} is no option and is ignored: did you mean {meant[near[0]]}?"
 
 
 def _plain(name: str) -> str:
@@ -129,7 +129,7 @@ def _flat(tree: dict[object, object], path: str, prefix: str = "") -> Iterator[t
         if name in OPTIONS:
             yield name, Sourced(value, path, in_file=True)
         elif name not in SECTIONS:
-            raise SettingsError(f"{path}: unknown option {told(name)}{_suggested(name)}")
+            raise SettingsError(f"{path}: unknown option {printable_word(name)}{_suggested(name)}")
         elif isinstance(value, dict):
             yield from _flat(value, path, f"{name}.")
         elif value is not None:  # only comments below the name of a section
@@ -192,7 +192,8 @@ def other_protocol(environ: Mapping[str, str]) -> Iterator[str]:
     """Return a sentence about an unsupported protocol."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if (value := environ.get(name, "").strip()) and value != "http/protobuf":
-            yield f"{name} is {told(value)}, but traces are only sent as http/protobuf (port 4318 of most collectors)"
+            given = printable_word(value)
+            yield f"{name} is {given}, but traces are only sent as http/protobuf (port 4318 of most collectors)"
             return
 
 

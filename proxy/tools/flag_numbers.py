@@ -9,7 +9,7 @@ _TOO_MUCH: Final = 1e9
 """32 years in seconds, more than any clock needs"""
 
 
-def whole(text: str) -> int:
+def whole_number(text: str) -> int:
     """Return a whole number from 0."""
     if not (text.isascii() and text.isdecimal()):
         raise ArgumentTypeError("must be a whole number, 0 or more")
@@ -23,7 +23,7 @@ def natural(text: str) -> int:
     return int(text)
 
 
-def seconds(text: str) -> float:
+def duration_seconds(text: str) -> float:
     """Return a duration in seconds, which may be 0."""
     value = _bounded(text)
     if value is None or value < 0:

@@ -77,7 +77,7 @@ class Dialer:
                     error = task.exception()
                     if error is None:
                         address = racing.pop(task)
-                        self._won(host, port, address, failed)
+                        self._note_winner(host, port, address, failed)
                         return task.result()
                     if not isinstance(error, OSError):
                         raise error
@@ -90,7 +90,7 @@ class Dialer:
             raise
         finally:
             for task, address in racing.items():
-                self._let_lose(task, host, port, address)
+                self._add_loser(task, host, port, address)
 
     def _in_order(self, host: str, port: int, addresses: Sequence[str]) -> list[str]:
         """Return the address that worked last, then the others, with dead ones at the end."""
@@ -104,13 +104,13 @@ class Dialer:
             ports = self._dead.get((host, address), {})
             if ports.get(port, now + 1.0) <= now:
                 ports[port] = now + _LOOK_AGAIN_SECONDS
-                self._let_lose(asyncio.create_task(_within(seconds, connect, address)), host, port, address)
+                self._add_loser(asyncio.create_task(_within(seconds, connect, address)), host, port, address)
 
-    def _let_lose(self, task: asyncio.Task[EngineConnection], host: str, port: int, address: str) -> None:
+    def _add_loser(self, task: asyncio.Task[EngineConnection], host: str, port: int, address: str) -> None:
         self._losers.add(task)
-        task.add_done_callback(partial(self._lost, host, port, address))
+        task.add_done_callback(partial(self._note_loser_result, host, port, address))
 
-    def _lost(self, host: str, port: int, address: str, task: asyncio.Task[EngineConnection]) -> None:
+    def _note_loser_result(self, host: str, port: int, address: str, task: asyncio.Task[EngineConnection]) -> None:
         """Record the result of an attempt that is no longer needed."""
         self._losers.discard(task)
         if task.cancelled():
@@ -124,7 +124,7 @@ class Dialer:
 
     # Recording results
 
-    def _won(self, host: str, port: int, address: str, failed: dict[str, OSError]) -> None:
+    def _note_winner(self, host: str, port: int, address: str, failed: dict[str, OSError]) -> None:
         self._worked.pop((host, port), None)
         _bound(self._worked)
         self._worked[host, port] = address

@@ -67,7 +67,7 @@ class Moves:
 
 
 @dataclass(slots=True, eq=False)
-class _Watched:
+class _WatchedBackend:
     pace: Pace = field(default_factory=Pace)
     seen_at: float = 0.0
     """Clock time of the last stream or silence of the backend."""
@@ -88,7 +88,7 @@ class Silences:
         """Store the checks. `busy` returns the connections with an exchange under way."""
         self._checks = checks
         self._busy = busy
-        self._watched: dict[Backend, _Watched] = {}
+        self._watched: dict[Backend, _WatchedBackend] = {}
         self._background = Background(logging.getLogger(__name__), "check of a silent engine")
         self._tested: set[tuple[Backend, str | None]] = set()
         """Backends and addresses to which test connections are being opened."""
@@ -158,10 +158,10 @@ class Silences:
             self._background.start(self._check_progress(backend, watched, pause_seconds))
         return seconds >= max(least_seconds, _LOST_AFTER_GAPS * gap_seconds)
 
-    def _watch(self, backend: Backend, now: float) -> _Watched:
+    def _watch(self, backend: Backend, now: float) -> _WatchedBackend:
         watched = self._watched.get(backend)
         if watched is None:
-            watched = self._watched[backend] = _Watched()
+            watched = self._watched[backend] = _WatchedBackend()
         watched.seen_at = now
         return watched
 
@@ -199,7 +199,7 @@ class Silences:
 
     # Progress
 
-    async def _check_progress(self, backend: Backend, watched: _Watched, pause_seconds: float) -> None:
+    async def _check_progress(self, backend: Backend, watched: _WatchedBackend, pause_seconds: float) -> None:
         streams = [
             (connection, connection.quiet_since)
             for connection in self._busy()

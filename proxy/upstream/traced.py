@@ -58,7 +58,7 @@ class TracedConnection(EngineConnection):
         trace = self._traces.get(headers.get(TRACEPARENT, ""))
         if trace is not None:
             self._trace, self._leg = trace, trace.leg(self.backend, path, headers)
-            headers = {**headers, TRACEPARENT: trace.child(self._leg)}
+            headers = {**headers, TRACEPARENT: trace.child_header(self._leg)}
         super().begin(exchange, path, body, headers, answer_seconds=answer_seconds)
 
     def end_leg(self) -> None:

@@ -166,7 +166,7 @@ class Upstream:
         connection = self.take_idle(backend) or await self.connect(backend)
         while True:
             arrival: asyncio.Future[None] = connection.loop.create_future()
-            response = Response(connection, partial(_tell, arrival))
+            response = Response(connection, partial(_resolve, arrival))
             try:
                 connection.begin(response, path, body, headers, answer_seconds=answer_seconds)
                 await arrival
@@ -359,7 +359,7 @@ class Upstream:
                 del self._idle[key]
 
 
-def _tell(arrival: asyncio.Future[None], error: UpstreamError | None) -> None:
+def _resolve(arrival: asyncio.Future[None], error: UpstreamError | None) -> None:
     if not arrival.done():
         arrival.set_result(None) if error is None else arrival.set_exception(error)
 

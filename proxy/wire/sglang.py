@@ -115,7 +115,7 @@ def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
     if count == 0:
         raise BadRequest("the list of prompts is empty")
     changes: list[dict[str, object]] = (
-        [{}] if prompts is None else [_item(values, index) for index in range(len(prompts))]
+        [{}] if prompts is None else [_item_members(values, index) for index in range(len(prompts))]
     )
     return [
         Item(_single_sample(values, item) if samples > 1 else item, sample == 0)
@@ -156,7 +156,7 @@ def _is_list_of_prompts(values: Mapping[str, Any]) -> bool:
     return isinstance(first, list) and bool(first) and isinstance(first[0], list)
 
 
-def _item(values: Mapping[str, Any], index: int) -> dict[str, object]:
+def _item_members(values: Mapping[str, Any], index: int) -> dict[str, object]:
     name = next(name for name in _PROMPTS if values.get(name) is not None)
     prompts: Sequence[Any] = values[name]
     changes: dict[str, object] = {name: prompts[index]}
@@ -289,8 +289,8 @@ def error_in_answer(answer: bytes) -> EngineError | None:
     for payload in payloads_of(answer):
         if error := error_of(payload):
             return error
-        if isinstance(payload, dict) and any(map(_is_abort, _finishes(payload))):
-            return _aborted({})._replace(is_wish=True)
+        if isinstance(payload, dict) and any(map(_is_abort, _finish_reasons(payload))):
+            return _abort_error({})._replace(is_wish=True)
     return None
 
 
@@ -309,7 +309,7 @@ def error_of(payload: Any) -> EngineError | None:
     meta = payload.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     if isinstance(reason, dict) and _is_abort(reason) and reason.get("status_code") is not None:
-        return _aborted(reason)
+        return _abort_error(reason)
     return None
 
 
@@ -322,7 +322,7 @@ def payloads_of(answer: bytes) -> Iterator[Any]:
             continue
 
 
-def _finishes(payload: dict[str, Any]) -> Iterator[Any]:
+def _finish_reasons(payload: dict[str, Any]) -> Iterator[Any]:
     meta, choices = payload.get("meta_info"), payload.get("choices")
     if isinstance(meta, dict):
         yield meta.get("finish_reason")
@@ -335,7 +335,7 @@ def _is_abort(finish: Any) -> bool:
     return finish == "abort" or (isinstance(finish, dict) and finish.get("type") == "abort")
 
 
-def _aborted(reason: dict[str, Any]) -> EngineError:
+def _abort_error(reason: dict[str, Any]) -> EngineError:
     status = _status(reason.get("status_code"))
     message = reason.get("message") or "the request was aborted"
     error = {"object": "error", "message": message, "type": reason.get("err_type") or "abort", "param": None}

@@ -73,7 +73,7 @@ def is_within_string(raw: bytes | bytearray, start: int, end: int) -> bool:
     return raw.find(b'"', start, end) < 0 and bool(raw[start : min(start + 64, end)].strip(_NO_STRING))
 
 
-def bounds(raw: bytes) -> tuple[int, int]:
+def upper_bounds(raw: bytes) -> tuple[int, int]:
     """Return upper bounds of `elements` and `memory_bytes`, in a part of the time of `weigh`.
 
     Quotes and escapes, which are frequent in prose, are not counted. Each byte may be a quote, and at most two strings

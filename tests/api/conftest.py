@@ -148,7 +148,12 @@ class Gateway:
         self.prober = await self._stack.enter_async_context(Prober(parts, lambda: checks))
         self.joiner = await self._stack.enter_async_context(
             Joiner(
-                self.pools, self.roster, lambda: joining, self.engine_client, self.keys().headers, self.prober.joined
+                self.pools,
+                self.roster,
+                lambda: joining,
+                self.engine_client,
+                self.keys().headers,
+                self.prober.note_joined,
             )
         )
         await asyncio.sleep(0)  # its first round, without instances

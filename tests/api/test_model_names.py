@@ -38,11 +38,11 @@ ALIASES = {"aliases": ["gpt-5=sim", "claude-*=sim"]}
 )
 def test_first_matching_alias_counts_and_served_names_stay(name: str, served: str) -> None:
     names = ModelNames(["claude-haiku-*=small", "claude-*=kimi", "gpt-5=kimi", "claude-exact=exact", "a=b=c", "*=kimi"])
-    assert names.served(name) == served
+    assert names.engine_name(name) == served
 
 
 def test_names_stay_without_aliases() -> None:
-    assert ModelNames(()).served("anything") == "anything"
+    assert ModelNames(()).engine_name("anything") == "anything"
 
 
 @pytest.mark.parametrize("aliases", ["kimi", ["=kimi"], ["gpt="], [7]])

@@ -96,7 +96,7 @@ async def test_engine_of_unknown_version_does_not_change_resumed_answers() -> No
         silent.faults.add("hang_before_headers", path="/version")
         gateway.roster.add(Backend(Role.PREFILL, silent.host, silent.port))
         (_, backend), (decoder,) = gateway.worker.pools.prefill.backends(), gateway.decoders
-        joining = asyncio.create_task(gateway.worker.prober.joined(backend, "it answers"))
+        joining = asyncio.create_task(gateway.worker.prober.note_joined(backend, "it answers"))
         await until(lambda: gateway.worker.health.of(backend).is_confirmed, "the silent one")
         for place in (3, 42, 43, 60):
             decoder.faults.clear()

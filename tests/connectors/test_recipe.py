@@ -59,14 +59,14 @@ class Example(Connector):
                 )
                 told = bytes(parse_prefilled(response, body).kv_transfer_params)
             except UpstreamError as error:
-                self._context.releaser.suspect(prefiller, call.prompt_tokens, error)
+                self._context.releaser.note_possible_orphan(prefiller, call.prompt_tokens, error)
                 raise
             params = orjson.loads(told)
             if not isinstance(params, dict):
                 raise response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
             handoff.prefiller.free_compute()
             handoff.kv = PrefilledKv(prefiller, told, kv_params_in(told).transfer, call.prompt_tokens, call.headers)
-            handoff.held()
+            handoff.note_kv_held()
             timeline.enter(Stage.HANDOFF)
             with await upstream.open(
                 decoder,

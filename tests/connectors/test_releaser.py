@@ -238,7 +238,7 @@ async def test_releases_are_few_at_a_time(deploy: Deploy) -> None:
     (prefiller,) = gateway.worker.pools.prefill.backends()
     kv = PrefilledKv(prefiller, b'{"do_remote_prefill":true}', KvTransfer.ASCEND_MOONCAKE, 1, {})
     for _ in range(300):
-        releaser.orphaned(kv, ())
+        releaser.note_orphan(kv, ())
     assert releaser.pending == 256
     assert await released(gateway) == {("released",): 256.0, ("failed",): 44.0}
     gateway.expects_inexact_pins = True

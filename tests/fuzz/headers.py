@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParser, HttpResponseParser
 from aiohttp.http_writer import _serialize_headers
 
-from proxy.api.passthrough import passed_back
+from proxy.api.passthrough import client_headers
 from proxy.balancer.engines import EngineKeys
 from proxy.dialects.call import PASSED_ON
 from proxy.listener.replies import _is_acceptable_id, error_response
@@ -51,7 +51,7 @@ def check_headers(data: bytes) -> None:
     status = b"HTTP/1.1 400 Bad\r\n" + data + b"\r\n\r\n"
     LOOP.run_until_complete(_check_refusal(status))
     for answer in _of_response(status):
-        _check_towards_client(passed_back(cast("aiohttp.ClientResponse", answer)))
+        _check_towards_client(client_headers(cast("aiohttp.ClientResponse", answer)))
 
 
 def _of_request(raw: bytes) -> list[CIMultiDictProxy[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from proxy.fleet.replicas.state import added, decode, decode_news, encode, encode_news
+from proxy.fleet.replicas.state import decode, decode_news, encode, encode_news, summed
 from tests.fuzz.cutting import spelled, words
 
 WORDS: Final = words(
@@ -22,7 +22,7 @@ def check_replicas(data: bytes) -> None:
     message = decode(raw)
     if message is not None:
         assert decode(encode(message)) == message
-        assert added([message.instances, {}]) == message.instances
+        assert summed([message.instances, {}]) == message.instances
     news = decode_news(raw)
     if news is not None:
         assert decode_news(encode_news(news)) == news

@@ -116,7 +116,7 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     if relay.error is not None:
         return b"".join(client.parts), relay.error.code
     if delivery.is_stopped:
-        client.write(delivery.closing(None))
+        client.write(delivery.missing_end(None))
     if whole is not None:
         return orjson.dumps(whole.values(delivery)), ""
     return b"".join(client.parts), ""

@@ -115,7 +115,7 @@ def tokens_like(
 ) -> Tokens:
     """Tokens that are written to `client` and noted for `transcript`; None: they are not."""
     known = Transcript() if transcript is None else transcript
-    notes = known.noting(is_reasoning=shape.is_reasoning)
+    notes = known.note_lists(is_reasoning=shape.is_reasoning)
     skips = known.grammar.reasoning_end_ids if shape.is_reasoning else ()
     return Tokens(
         shape,

@@ -619,7 +619,7 @@ class AnyOrder(RuleBasedStateMachine):
         timer = self.gate.admission._timer
         if timer is not None:
             timer.cancel()
-            self.loop.call_soon(self.gate.admission._tick)
+            self.loop.call_soon(self.gate.admission._on_timer)
         self.turn_loop()
 
     # What happens

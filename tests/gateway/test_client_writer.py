@@ -88,7 +88,7 @@ async def test_writer_writes_no_empty_chunk() -> None:
     writer = ClientWriter(cast("ClientConnection", connection), lambda *_: b"head ", "X-Request-Id", "r", 60.0)
     for data in (b"", b"a", b"", b"b", b""):
         assert not writer.write(data)
-    writer.keep(b"c")
+    writer.write_with_next(b"c")
     writer.end(b"d")
     assert connection.written == [b"head 1\r\na\r\n", b"1\r\nb\r\n", b"2\r\ncd\r\n0\r\n\r\n"]
 

@@ -62,7 +62,7 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
             case Meaning.CONTENT:
                 output.append(delivery.content(segment, event))
                 if delivery.is_stopped:
-                    output.append(delivery.closing(details))
+                    output.append(delivery.missing_end(details))
                     return b"".join(output), Meaning.DONE
             case Meaning.USAGE:
                 output.append(delivery.usage_chunk(segment, event, details, handed_over=details is not None))
@@ -70,12 +70,12 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
                 output.append(delivery.recomputed(segment))
                 if not delivery.is_stopped:
                     return b"".join(output), Meaning.RECOMPUTED
-                output.append(delivery.closing(details))
+                output.append(delivery.missing_end(details))
                 return b"".join(output), Meaning.DONE
             case Meaning.DONE | Meaning.ERROR:
                 break
             case _:
-                output.append(delivery.other(segment, event))
+                output.append(delivery.pass_other_event(segment, event))
     return b"".join(output), Meaning.DONE if segment.is_complete else Meaning.CONTENT
 
 
@@ -511,7 +511,7 @@ def ending(output: bytes) -> Sequence[Any]:
 
 def test_answer_without_an_end_of_an_engine_is_ended() -> None:
     delivery = resumed({**CHAT, **WITH_USAGE}, 1, pending={"content": "lo"})
-    late, finish, usage = ending(delivery.closing({"cached_tokens": 1}))
+    late, finish, usage = ending(delivery.missing_end({"cached_tokens": 1}))
     assert late["choices"][0]["delta"] == {"content": "lo"}
     assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
     assert {finish["id"], late["id"], usage["id"]} == {"x"}
@@ -532,12 +532,12 @@ def test_reasoning_tokens_are_counted_when_engines_count_them(counts: bool, deta
             Action.FINISH, None, Seam(SeamPlan(api=Api.CHAT, head={}, transcript=delivery.transcript, kept=2)), 2
         )
     )
-    assert ending(delivery.closing(None))[-1]["usage"].get("completion_tokens_details") == details
+    assert ending(delivery.missing_end(None))[-1]["usage"].get("completion_tokens_details") == details
 
 
 def test_ended_answer_has_usage_only_on_request() -> None:
     delivery = resumed(CHAT, 1)
-    assert [event["choices"][0]["finish_reason"] for event in ending(delivery.closing(None))] == ["length"]
+    assert [event["choices"][0]["finish_reason"] for event in ending(delivery.missing_end(None))] == ["length"]
     assert delivery.usage == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}
 
 
@@ -545,5 +545,5 @@ def test_finish_reason_is_not_sent_twice() -> None:
     """The decoder was lost between the finish and the end of its stream."""
     delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], "stop", content="a")))
-    (usage,) = ending(delivery.closing(None))
+    (usage,) = ending(delivery.missing_end(None))
     assert usage["usage"] == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}

@@ -41,7 +41,7 @@ def parsed(delivery: Delivery, segment: Segment, event: Event) -> bytes:
     if meaning is Meaning.OPENING:
         delivery.opening(segment, event)
         return b""
-    return delivery.other(segment, event)
+    return delivery.pass_other_event(segment, event)
 
 
 def delivered(

@@ -97,7 +97,7 @@ async def calls_for(
             connection.data_received(read)
     if then is not None:
         then(connection, cast("Streamed", client))
-    relay.let_go()
+    relay.stop_reading()
     connection.release()
     return calls
 

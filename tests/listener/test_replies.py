@@ -23,7 +23,7 @@ from proxy.common.errors import (
     Unauthorized,
     UpstreamError,
 )
-from proxy.listener.replies import REQUEST_ID, error_response, last_words, rejection, retry_headers
+from proxy.listener.replies import REQUEST_ID, closing_error_bytes, error_response, rejection, retry_headers
 from proxy.observe import logs
 from proxy.observe.metrics import REJECTIONS
 from tests.listener.listeners import HEAD, serving
@@ -159,7 +159,7 @@ def test_rejection_is_counted_by_reason(error: GatewayError, reason: str | None)
 
 
 def test_last_words_equal_the_error_response() -> None:
-    words = last_words(NoBackendAvailable(Role.DECODE), "r-1")
+    words = closing_error_bytes(NoBackendAvailable(Role.DECODE), "r-1")
     head, _, body = words.partition(b"\r\n\r\n")
     assert body == error_response(NoBackendAvailable(Role.DECODE)).body
     first, *lines = head.decode().split("\r\n")

@@ -14,7 +14,7 @@ from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable
 from proxy.common.terms import Stage
 from proxy.observe.record import FACTS, AccessFacts, RequestRecord, access_line, values_of
-from proxy.observe.timeline import ATTEMPT_ATTRIBUTES, AttemptRecord, Timeline, seconds_of
+from proxy.observe.timeline import ATTEMPT_ATTRIBUTES, AttemptRecord, Timeline, stage_seconds
 
 if TYPE_CHECKING:
     from proxy.observe.timeline import Marks
@@ -79,7 +79,7 @@ def test_seconds_of_a_stage_are_the_sum_of_its_visits(steps: Marks, before: dict
     for (stage, entered), (_, left) in pairwise(steps):
         if stage is not None:
             spent[stage] += left - entered
-    assert seconds_of(steps, before) == dict(spent)
+    assert stage_seconds(steps, before) == dict(spent)
 
 
 def test_new_attempt_is_empty(record: RequestRecord, clock: Clock) -> None:

@@ -391,7 +391,7 @@ def test_plan_finds_the_text_that_a_lost_engine_held_back() -> None:
     assert asked == 1
     assert resumption.kept == 9
     assert resumption.seam is not None
-    assert resumption.seam.unsent == "wor"
+    assert resumption.seam.withheld_text == "wor"
 
 
 @pytest.mark.parametrize(("held", "kept"), [(8, 13), (9, 13), (12, 13)])
@@ -570,7 +570,7 @@ async def resumed(
         else:
             delivery.go_on(resumption)
         if resumption.call is None:
-            return output + delivery.closing(None)
+            return output + delivery.missing_end(None)
         call = resumption.call
     raise Lost
 

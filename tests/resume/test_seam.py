@@ -458,14 +458,14 @@ def test_text_of_another_kind_ends_the_waiting(other: dict[str, Any]) -> None:
     seam = chat_seam(guard=StopGuard(["STOP"], "xST"), channel="reasoning", kept=3)
     chunks = rewritten(seam, payload(choice([7], reasoning="O")), payload(choice([8], **other)))
     assert deltas(chunks) == [{"reasoning": "x"}, {**other, "reasoning": "STO"}]
-    assert seam.unsent == ""
+    assert seam.withheld_text == ""
 
 
 def test_seam_knows_what_is_kept_back() -> None:
     seam = chat_seam(guard=StopGuard(["STOP"], "xST"), kept=3)
     rewritten(seam, payload(choice([7], content="O")))
-    assert seam.unsent == "STO"
-    assert chat_seam().unsent == ""
+    assert seam.withheld_text == "STO"
+    assert chat_seam().withheld_text == ""
 
 
 # A stream that repeats the answer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.tools.flag_numbers import natural, positive, seconds, whole
+from proxy.tools.flag_numbers import duration_seconds, natural, positive, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
-    [(whole, "0", 0), (natural, "1", 1), (seconds, "0", 0.0), (seconds, "1e3", 1000.0), (positive, "0.5", 0.5)],
+    [
+        (whole_number, "0", 0),
+        (natural, "1", 1),
+        (duration_seconds, "0", 0.0),
+        (duration_seconds, "1e3", 1000.0),
+        (positive, "0.5", 0.5),
+    ],
 )
 def test_valid_flag_numbers_are_parsed(kind: Callable[[str], float], text: str, value: float) -> None:
     assert kind(text) == value
@@ -24,9 +30,13 @@ def test_valid_flag_numbers_are_parsed(kind: Callable[[str], float], text: str, 
 @pytest.mark.parametrize(
     ("kind", "texts", "problem"),
     [
-        (whole, ["-1", "1.5", "some", "", "\u0661"], "must be a whole number, 0 or more"),
+        (whole_number, ["-1", "1.5", "some", "", "\u0661"], "must be a whole number, 0 or more"),
         (natural, ["0", "-1", "1.5", "some"], "must be a whole number, 1 or more"),
-        (seconds, ["-0.1", "nan", "inf", "1e9", "soon"], "must be a number of seconds, 0 or more and below 1e9"),
+        (
+            duration_seconds,
+            ["-0.1", "nan", "inf", "1e9", "soon"],
+            "must be a number of seconds, 0 or more and below 1e9",
+        ),
         (positive, ["0", "-1", "nan", "inf", "1e10", "much"], "must be a number above 0 and below 1e9"),
     ],
 )

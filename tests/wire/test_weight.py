@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from proxy.wire.weight import (
     LONG_BYTES,
-    bounds,
     is_heavier,
     is_light,
     load,
     object_bytes,
+    upper_bounds,
     weigh,
     weigh_closely,
     wide_bytes,
@@ -191,6 +191,6 @@ def test_garbage_collector_is_disabled_only_while_reading() -> None:
 )
 def test_bounds_are_no_less_than_what_a_text_weighs(unit: bytes) -> None:
     raw = filled(unit, 200_000)
-    elements, memory_bytes = bounds(raw)
+    elements, memory_bytes = upper_bounds(raw)
     assert elements >= weigh(raw).elements
     assert memory_bytes + 140 >= weigh_closely(raw, 10**9).memory_bytes

@@ -142,7 +142,7 @@ class Prober(BackgroundOwner):
             logger.info("prober: %s instance %s is removed", backend.role, backend.name)
             self._on_removed(backend)
 
-    async def joined(self, backend: Backend, success: str) -> None:
+    async def note_joined(self, backend: Backend, success: str) -> None:
         """Count the success by which a backend has just become a member as its first probe."""
         self._due[backend] = self._next_due()
         await self._take_result(backend, "", success)
@@ -206,11 +206,11 @@ class Prober(BackgroundOwner):
         pool = self._pools.get(backend.role)
         if pool is None or backend not in pool.backends():
             return
-        self._compared_in(backend).report_peer_verdict(backend)
+        self._pool_for_comparison(backend).report_peer_verdict(backend)
         if self._due.get(backend) != math.inf and self._health.of(backend).is_changing:
             self._start_probe(backend)
 
-    def _compared_in(self, backend: Backend) -> Pool:
+    def _pool_for_comparison(self, backend: Backend) -> Pool:
         """Return the pool in which a backend is compared with others."""
         return self._pools[backend.role] if self._pool_of is None else self._pool_of(backend)
 
@@ -270,7 +270,7 @@ class Prober(BackgroundOwner):
         """Pass the result of a probe to Health, see `Health.on_probe`, and ask a backend that has come up for facts."""
         if backend not in self._pools[backend.role].backends():
             return  # it was removed in the meantime
-        pool = self._compared_in(backend)
+        pool = self._pool_for_comparison(backend)
         is_late = failure is ProbeFailure.LATE
         transition = self._health.on_probe(
             backend,

@@ -73,7 +73,7 @@ class Blocks:
                     self._forget()
                     self.cleared += 1
 
-    def missed(self) -> None:
+    def note_lost_events(self) -> None:
         """Forget all blocks, because events were lost."""
         self._forget()
 
@@ -108,7 +108,7 @@ class Blocks:
             return  # the same tokens, for other layers
         size = event.block_tokens
         self.stored += size * len(event.hashes)
-        depth = self._depth_behind(event.parent)
+        depth = self._depth_after(event.parent)
         if depth is None:
             return  # its distance from the root is not known
         if len(self._blocks) + len(event.hashes) > self.max_blocks and not self._make_room(len(event.hashes), size):
@@ -116,7 +116,7 @@ class Blocks:
         for place, block_hash in enumerate(event.hashes, depth + 1):
             self._blocks[hash(block_hash)] = (self.stored - place * size) << _DEPTH_BITS | place
 
-    def _depth_behind(self, parent: BlockHash | None) -> int | None:
+    def _depth_after(self, parent: BlockHash | None) -> int | None:
         if parent is None:
             return 0
         packed = self._blocks.get(hash(parent))
@@ -157,7 +157,7 @@ class Blocks:
         self._refused_at, self._search_from = None, 0
 
 
-def together(ranks: Iterable[Blocks]) -> CacheCount:
+def sum_of_ranks(ranks: Iterable[Blocks]) -> CacheCount:
     """Return the summed state of all ranks of one engine, which share its prompts."""
     counts = [rank.count for rank in ranks]
     return CacheCount(

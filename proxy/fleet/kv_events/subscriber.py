@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import zmq
 
-from proxy.fleet.kv_events.blocks import MAX_BLOCKS, MAX_BLOCKS_OF_ALL, Blocks, together
+from proxy.fleet.kv_events.blocks import MAX_BLOCKS, MAX_BLOCKS_OF_ALL, Blocks, sum_of_ranks
 from proxy.fleet.kv_events.messages import EventSource, Gap, InstanceReport, SubscribeTo
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Unreadable, decode
 
@@ -130,7 +130,7 @@ class Subscription:
 
     def _miss(self) -> None:
         self.gaps["lost"] += 1
-        self.blocks.missed()
+        self.blocks.note_lost_events()
 
     # Replay of lost messages
 
@@ -277,7 +277,7 @@ class Subscriber:
                 subscription.unopened = ""
             if events or gaps or unopened:
                 # The blocks of a rank that cannot be opened are not known.
-                count = together(Blocks() if each is None else each.blocks for each in subscriptions)
+                count = sum_of_ranks(Blocks() if each is None else each.blocks for each in subscriptions)
                 numbers = int(count.stored), int(count.reach), bool(count.evicts), int(count.cleared)
                 yield InstanceReport(instance, numbers, events, gaps, unreadable, unopened)
 

@@ -134,7 +134,7 @@ class StateExchange(BackgroundOwner):
     def _charge(self) -> None:
         now = self._clock()
         self._metrics.replicas_peers.set(self._peers.count(now))
-        charges, used = self._peers.charges(now), self._peers.used(now)
+        charges, used = self._peers.charges(now), self._peers.key_usage(now)
         slots = self._slots()
         self._guests.charge({slots[key]: charge for key, charge in charges.items() if key in slots})
         self._note_verdicts(slots, now)
@@ -184,7 +184,7 @@ class StateExchange(BackgroundOwner):
             return
         slots = self._slots()
         charges = self._peers.charges_on(news.instances.keys() & slots.keys(), now)
-        self._guests.charge_some({slots[key]: charge for key, charge in charges.items()})
+        self._guests.replace_loads({slots[key]: charge for key, charge in charges.items()})
         self._guests.put_front(self._peers.front(now))
         if news.verdicts:
             self._note_verdicts(slots, now)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.shared.memory import NO_HEAD, first_head, shift_head
-from proxy.fleet.replicas.state import Charge, News, Used, added, decode
+from proxy.fleet.replicas.state import Charge, News, Used, decode, summed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set
@@ -80,42 +80,42 @@ class Peers:
 
     def count(self, now: float) -> int:
         """Return the number of gateways whose reports can be read and count now."""
-        return len(self._counting(now))
+        return len(self._current_peers(now))
 
     def charges(self, now: float) -> Mapping[str, Charge]:
         """Return the summed load by instance."""
-        return added(peer.instances for peer in self._counting(now))
+        return summed(peer.instances for peer in self._current_peers(now))
 
     def charges_on(self, instances: Iterable[str], now: float) -> Mapping[str, Charge]:
         """Return the summed load of some instances."""
-        peers = self._counting(now)
-        return added({name: peer.instances.get(name, _NO_CHARGE) for name in instances} for peer in peers)
+        peers = self._current_peers(now)
+        return summed({name: peer.instances.get(name, _NO_CHARGE) for name in instances} for peer in peers)
 
-    def used(self, now: float) -> Mapping[str, Used]:
+    def key_usage(self, now: float) -> Mapping[str, Used]:
         """Return the summed use by client key."""
-        return added(peer.keys for peer in self._counting(now))
+        return summed(peer.keys for peer in self._current_peers(now))
 
     def verdicts(self, now: float) -> Set[tuple[str, str, int]]:
         """Return the unhealthy instances: each with the gateway that found it, and the number of the verdict."""
         return {
             (instance, name, number)
             for name, peer in self._peers.items()
-            if self._counts(peer, now)
+            if self._is_current(peer, now)
             for instance, number in peer.verdicts.items()
             if number
         }
 
     def front(self, now: float) -> int:
         """Return the place of the first request in their queues by this gateway's clock; NO_HEAD: none is queued."""
-        return first_head(peer.front for peer in self._counting(now))
+        return first_head(peer.front for peer in self._current_peers(now))
 
     def silent_names(self, now: float) -> list[str]:
         """Return the names of gateways that are silent for so long that their messages can be deleted."""
         after = _FORGET_AFTER_TTLS * self._ttl_seconds
         return [name for name, peer in self._peers.items() if now - peer.received_at > after]
 
-    def _counting(self, now: float) -> list[_Peer]:
-        return [peer for peer in self._peers.values() if self._counts(peer, now)]
+    def _current_peers(self, now: float) -> list[_Peer]:
+        return [peer for peer in self._peers.values() if self._is_current(peer, now)]
 
-    def _counts(self, peer: _Peer, now: float) -> bool:
+    def _is_current(self, peer: _Peer, now: float) -> bool:
         return peer.turn is not None and now - peer.received_at < self._ttl_seconds

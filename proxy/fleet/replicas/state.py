@@ -117,7 +117,7 @@ def decode_news(message: bytes) -> News | None:
         return None
 
 
-def added(tables: Iterable[Mapping[str, _Counts]]) -> dict[str, _Counts]:
+def summed(tables: Iterable[Mapping[str, _Counts]]) -> dict[str, _Counts]:
     """Return the sums of counts by name."""
     total: dict[str, _Counts] = {}
     for table in tables:
@@ -266,9 +266,9 @@ class PeerRows:
         for slot in self._charged_slots - charges.keys():
             self._row.charge(slot, 0, 0, 0)
         self._charged_slots = set()
-        self.charge_some(charges)
+        self.replace_loads(charges)
 
-    def charge_some(self, charges: Mapping[int, Charge]) -> None:
+    def replace_loads(self, charges: Mapping[int, Charge]) -> None:
         """Replace the summed load of some instances, by slot."""
         for slot, charge in charges.items():
             self._row.charge(slot, *charge)

@@ -313,10 +313,10 @@ class _Supervisor:
                     logger.error("supervisor: cannot start worker %d: %s", seat.worker, error)
                     seat.start_at = now + self._restarts.max_delay_seconds
                     continue
-                seat.pid = pid or self._be_worker(seat.worker)
+                seat.pid = pid or self._run_worker(seat.worker)
                 seat.start_at, seat.started_at = None, now
 
-    def _be_worker(self, worker: int) -> NoReturn:
+    def _run_worker(self, worker: int) -> NoReturn:
         """Run the worker in the forked process, and leave without closing what belongs to the supervisor."""
         exit_code = 1
         try:

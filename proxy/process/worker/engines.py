@@ -193,7 +193,7 @@ async def build_link(
             compatibility=balancing.compatibility,
             background=background,
             new_journal_writer=partial(basis.shared.journal.writer, basis.index)
-            if settings.kv_events.tellers
+            if settings.kv_events.journal_rings
             else None,
             callback_url=_callback_url(basis),
         )
@@ -233,7 +233,7 @@ def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         settings=lambda: basis.settings.joining,
         client=lines.client,
         engine_headers=balancing.keys.headers,
-        on_joined=prober.joined,
+        on_joined=prober.note_joined,
     )
 
 

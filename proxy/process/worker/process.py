@@ -80,7 +80,7 @@ async def _serve_until_told(shared: Shared, worker: Worker, stop: Stop) -> None:
         await _first_of(worker.monitor.became_ready.wait(), shared.predecessor.gone(), stop.requested.wait())
         if stop.requested.is_set():  # the takeover was cancelled, and the old process continues
             return
-    async with manager.told_that_it_lives(), listening(worker, shared.listeners) as doors:
+    async with manager.sending_heartbeats(), listening(worker, shared.listeners) as doors:
         loop.add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
         tune()
         if worker.index == 0:
@@ -88,26 +88,26 @@ async def _serve_until_told(shared: Shared, worker: Worker, stop: Stop) -> None:
             for told in (*worker.settings.access_warnings, *shortages(worker.settings)):
                 logger.warning("%s", told)
         if shared.predecessor is None:
-            manager.tell(READY, "listening")
+            manager.notify(READY, "listening")
         else:
-            manager.tell(f"{READY}\nMAINPID={os.getppid() if stop.is_supervised else os.getpid()}", "listening")
+            manager.notify(f"{READY}\nMAINPID={os.getppid() if stop.is_supervised else os.getpid()}", "listening")
             shared.predecessor.tell_accepting(worker.settings.workers)
-        telling = loop.create_task(_tell_when_ready(worker, shared, manager))
+        telling = loop.create_task(_log_when_ready(worker, shared, manager))
         await stop.requested.wait()
         telling.cancel()
         if stop.has_successor:
             await _make_room(worker, stop, doors)
         else:
-            manager.tell(STOPPING, "draining")
+            manager.notify(STOPPING, "draining")
             await _drain(worker, stop, doors.stop_accepting)
 
 
-async def _tell_when_ready(worker: Worker, shared: Shared, manager: ServiceManager) -> None:
+async def _log_when_ready(worker: Worker, shared: Shared, manager: ServiceManager) -> None:
     """Log one line for the whole gateway, in the first worker that is ready. For systemd, the last one counts."""
     await worker.monitor.became_ready.wait()
     host, port = shared.listeners.clients.getsockname()[:2]
     told = f"ready: http://{Endpoint(host=reachable(host), port=port)}"
-    manager.tell("", told)
+    manager.notify("", told)
     if shared.log_once.is_news("gateway", "ready"):
         logger.info("%s", told)
 
@@ -121,14 +121,14 @@ async def _drain(worker: Worker, stop: Stop, stop_accepting: Callable[[], Awaita
     """Wait for the running answers, up to the limit, and then end them."""
     drain, limits = worker.drain, worker.settings.drain
     drain.is_draining = worker.front.close_after_each_answer = True
-    _tell_left(drain)
+    _log_remaining(drain)
     # Load balancers notice the drain at /readyz. Until then, their requests are served.
     await _first_of(stop.now.wait(), seconds=limits.not_ready_seconds)
     await _first_of(stop.now.wait(), stop_accepting(), seconds=_STOP_ACCEPTING_SECONDS)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.streams_seconds
     while drain.in_flight and not stop.now.is_set() and (left_seconds := deadline - loop.time()) > 0:
-        _tell_left(drain)
+        _log_remaining(drain)
         await _first_of(stop.now.wait(), drain.idle(), seconds=min(_LEFT_EVERY_SECONDS, left_seconds))
     await _cut_off(drain)
 
@@ -142,7 +142,7 @@ async def _make_room(worker: Worker, stop: Stop, doors: Doors) -> None:
     drain, limits = worker.drain, worker.settings.drain
     drain.is_draining = drain.has_successor = True
     doors.leave()
-    _tell_left(drain)
+    _log_remaining(drain)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.not_ready_seconds + limits.streams_seconds
     tell_at = loop.time() + _LEFT_EVERY_SECONDS
@@ -151,7 +151,7 @@ async def _make_room(worker: Worker, stop: Stop, doors: Doors) -> None:
             break
         if loop.time() >= tell_at:
             tell_at += _LEFT_EVERY_SECONDS
-            _tell_left(drain)
+            _log_remaining(drain)
         await _first_of(stop.now.wait(), seconds=_IDLE_LOOK_SECONDS)
     await _cut_off(drain)
 
@@ -162,7 +162,7 @@ async def _cut_off(drain: DrainManager) -> None:
         await _first_of(drain.idle(), seconds=_CUT_OFF_SECONDS)
 
 
-def _tell_left(drain: DrainManager) -> None:
+def _log_remaining(drain: DrainManager) -> None:
     logger.info("draining", extra={"fields": {"left": drain.in_flight}})
 
 
@@ -368,12 +368,12 @@ class ServiceManager:
         patience = environ.get("WATCHDOG_USEC", "")
         self._beat_seconds = int(patience) / 1e6 / 3 if self._address and patience.isdecimal() else None
 
-    def tell(self, state: str, status: str) -> None:
+    def notify(self, state: str, status: str) -> None:
         """Report an event, which may be empty, and a line for `systemctl status`."""
         self._send(f"{state}\nSTATUS={status}".strip())
 
     @asynccontextmanager
-    async def told_that_it_lives(self) -> AsyncIterator[None]:
+    async def sending_heartbeats(self) -> AsyncIterator[None]:
         """Report regularly that the event loop runs, as often as `WatchdogSec=` requires, inside this context."""
         beating = asyncio.create_task(self._beat(self._beat_seconds)) if self._beat_seconds else None
         try:

@@ -18,7 +18,7 @@ from proxy.settings.cli import Parser
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
 from proxy.tools.doctor.findings import as_json, as_table, exit_code
 from proxy.tools.doctor.gateway import Host, check_gateway
-from proxy.tools.flag_numbers import positive, whole
+from proxy.tools.flag_numbers import positive, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,10 +54,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             found += asyncio.run(examination.run())
     finally:
         progress.clear()
-    return tell(found, environ, is_json=flags.json)
+    return print_findings(found, environ, is_json=flags.json)
 
 
-def tell(found: Sequence[Finding], environ: Mapping[str, str], *, is_json: bool) -> int:
+def print_findings(found: Sequence[Finding], environ: Mapping[str, str], *, is_json: bool) -> int:
     """Print the findings and return the exit code."""
     if is_json:
         print(as_json(found).decode())
@@ -81,14 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON instead of a table")
     add(
         "--canaries",
-        type=whole,
+        type=whole_number,
         default=1,
         metavar="N",
         help="test prompts for each pair; 0 sends none (1)",
     )
     add(
         "--canary-tokens",
-        type=whole,
+        type=whole_number,
         default=2048,
         metavar="N",
         help="approximate length of a test prompt, in tokens (2048)",

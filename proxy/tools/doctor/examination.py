@@ -318,8 +318,8 @@ class Asker:
         (version, models), exposition, keeps_alive = await asyncio.gather(
             self._ask_identity(backend), scrape(self._client, self._keys, backend), self._keeps_alive(backend)
         )
-        info = _answer(await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS))
-        facts = with_setup(facts_of(version, _answer(models)), info)
+        info = _answer_or_none(await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS))
+        facts = with_setup(facts_of(version, _answer_or_none(models)), info)
         return replace(
             examined,
             version=_reported_version(version, info),
@@ -353,11 +353,11 @@ class Asker:
         told = await self._get(examined.backend, self._settings.health.path)
         if isinstance(told, str):
             return replace(examined, health=told)
-        return replace(examined, health=told.status, ahead_seconds=_ahead(told))
+        return replace(examined, health=told.status, ahead_seconds=_clock_offset_seconds(told))
 
     async def _ask_identity(self, backend: Backend) -> tuple[BufferedResponse | None, BufferedResponse | str]:
         version, models = await asyncio.gather(self._get(backend, VERSION_PATH), self._get(backend, MODELS_PATH))
-        return _answer(version), models
+        return _answer_or_none(version), models
 
     async def _keeps_alive(self, backend: Backend) -> bool | None:
         """Return whether a connection can be reused; None if unknown. Uses a separate client."""
@@ -396,11 +396,11 @@ def bootstrap_place(examined: Examined, settings: Settings) -> tuple[str, int] |
     return backend.host, port
 
 
-def _answer(told: BufferedResponse | str) -> BufferedResponse | None:
+def _answer_or_none(told: BufferedResponse | str) -> BufferedResponse | None:
     return None if isinstance(told, str) else told
 
 
-def _ahead(answer: BufferedResponse) -> float | None:
+def _clock_offset_seconds(answer: BufferedResponse) -> float | None:
     """Return how many seconds the engine's clock is ahead; None without a valid `Date` header."""
     try:
         return parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()  # noqa: TID251 the time of day

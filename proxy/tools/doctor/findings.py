@@ -71,7 +71,7 @@ _MANY: Final = 8
 
 def as_table(findings: Sequence[Finding], width: int, *, coloured: bool) -> str:
     """Return a table of findings, worst last, so that it stays visible. `width`: in characters."""
-    shown = sorted(_gathered(findings), key=lambda finding: finding.severity)
+    shown = sorted(_summarized(findings), key=lambda finding: finding.severity)
     subjects = min(44, max((len(finding.subject) for finding in shown), default=0))
     lines = [line for finding in shown for line in _lines(finding, subjects, width, coloured=coloured)]
     return "\n".join([*lines, "", _summary(findings)])
@@ -98,19 +98,19 @@ def _lines(finding: Finding, subjects: int, width: int, *, coloured: bool) -> It
     mark = _MARKS[finding.severity]
     if coloured:
         mark = f"\x1b[{_COLOURS[finding.severity]}m{mark}\x1b[0m"
-    first, *others = textwrap.wrap(_harmless(finding.words), room) or [""]
+    first, *others = textwrap.wrap(_without_control_characters(finding.words), room) or [""]
     yield f"{mark} {finding.subject:{subjects}}  {first}".rstrip()
     yield from (indent + line for line in others)
-    for number, line in enumerate(textwrap.wrap(_harmless(finding.hint), room - 2)):
+    for number, line in enumerate(textwrap.wrap(_without_control_characters(finding.hint), room - 2)):
         yield f"{indent}{'→' if not number else ' '} {line}"
 
 
-def _harmless(text: str) -> str:
+def _without_control_characters(text: str) -> str:
     """Replace control characters: model names come from engines and could move the cursor."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def _gathered(findings: Sequence[Finding]) -> list[Finding]:
+def _summarized(findings: Sequence[Finding]) -> list[Finding]:
     """Summarize pairs without problems in one finding if there are many."""
     many = [finding for finding in findings if finding.check == "kv" and finding.severity is Severity.OK]
     if len(many) <= _MANY:

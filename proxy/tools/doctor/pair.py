@@ -62,11 +62,11 @@ def check_pairs(canaries: Canaries) -> list[Finding]:
         assert result.prefiller is not None
         its = (_ALL, _pair(result.prefiller, result.decoder), _of(result.prefiller), _of(result.decoder))
         if bad.isdisjoint(its):
-            found.append(_well(result, canaries))
+            found.append(_good_finding(result, canaries))
     return found
 
 
-def _well(result: CanaryResult, canaries: Canaries) -> Finding:
+def _good_finding(result: CanaryResult, canaries: Canaries) -> Finding:
     assert result.prefiller is not None
     subject = _pair(result.prefiller, result.decoder)
     kv = (
@@ -97,7 +97,7 @@ def check_answers(canaries: Canaries) -> Iterator[Finding]:
     failed = [r for r in canaries.pairs if r.problem and not _is_decoders_own(r, canaries)]
     # Either engine may have caused a failed transfer. Other failures belong to the engine that reported them.
     of_engine = {r.blamed: r for r in failed if r.blamed is not None and not _may_be_of_pair(r)}
-    for subject, result in _blamed([result for result in failed if _may_be_of_pair(result)], canaries):
+    for subject, result in _culprits([result for result in failed if _may_be_of_pair(result)], canaries):
         told = result.problem
         if result.blamed is not None:
             told = f"{result.blamed.role} {result.blamed.name} {result.problem}"
@@ -131,7 +131,7 @@ def check_fetched(canaries: Canaries) -> Iterator[Finding]:
     """Check by counters, usage or time that decoders load the KV cache."""
     hints = NOT_STORED if canaries.settings.connector_traits.is_store else NOT_FETCHED
     computed = [result for result in canaries.answered if result.kv is HandoffVerdict.COMPUTED]
-    for subject, result in _blamed(computed, canaries):
+    for subject, result in _culprits(computed, canaries):
         assert result.prefiller is not None
         role = Role.PREFILL if subject == _of(result.prefiller) else Role.DECODE
         what, _, hint = hints[role].partition(". ")
@@ -145,7 +145,7 @@ def check_fetched(canaries: Canaries) -> Iterator[Finding]:
         yield Finding(Severity.FAILURE, "kv_not_fetched", subject, what, hint)
     if not canaries.settings.connector_traits.has_prefill_first:
         return
-    for subject, result in _blamed([r for r in canaries.answered if _seems_computed(r, canaries)], canaries):
+    for subject, result in _culprits([r for r in canaries.answered if _seems_computed(r, canaries)], canaries):
         alone = canaries.alone_seconds(result.decoder) or 0.0
         words = (
             f"the first token comes {result.first_token_seconds:.2f} s after the prefill, and {alone:.2f} s without "
@@ -171,20 +171,20 @@ def check_same_answers(canaries: Canaries) -> Iterator[Finding]:
             case Agreement.DRIFTS:
                 drifting.append(result)
     if not canaries.pairs:
-        differing = [alone for alone in canaries.alone.values() if _is_odd(alone, canaries)]
+        differing = [alone for alone in canaries.alone.values() if _differs_alone(alone, canaries)]
         for result in differing:
             words = "its answer to a greedy prompt differs from that of most instances"
             hint = "compare model, revision, quantization and versions"
             yield Finding(Severity.WARNING, "corrupt", _of(result.decoder), words, hint)
         return
-    for subject, _ in _blamed(differing, canaries):
+    for subject, _ in _culprits(differing, canaries):
         words = "the answer after a KV handoff differs from the answer without one: the KV cache arrives damaged"
         hint = (
             "remove it from service; compare model, revision, quantization, --kv-cache-dtype, block size, tensor "
             "parallel size and versions of both engines"
         )
         yield Finding(Severity.FAILURE, "corrupt", subject, words, hint)
-    for subject, _ in _blamed(drifting, canaries):
+    for subject, _ in _culprits(drifting, canaries):
         words = "the answer after a KV handoff begins like the answer without one and then diverges"
         hint = "different kernels or parallel sizes can cause this; otherwise compare versions and --kv-cache-dtype"
         yield Finding(Severity.WARNING, "corrupt", subject, words, hint)
@@ -235,7 +235,7 @@ PAIR_CHECKS: Final[tuple[Callable[[Canaries], Iterable[Finding]], ...]] = (
 # Helpers
 
 
-def _blamed(bad: Sequence[CanaryResult], canaries: Canaries) -> Iterator[tuple[str, CanaryResult]]:
+def _culprits(bad: Sequence[CanaryResult], canaries: Canaries) -> Iterator[tuple[str, CanaryResult]]:
     """Yield each culprit and one of its results: all pairs, an instance whose pairs all failed, or a pair."""
     by_pair = {(result.prefiller, result.decoder): result for result in bad if result.prefiller is not None}
     prefillers = dict.fromkeys(result.prefiller for result in canaries.pairs if result.prefiller is not None)
@@ -258,7 +258,7 @@ def _expected(result: CanaryResult, canaries: Canaries) -> tuple[int, ...] | str
     return _majority(canaries.answered)
 
 
-def _is_odd(alone: CanaryResult, canaries: Canaries) -> bool:
+def _differs_alone(alone: CanaryResult, canaries: Canaries) -> bool:
     answered = [other for other in canaries.alone.values() if not other.problem]
     expected = _majority(answered)
     return not alone.problem and expected is not None and agreement(alone.answer, expected) is Agreement.DIFFERS

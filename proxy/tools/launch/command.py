@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.observe import logs
 from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
-from proxy.tools.doctor.command import ProgressLine, tell
+from proxy.tools.doctor.command import ProgressLine, print_findings
 from proxy.tools.doctor.findings import Severity
 from proxy.tools.launch import sglang, vllm_ascend
 from proxy.tools.launch.fleet import compared, load_gateway
@@ -94,7 +94,7 @@ def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) ->
             found = asyncio.run(compared(plan, loaded, progress=progress.show))
     finally:
         progress.clear()
-    return tell(found, environ, is_json=flags.json)
+    return print_findings(found, environ, is_json=flags.json)
 
 
 def _write(directory: Path, files: Mapping[str, str]) -> None:

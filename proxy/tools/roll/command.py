@@ -18,7 +18,7 @@ from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
 from proxy.settings.kinds import check_header_value
 from proxy.settings.load import read_key
-from proxy.tools.flag_numbers import seconds, whole
+from proxy.tools.flag_numbers import duration_seconds, whole_number
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
 from proxy.tools.roll.walk import Limits, RollProgress, RollStopped, Walk
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     flags = read_flags(argv)
     path = Path(flags.state or f"pdproxy-roll-{flags.role}.json")
     began = time.strftime("%Y-%m-%d %H:%M:%S")
-    progress = RollProgress(path, flags.role, began) if flags.anew else RollProgress.taken_up(path, flags.role, began)
+    progress = RollProgress(path, flags.role, began) if flags.anew else RollProgress.resumed(path, flags.role, began)
     gateways = Gateways(flags.url or ["http://127.0.0.1:1999"], flags.role, _key(flags.admin_key_file, environ))
     if flags.anew and not flags.dry_run:
         progress.forget()
@@ -100,22 +100,22 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--instance", action="append", default=[], metavar="HOST:PORT", help="only this one; repeatable")
     add(
         "--evacuate-after",
-        type=seconds,
+        type=duration_seconds,
         metavar="SECONDS",
         help="requests that still run then move to other instances; 0: at once (the gateways' "
         "leaving.evacuate_after_seconds)",
     )
-    add("--min-serving", type=whole, metavar="N", help="others that serve while one is away (all that do now)")
+    add("--min-serving", type=whole_number, metavar="N", help="others that serve while one is away (all that do now)")
     add(
         "--max-failures",
-        type=whole,
+        type=whole_number,
         default=0,
         metavar="N",
         help="requests that clients may see fail meanwhile (0)",
     )
-    add("--drain-seconds", type=seconds, default=3600.0, help="until an instance works on nothing (3600)")
-    add("--ready-seconds", type=seconds, default=1800.0, help="until a restarted instance serves (1800)")
-    add("--settle-seconds", type=seconds, default=10.0, help="between two instances (10)")
+    add("--drain-seconds", type=duration_seconds, default=3600.0, help="until an instance works on nothing (3600)")
+    add("--ready-seconds", type=duration_seconds, default=1800.0, help="until a restarted instance serves (1800)")
+    add("--settle-seconds", type=duration_seconds, default=10.0, help="between two instances (10)")
     add("--state", metavar="FILE", help="keeps how far it has come (pdproxy-roll-ROLE.json)")
     add("--anew", action="store_true", help="start a new roll, whatever that file says")
     add(

@@ -65,8 +65,8 @@ class Gateways:
         """
         views = [self._view(url) for url in self._urls]
         common = [address for address in views[0] if all(address in view for view in views)]
-        with _understanding("one of the gateways' /instances"):
-            return [_together(address, [view[address] for view in views]) for address in common]
+        with _parsing_answers("one of the gateways' /instances"):
+            return [_merged_instance(address, [view[address] for view in views]) for address in common]
 
     def disable(self, address: str, evacuate_after: float | None, *, is_dry_run: bool = False) -> list[str]:
         """Disable an instance, and evacuate it later; return the gateways' warnings. Raises GatewayTrouble.
@@ -95,7 +95,7 @@ class Gateways:
     # Requests to gateways
 
     def _view(self, url: str) -> dict[str, Mapping[str, Any]]:
-        with _understanding(f"{url}/instances"):
+        with _parsing_answers(f"{url}/instances"):
             return {
                 one["address"]: one
                 for one in orjson.loads(self._ask(url, "/instances"))["instances"]
@@ -106,7 +106,7 @@ class Gateways:
         warnings: list[str] = []
         for url in self._urls:
             body = orjson.dumps({"type": self._role, "instances": address, **fields})
-            with _understanding(f"{url}/instances/{what}"):
+            with _parsing_answers(f"{url}/instances/{what}"):
                 told = orjson.loads(self._ask(url, f"/instances/{what}", body))
                 if told["not_found"]:
                     raise GatewayTrouble(f"{url} has no {self._role} instance {address} any more")
@@ -119,7 +119,7 @@ class Gateways:
         Raises GatewayTrouble.
         """
         request = Request(url + path, data=body, headers=self._headers)
-        return _patiently(lambda: _answer(request), f"{url} does not answer")
+        return _retried(lambda: _answer(request), f"{url} does not answer")
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -136,11 +136,13 @@ def _answer(request: Request) -> bytes:
             return bytes(answer.read(_MOST_BYTES))
     except HTTPError as error:
         with error:
-            raise GatewayTrouble(f"{request.full_url} answers {error.code}: {_said(error.read(_MOST_BYTES))}") from None
+            raise GatewayTrouble(
+                f"{request.full_url} answers {error.code}: {_error_message(error.read(_MOST_BYTES))}"
+            ) from None
 
 
 @contextmanager
-def _understanding(where: str) -> Iterator[None]:
+def _parsing_answers(where: str) -> Iterator[None]:
     """Read a gateway's answer inside this context. Raises GatewayTrouble."""
     try:
         yield
@@ -148,14 +150,14 @@ def _understanding(where: str) -> Iterator[None]:
         raise GatewayTrouble(f"{where} does not answer as a gateway's does") from None
 
 
-def _said(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     try:
         return str(orjson.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         return "no gateway says that"
 
 
-def _patiently(ask: Callable[[], bytes], problem: str) -> bytes:
+def _retried(ask: Callable[[], bytes], problem: str) -> bytes:
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -172,7 +174,7 @@ def lost_without(away: Instance, others: Iterable[Instance]) -> frozenset[str]:
     return away.models.difference(*theirs) if all(theirs) else frozenset()
 
 
-def _together(address: str, views: Sequence[Mapping[str, Any]]) -> Instance:
+def _merged_instance(address: str, views: Sequence[Mapping[str, Any]]) -> Instance:
     return Instance(
         address=address,
         is_disabled=any(view["membership"] == "disabled" for view in views),

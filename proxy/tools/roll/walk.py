@@ -181,18 +181,18 @@ class Walk:
         there = self._gateways.instances()
         if not self._are_enough(there, address):
             raise RollStopped(f"fewer than {self._least} other instances serve, or none that serves the same")
-        return _one(there, address).inflight == 0
+        return _instance_at(there, address).inflight == 0
 
     def _serves(self, address: str) -> bool:
-        return _one(self._gateways.instances(), address).serves
+        return _instance_at(self._gateways.instances(), address).serves
 
     def _are_enough(self, there: Sequence[Instance], address: str) -> bool:
         others = [instance for instance in there if instance.serves and instance.address != address]
-        away = _one(there, address)
+        away = _instance_at(there, address)
         return len(others) >= self._least and (not self._least or not lost_without(away, others))
 
 
-def _one(there: Sequence[Instance], address: str) -> Instance:
+def _instance_at(there: Sequence[Instance], address: str) -> Instance:
     for instance in there:
         if instance.address == address:
             return instance
@@ -217,7 +217,7 @@ class RollProgress:
     """The instance that is out of service; None if there is none."""
 
     @classmethod
-    def taken_up(cls, path: Path, role: str, began: str) -> Self:
+    def resumed(cls, path: Path, role: str, began: str) -> Self:
         """Return the progress in the file, or a new one without a file.
 
         Raises SettingsError for another roll's file.

@@ -156,7 +156,9 @@ class Gateway:
         """Run a joiner that announces joined instances to a prober."""
         async with (
             self.prober(client) as prober,
-            Joiner(self.pools, self.roster, lambda: self.settings, client, self.keys.headers, prober.joined) as joiner,
+            Joiner(
+                self.pools, self.roster, lambda: self.settings, client, self.keys.headers, prober.note_joined
+            ) as joiner,
         ):
             yield joiner
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.fleet.kv_events import blocks as module
-from proxy.fleet.kv_events.blocks import Blocks, together
+from proxy.fleet.kv_events.blocks import Blocks, sum_of_ranks
 from proxy.sim.hardware.work import KvBlocks
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Unreadable
 
@@ -104,7 +104,7 @@ def test_late_subscriber_learns_from_new_blocks() -> None:
     assert blocks.count.reach == pytest.approx(100 * SIZE, rel=0.15)
 
 
-@pytest.mark.parametrize("how", [AllCleared(), "missed", "restarted"])
+@pytest.mark.parametrize("how", [AllCleared(), "note_lost_events", "restarted"])
 def test_old_evictions_no_longer_count(how: object) -> None:
     blocks = Blocks()
     engine = Engine(20, blocks)
@@ -115,7 +115,7 @@ def test_old_evictions_no_longer_count(how: object) -> None:
         blocks.take([how])
     else:
         getattr(blocks, str(how))()
-    assert blocks.count == (90 * SIZE, 0, False, int(how != "missed"))
+    assert blocks.count == (90 * SIZE, 0, False, int(how != "note_lost_events"))
     assert not len(blocks)
     blocks.take([removed(*prompt(8))])
     assert not blocks.count.evicts
@@ -186,7 +186,7 @@ def test_full_table_is_scanned_once_per_turnover_of_the_cache(
 def test_dropped_blocks_leave_room_for_later_ones() -> None:
     blocks = Blocks(max_blocks=10)
     blocks.take([stored(*prompt(1)), stored(*prompt(2))])
-    blocks.missed()
+    blocks.note_lost_events()
     blocks.take([stored(*prompt(3, 100), parent=99), stored(*prompt(4)), stored(5)])
     assert len(blocks) == 10
 
@@ -197,11 +197,11 @@ def test_ranks_count_together_and_are_empty_only_together() -> None:
         engine = Engine(20, blocks)
         for number in range(60):
             engine.serve(*prompt(number, 3))
-    both = together([one, other])
+    both = sum_of_ranks([one, other])
     assert both.stored == 360 * SIZE
     assert both.evicts
     assert both.reach == pytest.approx(40 * SIZE, rel=0.2)
     one.take([AllCleared()])
-    assert (together([one, other]).cleared, together([one, other]).evicts) == (0, False)
+    assert (sum_of_ranks([one, other]).cleared, sum_of_ranks([one, other]).evicts) == (0, False)
     other.take([AllCleared()])
-    assert together([one, other]).cleared == 1
+    assert sum_of_ranks([one, other]).cleared == 1

@@ -91,7 +91,7 @@ class Gateway:
 
     def take(self, news: News) -> None:
         slots = {self.backend(port).key: self.backend(port).slot for port in self.order}
-        self.guests.charge_some({slots[key]: charge for key, charge in news.instances.items()})
+        self.guests.replace_loads({slots[key]: charge for key, charge in news.instances.items()})
         self.guests.note_prompts(
             {slots[key]: records for key, records in news.prompts.items()}, self.clock() - news.now
         )

@@ -44,13 +44,13 @@ async def test_systemd_is_notified_while_the_event_loop_runs(tmp_path: Path) -> 
     path = str(tmp_path / "notify")
     with systemd(path) as hear:
         manager = ServiceManager({"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "30000"})
-        async with manager.told_that_it_lives():
+        async with manager.sending_heartbeats():
             assert [await asyncio.to_thread(hear) for _ in range(3)] == ["WATCHDOG=1"] * 3
 
 
 def test_name_that_begins_with_an_at_sign_is_no_file() -> None:
     with systemd("\0pdproxy-test-of-notify") as hear:
-        ServiceManager({"NOTIFY_SOCKET": "@pdproxy-test-of-notify"}).tell(READY, "listening")
+        ServiceManager({"NOTIFY_SOCKET": "@pdproxy-test-of-notify"}).notify(READY, "listening")
         assert hear() == "READY=1\nSTATUS=listening"
 
 
@@ -59,6 +59,6 @@ def test_name_that_begins_with_an_at_sign_is_no_file() -> None:
 )
 async def test_service_manager_does_nothing_when_no_socket_listens(environ: dict[str, str]) -> None:
     manager = ServiceManager(environ)
-    async with manager.told_that_it_lives():
-        manager.tell(READY, "listening")
+    async with manager.sending_heartbeats():
+        manager.notify(READY, "listening")
         await asyncio.sleep(0)

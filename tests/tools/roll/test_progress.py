@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 
 def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "roll.json"
-    before = RollProgress.taken_up(path, "decode", "yesterday")
+    before = RollProgress.resumed(path, "decode", "yesterday")
     assert not before.is_begun
     before.taking("a:1")
     before.restarted()
     before.taking("b:1")
-    after = RollProgress.taken_up(path, "decode", "today")
+    after = RollProgress.resumed(path, "decode", "today")
     assert (after.began, after.done, after.current) == ("yesterday", ["a:1"], "b:1")
     assert [each.name for each in tmp_path.iterdir()] == ["roll.json"]
     after.forget()
-    assert not RollProgress.taken_up(path, "decode", "today").is_begun
+    assert not RollProgress.resumed(path, "decode", "today").is_begun
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"role": "decode", "done": 1, "began": "now", "current": null}'])
 def test_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
     with pytest.raises(SettingsError, match="does not say how far a roll has come"):
-        RollProgress.taken_up(tmp_path / "x", "decode", "now")
+        RollProgress.resumed(tmp_path / "x", "decode", "now")
     with pytest.raises(SettingsError, match="cannot be read: is a directory"):
-        RollProgress.taken_up(tmp_path, "decode", "now")
+        RollProgress.resumed(tmp_path, "decode", "now")
 
 
 def test_progress_of_another_role_is_refused(tmp_path: Path) -> None:
     RollProgress(tmp_path / "x", "prefill", "now").taking("a:1")
     with pytest.raises(SettingsError, match="is of a roll of prefill instances"):
-        RollProgress.taken_up(tmp_path / "x", "decode", "now")
+        RollProgress.resumed(tmp_path / "x", "decode", "now")
 
 
 def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Roll:
         self._gateways = Gateways([gateway.url], "decode", None)
         self.progress = RollProgress(path, "decode", "now")
         if path is not None:
-            self.progress = RollProgress.taken_up(path, "decode", "now")
+            self.progress = RollProgress.resumed(path, "decode", "now")
         self.walk = Walk(
             self._gateways, self.progress, Limits(**{**SOON, **limits}), self._restart, self.told.append, 0.01
         )
