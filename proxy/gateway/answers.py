@@ -142,6 +142,11 @@ class Answer(ABC):
         self._write_end(timeline)
         timeline.usage.add_completion(self.delivery.usage)
 
+    def note_partial_usage(self, timeline: Timeline) -> None:
+        """Record the tokens of an answer that has ended early, unless an engine has reported them."""
+        if timeline.usage.completion_tokens is None:
+            timeline.usage.add_completion(self.delivery.partial_usage())
+
     def _write_end(self, timeline: Timeline) -> None:
         ending = self.delivery.missing_end(timeline.usage.prompt_details)
         if self.writer is not None:

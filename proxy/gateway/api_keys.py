@@ -1,7 +1,8 @@
 """The keys of clients, and their usage over all workers.
 
-The requests in flight and the requests per minute of a key may be limited. Both are counted in shared memory, in one
-row for each worker. Without keys, all clients have the same anonymous key, which has no limits and is not counted.
+The requests in flight, and the requests and tokens per minute of a key may be limited. All are counted in shared
+memory, in one row for each worker. Without keys, all clients have the same anonymous key, which has no limits and is
+not counted.
 
 Further rows count the requests that other gateways have admitted, see `fleet.replicas`.
 """
@@ -12,8 +13,8 @@ import hashlib
 import mmap
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from proxy.common.errors import LimitExceeded, Unauthorized
 
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 MAX_KEYS: Final = 1024
 """The largest number of client keys, unless the KeyUsage was made for more."""
 
-_CELLS_PER_SLOT = 3
-_IN_FLIGHT, _MINUTES = 0, 1  # two cells for minutes: even and odd ones
+_CELLS_PER_SLOT = 5
+# Requests and tokens have two cells each: one for even and one for odd minutes.
+_IN_FLIGHT, _REQUESTS, _TOKENS = 0, 1, 3
 _CELL_BYTES = 8
 _COUNT_BITS: Final = 32
+_MAX_COUNT: Final = (1 << _COUNT_BITS) - 1
 _MINUTE_MS: Final = 60_000
 _BUSY_RETRY_SECONDS: Final = 1.0
 
@@ -48,28 +51,42 @@ class UsageRow:
 
     def count(self, slot: int, minute: int) -> None:
         """Count a request of the key with this slot. `minute`: the number of the present minute."""
-        index = _CELLS_PER_SLOT * slot + _MINUTES + minute % 2
-        cell = self._cells[index]
-        self._cells[index] = cell + 1 if cell >> _COUNT_BITS == minute else (minute << _COUNT_BITS) + 1
+        self._count(_CELLS_PER_SLOT * slot + _REQUESTS + minute % 2, minute, 1)
 
-    def charge(self, slot: int, in_flight: int, minute: int, count: int) -> None:
+    def count_tokens(self, slot: int, minute: int, tokens: int) -> None:
+        """Count tokens of the key with this slot. `minute`: the number of the present minute."""
+        self._count(_CELLS_PER_SLOT * slot + _TOKENS + minute % 2, minute, tokens)
+
+    def return_tokens(self, slot: int, minute: int, tokens: int) -> None:
+        """Take back tokens that this row has counted in a minute. Does nothing if that minute no longer counts."""
+        index = _CELLS_PER_SLOT * slot + _TOKENS + minute % 2
+        if self._cells[index] >> _COUNT_BITS == minute:
+            self._cells[index] -= tokens
+
+    def _count(self, index: int, minute: int, amount: int) -> None:
+        cell = self._cells[index]
+        count = cell - (minute << _COUNT_BITS) if cell >> _COUNT_BITS == minute else 0
+        self._cells[index] = (minute << _COUNT_BITS) + min(count + amount, _MAX_COUNT)
+
+    def charge(self, slot: int, in_flight: int, minute: int, counts: tuple[int, int]) -> None:
         """Replace the counts of a slot. Only for rows of other gateways.
 
         Args:
             slot: The slot of the key.
             in_flight: Requests in flight.
             minute: The number of the present minute.
-            count: Requests in the 60 s that end now.
+            counts: Requests and tokens in the 60 s that end now.
         """
         first = _CELLS_PER_SLOT * slot
         cells = self._cells
         cells[first + _IN_FLIGHT] = in_flight
-        cells[first + _MINUTES + minute % 2] = (minute << _COUNT_BITS) + count
-        cells[first + _MINUTES + (minute + 1) % 2] = 0
+        for kind, count in zip((_REQUESTS, _TOKENS), counts, strict=True):
+            cells[first + kind + minute % 2] = (minute << _COUNT_BITS) + min(count, _MAX_COUNT)
+            cells[first + kind + (minute + 1) % 2] = 0
 
 
 class KeyUsage:
-    """The usage of all keys by slot: requests in flight, and requests of the present and the last minute.
+    """The usage of all keys by slot: requests in flight, and requests and tokens of the present and the last minute.
 
     Each worker writes its own row of int64. A cell has both the count and the number of a minute, so that readers in
     other workers cannot mix up two minutes. Create it before forking.
@@ -88,14 +105,18 @@ class KeyUsage:
         """Return a row. The rows of workers are first, then those of guests."""
         return UsageRow(self._cells_of(number))
 
-    def own(self, slot: int, now: float) -> tuple[int, int]:
-        """Return the usage by the workers of this gateway: requests in flight, and those in the last 60 s.
+    def own(self, slot: int, now: float) -> tuple[int, int, int]:
+        """Return the requests in flight of this gateway's workers, and their requests and tokens in the last 60 s.
 
         `now`: seconds of the clock of the ApiKeys.
         """
         minute, elapsed_ms = minute_of(now)
-        previous, current = (self._counted(slot, each, self.workers) for each in (minute - 1, minute))
-        return self._in_flight(slot, self.workers), current + -(-previous * (_MINUTE_MS - elapsed_ms) // _MINUTE_MS)
+        requests, tokens = (
+            self._counted(slot, minute, kind, self.workers)
+            - (-self._counted(slot, minute - 1, kind, self.workers) * (_MINUTE_MS - elapsed_ms) // _MINUTE_MS)
+            for kind in (_REQUESTS, _TOKENS)
+        )
+        return self._in_flight(slot, self.workers), requests, tokens
 
     def in_flight(self, slot: int) -> int:
         """Return the requests in flight over all rows."""
@@ -103,7 +124,11 @@ class KeyUsage:
 
     def counted(self, slot: int, minute: int) -> int:
         """Return the requests of the present or the last minute over all rows."""
-        return self._counted(slot, minute, self.rows)
+        return self._counted(slot, minute, _REQUESTS, self.rows)
+
+    def counted_tokens(self, slot: int, minute: int) -> int:
+        """Return the tokens of the present or the last minute over all rows."""
+        return self._counted(slot, minute, _TOKENS, self.rows)
 
     # The sums are loops over indices, because each request needs them and a slice takes as long as ten cells.
 
@@ -114,8 +139,8 @@ class KeyUsage:
             in_flight += self._cells[index]
         return in_flight
 
-    def _counted(self, slot: int, minute: int, rows: int) -> int:
-        first = _CELLS_PER_SLOT * slot + _MINUTES + minute % 2
+    def _counted(self, slot: int, minute: int, kind: int, rows: int) -> int:
+        first = _CELLS_PER_SLOT * slot + kind + minute % 2
         counted = 0
         for index in range(first, rows * self._width, self._width):
             cell = self._cells[index]
@@ -124,7 +149,7 @@ class KeyUsage:
         return counted
 
     def erase(self, number: int) -> None:
-        """Set the requests in flight of a row to 0 after its writer has died. The requests per minute stay."""
+        """Set the requests in flight of a row to 0 after its writer has died. The counts of minutes stay."""
         cells = self._cells_of(number)
         for index in range(_IN_FLIGHT, self._width, _CELLS_PER_SLOT):
             cells[index] = 0
@@ -169,6 +194,50 @@ class ApiKey:
     """Limit of requests per minute. None: no limit."""
     priority: int = 0
     """The priority of the requests. Lower values go first. A request can only lower its urgency."""
+    token_limit: TokenLimit | None = field(default=None, compare=False)
+    """Limit of tokens per minute. None: no limit."""
+
+
+class TokenLimit:
+    """The limit of a key's tokens per minute, in one worker.
+
+    A request reserves the tokens that it may take, and settles with its usage at its end.
+    """
+
+    def __init__(self, tokens_per_minute: int, slot: int, keys: ApiKeys) -> None:
+        self.tokens_per_minute = tokens_per_minute
+        self.slot = slot
+        self._row = keys.row
+        self._clock = keys.clock
+
+    def reserve(self, tokens: int) -> TokenReservation:
+        """Count the tokens that a request may take."""
+        minute = minute_of(self._clock())[0]
+        self._row.count_tokens(self.slot, minute, tokens)
+        return TokenReservation(self, minute, tokens)
+
+    def settle(self, minute: int, reserved: int, used: int) -> None:
+        """Replace a reservation by the tokens that a request has used.
+
+        More tokens count in the present minute. Fewer are taken back where they were counted.
+        """
+        if used > reserved:
+            self._row.count_tokens(self.slot, minute_of(self._clock())[0], used - reserved)
+        else:
+            self._row.return_tokens(self.slot, minute, reserved - used)
+
+
+class TokenReservation(NamedTuple):
+    """The tokens that one request has reserved."""
+
+    limit: TokenLimit
+    minute: int
+    """Number of the minute in which they count."""
+    tokens: int
+
+    def settle(self, used: int) -> None:
+        """See TokenLimit. `used`: tokens of the prompt and of the answer."""
+        self.limit.settle(self.minute, self.tokens, used)
 
 
 ANONYMOUS: Final = ApiKey("-")
@@ -183,8 +252,9 @@ class ApiKeys:
     def __init__(self, usage: KeyUsage, worker: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: returns seconds of the system's monotonic clock, which all workers of a host share."""
         self._usage = usage
-        self._row = usage.row(worker)
-        self._clock = clock
+        self.row = usage.row(worker)
+        """The row of this worker."""
+        self.clock = clock
         self._by_digest: Mapping[str, ApiKey] = {}
         self._by_headers: dict[tuple[str | None, str | None], ApiKey] = {}
         """The keys by the headers of recent requests. A digest would cost a tenth of all other work for a request."""
@@ -199,7 +269,16 @@ class ApiKeys:
             slots: The slots by name, equal in all workers. See `assign_slots`.
         """
         self._by_digest = {
-            key.key_sha256: ApiKey(key.name, slots[key.name], key.max_concurrent, key.requests_per_minute, key.priority)
+            key.key_sha256: ApiKey(
+                name=key.name,
+                slot=slots[key.name],
+                max_concurrent=key.max_concurrent,
+                requests_per_minute=key.requests_per_minute,
+                priority=key.priority,
+                token_limit=None
+                if key.tokens_per_minute is None
+                else TokenLimit(key.tokens_per_minute, slots[key.name], self),
+            )
             for key in keys
         }
         self._by_headers.clear()
@@ -243,7 +322,7 @@ class ApiKeys:
                 code="key_concurrency",
                 retry_after_seconds=_BUSY_RETRY_SECONDS,
             )
-        minute, elapsed_ms = minute_of(self._clock())
+        minute, elapsed_ms = minute_of(self.clock())
         limit = key.requests_per_minute
         if limit is not None:
             wait_ms = _until_room_ms(limit, usage.counted(slot, minute - 1), usage.counted(slot, minute), elapsed_ms)
@@ -253,11 +332,22 @@ class ApiKeys:
                     code="key_rate",
                     retry_after_seconds=wait_ms / 1000,
                 )
-        self._row.count(slot, minute)
-        self._row.add(slot, 1)
+        tokens = key.token_limit
+        if tokens is not None:
+            limit = tokens.tokens_per_minute
+            counts = usage.counted_tokens(slot, minute - 1), usage.counted_tokens(slot, minute)
+            wait_ms = _until_room_ms(limit, *counts, elapsed_ms)
+            if wait_ms:
+                raise LimitExceeded(
+                    f"this key may use {limit} tokens per minute",
+                    code="key_tokens",
+                    retry_after_seconds=wait_ms / 1000,
+                )
+        self.row.count(slot, minute)
+        self.row.add(slot, 1)
 
     def _end(self, slot: int) -> None:
-        self._row.add(slot, -1)
+        self.row.add(slot, -1)
 
 
 class _QuotaHold:
@@ -280,15 +370,15 @@ class _QuotaHold:
 
 
 def _until_room_ms(limit: int, previous: int, current: int, elapsed_ms: int) -> int:
-    """Return the milliseconds until a further request fits, or 0 if it fits now.
+    """Return the milliseconds until there is room for a further request, or 0 if there is room now.
 
-    The sliding window assumes that the requests of the last minute came evenly: used = previous × (1 - elapsed) +
+    The sliding window assumes that the counts of the last minute came evenly: used = previous × (1 - elapsed) +
     current. There is room while less than the limit is used.
 
     Args:
-        limit: The limit of requests per minute.
-        previous: Requests of the last minute.
-        current: Requests of the present minute.
+        limit: The limit of requests or tokens per minute.
+        previous: The count of the last minute.
+        current: The count of the present minute.
         elapsed_ms: Milliseconds of the present minute that have passed.
     """
     if current >= limit:  # only the next minute can have room

@@ -409,6 +409,10 @@ class Delivery:
                 parts.append(data_event({**self.head, "choices": [], "usage": self.usage}))
         return self._with_held_events(b"".join(parts))
 
+    def partial_usage(self) -> dict[str, Any] | None:
+        """Return the usage of the answer so far, by its token ids. None: engines do not report them."""
+        return None if self.has_lost_track else self.transcript.counted_usage()
+
     def _usage_or_count(self, details: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the usage from the last chunk, or count the token ids. None: there are neither.
 

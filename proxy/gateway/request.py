@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.dialects.base import Dialect
     from proxy.dialects.call import Call
     from proxy.gateway.admission import QueuedUnit
-    from proxy.gateway.api_keys import ApiKey
+    from proxy.gateway.api_keys import ApiKey, TokenReservation
     from proxy.gateway.client_writer import ClientConnection
     from proxy.gateway.request_parts import RequestParts
     from proxy.gateway.work import Work
@@ -58,6 +58,7 @@ class Request:
         "_queued",
         "_quota",
         "_record",
+        "_reservation",
         "_task",
         "_timeline",
         "_will_look",
@@ -95,6 +96,8 @@ class Request:
         self._key = key
         self._quota = quota
         self._held_bytes = held_bytes
+        self._reservation: TokenReservation | None = None
+        """The tokens that count against the client key. None: its tokens are not limited."""
         self._writer: ClientWriter
         self._record: RequestRecord
         self._work: Work | None = None
@@ -125,6 +128,9 @@ class Request:
         parts, call, dialect = self._parts, self._call, self._dialect
         self._record = record
         record.key, record.stream, record.model = self._key.name, call.stream, call.model
+        if self._key.token_limit is not None:
+            samples = call.samples
+            self._reservation = self._key.token_limit.reserve(samples * (call.prompt_tokens + (call.output_limit or 0)))
         if parts.lanes.models.is_mixed:
             record.served_model = parts.lanes.known(call.served_model)
         if record.context is not None:
@@ -353,6 +359,7 @@ class Request:
         self._has_task = True
         parts, record, work = self._parts, self._record, self._work
         service = parts.service
+        record.samples = self._call.samples
         token = logs.request_id.set(record.request_id)
         self._uncount()
         task = asyncio.current_task()
@@ -439,9 +446,14 @@ class Request:
             return
         self.is_over = True
         parts, record, work = self._parts, self._record, self._work
+        if record.error is not None and work is not None and len(work.answers) == len(record.timelines):
+            for answer, timeline in zip(work.answers, record.timelines, strict=True):
+                answer.note_partial_usage(timeline)
         record.committed = self._writer.is_committed
         self._writer.close()
         parts.observers.end(record)
+        if self._reservation is not None:
+            self._reservation.settle(record.tokens)
         self._uncount()
         parts.service.admission.buffers.held_bytes -= self._held_bytes
         if self._quota is not None:

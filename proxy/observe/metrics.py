@@ -82,7 +82,7 @@ REJECTIONS: Final = (
     *("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "no_healthy_encode", "draining"),
     *("queue_full", "queue_timeout", "queue_predicted", "queue_deadline", "all_refuse"),
     *("buffers_full", "memory", "connections"),
-    *("unauthorized", "key_concurrency", "key_rate"),
+    *("unauthorized", "key_concurrency", "key_rate", "key_tokens"),
     "suspect_request",
     *("malformed_http", "slow_header", "slow_body", "content_encoding"),
 )

@@ -211,6 +211,8 @@ class RequestRecord:
     served_model: str | None = None
     """The instances' name of the model; None if all instances serve the same model, or none serves this one."""
     stream: bool = False
+    samples: int = 1
+    """Number of answers to each prompt. Each is a unit, while the client's usage counts the prompt once."""
     first_token_seconds: float | None = None
     ended: float = 0.0
     """Clock seconds of the end; 0 before."""
@@ -255,6 +257,13 @@ class RequestRecord:
         """Note that the client was sent the first part of the answer. Later calls change nothing."""
         if self.first_token_seconds is None:
             self.first_token_seconds = self.clock() - self.started
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all prompts and answers, as the client's usage counts them."""
+        usages = [timeline.usage for timeline in self.timelines]
+        prompts = sum([usage.prompt_tokens or 0 for usage in usages])
+        return prompts // self.samples + sum([usage.completion_tokens or 0 for usage in usages])
 
     @property
     def stage(self) -> Stage | None:

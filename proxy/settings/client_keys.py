@@ -5,6 +5,7 @@
         key: sk-0123456789abcdef     # or key_sha256: its SHA-256, so that the file has no secret
         max_concurrent: 16           # requests at a time; null or missing: no limit
         requests_per_minute: 600     # null or missing: no limit
+        tokens_per_minute: 200000    # of prompts and answers; null or missing: no limit
         priority: 0                  # lower values leave the queue first
 
 Errors are one sentence with the place of the mistake and without the key. Only the digest of a key is kept.
@@ -54,6 +55,11 @@ class ClientKey(Section):
     """Maximum number of requests in flight, over all workers; null: no limit."""
     requests_per_minute: Positive | None = None
     """Maximum number of requests in any minute, over all workers; null: no limit."""
+    tokens_per_minute: Positive | None = None
+    """Maximum number of tokens of prompts and answers in any minute, over all workers; null: no limit.
+
+    A request reserves its estimated prompt and its limit on the answer, and settles with its usage at its end.
+    """
     priority: int = 0
     """Priority in the queue: lower values first.
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from proxy.common.errors import LimitExceeded, Unauthorized
-from proxy.gateway.api_keys import ANONYMOUS, ApiKey, ApiKeys, KeyUsage, assign_slots
+from proxy.gateway.api_keys import ANONYMOUS, ApiKey, ApiKeys, KeyUsage, TokenReservation, assign_slots
 from proxy.settings import ClientKey
 from tests.clock import Clock
 
@@ -283,6 +283,79 @@ def test_request_is_admitted_exactly_after_retry_after(limit: int, arrivals: lis
         assert sum(at // 60_000 == minute for at in accept) <= limit
 
 
+# Tokens per minute
+
+
+def reserve(host: Host, tokens: int, worker: int = 0) -> TokenReservation:
+    """Admit a request of the key `a` that reserves tokens."""
+    host.ask("a", worker)
+    limit = host.key("a", worker).token_limit
+    assert limit is not None
+    return limit.reserve(tokens)
+
+
+def token_wait_ms(host: Host, worker: int = 0) -> int:
+    error = host.refusal("a", worker)
+    assert error.code == "key_tokens"
+    assert error.retry_after_seconds is not None
+    return round(error.retry_after_seconds * 1000)
+
+
+def test_tokens_per_minute_are_limited_over_all_workers(host: Host) -> None:
+    host.configure(key("a", tokens_per_minute=100), key("b", tokens_per_minute=100))
+    reserve(host, 60, worker=0)
+    reserve(host, 40, worker=1)
+    for worker in (0, 1):
+        assert token_wait_ms(host, worker) == 60_001  # all of this minute, and until a token has left the window
+    host.ask("b")
+    host.clock.now += 60.001
+    host.ask("a")
+
+
+def test_tokens_settle_with_the_usage_of_the_request(host: Host) -> None:
+    host.configure(key("a", tokens_per_minute=100))
+    first, second = reserve(host, 50), reserve(host, 50, worker=1)
+    token_wait_ms(host)
+    first.settle(10)
+    assert host.usage.counted_tokens(0, 100) == 60
+    second.settle(90)
+    assert host.usage.counted_tokens(0, 100) == 100
+    token_wait_ms(host)
+
+
+def test_tokens_are_returned_only_where_they_still_count(host: Host) -> None:
+    host.configure(key("a", tokens_per_minute=100))
+    early, late = reserve(host, 100), host.key("a", 1).token_limit
+    assert late is not None
+    host.clock.now += MINUTE
+    late.reserve(30)
+    early.settle(40)
+    assert (host.usage.counted_tokens(0, 100), host.usage.counted_tokens(0, 101)) == (40, 30)
+    another = late.reserve(70)
+    host.clock.now += 2 * MINUTE
+    late.reserve(5)
+    another.settle(0)
+    assert host.usage.counted_tokens(0, 103) == 5
+
+
+def test_tokens_beyond_the_reservation_count_when_they_are_known(host: Host) -> None:
+    host.configure(key("a", tokens_per_minute=100))
+    long_answer = reserve(host, 10)
+    host.clock.now += 5 * MINUTE
+    long_answer.settle(400)
+    assert host.usage.counted_tokens(0, 105) == 390
+    assert token_wait_ms(host) == 60_000 + 44_616  # 390 become less than 100 after 44.6 s of the next minute
+
+
+def test_token_count_stays_within_its_bits(host: Host) -> None:
+    host.configure(key("a", tokens_per_minute=100))
+    for _ in range(3):
+        reservation = host.key("a").token_limit
+        assert reservation is not None
+        reservation.reserve(1 << 31)
+    assert host.usage.counted_tokens(0, 100) == (1 << 32) - 1
+
+
 def test_limits_may_change_while_usage_stays(host: Host) -> None:
     host.configure(key("a"), key("b"))
     for _ in range(5):
@@ -338,10 +411,12 @@ def test_requests_of_other_gateways_count_but_are_not_own_usage() -> None:
         for _ in range(worker + 1):
             usage.row(worker).count(1, 100)
     guest = usage.row(2)
-    guest.charge(1, 5, 100, 7)
+    usage.row(1).count_tokens(1, 100, 50)
+    guest.charge(1, 5, 100, (7, 90))
     assert (usage.in_flight(1), usage.counted(1, 100)) == (7, 10)
-    assert usage.own(1, 100 * MINUTE) == (2, 3)
-    assert usage.own(1, 101.5 * MINUTE) == (2, 2)  # half of the minute before, rounded up
-    assert usage.own(1, 102 * MINUTE) == (2, 0)
-    guest.charge(1, 0, 101, 4)
+    assert usage.counted_tokens(1, 100) == 140
+    assert usage.own(1, 100 * MINUTE) == (2, 3, 50)
+    assert usage.own(1, 101.5 * MINUTE) == (2, 2, 25)  # half of the minute before, rounded up
+    assert usage.own(1, 102 * MINUTE) == (2, 0, 0)
+    guest.charge(1, 0, 101, (4, 60))
     assert (usage.in_flight(1), usage.counted(1, 100), usage.counted(1, 101)) == (2, 3, 4)

@@ -47,6 +47,7 @@ def test_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
             key: {SECRET}
             max_concurrent: 16
             requests_per_minute: 600
+            tokens_per_minute: 200000
           - {{name: Team_B.2, key_sha256: {"AB" * 32}, max_concurrent: null, priority: -2}}
     """)
     first, second = load_client_keys(file)
@@ -55,6 +56,7 @@ def test_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
         "key_sha256": DIGEST,
         "max_concurrent": 16,
         "requests_per_minute": 600,
+        "tokens_per_minute": 200000,
         "priority": 0,
     }
     assert second.model_dump() == {
@@ -62,6 +64,7 @@ def test_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
         "key_sha256": "ab" * 32,
         "max_concurrent": None,
         "requests_per_minute": None,
+        "tokens_per_minute": None,
         "priority": -2,
     }
     with pytest.raises(ValidationError):

@@ -59,7 +59,8 @@ class Peers:
             if state is None:
                 peer.turn = None
             elif peer.turn is None or state.turn > peer.turn:  # otherwise it is older than the last news
-                peer.turn, peer.keys = state.turn, state.keys
+                peer.turn, tokens = state.turn, state.key_tokens
+                peer.keys = {name: (*counts, tokens.get(name, 0)) for name, counts in state.keys.items()}
                 peer.instances, peer.verdicts = dict(state.instances), dict(state.verdicts)
                 peer.front = shift_head(state.front, now - state.turn / 1e9)
 

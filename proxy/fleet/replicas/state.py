@@ -44,8 +44,8 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Charge = tuple[_Count, _Count, _Count]
 """Load of one instance: requests, tokens of compute, and tokens of KV cache including pinned ones."""
 
-Used = tuple[_Count, _Count]
-"""Use of one client key: requests in flight, and requests in the minute before the report."""
+Used = tuple[int, int, int]
+"""Use of one client key: requests in flight, and requests and tokens in the minute before the report."""
 
 _Counts = TypeVar("_Counts", Charge, Used)
 
@@ -62,8 +62,13 @@ class GatewayState(msgspec.Struct, frozen=True):
     distinguished from an old one that is still in the store."""
     instances: dict[str, Charge] = {}
     """Load by Backend.key, without idle instances."""
-    keys: dict[str, Used] = {}
-    """Use by name of the client key, without unused keys. Empty if limits hold for each gateway separately."""
+    keys: dict[str, tuple[_Count, _Count]] = {}
+    """Requests in flight, and requests in the minute before the report, by name of the client key.
+
+    Unused keys are left out. Empty if limits hold for each gateway separately.
+    """
+    key_tokens: dict[str, _Count] = {}
+    """Tokens in the minute before the report, by name of a client key in `keys`."""
     front: int = 0
     """Place of the first request in its queues, see `encode_head`, by the clock of `turn`."""
     verdicts: dict[str, _Number] = {}
@@ -179,7 +184,12 @@ class LocalState:
         used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
         used = {name: counts for name, counts in used.items() if any(counts)}
         return GatewayState(
-            _nanoseconds(now), instances, used, self._queue_heads.first_of_workers(), self._current_verdicts(now)
+            turn=_nanoseconds(now),
+            instances=instances,
+            keys={name: (in_flight, requests) for name, (in_flight, requests, _) in used.items()},
+            key_tokens={name: tokens for name, (_, _, tokens) in used.items() if tokens},
+            front=self._queue_heads.first_of_workers(),
+            verdicts=self._current_verdicts(now),
         )
 
     def news(self, now: float) -> News | None:
@@ -287,9 +297,9 @@ class PeerRows:
         """
         minute = minute_of(now)[0]
         for slot in self._used_slots - used.keys():
-            self._key_row.charge(slot, 0, minute, 0)
-        for slot, (in_flight, count) in used.items():
-            self._key_row.charge(slot, in_flight, minute, count)
+            self._key_row.charge(slot, 0, minute, (0, 0))
+        for slot, (in_flight, requests, tokens) in used.items():
+            self._key_row.charge(slot, in_flight, minute, (requests, tokens))
         self._used_slots = set(used)
 
     def note_verdicts(self, verdicts: Set[tuple[int, str, int]]) -> bool:

@@ -120,5 +120,8 @@ def _key_slots(basis: Basis) -> Mapping[str, int]:
     if not basis.settings.replicas.key_limits:
         return {}
     current = basis.live.current
-    limited = (key for key in current.client_keys if (key.max_concurrent, key.requests_per_minute) != (None, None))
-    return {key.name: current.slots[key.name] for key in limited}
+    return {
+        key.name: current.slots[key.name]
+        for key in current.client_keys
+        if (key.max_concurrent, key.requests_per_minute, key.tokens_per_minute) != (None, None, None)
+    }

@@ -22,9 +22,9 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.common.errors import LimitExceeded
 from proxy.fleet.replicas import ExchangeParts, LocalState, PeerRows, SharedRows, StateExchange, Store
-from proxy.fleet.replicas.state import GatewayState, Used, decode, encode
+from proxy.fleet.replicas.state import GatewayState, decode, encode
 from proxy.fleet.replicas.store import StoreRefused
-from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
+from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, TokenLimit, minute_of
 from proxy.observe.metrics import Metrics
 from proxy.process.shared import Listeners, share
 from proxy.settings import ClientKey, Loaded
@@ -288,7 +288,7 @@ def test_no_load_stays_charged_when_the_exchanging_worker_dies() -> None:
         shared = share(loaded, lambda: loaded, listeners)
         board = shared.scoreboard
         board.row(board.workers).charge(0, 1, 2, 3)
-        shared.key_usage.row(2).charge(0, 4, minute_of(time.monotonic())[0], 0)
+        shared.key_usage.row(2).charge(0, 4, minute_of(time.monotonic())[0], (0, 0))
         shared.erase(1)
         assert (board.running(0), shared.key_usage.in_flight(0)) == (1, 4)
         shared.erase(0)
@@ -330,6 +330,10 @@ async def test_client_key_limits_apply_across_all_gateways(store_port: int) -> N
         assert _refusal(two.usage, a_few) == "key_rate"
         assert two.usage.own(0, time.monotonic())[1] == 1  # requests of others are not counted as local
 
+        one.usage.row(1).count_tokens(1, minute_of(time.monotonic())[0], 1000)
+        few_tokens = ApiKey("other", 0, token_limit=TokenLimit(500, 0, ApiKeys(two.usage)))
+        await until(lambda: _refusal(two.usage, few_tokens) == "key_tokens", "the tokens of the other gateway")
+
 
 def _used(usage: KeyUsage, slot: int) -> int:
     minute = minute_of(time.monotonic())[0]
@@ -350,7 +354,7 @@ async def test_client_key_limits_are_shared_only_if_enabled(is_shared: bool, dep
     async with Store(live.settings, "another") as other:
         for name in names:
             assert (await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status == 200
-        shared_keys: list[dict[str, Used]] = []
+        shared_keys: list[dict[str, tuple[int, int]]] = []
         for turn in count():
             messages = await other.exchange(
                 encode(GatewayState(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
