@@ -13,7 +13,7 @@ from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
 from proxy.tools.doctor.command import ProgressLine, print_findings
 from proxy.tools.doctor.findings import Severity
-from proxy.tools.launch import sglang, vllm_ascend
+from proxy.tools.launch import sglang, vllm
 from proxy.tools.launch.fleet import compared, load_gateway
 from proxy.tools.launch.gateway import NAME, gateway_file
 from proxy.tools.launch.plan import planned
@@ -116,7 +116,7 @@ def _write(directory: Path, files: Mapping[str, str]) -> None:
 
 def rendered(plan: Plan) -> dict[str, str]:
     """Return texts by path: p0/prefill-0.sh, …, gateway.yaml. Raises SettingsError."""
-    engine = sglang if plan.topology.engine == "sglang" else vllm_ascend
+    engine = sglang if plan.topology.engine == "sglang" else vllm
     found = {
         f"{launch.node_name}/{name}": text for launch in plan.launches for name, text in engine.files(plan, launch)
     }

@@ -184,8 +184,10 @@ def claims(plan: Plan) -> Iterator[Claim]:
         if meets(plan, launch) and launch.node_name == launch.master:
             yield Claim(where, f"rpc_port of {launch.name}", range(launch.part.rpc_port, launch.part.rpc_port + 1))
         if launch.kv_port is not None:
-            # MooncakeConnectorWorker: kv_port + data_parallel_rank * tensor_parallel_size + the number of the device
-            first, last = (launch.kv_port + rank * launch.part.tp for rank in (launch.ranks.start, launch.ranks.stop))
+            # MooncakeConnectorWorker: kv_port + data_parallel_rank * tensor_parallel_size + the number of the device.
+            # NixlConnectorScheduler: the side channel's port + data_parallel_index.
+            width = 1 if topology.engine == "vllm" else launch.part.tp
+            first, last = (launch.kv_port + rank * width for rank in (launch.ranks.start, launch.ranks.stop))
             yield Claim(where, f"kv_port of {launch.name}", range(first, last))
     if topology.connector is not None and topology.connector.startswith("Mooncake"):
         for name in dict.fromkeys(launch.node_name for launch in plan.launches):

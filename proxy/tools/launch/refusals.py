@@ -30,6 +30,11 @@ _ALIKE: Final = {
     "kv-cache-dtype": "the KV cache would be read as what it is not",
 }
 """Options that must be equal on prefillers and decoders, with the reason."""
+# compute_nixl_compatibility_hash
+_ALIKE_FOR_NIXL: Final = dict.fromkeys(
+    ("dtype", "attention-backend", "disable-hybrid-kv-cache-manager"),
+    "NixlConnector rejects the handoff between them",
+)
 
 
 def refusals(plan: Plan) -> list[Finding]:
@@ -147,10 +152,16 @@ def check_engine_ids(plan: Plan) -> Iterator[Finding]:
 def check_tp(plan: Plan) -> Iterator[Finding]:
     """Check that the connector can combine the tensor-parallel sizes."""
     connector, roles = plan.topology.connector, plan.topology.roles
-    if connector is None or not connector.startswith("Mooncake"):
+    if connector is None or not connector.startswith(("Mooncake", "Nixl")):
+        return
+    prefill, decode = roles["prefill"].tp, roles["decode"].tp
+    if connector.startswith("Nixl"):
+        # TransferTopology.tp_ratio, which raises an error
+        if prefill % decode and decode % prefill:
+            words = f"{connector} cannot join prefillers with tp {prefill} and decoders with tp {decode}"
+            yield Finding(_REFUSED, "tp", "fleet", words, "one of them must be a multiple of the other")
         return
     # disaggregated_prefill.md of vllm-ascend, and MooncakeConnectorWorker.__init__, which raises an error
-    prefill, decode = roles["prefill"].tp, roles["decode"].tp
     if prefill % decode:
         words = f"{connector} cannot join prefillers with tp {prefill} and decoders with tp {decode}"
         yield Finding(_REFUSED, "tp", "fleet", words, "tp of prefillers must be a multiple of that of decoders")
@@ -161,7 +172,8 @@ def check_alike(plan: Plan) -> Iterator[Finding]:
     if "both" in plan.topology.roles:
         return
     prefill, decode = (plan.topology.options_of(role) for role in ("prefill", "decode"))
-    for flag, reason in _ALIKE.items():
+    alike = _ALIKE | (_ALIKE_FOR_NIXL if plan.topology.engine == "vllm" else {})
+    for flag, reason in alike.items():
         one, other = prefill.get(flag), decode.get(flag)
         if one != other:
             words = f"--{flag} is {_told(one)} for prefillers and {_told(other)} for decoders: {reason}"

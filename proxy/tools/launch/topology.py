@@ -17,18 +17,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RoleName = Literal["prefill", "decode", "both"]
-Engine = Literal["vllm-ascend", "sglang"]
+Engine = Literal["vllm", "vllm-ascend", "sglang"]
 Launcher = Literal["launch_online_dp", "serve_ranks", "serve_nodes"]
 
 OptionValue = bool | int | float | str | list[int | float | str] | dict[str, Any] | None
 """true: the flag alone; a list: several words after it; a mapping: JSON; null: remove a common option."""
 
 _LAUNCHERS: Final = "launch_online_dp, serve_ranks or serve_nodes"
+_FLAGS_OF_VLLM: Final = frozenset(
+    """port served-model-name tensor-parallel-size data-parallel-size data-parallel-size-local data-parallel-rank
+    data-parallel-start-rank data-parallel-address data-parallel-rpc-port headless kv-transfer-config""".split()
+)
 _OWN_FLAGS: Final[Mapping[Engine, frozenset[str]]] = {
-    "vllm-ascend": frozenset(
-        """port served-model-name tensor-parallel-size data-parallel-size data-parallel-size-local data-parallel-rank
-        data-parallel-start-rank data-parallel-address data-parallel-rpc-port headless kv-transfer-config""".split()
-    ),
+    "vllm": _FLAGS_OF_VLLM,
+    "vllm-ascend": _FLAGS_OF_VLLM,
     "sglang": frozenset(
         """model-path served-model-name host port tp-size dp-size nnodes node-rank dist-init-addr disaggregation-mode
         disaggregation-bootstrap-port""".split()
@@ -37,7 +39,15 @@ _OWN_FLAGS: Final[Mapping[Engine, frozenset[str]]] = {
 """Flags that other parts of the file determine."""
 
 
+_OWN_VARIABLES: Final = (
+    *("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    *("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+)
+_NIXL: Final = "NixlConnector"
+
 _UNHEARD: Final[Mapping[Engine, frozenset[str]]] = {
+    # NixlConnector makes an id for each engine.
+    "vllm": frozenset({"bootstrap_port", "engine_id"}),
     "vllm-ascend": frozenset({"bootstrap_port"}),
     "sglang": frozenset({"connector", "connector_options", "kv_port", "engine_id", "ranks"}),
 }
@@ -160,7 +170,9 @@ class Part(Common):
     rpc_port: Port = 12321
     """Port at which the ranks of a group connect, on the node with rank 0."""
     kv_port: Port | None = None
-    """First port for transfers of KV cache. Each device listens at this port plus its number in the group."""
+    """First port for transfers of KV cache. Each device listens at this port plus its number in the group.
+
+    NixlConnector: port of the side channel. Each rank listens at this port plus its number in the group."""
     bootstrap_port: Port = 8998
     """SGLang: port at which decoders connect to a prefiller."""
 
@@ -212,8 +224,10 @@ class Topology(Common):
     def _is_whole(self) -> Self:
         if {*self.roles} not in ({"prefill", "decode"}, {"both"}):
             raise ValueError("roles must be prefill and decode, or both alone")
-        if (self.launcher is None) == (self.engine == "vllm-ascend"):
-            raise ValueError(f"launcher must be {_LAUNCHERS} for vllm-ascend, and is nothing of SGLang's")
+        if (self.launcher is None) != (self.engine == "sglang"):
+            raise ValueError(f"launcher must be {_LAUNCHERS} for vLLM, and is nothing of SGLang's")
+        if self.engine == "vllm" and self.launcher == "launch_online_dp":
+            raise ValueError("launch_online_dp is a script of vllm-ascend: take launcher serve_nodes or serve_ranks")
         self._check_engine()
         self._check_nodes()
         self._check_connector()
@@ -222,8 +236,9 @@ class Topology(Common):
             for flag in part.options:
                 if flag in _OWN_FLAGS[self.engine]:
                     raise ValueError(f"--{flag} follows from the rest of the file: leave it out of options")
-            if "ASCEND_RT_VISIBLE_DEVICES" in part.environment:
-                raise ValueError("ASCEND_RT_VISIBLE_DEVICES follows from the devices of nodes: leave it out")
+            for variable in _OWN_VARIABLES:
+                if variable in part.environment:
+                    raise ValueError(f"{variable} follows from the nodes and ports: leave it out of environment")
         return self
 
     def _check_engine(self) -> None:
@@ -262,7 +277,9 @@ class Topology(Common):
                 if is_split
                 else "connector is for prefill and decode: engines of both hand nothing over"
             )
-        listens = self.connector is not None and self.connector.startswith("Mooncake")
+        if self.engine == "vllm" and self.connector not in (None, _NIXL):
+            raise ValueError(f"connector must be {_NIXL} for engine vllm")
+        listens = self.connector is not None and self.connector.startswith(("Mooncake", "Nixl"))
         for role, part in self.roles.items():
             given = [share.kv_port or part.kv_port for group in part.groups for share in group.nodes]
             if listens and None in given:

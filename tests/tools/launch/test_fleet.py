@@ -57,15 +57,21 @@ def options_of(command: Command) -> dict[str, Any]:
             "max_model_len": int(flags["--context-length"]),
             "bootstrap_port": int(flags.get("--disaggregation-bootstrap-port", 0)),
         }
-    role = _ROLES[flags.get("--kv-transfer-config", {}).get("kv_role")]
+    transfer = flags.get("--kv-transfer-config", {})
+    role = _ROLES[transfer.get("kv_role")]
+    nixl = {"connector_name": "nixl"} if transfer.get("kv_connector") == "NixlConnector" else {}
     return {
         "role": role,
         "profile_name": "v0.23",
         "model": flags.get("--served-model-name", command.words[2]),
         "port": int(flags["--port"]),
-        "max_model_len": int(flags["--max-model-len"]),
-        "max_num_seqs": int(flags["--max-num-seqs"]),
+        **{
+            name: int(flags[flag])
+            for name, flag in (("max_model_len", "--max-model-len"), ("max_num_seqs", "--max-num-seqs"))
+            if flag in flags
+        },
         "dev_mode": True,
+        **nixl,
         **({"protocol": "none"} if role == "both" else {}),
     }
 
@@ -115,6 +121,8 @@ FLEETS = {
     "kimi-k2.6-1p1d-multimodal": ["prefill"] * 2 + ["decode"] * 16,
     "kimi-k2.6-2p2d": ["prefill"] * 8 + ["decode"] * 8,
     "kimi-k2.6-sglang-1p1d": ["prefill", "decode"],
+    "vllm-nixl-1p1d": ["prefill", "decode"],
+    "vllm-nixl-4p8d": ["prefill"] * 4 + ["decode"] * 8,
 }
 
 
@@ -129,7 +137,7 @@ async def test_fleet_that_was_started_by_its_scripts_is_as_its_topology_says(nam
     assert exit_code(looked.findings) == 0
 
 
-@pytest.mark.parametrize("name", ["kimi-k2.6-1p1d", "kimi-k2.6-sglang-1p1d"])
+@pytest.mark.parametrize("name", ["kimi-k2.6-1p1d", "kimi-k2.6-sglang-1p1d", "vllm-nixl-1p1d"])
 async def test_rendered_gateway_hands_over_between_the_rendered_engines(name: str) -> None:
     plan = on_loopback(name)
     async with started(plan) as fleet:

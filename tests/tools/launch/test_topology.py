@@ -22,6 +22,7 @@ nodes:
 roles:
   both: {port: 8000, tp: 8, groups: [[n0]]}
 """
+PLAIN = LEAST.replace("vllm-ascend", "vllm")
 SGLANG = LEAST.replace("vllm-ascend", "sglang").replace("launcher: serve_nodes\n", "")
 
 MISTAKES = [
@@ -48,7 +49,27 @@ MISTAKES = [
     ),
     (LEAST + "options: {--seed: 1}\n", "'--seed' must be a flag without its dashes"),
     (LEAST + "options: {port: 1}\n", "--port follows from the rest of the file"),
-    (LEAST + "environment: {ASCEND_RT_VISIBLE_DEVICES: 0}\n", "follows from the devices of nodes"),
+    (LEAST + "environment: {ASCEND_RT_VISIBLE_DEVICES: 0}\n", "follows from the nodes and ports"),
+    (PLAIN + "environment: {VLLM_NIXL_SIDE_CHANNEL_PORT: 1}\n", "follows from the nodes and ports"),
+    (PLAIN.replace("serve_nodes", "launch_online_dp"), "launch_online_dp is a script of vllm-ascend"),
+    (PLAIN.replace("tp: 8", "bootstrap_port: 1"), "bootstrap_port means nothing to engine vllm"),
+    (PLAIN.replace("[[n0]]", "[[{node: n0, engine_id: 1}]]"), "engine_id means nothing to engine vllm"),
+    (
+        PLAIN.replace(
+            "both: {port: 8000, tp: 8, groups: [[n0]]}",
+            "prefill: {port: 1, groups: [[n0]]}\n  decode: {port: 2, groups: [[n0]]}",
+        )
+        + "connector: MooncakeConnector\n",
+        "connector must be NixlConnector for engine vllm",
+    ),
+    (
+        PLAIN.replace(
+            "both: {port: 8000, tp: 8, groups: [[n0]]}",
+            "prefill: {port: 1, groups: [[n0]]}\n  decode: {port: 2, groups: [[n0]]}",
+        )
+        + "connector: NixlConnector\n",
+        "prefill needs a kv_port",
+    ),
     (LEAST + "environment: {A-B: 1}\n", "'A-B' is no name of a variable"),
     (LEAST + 'prepare: ["a\\nb"]\n', "must be one line of text"),
     (LEAST + "gateway: {settings: {listen: {port: many}}}\n", "gateway.settings: listen.port must be a valid integer"),

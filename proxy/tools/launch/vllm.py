@@ -1,4 +1,4 @@
-"""Scripts for engines of vLLM-Ascend: by its launch_online_dp.py, by a `vllm serve` per rank, or by one per node."""
+"""Scripts for engines of vLLM and vLLM-Ascend: by `vllm serve` per rank or node, or by vLLM-Ascend's script."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from proxy.tools.launch.plan import Launch, Plan
-    from proxy.tools.launch.topology import RoleName
+    from proxy.tools.launch.topology import Engine, RoleName
 
 _KV_ROLES: Final[Mapping[RoleName, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _TEMPLATE: Final = "run_dp_template.sh"
+_VISIBLE: Final[Mapping[Engine, str]] = {
+    "vllm": "CUDA_VISIBLE_DEVICES",
+    "vllm-ascend": "ASCEND_RT_VISIBLE_DEVICES",
+}
+"""Variable that names the devices of a process."""
+_OF_A_NETWORK: Final[Mapping[Engine, tuple[str, tuple[str, ...]]]] = {
+    "vllm": ("VLLM_HOST_IP", ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")),
+    "vllm-ascend": ("HCCL_IF_IP", ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")),
+}
+"""Variables for the node's address and its network interface."""
 
 
 def files(plan: Plan, launch: Launch) -> Iterator[tuple[str, str]]:
@@ -73,7 +83,7 @@ def _serve_ranks(plan: Plan, launch: Launch) -> str:
         words = [shell.option("port", port), *_data_parallel(plan, launch, rank)]
         words.append(shell.option("tensor-parallel-size", launch.part.tp))
         devices = ",".join(map(str, launch.devices_of(rank)))
-        commands.append(f"ASCEND_RT_VISIBLE_DEVICES={devices} {_serve(plan, launch, words)} &")
+        commands.append(f"{_VISIBLE[plan.topology.engine]}={devices} {_serve(plan, launch, words)} &")
     return shell.script(
         [_told(launch)],
         plan.topology.prepare,
@@ -102,7 +112,7 @@ def _serve_node(plan: Plan, launch: Launch) -> str:
     words.append(shell.option("tensor-parallel-size", part.tp))
     exports = list(_exports(plan, launch))
     if len(launch.devices) < launch.node.devices:
-        exports.append(f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, launch.devices))}")
+        exports.append(f"export {_VISIBLE[plan.topology.engine]}={','.join(map(str, launch.devices))}")
     return shell.script([_told(launch)], plan.topology.prepare, exports, [f"exec {_serve(plan, launch, words)}"])
 
 
@@ -127,9 +137,12 @@ def _serve(plan: Plan, launch: Launch, words: list[str]) -> str:
 def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
     """Return `--kv-transfer-config`, from which vLLM-Ascend's connectors read the sizes of both sides.
 
-    See MooncakeConnectorWorker._get_prefill_decode_size.
+    See MooncakeConnectorWorker._get_prefill_decode_size. NixlConnector learns them in its handshake.
     """
     topology = plan.topology
+    if topology.engine == "vllm":
+        more = {"kv_connector_extra_config": topology.connector_options} if topology.connector_options else {}
+        return {"kv_connector": topology.connector, "kv_role": _KV_ROLES[launch.role], **more}
     sizes: dict[str, object] = {role: {"dp_size": part.dp, "tp_size": part.tp} for role, part in topology.roles.items()}
     return {
         "kv_connector": topology.connector,
@@ -142,9 +155,12 @@ def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
 
 def _exports(plan: Plan, launch: Launch) -> Iterator[str]:
     network: dict[str, str] = {}
+    engine, address = plan.topology.engine, launch.node.address
     if (nic := launch.node.nic) is not None:
-        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
-        network = {"HCCL_IF_IP": launch.node.address, **dict.fromkeys(names, nic)}
+        of_address, of_interface = _OF_A_NETWORK[engine]
+        network = {of_address: address, **dict.fromkeys(of_interface, nic)}
+    if engine == "vllm" and launch.kv_port is not None:
+        network |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": address, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(launch.kv_port)}
     return shell.exports({**network, **plan.topology.environment, **launch.part.environment})
 
 
