@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from proxy.api.credentials import author
-from proxy.api.instances import is_dry_run, truth
+from proxy.api.instances import is_dry_run, parse_bool
 from proxy.common.errors import BadRequest, GatewayError
 from proxy.observe.receipts import as_shown, names_engine_id, names_instance
 from proxy.settings import SettingsError
@@ -186,7 +186,7 @@ def _limit(text: str | None) -> int:
 def _test(name: str, value: str) -> Wants:
     """Return a function that tests a request by one filter."""
     if name == "failed":
-        is_failed = truth(name, value)
+        is_failed = parse_bool(name, value)
         return lambda receipt: (receipt["term"] != "--") is is_failed
     if name == "instance":
         return lambda receipt: names_instance(receipt, value)

@@ -120,7 +120,7 @@ class BroadcastApi:
             body = await read_body(request, _BODY, option=None)
             backends = self._selected(request.query)
             count = "all" if len(backends) == len(self._backends()) else len(backends)
-            logger.info("sent to %s instances: %s", count, path, extra={"fields": {"by": author(request)}})
+            logger.info("broadcast: sent to %s instances: %s", count, path, extra={"fields": {"by": author(request)}})
             query = [(name, value) for name, value in request.query.items() if name not in _SELECTORS]
             message = _Message(path, query, body, request.headers.get(hdrs.CONTENT_TYPE, ""))
             done = await asyncio.gather(*(self._send(backend, message) for backend in backends))
@@ -156,7 +156,9 @@ class BroadcastApi:
                 is_disabled_here = self._roster.disable(*member)
             if under_way := self._scoreboard.requests(backend.slot):
                 words = "is disabled, and %s was not sent: %d requests are running; repeat the request later"
-                logger.warning(f"%s instance %s {words}", backend.role, backend.name, message.path, under_way)
+                logger.warning(
+                    f"broadcast: %s instance %s {words}", backend.role, backend.name, message.path, under_way
+                )
                 return False
         status, problem = await self._post(backend, message)
         # An engine that has not answered may be asleep. An engine that rejects the request serves as before.
@@ -165,7 +167,9 @@ class BroadcastApi:
             self._roster.enable(*member)
         if problem:
             stays = " and stays disabled" if message.path in (*_SLEEP, *_WAKE) and self._is_disabled(backend) else ""
-            logger.error("%s instance %s failed on %s%s: %s", backend.role, backend.name, message.path, stays, problem)
+            logger.error(
+                "broadcast: %s instance %s failed on %s%s: %s", backend.role, backend.name, message.path, stays, problem
+            )
         return not problem
 
     def _is_disabled(self, backend: Backend) -> bool:

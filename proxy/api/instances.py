@@ -43,7 +43,7 @@ _MAX_SECONDS: Final = 1e9  # in practice unlimited
 _TRUTHS: Final[Mapping[str, bool]] = {"": True, "1": True, "true": True, "0": False, "false": False}
 
 
-def truth(name: str, value: str) -> bool:
+def parse_bool(name: str, value: str) -> bool:
     """Return the value of a boolean parameter. An empty value is true. Raises BadRequest for other values."""
     if value not in _TRUTHS:
         raise BadRequest(f"{name} must be true or false", param=name)
@@ -70,7 +70,7 @@ class InstanceChange:
 
 def is_dry_run(request: web.Request) -> bool:
     """Return whether the query has `dry_run=true`. Raises BadRequest."""
-    return truth("dry_run", request.query.get("dry_run", "false"))
+    return parse_bool("dry_run", request.query.get("dry_run", "false"))
 
 
 async def read_change(
@@ -377,7 +377,7 @@ class InstancesApi:
             warnings.append(f"{_names(returning)} are in the configuration: the next reload adds them again.")
         if not change.is_dry_run:
             for endpoint in there:
-                self._joiner.remove(role, endpoint.host, endpoint.port, _leaves_at(change))
+                self._joiner.remove(role, endpoint.host, endpoint.port, _compute_leave_time(change))
             self._drop_drained()
         message = ""
         if there:
@@ -396,7 +396,7 @@ class InstancesApi:
 
     async def _disable(self, request: web.Request) -> web.Response:
         change = await read_change(request, self._pools.keys(), self._settings().leaving.evacuate_after_seconds)
-        disable = partial(self._roster.disable, leaves_at=_leaves_at(change))
+        disable = partial(self._roster.disable, leaves_at=_compute_leave_time(change))
         return self._modify(request, change, "disabled", {"membership": "disabled"}, disable)
 
     async def _weigh(self, request: web.Request) -> web.Response:
@@ -504,7 +504,7 @@ def _compare(
     return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 
 
-def _leaves_at(change: InstanceChange) -> float | None:
+def _compute_leave_time(change: InstanceChange) -> float | None:
     """Return `Member.leaves_at` for a change."""
     seconds = change.evacuate_after_seconds
     return None if seconds is None else time.monotonic() + seconds

@@ -271,7 +271,7 @@ class PassthroughApi:
         record.key = key.name
         with self._client_keys.enter(key), self._bodies.hold(0) as held:
             body = await read_body(request, self._live.settings.listen, held.resize)
-            body, model = self._for_engines(request, body, key)
+            body, model = self._adapt_body_for_engines(request, body, key)
             queue = await self._queue_of(model)
             with queue.lane.explaining():
                 return await self._try_admitted(queue, path, request, body, record)
@@ -291,7 +291,7 @@ class PassthroughApi:
             queue = self._queues[lane] = RoleQueue(lane, self._live.settings, self._metrics)
         return queue
 
-    def _for_engines(self, request: web.Request, body: bytes, key: ApiKey) -> tuple[bytes, object]:
+    def _adapt_body_for_engines(self, request: web.Request, body: bytes, key: ApiKey) -> tuple[bytes, object]:
         """Return the body for engines, and the engines' name of the model or None.
 
         It has the engines' name of the model, and a priority that the client key allows. If there is no body, the

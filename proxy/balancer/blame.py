@@ -58,13 +58,13 @@ class Blame:
         """Record the failure of an attempt."""
         if error.is_breakdown:
             self._errors.append(error)
-            self._ways.setdefault(_way(error), set()).add(error.backend)
+            self._ways.setdefault(_failure_kind_of(error), set()).add(error.backend)
 
     def settle(self) -> None:
         """Charge the failures to their engines, except those that the request caused on several engines."""
         for error in self._errors:
             charge, error.blame = error.blame, None
-            if charge is not None and len(self._ways[_way(error)]) < _MIN_ENGINES_TO_BLAME_REQUEST:
+            if charge is not None and len(self._ways[_failure_kind_of(error)]) < _MIN_ENGINES_TO_BLAME_REQUEST:
                 charge()
         self._errors.clear()
 
@@ -78,7 +78,7 @@ class Blame:
             self.settle()
 
 
-def _way(error: UpstreamError) -> tuple[Role, bool]:
+def _failure_kind_of(error: UpstreamError) -> tuple[Role, bool]:
     return error.backend.role, error.failure is Failure.STATUS
 
 

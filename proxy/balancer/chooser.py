@@ -107,13 +107,17 @@ class Chooser:
     def note_refusal(self, backend: Backend, retry_after_seconds: float | None) -> int:
         """Pass over a backend that refused a request. Return its number of refusals since it last served one."""
         now = self._clock()
-        doubles = any(candidate.backend != backend for candidate in self._open_now)
+        doubles = any(candidate.backend != backend for candidate in self._candidates_not_passed_over)
         return self.back_offs.refuse(backend, now, retry_after_seconds, doubles=doubles)
 
     @property
     def refuse_all(self) -> bool:
         """Whether all candidates would probably refuse a request now. False without candidates."""
-        return not self._open_now and bool(self.candidates) and len(self._refusing) == len(self.candidates)
+        return (
+            not self._candidates_not_passed_over
+            and bool(self.candidates)
+            and len(self._refusing) == len(self.candidates)
+        )
 
     def refused_until(self) -> float:
         """Return the time until which all candidates refuse by their Retry-After. 0: one may accept sooner."""
@@ -121,14 +125,14 @@ class Chooser:
 
     def would_accept(self, avoid: Collection[Backend]) -> bool:
         """Return whether a candidate outside `avoid` would probably take a request now."""
-        if self._open_now and not avoid:
+        if self._candidates_not_passed_over and not avoid:
             return True
         return any(
             candidate.backend not in avoid and candidate.backend not in self._refusing for candidate in self.candidates
         )
 
     @property
-    def _open_now(self) -> tuple[Candidate, ...]:
+    def _candidates_not_passed_over(self) -> tuple[Candidate, ...]:
         """Candidates that are not passed over."""
         if self.changes[0] != self.seen_changes or self._clock() >= self._open_until:
             self.refresh()
@@ -228,7 +232,7 @@ class Chooser:
 
         If all are passed over, return those that only lack KV memory, or else all.
         """
-        open_now = self._open_now
+        open_now = self._candidates_not_passed_over
         if candidates is not self.candidates:
             open_now = tuple(candidate for candidate in candidates if candidate in open_now)
         refusing = self._refusing

@@ -343,7 +343,7 @@ class Health:
                     self.due = min(self.due, full_at)
         return [transition for transition in released if transition is not None]
 
-    def relieve(self, peers: Collection[Backend]) -> Sequence[Transition]:
+    def release_if_last(self, peers: Collection[Backend]) -> Sequence[Transition]:
         """Put ejected backends on probation early if no other backend is left, because the others went down or left."""
         conditions = {peer: self._condition(peer) for peer in peers}
         if any(c.is_eligible or c.state is HealthState.PROBATION for c in conditions.values()):

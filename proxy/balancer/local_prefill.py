@@ -230,7 +230,7 @@ class LocalPrefill:
             self._tried_tokens = _FIRST_TOKENS / 2
             self._proofs.clear()
             logger.warning(
-                "skip_prefill: prompts go to prefillers for an hour: decoders were not sooner",
+                "skip_prefill: paused for an hour, all prompts go to prefillers: decoders were not faster",
                 extra={"fields": {"seconds": round(all_took, 3), "prefill_seconds": round(all_instead, 3)}},
             )
 

@@ -539,7 +539,7 @@ class Pool:
 
     def _update_eligible(self, roster_version: int) -> None:
         """Update the eligible backends from the enabled ones, which are those of this version of the roster."""
-        for transition in self.health.relieve(self._enabled):
+        for transition in self.health.release_if_last(self._enabled):
             self._on_transition(transition)
         health = self.health
         self._eligible = tuple(backend for backend in self._enabled if health.of(backend).is_eligible)

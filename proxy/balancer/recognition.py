@@ -85,7 +85,7 @@ def recognise(engines: Sequence[EngineReport]) -> RecognisedConnector:
     return _vllm(engines)
 
 
-def unsuited(
+def find_connector_mismatch(
     engine: EngineReport, connector: str, bootstrap_port: int | None
 ) -> tuple[IncompatibilityKind, str] | None:
     """Return the kind and text of the problem if the chosen connector does not serve an engine, or None.
@@ -112,7 +112,7 @@ def unsuited(
             "was started without a --kv-transfer-config, so it cannot transfer KV cache",
         )
     if _OFFLOADING.issuperset(setup.kv_connectors):
-        return IncompatibilityKind.CONNECTOR, _keeps(setup.kv_connectors)
+        return IncompatibilityKind.CONNECTOR, _describe_local_cache(setup.kv_connectors)
     served_by = {_CONNECTORS.get(part) for part in setup.kv_connectors}
     if served_by & {None, connector, *traits.passes_on}:
         return None
@@ -190,7 +190,7 @@ def _connector(engine: EngineReport) -> tuple[str, str]:
     if not parts:
         raise SettingsError(f"connector auto: {engine.name} was started without a --kv-transfer-config")
     if _OFFLOADING.issuperset(parts):
-        raise SettingsError(f"connector auto: {engine.name} {_keeps(parts)}")
+        raise SettingsError(f"connector auto: {engine.name} {_describe_local_cache(parts)}")
     served = {_CONNECTORS[part]: part for part in parts if part in _CONNECTORS}
     transferring = {name: part for name, part in served.items() if not CONNECTOR_TRAITS[name].is_store} or served
     if len(transferring) != 1:
@@ -202,7 +202,7 @@ def _connector(engine: EngineReport) -> tuple[str, str]:
     return part, connector
 
 
-def _keeps(parts: Sequence[str]) -> str:
+def _describe_local_cache(parts: Sequence[str]) -> str:
     return (
         f"has {' and '.join(parts)}, which keeps KV cache on one host and transfers none: combine it with "
         "NixlConnector in a MultiConnector, or use connector plain"

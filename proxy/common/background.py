@@ -94,14 +94,14 @@ class Background:
                 failures += 1
                 restarts.labels(loop_name).inc()
                 if failures == 1:
-                    self._logger.exception("background loop %s failed and is restarted", loop_name)
+                    self._logger.exception("background: loop failed, restarting: %s", loop_name)
             pause_seconds = min(_MAX_RESTART_SECONDS, restart_seconds * 2 ** min(failures - 1, 10))
             await asyncio.sleep(random.uniform(0.8, 1.0) * pause_seconds)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._logger.error("%s failed unexpectedly", self._noun, exc_info=error)
+            self._logger.error("background: task failed: %s", self._noun, exc_info=error)
 
 
 class BackgroundOwner:

@@ -229,7 +229,7 @@ class UpstreamError(GatewayError):
             self.retry_after_seconds = 1.0
         return self
 
-    def as_stopped(self) -> UpstreamError:
+    def mark_as_stopped(self) -> UpstreamError:
         """Change the error to one for a request that must not be sent to another engine. Returns the error."""
         self.body = self.retry_after_seconds = None
         self.status, self.code = SuspectRequest.status, SuspectRequest.code

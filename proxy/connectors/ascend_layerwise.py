@@ -20,7 +20,7 @@ from aiohttp import web
 from proxy.common.errors import BadRequest, Failure, GatewayError, UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
-from proxy.connectors.concurrent import running
+from proxy.connectors.concurrent import prefill_beside
 from proxy.connectors.disaggregated import Disaggregated, prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import Attempt
@@ -75,7 +75,7 @@ class AscendLayerwise(Disaggregated):
             timeline.prefill_id = timeline.decode_id = attempt_id
             handoff.answers_after_transfer = True  # each layer is sent as soon as it is computed
             timeline.enter(Stage.HANDOFF)
-            async with running(self._prefill(call, headers, callback, handoff, timeline)) as leg:
+            async with prefill_beside(self._prefill(call, headers, callback, handoff, timeline)) as leg:
                 # The status of a streamed answer may arrive at once, but nothing more before the callback and prefill.
                 answer_seconds = (
                     settings.layerwise.callback_seconds
@@ -96,7 +96,7 @@ class AscendLayerwise(Disaggregated):
                         response,
                         timeline,
                         prefiller=prefiller,
-                        kv_handed_over=True,
+                        has_kv_from_prefiller=True,
                         handoff=handoff,
                         first_token_seconds=answer_seconds,
                     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @asynccontextmanager
-async def running(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
+async def prefill_beside(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
     """Run the prefill leg beside the block. Leaving the block cancels the leg and waits for it.
 
     An error of the leg, an UpstreamError unless the program has a defect, is raised where the block waits for it. It

@@ -49,7 +49,7 @@ class Attempt:
     timeline: Timeline
     prefiller: Backend | None
     """The prefiller; None if the connector has no prefill leg."""
-    kv_handed_over: bool
+    has_kv_from_prefiller: bool
     """Whether the decoder got its KV cache from a prefiller. Its own details of the prompt are wrong then."""
     handoff: Handoff
     first_token_seconds: float | None = None
@@ -75,7 +75,7 @@ class Attempt:
         handed over as cached.
         """
         self.timeline.usage.add_completion(usage)
-        if not self.kv_handed_over:
+        if not self.has_kv_from_prefiller:
             self.timeline.usage.add_prompt(usage)
 
     def kv_arrived(self) -> None:

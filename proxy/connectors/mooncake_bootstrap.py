@@ -18,7 +18,7 @@ from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
-from proxy.connectors.concurrent import running
+from proxy.connectors.concurrent import prefill_beside
 from proxy.connectors.disaggregated import Disaggregated, prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import RANK_HEADER, Attempt
@@ -69,7 +69,7 @@ class MooncakeBootstrap(Disaggregated):
             # The status of a streamed answer arrives at once, but nothing more before the end of the prefill.
             answer_seconds = prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
             with self._bootstraps.forgetting_on_failure(prefiller):
-                async with running(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
+                async with prefill_beside(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
                     opening = self._decode(call, decoder, meeting, decode_rank, answer_seconds)
                     with await leg.race(opening, lambda: handoff.is_settled) as response:
                         await check_status(response)
@@ -77,7 +77,7 @@ class MooncakeBootstrap(Disaggregated):
                             response,
                             timeline,
                             prefiller=prefiller,
-                            kv_handed_over=True,
+                            has_kv_from_prefiller=True,
                             handoff=handoff,
                             first_token_seconds=answer_seconds,
                         )

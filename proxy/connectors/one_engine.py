@@ -102,7 +102,7 @@ class SingleLeg:
                     response,
                     timeline,
                     prefiller=None,
-                    kv_handed_over=False,
+                    has_kv_from_prefiller=False,
                     handoff=LocalKv(lease),
                     first_token_seconds=answer_seconds if is_prefiller else None,
                 )

@@ -252,7 +252,9 @@ class Releaser(BackgroundOwner):
             if released is not None or left_seconds <= 0:
                 break
             pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS, left_seconds)
-            logger.debug("no decode instance has released KV on prefill instance %s yet", kv.prefiller.name)
+            logger.debug(
+                "kv release: no decode instance has released the KV yet: prefill instance %s", kv.prefiller.name
+            )
         if released:
             self._pinned_kv.unpin(pin)
         self._note_result(kv, "released" if released else "failed")
@@ -331,7 +333,7 @@ class Releaser(BackgroundOwner):
 
     def _note_result(self, kv: PrefilledKv, result: str) -> None:
         self._metrics.kv_released_total.labels(result).inc()
-        logger.debug("orphaned KV on prefill instance %s: %s", kv.prefiller.name, result)
+        logger.debug("kv release: %s: prefill instance %s", result, kv.prefiller.name)
 
 
 def may_have_pinned(error: UpstreamError) -> bool:

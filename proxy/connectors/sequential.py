@@ -133,7 +133,7 @@ class Sequential(Disaggregated):
                 if self.accepts_prefill(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
                     break
                 asks_again = False
-                timeline.left_prefiller(handoff.prefiller.pick)
+                timeline.note_prefiller_replaced(handoff.prefiller.pick)
             if kv is None:
                 handoff.source = self.source_without_kv
             is_local = handoff.source is DECODER
@@ -224,7 +224,7 @@ class Sequential(Disaggregated):
         if not self.move_lease(handoff.decoder, handoff.failed, error):
             # Another prefill would only pin more KV cache that no decoder pulls.
             raise NoBackendAvailable(Role.DECODE) from error
-        timeline.left_decoder(handoff.decoder.pick)
+        timeline.note_decoder_replaced(handoff.decoder.pick)
         self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
 
     def _handoff_seconds(self, kv: PrefilledKv | None, call: Call) -> float:

@@ -106,7 +106,7 @@ class SglangBootstrap(Connector):
                             response,
                             timeline,
                             prefiller=prefiller,
-                            kv_handed_over=False,
+                            has_kv_from_prefiller=False,
                             handoff=handoff,
                             first_token_seconds=self._decode_seconds(call),
                             prefill_answer=_PrefillAnswer(legs, pair),
@@ -237,7 +237,7 @@ def _fake_bootstrap(attempt_id: str) -> dict[str, object]:
 def _is_about_prompt(call: Call) -> bool:
     """Return whether a call asks only for the prompt's log probabilities and at most one token."""
     if call.api is Api.GENERATE:
-        return sglang.is_about_prompt(call.members(sglang.ABOUT_PROMPT))
+        return sglang.asks_only_for_prompt_logprobs(call.members(sglang.ABOUT_PROMPT))
     return asks_for_echoed_logprobs(call) and call.is_all_prompt
 
 

@@ -51,7 +51,7 @@ class AnsweredAttempt(Protocol):
     """Facts about one try at a call, besides the decoder's answer. `connectors.legs.Attempt` implements it."""
 
     @property
-    def kv_handed_over(self) -> bool:
+    def has_kv_from_prefiller(self) -> bool:
         """Whether the decoder got its KV cache from a prefiller. Its own details of the prompt are wrong then."""
 
     @property

@@ -217,7 +217,7 @@ class Call:
 
     def body_with_kv(self, params: bytes) -> Body:
         """Return the JSON body of one leg with these `kv_transfer_params` and this call's changes."""
-        return self.document.with_written(self.changes, "kv_transfer_params", params)
+        return self.document.with_raw_member(self.changes, "kv_transfer_params", params)
 
     def changed(
         self,

@@ -114,7 +114,7 @@ class OpenAi(Dialect):
         """Remove members that are meant for engines, and use the prefiller's count of cached tokens. See Dialect."""
         corrections: dict[str, Any] = {name: REMOVED for name in ENGINE_MEMBERS if name in values}
         usage = values.get("usage")
-        if attempt.kv_handed_over and isinstance(usage, dict):
+        if attempt.has_kv_from_prefiller and isinstance(usage, dict):
             corrected = with_prompt_details(usage, attempt.prompt_details)
             if corrected is not usage:
                 corrections["usage"] = corrected

@@ -101,7 +101,11 @@ class ResponseEvents(Parts):
         added = self._event(
             "response.output_item.added", output_index=part.index, item=self._items.item(part, is_begun=True)
         )
-        return added if part.kind is PartKind.CALL else added + self._of_content("response.content_part.added", part)
+        return (
+            added
+            if part.kind is PartKind.CALL
+            else added + self._make_content_event("response.content_part.added", part)
+        )
 
     def text_events(self, part: AnswerPart, text: str) -> bytes:
         """Return a delta; empty for a custom tool or a search.
@@ -112,13 +116,15 @@ class ResponseEvents(Parts):
             part.written += utf8(text)
         match part.kind:
             case PartKind.REASONING:
-                return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)
+                return self._make_item_event("response.reasoning_text.delta", part, content_index=0, delta=text)
             case PartKind.TEXT:
-                return self._about("response.output_text.delta", part, content_index=0, delta=text, logprobs=[])
+                return self._make_item_event(
+                    "response.output_text.delta", part, content_index=0, delta=text, logprobs=[]
+                )
             case PartKind.CALL if self._request.kind_of(part.name) is not ToolKind.FUNCTION:
                 return b""
             case PartKind.CALL:
-                return self._about("response.function_call_arguments.delta", part, delta=text)
+                return self._make_item_event("response.function_call_arguments.delta", part, delta=text)
 
     def close_events(self, part: AnswerPart) -> bytes:
         """Return the events that end a part: its whole text or arguments, and its complete output item."""
@@ -128,19 +134,19 @@ class ResponseEvents(Parts):
         text = part.text
         match part.kind:
             case PartKind.REASONING:
-                done = self._about("response.reasoning_text.done", part, content_index=0, text=text)
-                done += self._of_content("response.content_part.done", part)
+                done = self._make_item_event("response.reasoning_text.done", part, content_index=0, text=text)
+                done += self._make_content_event("response.content_part.done", part)
             case PartKind.TEXT:
-                done = self._about("response.output_text.done", part, content_index=0, text=text, logprobs=[])
-                done += self._of_content("response.content_part.done", part)
+                done = self._make_item_event("response.output_text.done", part, content_index=0, text=text, logprobs=[])
+                done += self._make_content_event("response.content_part.done", part)
             case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.SEARCH:
                 done = b""
             case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.CUSTOM:
-                done = self._about("response.custom_tool_call_input.delta", part, delta=item["input"])
-                done += self._about("response.custom_tool_call_input.done", part, input=item["input"])
+                done = self._make_item_event("response.custom_tool_call_input.delta", part, delta=item["input"])
+                done += self._make_item_event("response.custom_tool_call_input.done", part, input=item["input"])
             case PartKind.CALL:
                 members = {"name": item["name"], "arguments": item["arguments"]}
-                done = self._about("response.function_call_arguments.done", part, **members)
+                done = self._make_item_event("response.function_call_arguments.done", part, **members)
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
@@ -167,11 +173,11 @@ class ResponseEvents(Parts):
         self._number += 1
         return numbered
 
-    def _about(self, kind: str, about: AnswerPart, /, **members: Any) -> bytes:
+    def _make_item_event(self, kind: str, about: AnswerPart, /, **members: Any) -> bytes:
         return self._event(kind, item_id=self._items.id_of(about), output_index=about.index, **members)
 
-    def _of_content(self, kind: str, part: AnswerPart) -> bytes:
-        return self._about(kind, part, content_index=0, part=_content(part))
+    def _make_content_event(self, kind: str, part: AnswerPart) -> bytes:
+        return self._make_item_event(kind, part, content_index=0, part=_content(part))
 
 
 class _Items:

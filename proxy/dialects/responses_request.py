@@ -53,7 +53,7 @@ def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
     for name, words in _STATE.items():
         if values.get(name):
             raise BadRequest(words, param=name)
-    if "message.output_text.logprobs" in _included(values) or values.get("top_logprobs"):
+    if "message.output_text.logprobs" in _read_include(values) or values.get("top_logprobs"):
         raise BadRequest("log probabilities are not supported here: use /v1/chat/completions", param="top_logprobs")
     chat: dict[str, Any] = {name: values[name] for name in _SAME if values.get(name) is not None}
     chat["messages"] = conversation(values.get("instructions"), values.get("input"), left_out)
@@ -79,7 +79,7 @@ def _is_begun(given: Any) -> bool:
     return is_answer and last.get("status") in ("in_progress", "incomplete")
 
 
-def _included(values: Mapping[str, Any]) -> list[Any]:
+def _read_include(values: Mapping[str, Any]) -> list[Any]:
     include = values.get("include")
     if include is not None and not isinstance(include, list):
         raise BadRequest("include must be a list of texts", param="include")
@@ -92,7 +92,7 @@ def _tools(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
     if choice is not None and not isinstance(choice, str | dict):
         raise BadRequest("tool_choice must be a text or an object", param="tool_choice")
     if isinstance(choice, dict):
-        functions, choice = _chosen_of(choice, functions)
+        functions, choice = _read_tool_choice(choice, functions)
     if functions:
         return {"tools": functions, "tool_choice": "auto" if choice is None else choice}
     if choice == "required" and values.get("tools"):
@@ -100,7 +100,7 @@ def _tools(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
     return {}
 
 
-def _chosen_of(choice: Mapping[str, Any], functions: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+def _read_tool_choice(choice: Mapping[str, Any], functions: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
     """Return the functions that the model may call, and the chat's `tool_choice`."""
     match choice.get("type"):
         case "tool_search" if not any(function["function"]["name"] == SEARCH for function in functions):
@@ -185,7 +185,7 @@ class KeptRequest:
         """Members that a response repeats."""
         self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values, LeftOut())}
         """The tools, by the names of their functions in the chat."""
-        self.wants_sealed = "reasoning.encrypted_content" in _included(values)
+        self.wants_sealed = "reasoning.encrypted_content" in _read_include(values)
         """Whether the client wants reasoning sealed, because it sends back only what it cannot read."""
 
     def kind_of(self, function: str) -> ToolKind:
@@ -241,7 +241,7 @@ def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator
             yield {"role": "user", "content": images}
             images = []
         role = _role(item) if kind == "message" else "assistant"
-        if turn and (kind == "output" or role != "assistant" or _begins_anew(turn, kind)):
+        if turn and (kind == "output" or role != "assistant" or _starts_new_message(turn, kind)):
             yield turn
             turn = {}
         match kind:
@@ -265,7 +265,7 @@ def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator
                 yield _result(item, images, left_out)
             case _:
                 turn = {"role": "assistant", **turn}
-                turn["content"] = joined_lines((turn.get("content", ""), _other(item, left_out)))
+                turn["content"] = joined_lines((turn.get("content", ""), _describe_unknown_item(item, left_out)))
     if turn:
         yield turn
     if images:
@@ -293,7 +293,7 @@ def _kind(item: Mapping[str, Any], called: Set[str]) -> str:
     return "other"
 
 
-def _begins_anew(turn: Mapping[str, Any], kind: str) -> bool:
+def _starts_new_message(turn: Mapping[str, Any], kind: str) -> bool:
     """Return whether an item starts a new message. Templates write reasoning, then text, then calls of a message."""
     if kind == "reasoning":
         return "content" in turn or "tool_calls" in turn
@@ -362,7 +362,7 @@ def _as_text(content: Any) -> str:
     return "".join(part["text"] if part["type"] == "text" else note("image") for part in content)
 
 
-def _other(item: Mapping[str, Any], left_out: LeftOut) -> str:
+def _describe_unknown_item(item: Mapping[str, Any], left_out: LeftOut) -> str:
     """Return an item that only another service can produce as text."""
     kind = item.get("type")
     text = readable_text(kind, item)
@@ -507,7 +507,7 @@ def tools_of(values: Mapping[str, Any], left_out: LeftOut) -> list[Tool]:
 
 def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> Iterator[Tool]:
     kind, name = tool.get("type"), tool.get("name")
-    if kind == "tool_search" and _is_clients(tool):
+    if kind == "tool_search" and _is_run_by_client(tool):
         yield Tool(SEARCH, None, ToolKind.SEARCH, tool)
     elif kind not in ("function", "custom", "namespace") or (kind == "namespace" and namespace is not None):
         left_out.add("tool", kind)
@@ -523,7 +523,7 @@ def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> 
             yield from _read(each, name, left_out)
 
 
-def _is_clients(search: Mapping[str, Any]) -> bool:
+def _is_run_by_client(search: Mapping[str, Any]) -> bool:
     """Return whether the client runs a search for tools: it says so, or declares parameters, unlike the server's."""
     execution = search.get("execution")
     return execution == "client" or (execution is None and isinstance(search.get("parameters"), dict))

@@ -92,7 +92,7 @@ class WatchedEvents(Events):
         }
         self.payload = _chunk(meta, self._other_half(text) + text[self._text :], ids[self._ids :], logprobs)
         self.is_mute = len(text) == self._text and len(ids) == self._ids
-        self._text, self._ids, self._is_half = len(text), len(ids), _ends_in_half(text)
+        self._text, self._ids, self._is_half = len(text), len(ids), _ends_with_high_surrogate(text)
         return meaning
 
     def _other_half(self, text: str) -> str:
@@ -118,7 +118,7 @@ def _chunk(meta: dict[str, Any], text: str, ids: list[Any], logprobs: dict[str, 
     return {"choices": [choice]}
 
 
-def _ends_in_half(text: str) -> bool:
+def _ends_with_high_surrogate(text: str) -> bool:
     """Whether the last character is the first half of a surrogate pair."""
     return bool(text) and 0xD800 <= ord(text[-1]) < 0xDC00
 

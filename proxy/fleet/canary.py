@@ -146,7 +146,7 @@ class CanaryResult:
     is_busy: bool = False
     """Whether the problem was a lack of room, or of available instances."""
     kv: HandoffVerdict = HandoffVerdict.UNKNOWN
-    kv_handed_over: bool = True
+    has_kv_from_prefiller: bool = True
     """Whether the prefiller's answer had KV parameters for the decoder."""
     prefill_seconds: float | None = None
     """Time of the prefill leg; None if there was none."""
@@ -186,7 +186,7 @@ class Canary:
         opening = self._connector.open(call, request, timeline)
         result, usage = await self._send(opening, timeline, CanaryResult(prefiller=prefiller, decoder=decoder))
         tokens = result.decoder_prompt_tokens or result.prompt_tokens
-        if result.problem or not result.kv_handed_over or tokens is None:
+        if result.problem or not result.has_kv_from_prefiller or tokens is None:
             return result
         kv = HandoffVerdict.UNKNOWN
         if not traits.has_sglang_routes:  # SGLang's decoders report the cached tokens of their prefillers
@@ -241,7 +241,7 @@ class Canary:
             prefill_seconds=seconds.get(Stage.PREFILL),
             first_token_seconds=first_token_seconds,
             seconds=timeline.clock() - began,
-            kv_handed_over=timeline.kv != "local",
+            has_kv_from_prefiller=timeline.kv != "local",
             prompt_tokens=timeline.usage.prompt_tokens,
             decoder_prompt_tokens=prompt_counts_of(usage)[0],
             answer="" if reader is None else tuple(reader.token_ids) or reader.text,
@@ -551,7 +551,7 @@ def outcome_of(result: CanaryResult, alone: CanaryResult | None) -> CanaryOutcom
         return CanaryOutcome.BUSY
     if result.problem:
         return CanaryOutcome.FAILED
-    if result.kv is HandoffVerdict.COMPUTED or not result.kv_handed_over:
+    if result.kv is HandoffVerdict.COMPUTED or not result.has_kv_from_prefiller:
         return CanaryOutcome.COMPUTED
     if alone is not None and not alone.problem and agreement(result.answer, alone.answer) is Agreement.DIFFERS:
         return CanaryOutcome.DIFFERS
@@ -561,7 +561,7 @@ def outcome_of(result: CanaryResult, alone: CanaryResult | None) -> CanaryOutcom
 def _description(outcome: CanaryOutcome, result: CanaryResult) -> str:
     if outcome is CanaryOutcome.DIFFERS:
         return "the answer differs from that of the decoder alone, so the KV cache arrives damaged; see pdproxy doctor"
-    if outcome is CanaryOutcome.COMPUTED and not result.kv_handed_over:
+    if outcome is CanaryOutcome.COMPUTED and not result.has_kv_from_prefiller:
         return f"the prefiller {NO_KV_PARAMS}"
     if outcome is CanaryOutcome.COMPUTED:
         return "the decoder computes the prompt again; see pdproxy doctor"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.handoff_verdicts import CounterWatch, ExpiryWatch, HandoffVerdict, PairWatch, Totals, culprits
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.models import minority_instances
-from proxy.balancer.recognition import EngineReport, unsuited
+from proxy.balancer.recognition import EngineReport, find_connector_mismatch
 from proxy.balancer.shared.scoreboard import LANES
 from proxy.common.backend import Role
 from proxy.common.background import Background, BackgroundOwner
@@ -239,7 +239,7 @@ class Inspector(BackgroundOwner):
 
     def _check_report(self, backend: Backend, identity: Identity) -> None:
         engine = EngineReport(backend.role, backend.name, identity)
-        found, hint = unsuited(engine, self._connector, backend.bootstrap_port) or (None, "")
+        found, hint = find_connector_mismatch(engine, self._connector, backend.bootstrap_port) or (None, "")
         for kind in self._reported_kinds:
             if kind is found:
                 self._compatibility.report(backend, kind, hint)

@@ -50,7 +50,7 @@ def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBa
     return overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
 
 
-def all_refuse(role: Role, seconds: float) -> Overloaded:
+def make_all_refuse_error(role: Role, seconds: float) -> Overloaded:
     """Return the error for a unit when all instances of a role reject requests.
 
     `seconds`: the shortest remaining Retry-After of the instances.
@@ -60,7 +60,7 @@ def all_refuse(role: Role, seconds: float) -> Overloaded:
     return error
 
 
-def too_late(first_token_seconds: float) -> GatewayError:
+def make_deadline_error(first_token_seconds: float) -> GatewayError:
     """Return the error for a unit whose deadline for the first token cannot be met. A retry cannot help."""
     message = (
         f"request dropped from the queue: the first token cannot be produced within the {first_token_seconds:g} s"
@@ -422,10 +422,10 @@ class AdmissionQueue:
     def _rejection(self, waiter: Waiter) -> GatewayError | None:
         """Return why to reject a new unit at once, or None if it may wait."""
         if waiter.late_at <= waiter.arrived:
-            return too_late(waiter.first_token_seconds or 0.0)
+            return make_deadline_error(waiter.first_token_seconds or 0.0)
         refusing = self._refusing()
         if refusing is not None and refusing[1] > waiter.arrived + self._limits.wait_seconds:
-            return all_refuse(refusing[0], refusing[1] - waiter.arrived)
+            return make_all_refuse_error(refusing[0], refusing[1] - waiter.arrived)
         max_seconds = self._limits.max_predicted_wait_seconds
         if max_seconds is None or not self._lines or self._would_take():
             return None
@@ -486,7 +486,7 @@ class AdmissionQueue:
         self._will_look = False
         now = self._clock()
         while (late := self._deadlines.first_overdue(now)) is not None:
-            self._reject(late, too_late(late.first_token_seconds or 0.0))
+            self._reject(late, make_deadline_error(late.first_token_seconds or 0.0))
         if not self._lines:
             return
         has_room = self._has_room()
@@ -503,7 +503,7 @@ class AdmissionQueue:
         # A unit whose turn has come runs next. If it was cancelled, it passes its turn on.
         if waiter is None or waiter.turn.done():
             return
-        if self._front is None or not self._front.leaves_room(*waiter.rank, now):
+        if self._front is None or not self._front.should_yield_to_earlier(*waiter.rank, now):
             waiter.turn.set_result(None)
 
     def _next_unit(self, front: Sequence[Waiter]) -> Waiter | None:
@@ -532,7 +532,7 @@ class AdmissionQueue:
         try:
             for waiter in list(takewhile(lambda waiter: waiter.arrived <= useless, self._queue)):
                 if refusing is not None and waiter.arrived > latest:
-                    self._reject(waiter, all_refuse(refusing[0], refusing[1] - now))
+                    self._reject(waiter, make_all_refuse_error(refusing[0], refusing[1] - now))
                 elif self._would_take():
                     self._skip_learned_limits(waiter)
                 # A unit that skips learned limits goes before all others, and may wait for twice the time.

@@ -325,7 +325,7 @@ class ApiKeys:
         minute, elapsed_ms = minute_of(self.clock())
         limit = key.requests_per_minute
         if limit is not None:
-            wait_ms = _until_room_ms(limit, usage.counted(slot, minute - 1), usage.counted(slot, minute), elapsed_ms)
+            wait_ms = _compute_wait_ms(limit, usage.counted(slot, minute - 1), usage.counted(slot, minute), elapsed_ms)
             if wait_ms:
                 raise LimitExceeded(
                     f"this key may send {limit} requests per minute",
@@ -336,7 +336,7 @@ class ApiKeys:
         if tokens is not None:
             limit = tokens.tokens_per_minute
             counts = usage.counted_tokens(slot, minute - 1), usage.counted_tokens(slot, minute)
-            wait_ms = _until_room_ms(limit, *counts, elapsed_ms)
+            wait_ms = _compute_wait_ms(limit, *counts, elapsed_ms)
             if wait_ms:
                 raise LimitExceeded(
                     f"this key may use {limit} tokens per minute",
@@ -369,7 +369,7 @@ class _QuotaHold:
         self._keys._end(self._slot)
 
 
-def _until_room_ms(limit: int, previous: int, current: int, elapsed_ms: int) -> int:
+def _compute_wait_ms(limit: int, previous: int, current: int, elapsed_ms: int) -> int:
     """Return the milliseconds until there is room for a further request, or 0 if there is room now.
 
     The sliding window assumes that the counts of the last minute came evenly: used = previous × (1 - elapsed) +
@@ -382,7 +382,7 @@ def _until_room_ms(limit: int, previous: int, current: int, elapsed_ms: int) -> 
         elapsed_ms: Milliseconds of the present minute that have passed.
     """
     if current >= limit:  # only the next minute can have room
-        return _MINUTE_MS - elapsed_ms + _until_room_ms(limit, current, 0, 0)
+        return _MINUTE_MS - elapsed_ms + _compute_wait_ms(limit, current, 0, 0)
     if not previous:
         return 0
     # previous × left < (limit - current) × minute, where left is the rest of this minute in whole milliseconds

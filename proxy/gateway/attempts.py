@@ -225,7 +225,7 @@ class AttemptLoop:
         if was_held and not await self._permit.acquire(self._settings.resume.deadline_seconds):
             assert self._last_error is not None
             self._metrics.retry_budget_exhausted_total.inc()
-            raise self._resuming.given_up(self._last_error, "the retry budget had no place for it in time")
+            raise self._resuming.given_up_error(self._last_error, "the retry budget had no place for it in time")
         return avoid
 
     async def _handle_failure(self, error: UpstreamError) -> bool:
@@ -238,7 +238,7 @@ class AttemptLoop:
         if await self._guard.must_stop(error, self._timeline, self._record):
             if self._delivery.is_touched or self._delivery.seam is not None:
                 self._metrics.resume_failures_total.labels(error.failure.value).inc()
-            raise error.as_stopped()
+            raise error.mark_as_stopped()
         if not self._delivery.is_touched:
             self._prefer = None  # the KV may not have arrived, and the prefiller may be the reason
         if self._resuming.is_incident(error):
@@ -262,7 +262,7 @@ class AttemptLoop:
         self._call = resumption.call
         if not await self._permit.acquire(self._settings.resume.deadline_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
-            raise resuming.given_up(error, "the retry budget had no place for it in time")
+            raise resuming.given_up_error(error, "the retry budget had no place for it in time")
         if resuming.count > 1:
             self._timeline.leave()
             await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.count - 1))
@@ -287,7 +287,9 @@ class AttemptLoop:
                 await asyncio.sleep(_CHECK_SECONDS)
                 return
             raise (
-                resuming.given_up(error, "no instance could continue it") if self._delivery.seam is not None else error
+                resuming.given_up_error(error, "no instance could continue it")
+                if self._delivery.seam is not None
+                else error
             )
         # A request that was not sent costs the engines nothing, so it needs no permit.
         if error.failure is not Failure.CONNECT and not await self._permit.acquire(retry.budget_wait_seconds):
@@ -309,7 +311,7 @@ class AttemptLoop:
         if not pool.would_accept(self._avoid):
             if not resuming.is_searching:
                 raise (
-                    resuming.given_up(error, "no instance could continue it")
+                    resuming.given_up_error(error, "no instance could continue it")
                     if self._delivery.seam is not None
                     else error
                 )
@@ -343,7 +345,7 @@ class AttemptLoop:
                     return
             raise absence
         else:
-            raise resuming.given_up(last, "no instance could continue it") if resuming.action else last from None
+            raise resuming.given_up_error(last, "no instance could continue it") if resuming.action else last from None
 
 
 def _role_of(error: NoBackendAvailable | UpstreamError) -> Role:

@@ -10,7 +10,7 @@ from proxy.common.terms import Action
 from proxy.dialects.segment import Segment
 from proxy.resume.engines import VLLM
 from proxy.resume.overlap import Mismatch
-from proxy.resume.seam import remove_possible_stop, unfinished, without_tool_calls
+from proxy.resume.seam import remove_possible_stop, without_finish_reason, without_tool_calls
 from proxy.resume.transcript import Transcript
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import data_event, with_prompt_details, without_engine_members
@@ -52,7 +52,7 @@ class TokenShapes:
             is_token: Whether the event shows text, so that the next tokens may differ only in their text.
             is_whole: Whether the event was parsed without a change.
         """
-        if is_token and self.current is not None and self.current.is_around(raw):
+        if is_token and self.current is not None and self.current.has_same_frame(raw):
             return
         self.current = None
         if is_token and self.attempts_left and is_whole:
@@ -281,7 +281,7 @@ class Delivery:
 
     # Events of a decoder
 
-    def opening(self, segment: Segment, event: Event) -> None:
+    def take_role_chunk(self, segment: Segment, event: Event) -> None:
         """Take the role chunk. Raises Mismatch if the engine has another prompt than it was given."""
         self._check_prompt(segment)
         if self.seam is None:
@@ -335,7 +335,7 @@ class Delivery:
         is_token = choice.get("finish_reason") is None and choice.get("logprobs") is None and not self.transcript.tools
         self.shapes.learn(event.raw, is_token=is_token, is_whole=segment.data is event.data)
 
-    def recomputed(self, segment: Segment) -> bytes:
+    def take_recompute_chunk(self, segment: Segment) -> bytes:
         """Take the last chunk of a decoder that gives up. Its text counts, its finish and tool calls do not."""
         if not self.is_observed:
             return b""
@@ -346,7 +346,7 @@ class Delivery:
             return self._with_held_events(self._seam_output(segment, recomputed=True))
         if not self.head:
             self._keep_head(segment.payload)
-        payload, choice = unfinished(segment.payload)
+        payload, choice = without_finish_reason(segment.payload)
         without_tool_calls(choice)
         remove_possible_stop([choice], self.call)
         shows = self._take(choice, choice.get("token_ids"))
@@ -430,7 +430,7 @@ class Delivery:
 
     def _seam_output(self, segment: Segment, *, recomputed: bool) -> bytes:
         assert self.seam is not None
-        payload = unfinished(segment.payload)[0] if recomputed else segment.payload
+        payload = without_finish_reason(segment.payload)[0] if recomputed else segment.payload
         parts = []
         chunks = self.seam.rewrite(payload, recomputed=recomputed)
         if recomputed and not self.seam.withheld_text and not self.is_stopped:

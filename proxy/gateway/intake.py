@@ -285,6 +285,6 @@ class Intake:
         for kind in kinds:
             if self._is_news(f"{path} {key} {kind}", "left out"):
                 logger.warning(
-                    "left out of requests to %s by client key %s: %s, which no engine can serve; logged once",
+                    "intake: content left out, as no engine can serve it (logged once): path %s, client key %s: %s",
                     *(path, key, kind),
                 )

@@ -194,7 +194,7 @@ class Lanes:
         model = self._wanted(name)
         return not model or model in self.models.names or model.partition(":")[0] in self._by_name
 
-    def known(self, name: object) -> str | None:
+    def find_known_name(self, name: object) -> str | None:
         """Return the name of a model if instances serve different models and some of them serve this one.
 
         Otherwise return None. `name`: see `of`.
@@ -257,7 +257,7 @@ logger = logging.getLogger("proxy.flow.evacuation")
 
 
 class Evacuation:
-    """Moves requests away from instances that leave. A timer calls `look`.
+    """StreamProgress requests away from instances that leave. A timer calls `look`.
 
     An instance leaves when it was removed and its drain time is over, or when its health checks say so. Its answers are
     taken away as if it had failed, but without blame, and are then repeated or resumed as usual.

@@ -324,10 +324,10 @@ class Relay:
         segment, delivery, attempt = self.segment, self._delivery, self._attempt
         part = b""
         if meaning is OPENING:  # vLLM up to 0.30 sends it even if the KV cache has not arrived
-            delivery.opening(segment, event)
+            delivery.take_role_chunk(segment, event)
         elif meaning is USAGE:
             details = attempt.timeline.usage.prompt_details
-            part = delivery.usage_chunk(segment, event, details, handed_over=attempt.kv_handed_over)
+            part = delivery.usage_chunk(segment, event, details, handed_over=attempt.has_kv_from_prefiller)
         elif meaning is DONE:
             if not segment.is_complete:
                 self._end(self._unfinished())
@@ -362,7 +362,7 @@ class Relay:
         """Return the bytes for the client of the last chunk of a decoder that gives up."""
         if not self._opened:
             self._open()
-        return self._delivery.recomputed(self.segment)
+        return self._delivery.take_recompute_chunk(self.segment)
 
     def _unfinished(self) -> UpstreamError:
         """Return the error for a stream with `[DONE]` but without a finish reason."""

@@ -132,7 +132,7 @@ class Request:
             samples = call.samples
             self._reservation = self._key.token_limit.reserve(samples * (call.prompt_tokens + (call.output_limit or 0)))
         if parts.lanes.models.is_mixed:
-            record.served_model = parts.lanes.known(call.served_model)
+            record.served_model = parts.lanes.find_known_name(call.served_model)
         if record.context is not None:
             call = self._call = call.in_context(record.context)
         service = parts.service

@@ -86,18 +86,18 @@ class Resuming:
         # An evacuation is no failure, and happens once for each removed instance.
         self._moves += error.failure is Failure.REMOVED
         if self.count - self._moves >= settings.max_attempts and error.failure is not Failure.REMOVED:
-            raise self.given_up(error, f"it broke off {self.count + 1} times")
+            raise self.given_up_error(error, f"it broke off {self.count + 1} times")
         self.count += 1
         self._until = asyncio.get_running_loop().time() + settings.deadline_seconds
         try:
             resumption = await self._plan(error, call)
         except CannotResume as reason:
-            raise self.given_up(error, str(reason)) from None
+            raise self.given_up_error(error, str(reason)) from None
         self._account(error, resumption)
         self.action = resumption.action
         return resumption
 
-    def given_up(self, error: UpstreamError, reason: str) -> UpstreamError:
+    def given_up_error(self, error: UpstreamError, reason: str) -> UpstreamError:
         """Return the error for an answer that had begun and cannot be completed. `reason`: why it cannot."""
         self._metrics.resume_failures_total.labels(error.failure.value).inc()
         return error.as_given_up(reason, keeps_body=self._delivery.seam is None)

@@ -382,7 +382,7 @@ class UnitGuard:
         if history.began_at is None:
             history.began_at = self._suspects.clock()
             if history.reserved or self.blame.is_open:
-                self._settling = asyncio.get_running_loop().call_later(history.apart_seconds, self._settle)
+                self._settling = asyncio.get_running_loop().call_later(history.isolation_seconds, self._settle)
 
     async def must_stop(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
         """Return whether to stop the request after an attempt failed. See Suspects.must_stop."""

@@ -61,7 +61,7 @@ class UnitHistory:
         return now - self.began_at > needed
 
     @property
-    def apart_seconds(self) -> float:
+    def isolation_seconds(self) -> float:
         """The time after the first output in which no other suspect may share the engine."""
         longest = max((*self.lost.values(), *self.doubtful.values()), default=0.0)
         return min(_CLEARING_FACTOR * longest + _APART_SECONDS, _MAX_APART_SECONDS) if longest else 0.0

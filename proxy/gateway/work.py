@@ -109,7 +109,7 @@ class RequestService:
         self.budget.grant()
         self.admission.configure(settings.admission)
 
-    def speaks(self, dialect: Dialect) -> bool:
+    def can_serve(self, dialect: Dialect) -> bool:
         """Return whether the engines can serve a dialect."""
         return dialect.api in self._connector.apis
 
@@ -253,7 +253,7 @@ class RequestService:
         ]
         repeated = [answer for answer, old in zip(after, before, strict=True) if answer is not old]
         self._parts.metrics.whole_answers_repeated_total.inc(len(repeated))
-        logger.info("tool calls damaged by the stream of an engine: requesting the whole answer")
+        logger.info("answer: requesting the whole answer: tool calls are damaged in the engine's stream")
         try:
             await self.make_answers(work.call, repeated, record)
         except GatewayError as error:

@@ -50,7 +50,7 @@ class HeaderDeadlines(Generic[ConnectionT]):
         if self._heads.pop(connection, None) is not None and not self._heads:
             self._nobody.set()
 
-    def late(self, seconds: float) -> list[tuple[ConnectionT, bool]]:
+    def overdue_connections(self, seconds: float) -> list[tuple[ConnectionT, bool]]:
         """Return connections whose headers are expected for at least `seconds`, and whether any bytes arrived."""
         due = self._clock() - seconds
         return [
@@ -58,7 +58,7 @@ class HeaderDeadlines(Generic[ConnectionT]):
             for connection, head in takewhile(lambda each: each[1].since <= due, self._heads.items())
         ]
 
-    async def none_left(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Wait until headers are expected on no connection."""
         while self._heads:
             self._nobody.clear()

@@ -143,7 +143,7 @@ class HttpListener:
         self._listening.append((listener, sock))
         self.is_closing = self._close_after_each_answer
 
-    def leave_listening(self) -> None:
+    def stop_listening_for_takeover(self) -> None:
         """Stop listening while another process continues. Each connection stays open until its next answer."""
         for listener, _ in self._listening:
             listener.close()
@@ -180,11 +180,11 @@ class HttpListener:
                 connection.end_after_answer()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_HEADS_SECONDS):
-                await self._heads.none_left()
+                await self._heads.wait_until_empty()
 
     def sweep(self) -> None:
         """Close the connections whose time limits have passed."""
-        for transport, has_begun in self._heads.late(self._listen.header_seconds):
+        for transport, has_begun in self._heads.overdue_connections(self._listen.header_seconds):
             cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end(
                 _slow_header_error() if has_begun else None
             )

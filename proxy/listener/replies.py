@@ -179,7 +179,9 @@ def unexpected(method: str, path: str, error: BaseException | None) -> GatewayEr
     """
     kind = type(error).__name__
     trace = error.__traceback__ if error is not None else None
-    logger.error("unexpected %s in %s %s", kind, method, path, exc_info=(_PrivateError, _PrivateError(kind), trace))
+    logger.error(
+        "request: unexpected %s: %s %s", kind, method, path, exc_info=(_PrivateError, _PrivateError(kind), trace)
+    )
     code, message = HTTP_ERRORS[500]
     return GatewayError(message, code=code)
 

@@ -54,7 +54,7 @@ class SpanIds(RandomIdGenerator):
 
 
 @asynccontextmanager
-async def exporting(
+async def export_spans(
     settings: Tracing, is_news: Callable[[str, str], bool] = lambda subject, word: True
 ) -> AsyncIterator[tuple[TracerProvider, SpanIds]]:
     """Export finished spans to the collector of the settings inside this context.

@@ -129,7 +129,7 @@ class Observers:
             try:
                 record.close()
             except Exception:
-                logger.exception("requests: end could not be reported: %s", record.request_id)
+                logger.exception("requests: the end of a request was not recorded: %s", record.request_id)
             else:
                 ended.append(record)
         for listener in self._at_settle:
@@ -161,7 +161,7 @@ def _notify(method: Callable[..., None], *arguments: Any) -> None:
     try:
         method(*arguments)
     except Exception:
-        logger.exception("requests: listener failed: %s", method.__qualname__)
+        logger.exception("requests: a request listener failed: %s", method.__qualname__)
 
 
 def _overrides(listener: RequestListener, method: str) -> bool:

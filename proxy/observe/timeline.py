@@ -198,12 +198,12 @@ class Timeline(AttemptRecord):
         """Note the failure that ended the running attempt."""
         self.failure = AttemptFailure(error.failure.value, error.backend.name)
 
-    def left_prefiller(self, pick: Pick) -> None:
+    def note_prefiller_replaced(self, pick: Pick) -> None:
         """Note that the prefill leg, which produced nothing, is sent again, to this prefiller."""
         self.left = (*self.left, ReplacedLeg(self.prefiller, self.prefill_id))
         self.prefill_pick = pick
 
-    def left_decoder(self, pick: Pick) -> None:
+    def note_decoder_replaced(self, pick: Pick) -> None:
         """Note that the decode leg is sent to this decoder instead."""
         self.left = (*self.left, ReplacedLeg(self.decoder, self.decode_id))
         self.decode_pick = pick

@@ -343,11 +343,11 @@ class ConfigWatcher(BackgroundOwner):
         except SettingsError as error:
             self._metrics.config_reloads_total.labels("failed").inc()
             self._metrics.config_last_reload_successful.set(0)
-            logger.error("reload: refused, and nothing has changed: by %s: %s", by, error)
+            logger.error("reload: rejected, nothing has changed: requested by %s: %s", by, error)
             raise
 
     def _succeeded(self, change: ConfigChange, by: str) -> None:
         self._catch_up()
         self._metrics.config_reloads_total.labels("ok").inc()
         self._metrics.config_last_reload_successful.set(1)
-        logger.info("reload: by %s: %s", by, change)
+        logger.info("reload: applied: requested by %s: %s", by, change)

@@ -331,7 +331,9 @@ class Monitor:
         self._metrics.overload_state.set(self.overload)
         if self.overload is not before:
             level = logging.WARNING if self.overload > before else logging.INFO
-            logger.log(level, "memory: %s: %.1f %% of the limit in use", _MEANINGS[self.overload], 100 * share)
+            logger.log(
+                level, "memory: new state: %s: %.1f %% of the limit in use", _MEANINGS[self.overload], 100 * share
+            )
         if self.closes_connections and now >= self._shrink_at:
             self._shrink_at = now + _SHRINK_SECONDS
             self._shrink_heap()

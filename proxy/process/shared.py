@@ -65,7 +65,7 @@ class Listeners:
     ) -> None:
         self.close()
 
-    def passed_on(self) -> Mapping[str, socket.socket]:
+    def sockets_for_successor(self) -> Mapping[str, socket.socket]:
         """Return the sockets that a successor takes over, by name.
 
         Callbacks stay with the workers that sent their requests.
@@ -169,7 +169,7 @@ def start_successor(shared: Shared) -> Successor | None:
         logger.error("SIGUSR2: another process cannot listen on layerwise.port while this one does: set it to 0")
     else:
         try:
-            return Successor(shared.listeners.passed_on(), shared.roster.state())
+            return Successor(shared.listeners.sockets_for_successor(), shared.roster.state())
         except OSError as error:
             logger.error("SIGUSR2: %s cannot be started: %s", " ".join(command_line()[:1]), error)
     return None
@@ -194,8 +194,8 @@ def share(
     )
     if predecessor is not None and not roster.is_restored:
         logger.warning(
-            "takeover: instances of the predecessor cannot be read, perhaps of another version: instances that were "
-            "added, removed, disabled or weighted at run time are forgotten"
+            "takeover: changes of instances at run time are lost (added, removed, disabled, weighted): the state of "
+            "the old process cannot be read, possibly because of another version"
         )
     return Shared(
         configuration=Configuration(loaded, load, roster),

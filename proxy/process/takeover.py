@@ -136,11 +136,11 @@ class Successor:
 
     def stop(self) -> None:
         """Stop it, because this process must stop before `look` has a result."""
-        logger.info("takeover: successor is stopped, too: process %d", self.pid)
+        logger.info("takeover: successor stopped, because this process stops: process %d", self.pid)
         self._end()
 
     def _give_up(self, why: str) -> None:
-        logger.error("takeover: failed, and this process continues: process %d %s", self.pid, why)
+        logger.error("takeover: failed, this process goes on serving: successor process %d %s", self.pid, why)
         self._end()
 
     def _end(self) -> None:

@@ -90,7 +90,7 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
         channel = transcript.reasoning_field if in_reasoning else "content"
 
     def compare(text: str) -> tuple[dict[str, Any], str]:
-        parser, new, _ = _parsed(situation, text, in_reasoning)
+        parser, new, _ = _parse_answer_so_far(situation, text, in_reasoning)
         if parser.in_tools or parser.held_text.strip():
             raise Mismatch
         return new, parser.held_text
@@ -126,7 +126,7 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
         if opens_reasoning and not begins_in_reasoning and not transcript.tools:
             raise Mismatch  # what is reasoning was shown as content
         is_cut = kept < len(transcript.ids) and situation.engine.shows_half_tokens
-        parser, pending, known = _parsed(situation, text, begins_in_reasoning, is_cut=is_cut)
+        parser, pending, known = _parse_answer_so_far(situation, text, begins_in_reasoning, is_cut=is_cut)
     except Mismatch:
         # There may be no parser at all: then what the client has is the text without special tokens.
         if transcript.reasoning or transcript.tools:
@@ -163,7 +163,7 @@ def _find_verbatim_cut(situation: Situation) -> Steps[Cut]:
     return (yield from find_cut(situation, lambda text: (new_part(transcript, {"content": text}), ""), may_hide=True))
 
 
-def _parsed(
+def _parse_answer_so_far(
     situation: Situation, text: str, in_reasoning: bool, *, is_cut: bool = False
 ) -> tuple[AnswerParser, dict[str, Any], str]:
     """Return a parser that has read the answer, the text that the client lacks, and the content that this text lacks.

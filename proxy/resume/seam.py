@@ -110,7 +110,7 @@ class Seam:
             if choice.get("finish_reason") is not None and not recomputed and not self._overlap.is_exhausted:
                 raise Mismatch
         if seen:
-            choice["logprobs"] = _without_first(choice.get("logprobs"), seen)
+            choice["logprobs"] = _drop_first_logprobs(choice.get("logprobs"), seen)
             choice["token_ids"] = (choice.get("token_ids") or [])[seen:]
         if self._known:
             self._skip_known(delta, is_last=choice.get("finish_reason") is not None)
@@ -211,14 +211,14 @@ def _shift_offsets(logprobs: Any, offset: int) -> None:
         logprobs["text_offset"] = [position + offset for position in logprobs["text_offset"]]
 
 
-def _without_first(logprobs: Any, count: int) -> Any:
+def _drop_first_logprobs(logprobs: Any, count: int) -> Any:
     """Log probabilities without those of the first tokens: lists, one entry for each token."""
     if not isinstance(logprobs, dict):
         return logprobs
     return {name: value[count:] if isinstance(value, list) else value for name, value in logprobs.items()}
 
 
-def unfinished(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def without_finish_reason(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a copy of a payload without a finish reason, and its only choice."""
     choice = {**payload["choices"][0], "finish_reason": None}
     choice.pop("stop_reason", None)

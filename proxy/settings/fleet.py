@@ -307,7 +307,7 @@ class Replicas(Section):
     they apply to each gateway. Requires a restart."""
 
     @model_validator(mode="after")
-    def _some_exchange_may_fail(self) -> Self:
+    def _check_ttl_covers_lost_exchange(self) -> Self:
         if self.ttl_seconds < 2 * self.interval_seconds:
             raise ValueError(f"ttl_seconds {self.ttl_seconds} is less than twice interval_seconds")
         return self

@@ -570,7 +570,7 @@ class Settings(Section):
     tracing: Tracing = Tracing()
 
     @model_validator(mode="after")
-    def _every_backend_is_one_backend(self) -> Self:
+    def _check_backends_are_unique(self) -> Self:
         nouns: dict[tuple[str, int], str] = {}
         for noun, endpoints in (("a prefiller", self.prefill), ("a decoder", self.decode), ("an encoder", self.encode)):
             for endpoint in endpoints:

@@ -165,7 +165,7 @@ _MISSING: Final = "is given, but the extra otel is not installed: pip install 'p
 
 def from_otel(environ: Mapping[str, str]) -> Iterator[tuple[str, Sourced]]:
     """Return the collector's options if the environment names a collector for traces."""
-    if _is(environ, "OTEL_SDK_DISABLED", "true") or _is(environ, "OTEL_TRACES_EXPORTER", "none"):
+    if _has_value(environ, "OTEL_SDK_DISABLED", "true") or _has_value(environ, "OTEL_TRACES_EXPORTER", "none"):
         return
     if full := environ.get(_FULL, "").strip():
         yield ENDPOINT, Sourced(full, _FULL)
@@ -205,5 +205,5 @@ def is_installed() -> bool:
         return False
 
 
-def _is(environ: Mapping[str, str], name: str, value: str) -> bool:
+def _has_value(environ: Mapping[str, str], name: str, value: str) -> bool:
     return environ.get(name, "").strip().lower() == value

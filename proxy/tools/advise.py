@@ -134,7 +134,7 @@ def read(at: float, expositions: Iterable[str]) -> Sample:
     for text in expositions:
         seen = False
         try:
-            for family in text_string_to_metric_families(_ours(text)):
+            for family in text_string_to_metric_families(_select_needed_lines(text)):
                 for each in family.samples:
                     seen |= _take(sample, each.name, each.labels, each.value)
         except ValueError as error:
@@ -144,7 +144,7 @@ def read(at: float, expositions: Iterable[str]) -> Sample:
     return sample
 
 
-def _ours(text: str) -> str:
+def _select_needed_lines(text: str) -> str:
     """Return the lines with needed metrics, because parsing all lines takes much longer."""
     return "\n".join(line for line in text.splitlines() if line.startswith(_NAMES)) + "\n"
 
@@ -202,7 +202,7 @@ def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full:
     notes = []
     streams = (last.stream_seconds - first.stream_seconds) / seconds / decoders
     pace = (last.stream_seconds - first.stream_seconds) / tokens
-    full = streams_when_full or _full(samples, decoders, token_seconds)
+    full = streams_when_full or _estimate_streams_when_full(samples, decoders, token_seconds)
     if full is None:
         # A step with more streams takes longer, but less than in proportion, so this is an upper bound.
         full = streams * token_seconds / pace if pace else float("inf")
@@ -226,7 +226,7 @@ def _prefill_busy(samples: Sequence[Sample]) -> float:
     return sum(shares) / len(shares) * (1 + unserved / max(1.0, last.prefilled - first.prefilled))
 
 
-def _full(samples: Sequence[Sample], decoders: int, token_seconds: float) -> float | None:
+def _estimate_streams_when_full(samples: Sequence[Sample], decoders: int, token_seconds: float) -> float | None:
     """Return the number of streams at which the time per token reaches its bound, by a linear fit; None: not known."""
     points = [
         (streams / (after.at - before.at) / decoders, streams / tokens)

@@ -286,7 +286,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 1
     try:
         with ExitStack() as stack:
-            show = _shower(stack, is_once=flags.once)
+            show = _make_view_printer(stack, is_once=flags.once)
             while True:
                 time.sleep(flags.interval)
                 shown, before = _look(host, port, before)
@@ -354,7 +354,7 @@ def _scrape(host: str, port: int) -> Scrape:
         raise _NoMetrics(f"{host} port {port} does not tell metrics at /metrics") from None
 
 
-def _shower(stack: ExitStack, *, is_once: bool) -> Callable[[View], None]:
+def _make_view_printer(stack: ExitStack, *, is_once: bool) -> Callable[[View], None]:
     """Return the function that shows a view: in place on a terminal, and below the last one otherwise."""
     if is_once or not sys.stdout.isatty():
         return _print

@@ -214,20 +214,20 @@ class PlainHeaders(Mapping[str, str]):
         self._fields = fields
         self._by_name: dict[str, str] | None = None
 
-    def _all(self) -> dict[str, str]:
+    def _parse_headers(self) -> dict[str, str]:
         if self._by_name is None:
             lines = (line.partition(":") for line in self._fields.decode("latin-1").split("\r\n") if line)
             self._by_name = {name.lower(): value.lstrip("\t ") for name, _, value in lines}
         return self._by_name
 
     def __getitem__(self, name: str) -> str:
-        return self._all()[name]
+        return self._parse_headers()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self._parse_headers())
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._parse_headers())
 
 
 class PlainHead(NamedTuple):

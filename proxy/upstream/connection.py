@@ -214,12 +214,12 @@ class EngineConnection(FastForward):
             return -1
         return 0
 
-    def lose(self, message: str) -> None:
+    def fail_as_closed(self, message: str) -> None:
         """Fail the exchange as if the engine had closed the connection. `message` is a predicate about the instance."""
         failure = Failure.BROKEN if self._has_head or self._head_bytes else Failure.RESET
         self.abort(self._error(failure, message))
 
-    def stall(self, message: str) -> None:
+    def fail_as_stalled(self, message: str) -> None:
         """Fail the exchange because the engine hangs. `message` is a predicate about the instance."""
         self.abort(self._error(Failure.STALLED, message))
 

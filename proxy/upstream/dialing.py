@@ -69,7 +69,7 @@ class Dialer:
             while True:
                 if waiting:
                     address = waiting.pop(0)
-                    racing[asyncio.create_task(_within(seconds, connect, address))] = address
+                    racing[asyncio.create_task(_connect_with_timeout(seconds, connect, address))] = address
                 done, _ = await asyncio.wait(
                     racing, timeout=stagger_seconds if waiting else None, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -104,7 +104,9 @@ class Dialer:
             ports = self._dead.get((host, address), {})
             if ports.get(port, now + 1.0) <= now:
                 ports[port] = now + _LOOK_AGAIN_SECONDS
-                self._add_loser(asyncio.create_task(_within(seconds, connect, address)), host, port, address)
+                self._add_loser(
+                    asyncio.create_task(_connect_with_timeout(seconds, connect, address)), host, port, address
+                )
 
     def _add_loser(self, task: asyncio.Task[EngineConnection], host: str, port: int, address: str) -> None:
         self._losers.add(task)
@@ -126,7 +128,7 @@ class Dialer:
 
     def _note_winner(self, host: str, port: int, address: str, failed: dict[str, OSError]) -> None:
         self._worked.pop((host, port), None)
-        _bound(self._worked)
+        _evict_oldest_if_full(self._worked)
         self._worked[host, port] = address
         self._note_alive(host, port, address)
         for other, error in failed.items():
@@ -135,7 +137,7 @@ class Dialer:
     def _note_dead(self, host: str, port: int, address: str, error: OSError) -> None:
         ports = self._dead.get((host, address))
         if ports is None:
-            _bound(self._dead)
+            _evict_oldest_if_full(self._dead)
             ports = self._dead[host, address] = {}
             if self._is_news(_subject(host, address), "dead"):
                 # An engine may listen on one address family only. Such an address takes no time.
@@ -162,11 +164,11 @@ def _subject(host: str, address: str) -> str:
     return f"{address} of {host}"
 
 
-async def _within(seconds: float, connect: Connect, address: str) -> EngineConnection:
+async def _connect_with_timeout(seconds: float, connect: Connect, address: str) -> EngineConnection:
     async with asyncio.timeout(seconds):
         return await connect(address)
 
 
-def _bound(remembered: dict[Any, Any]) -> None:
+def _evict_oldest_if_full(remembered: dict[Any, Any]) -> None:
     if len(remembered) >= _MAX_REMEMBERED:
         del remembered[next(iter(remembered))]

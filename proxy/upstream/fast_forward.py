@@ -66,7 +66,7 @@ class Ticks(Protocol):
         """Record the gap, which ends now."""
 
 
-class _Rest:
+class _TokenSuffix:
     """Bytes after the text of a token, shared by all streams that have the same ones."""
 
     __slots__ = (
@@ -97,7 +97,7 @@ class _Rest:
         """IDs of tokens that need more than their text, such as special tokens."""
 
 
-_rest_of: Final = lru_cache(maxsize=64)(_Rest)
+_rest_of: Final = lru_cache(maxsize=64)(_TokenSuffix)
 
 
 class Tokens:

@@ -121,12 +121,12 @@ class Names:
 
         Raises AddressProblem if the host has no allowed address.
         """
-        name = self._refreshed(host)
+        name = self._get_and_refresh(host)
         return self._allowed(host, name) if name.addresses else ()
 
     def is_former_address(self, host: str, address: str) -> bool:
         """Return whether the name is known to have other addresses now."""
-        name = self._refreshed(host)
+        name = self._get_and_refresh(host)
         return bool(name.addresses) and address not in name.addresses
 
     async def find(self, host: str) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class Names:
         if not is_configured and not self._rules.allows(address):
             raise AddressProblem(_FORBIDDEN)
 
-    def _refreshed(self, host: str) -> _Name:
+    def _get_and_refresh(self, host: str) -> _Name:
         """Return the state of a name, and begin a look-up if it is old. Raises AddressProblem."""
         name = self._names.get(host) or self._add(host)
         if name.pending is None and self._clock() >= name.due:
@@ -305,7 +305,7 @@ class AddressRules:
             ip = ip.ipv4_mapped
         if _is_never_allowed(ip):
             return False
-        if isinstance(ip, ipaddress.IPv6Address) and any(map(_is_never_allowed, _embedded(ip))):
+        if isinstance(ip, ipaddress.IPv6Address) and any(map(_is_never_allowed, _find_embedded_ipv4(ip))):
             return False
         return any(ip in network for network in self._networks)
 
@@ -316,7 +316,7 @@ def _is_never_allowed(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool
     return any(ip in network for network in _METADATA)
 
 
-def _embedded(ip: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
+def _find_embedded_ipv4(ip: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
     """Yield the IPv4 addresses to which an IPv6 address may lead, except a mapped one."""
     last = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
     is_isatap = (int(ip) >> 32) & 0xFFFF_FFFF in _ISATAP

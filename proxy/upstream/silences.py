@@ -54,7 +54,7 @@ class SilenceChecks:
 
 
 @dataclass(slots=True, eq=False)
-class Moves:
+class StreamProgress:
     """Progress of the streams of one backend since the last check."""
 
     backend: Backend
@@ -103,7 +103,7 @@ class Silences:
         now: float,
         least_seconds: float,
         silence_seconds: float,
-        moves: Collection[Moves],
+        moves: Collection[StreamProgress],
         silent: Iterable[EngineConnection],
     ) -> None:
         """Process one check of all exchanges, and begin checks of engines with long silences.
@@ -195,7 +195,7 @@ class Silences:
         for connection, since in silences:
             # A health check may fail because the engine is busy with a prompt. Such an answer can still begin.
             if connection.is_silent_since(since) and (connection.has_begun or is_refused):
-                connection.lose("accepts no connections any more" if is_refused else "is down")
+                connection.fail_as_closed("accepts no connections any more" if is_refused else "is down")
 
     # Progress
 
@@ -212,7 +212,7 @@ class Silences:
         silent = [connection for connection, since in streams if connection.is_silent_since(since)]
         if not makes_progress and silent and self._checks.on_hang(backend):
             for connection in silent:
-                connection.stall("sends nothing and makes no progress")
+                connection.fail_as_stalled("sends nothing and makes no progress")
 
 
 async def _is_refused(host: str, port: int) -> bool:

@@ -16,7 +16,7 @@ from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
 from proxy.upstream.pump import Pump, is_built
 from proxy.upstream.response import Response
-from proxy.upstream.silences import Moves, Silences
+from proxy.upstream.silences import Silences, StreamProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -315,7 +315,7 @@ class Upstream:
         self._swept_at = now
         # If this process was stopped or blocked, data of engines may be waiting unread.
         lost_seconds = late_seconds if late_seconds > 2 * self._sweep_seconds else 0.0
-        moves: dict[str, Moves] = {}
+        moves: dict[str, StreamProgress] = {}
         silent: list[EngineConnection] = []
         for connection in list(self._busy):
             parts = connection.check_silence(now, lost_seconds)
@@ -327,7 +327,7 @@ class Upstream:
                 backend = connection.backend
                 moved = moves.get(backend.key)
                 if moved is None:
-                    moved = moves[backend.key] = Moves(backend)
+                    moved = moves[backend.key] = StreamProgress(backend)
                 moved.parts += parts
                 if parts and connection.moved_seconds:
                     moved.timed_parts += parts

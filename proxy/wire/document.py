@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.wire.members import Members, NotAnObject, TooManyMembers, as_python_reads, spans_of, text_bytes
+from proxy.wire.members import Members, NotAnObject, TooManyMembers, parse_like_python, spans_of, text_bytes
 from proxy.wire.python_json import dumps
 from proxy.wire.weight import load
 
@@ -79,7 +79,7 @@ class Document:
     def _read_again(self, raw: bytes | bytearray) -> None:
         """Read bytes that orjson rejects with the parser that engines use. Raises InvalidDocument."""
         try:
-            self.values, self._spans = as_python_reads(raw)
+            self.values, self._spans = parse_like_python(raw)
         except TooManyMembers as error:
             raise InvalidDocument(str(error)) from None
         except NotAnObject:
@@ -140,7 +140,7 @@ class Document:
         _change(members, second)
         return dumps(members)
 
-    def with_written(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
+    def with_raw_member(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
         """Apply changes as `with_changes` does, then set the member `name` to these JSON bytes.
 
         The changes must not contain `name`.

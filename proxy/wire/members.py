@@ -149,7 +149,7 @@ def spans_of(raw: bytes | bytearray) -> Spans:
         raise NotAnObject from None
 
 
-def as_python_reads(raw: bytes | bytearray) -> tuple[dict[str, Any], Spans]:
+def parse_like_python(raw: bytes | bytearray) -> tuple[dict[str, Any], Spans]:
     """Return the values and member positions of a JSON object that orjson rejects.
 
     It may have half of a surrogate pair, for example, which the parser of Python accepts. Engines read requests with

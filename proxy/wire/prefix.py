@@ -150,7 +150,7 @@ class Prompt:
         if messages[0] != _BRACKET:
             return []
         if self._has_reasoning:
-            messages = memoryview(_as_templates_keep(messages))
+            messages = memoryview(_drop_old_reasoning(messages))
         if self._has_media:
             messages = memoryview(_without_media(bytes(messages)))
         tools = self._written("tools")
@@ -167,7 +167,7 @@ class Prompt:
         return None if bytes(written[:5]) == b"null" else written
 
 
-def _as_templates_keep(messages: memoryview) -> bytes:
+def _drop_old_reasoning(messages: memoryview) -> bytes:
     """Return messages without the reasoning of turns that have ended.
 
     The chat_template.jinja of Kimi K2 keeps only reasoning after the last assistant message without tool calls.

@@ -133,7 +133,7 @@ def wants_prefillers_answer(values: Mapping[str, Any]) -> bool:
     return bool(values.get("return_logprob") and _asks_for_input(values)) or bool(values.get("return_routed_experts"))
 
 
-def is_about_prompt(values: Mapping[str, Any]) -> bool:
+def asks_only_for_prompt_logprobs(values: Mapping[str, Any]) -> bool:
     """Return whether the request asks for log probabilities of the prompt and at most one token."""
     params = values.get("sampling_params")
     return bool(values.get("return_logprob")) and _asks_for_input(values) and output_limit(params) <= 1

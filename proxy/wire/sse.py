@@ -203,7 +203,7 @@ class Shape:
             return None
         return cls(raw[:begin], raw[text.end() : number.start()], raw[number.end() :], is_reasoning=is_reasoning)
 
-    def is_around(self, raw: bytes) -> bool:
+    def has_same_frame(self, raw: bytes) -> bool:
         """Return whether an event begins and ends like this one."""
         return raw.startswith(self.head) and raw.endswith(self.behind)
 

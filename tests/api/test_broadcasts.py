@@ -168,7 +168,7 @@ async def test_instance_that_rejects_sleep_serves_as_before(gateway: Gateway, ca
             assert (answer.status, (await answer.json())["disabled"]) == (500, disabled)
         (member,) = gateway.roster.members(Role.DECODE)
         assert (member.is_disabled, member.leaves_at) == ((True, 1e9) if is_disabled else (False, None))
-    failed = f"decode instance {decoder.name} failed on /sleep"
+    failed = f"broadcast: decode instance {decoder.name} failed on /sleep"
     assert [line for line in caplog.messages if "failed" in line] == [
         f"{failed}: status 404",
         f"{failed} and stays disabled: status 404",

@@ -482,11 +482,11 @@ def test_probes_may_take_all_backends_down() -> None:
 def test_ejected_backends_go_on_probation_when_no_other_is_left() -> None:
     story = Story([A, B, C])
     story.health.on_stall(A, story.peers)
-    assert story.health.relieve(story.peers) == ()
+    assert story.health.release_if_last(story.peers) == ()
     down(story, B, C)
-    assert story.health.relieve(story.peers) == [Transition(A, EJECTED, PROBATION, "no other backend is left")]
-    assert story.health.relieve(story.peers) == ()
-    assert not story.health.relieve([])
+    assert story.health.release_if_last(story.peers) == [Transition(A, EJECTED, PROBATION, "no other backend is left")]
+    assert story.health.release_if_last(story.peers) == ()
+    assert not story.health.release_if_last([])
     for _ in range(2):
         story.health.on_probe(B, True, "test")
     assert story.health.of(B).state is UP

@@ -273,7 +273,7 @@ def test_requests_do_not_wait_for_the_last_backend_if_refusals_are_not_queued() 
     health.on_outcome(last, refusal, pool.backends(), refusals=4)
     for other in others * HealthChecks().fall:
         health.on_probe(other, False, "gone")
-    health.relieve(pool.backends())
+    health.release_if_last(pool.backends())
     pool.report(last, refusal)
     assert health.of(last).awaits_trial
     assert not pool.has_room()

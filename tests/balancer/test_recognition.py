@@ -8,7 +8,7 @@ import pytest
 
 from proxy.balancer.engines import Identity, parse_kind, parse_setup
 from proxy.balancer.incompatibilities import IncompatibilityKind
-from proxy.balancer.recognition import EngineReport, recognise, unsuited
+from proxy.balancer.recognition import EngineReport, find_connector_mismatch, recognise
 from proxy.common.backend import Role
 from proxy.settings import SettingsError
 
@@ -207,7 +207,7 @@ def test_malformed_server_info_of_vllm_is_ignored(info: Any) -> None:
 def test_engine_is_unsuited_to_the_chosen_connector(
     engine: EngineReport, connector: str, kind: IncompatibilityKind, words: str
 ) -> None:
-    found = unsuited(engine, connector, None)
+    found = find_connector_mismatch(engine, connector, None)
     assert found is not None
     assert (found[0], words in found[1]) == (kind, True)
 
@@ -228,14 +228,14 @@ def test_engine_is_unsuited_to_the_chosen_connector(
     ],
 )
 def test_engine_may_suit_the_chosen_connector(engine: EngineReport, connector: str) -> None:
-    assert unsuited(engine, connector, None) is None
+    assert find_connector_mismatch(engine, connector, None) is None
 
 
 def test_configured_bootstrap_port_must_be_that_of_sglang() -> None:
     told = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
     engine = said(P, "p:1", models("sglang"), told)
-    assert unsuited(engine, "sglang_bootstrap", None) is None
-    assert unsuited(engine, "sglang_bootstrap", 8998) is None
-    found = unsuited(engine, "sglang_bootstrap", 8999)
+    assert find_connector_mismatch(engine, "sglang_bootstrap", None) is None
+    assert find_connector_mismatch(engine, "sglang_bootstrap", 8998) is None
+    found = find_connector_mismatch(engine, "sglang_bootstrap", 8999)
     assert found is not None
     assert found[0] is IncompatibilityKind.BOOTSTRAP

@@ -50,7 +50,7 @@ async def test_background_logs_a_task_error_once_and_raises_it_to_awaiters(caplo
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not background
-    assert [record.getMessage() for record in caplog.records] == ["a test failed unexpectedly"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["background: task failed: a test"] * 2
 
 
 async def test_background_restarts_a_failed_loop_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -68,7 +68,7 @@ async def test_background_restarts_a_failed_loop_and_logs_it_once(caplog: pytest
         background.keep(work, "canaries", restarts, restart_seconds=0.0)
         await lives.wait()
     assert restarts.labels("canaries")._value.get() == 3
-    assert [record.getMessage() for record in caplog.records] == ["background loop canaries failed and is restarted"]
+    assert [record.getMessage() for record in caplog.records] == ["background: loop failed, restarting: canaries"]
 
 
 async def test_background_does_not_restart_a_loop_that_returns() -> None:

@@ -76,7 +76,7 @@ class Example(Connector):
                 answer_seconds=first_byte_seconds(timeouts, call),
             ) as response:
                 await check_status(response)
-                yield Attempt(response, timeline, prefiller=prefiller, kv_handed_over=True, handoff=handoff)
+                yield Attempt(response, timeline, prefiller=prefiller, has_kv_from_prefiller=True, handoff=handoff)
 
 
 @pytest.fixture(autouse=True)

@@ -221,7 +221,7 @@ async def test_defect_in_reading_the_prefill_ends_the_request_and_is_logged(
     answer = await pair.gateway.ask(request(Api.CHAT, stream=True))
     assert answer.status == 500 or not answer.is_done
     (told,) = pair.gateway.problems
-    assert "unexpected ValueError in POST /v1/chat/completions" in told
+    assert "unexpected ValueError: POST /v1/chat/completions" in told
     pair.gateway.problems.clear()
 
 

@@ -278,7 +278,7 @@ async def test_members_of_the_calls_own_stand_alone_without_kv(deploy: Deploy, c
     prefillers = [prefiller] if connector == "vllm_pull" else []
     gateway = await deploy(prefillers, [decoder], connector=connector, kv={"on_missing": "local"})
     async with opened(gateway, a_call(gateway, COMPLETION, Api.COMPLETIONS, prompt_token_ids=[1])) as attempt:
-        assert not attempt.kv_handed_over
+        assert not attempt.has_kv_from_prefiller
     assert decoder.received[0].body == COMPLETION[:-1] + b',"kv_transfer_params":{"prompt_token_ids":[1]}}'
 
 

@@ -139,7 +139,7 @@ async def test_left_out_members_are_logged_once_for_each_key(deploy: Deploy, cap
             response(await ask(gateway, question(tools=tools), Authorization=f"Bearer {name}"))
     told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
     assert sorted(told) == [
-        f"left out of requests to {PATH} by client key {key}: tool {kind}, which no engine can serve; logged once"
+        f"intake: content left out, as no engine can serve it (logged once): path {PATH}, client key {key}: tool {kind}"
         for key in keys
         for kind in ("image_generation", "of an unknown type", "web_search")
     ]

@@ -107,7 +107,7 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     whole = Assembly() if is_observed and is_whole else None
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
     response = Response(connected(Line()), lambda error: None)
-    attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=NoHandoff())
+    attempt = Attempt(response, Timeline(), None, has_kv_from_prefiller=True, handoff=NoHandoff())
     client = Client()
     relay = Relay(attempt, delivery, Owner(), None if whole else cast("ClientWriter", client))
     for piece in filter(None, pieces):

@@ -58,7 +58,7 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
     for event in EventSplitter().feed(stream):
         match segment.read(event):
             case Meaning.OPENING:
-                delivery.opening(segment, event)
+                delivery.take_role_chunk(segment, event)
             case Meaning.CONTENT:
                 output.append(delivery.content(segment, event))
                 if delivery.is_stopped:
@@ -67,7 +67,7 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
             case Meaning.USAGE:
                 output.append(delivery.usage_chunk(segment, event, details, handed_over=details is not None))
             case Meaning.RECOMPUTED:
-                output.append(delivery.recomputed(segment))
+                output.append(delivery.take_recompute_chunk(segment))
                 if not delivery.is_stopped:
                     return b"".join(output), Meaning.RECOMPUTED
                 output.append(delivery.missing_end(details))

@@ -39,7 +39,7 @@ def parsed(delivery: Delivery, segment: Segment, event: Event) -> bytes:
     if meaning is Meaning.CONTENT:
         return delivery.content(segment, event)
     if meaning is Meaning.OPENING:
-        delivery.opening(segment, event)
+        delivery.take_role_chunk(segment, event)
         return b""
     return delivery.pass_other_event(segment, event)
 

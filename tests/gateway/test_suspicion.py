@@ -131,13 +131,13 @@ def test_subset_keeps_eligible_and_failed_engines() -> None:
 
 def test_suspect_is_apart_for_about_the_time_of_its_last_engine() -> None:
     history = Suspicion().add_unit()
-    assert history.apart_seconds == 0.0
+    assert history.isolation_seconds == 0.0
     history.lost[E1] = 0.0
-    assert history.apart_seconds == 0.0  # it never had a token there: its first one clears the place
+    assert history.isolation_seconds == 0.0  # it never had a token there: its first one clears the place
     history.lost[E1] = 0.1
-    assert history.apart_seconds == pytest.approx(0.45)
+    assert history.isolation_seconds == pytest.approx(0.45)
     history.lost[E1] = 60.0
-    assert history.apart_seconds == 1.0
+    assert history.isolation_seconds == 1.0
 
 
 # What acquits a suspect that has cost as many engines as it may

@@ -87,7 +87,7 @@ async def calls_for(
     connection.data_received(STREAM_HEAD)
     whole = None if body["stream"] else Assembly()
     delivery = Delivery(parse(api_of(body), orjson.dumps(body), Cost()), is_observed=is_observed, whole=whole)
-    attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=NoHandoff())
+    attempt = Attempt(response, Timeline(), None, has_kv_from_prefiller=True, handoff=NoHandoff())
     client = None if whole else cast("ClientWriter", Streamed())
     clock = TokenClock(RequestRecord("chat", "r"), Metrics())
     relay = Relay(attempt, delivery, Owner(), client, clock, idle_seconds=1.0)

@@ -24,10 +24,10 @@ def test_header_deadlines_return_connections_that_are_late(heads: HeaderDeadline
         clock.now += 1.0
     assert heads.grow("b", 10) == 10
     assert heads.grow("b", 5) == 15
-    assert heads.late(4.0) == []
-    assert heads.late(3.0) == [("a", False)]
-    assert heads.late(2.0) == [("a", False), ("b", True)]
-    assert heads.late(0.0) == [("a", False), ("b", True), ("c", False)]
+    assert heads.overdue_connections(4.0) == []
+    assert heads.overdue_connections(3.0) == [("a", False)]
+    assert heads.overdue_connections(2.0) == [("a", False), ("b", True)]
+    assert heads.overdue_connections(0.0) == [("a", False), ("b", True), ("c", False)]
 
 
 def test_header_deadlines_forget_complete_headers(heads: HeaderDeadlines[str], clock: Clock) -> None:
@@ -36,7 +36,7 @@ def test_header_deadlines_forget_complete_headers(heads: HeaderDeadlines[str], c
     heads.end("a")
     heads.end("nobody")
     clock.now += 100.0
-    assert heads.late(1.0) == [("b", False)]
+    assert heads.overdue_connections(1.0) == [("b", False)]
     assert ("a" in heads, "b" in heads) == (False, True)
 
 
@@ -46,14 +46,14 @@ def test_header_deadline_starts_again_for_a_further_request(heads: HeaderDeadlin
     heads.end("a")
     clock.now += 1.0
     heads.begin("a")
-    assert heads.late(1.0) == [("b", False)]
+    assert heads.overdue_connections(1.0) == [("b", False)]
 
 
 async def test_header_deadlines_can_be_awaited_until_none_is_left(heads: HeaderDeadlines[str]) -> None:
-    await heads.none_left()
+    await heads.wait_until_empty()
     heads.begin("a")
     heads.begin("b")
-    waiting = asyncio.create_task(heads.none_left())
+    waiting = asyncio.create_task(heads.wait_until_empty())
     await asyncio.sleep(0)
     heads.end("a")
     await asyncio.sleep(0)

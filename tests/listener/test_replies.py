@@ -249,7 +249,7 @@ async def test_unexpected_exception_does_not_log_the_body(caplog: pytest.LogCapt
         client = await site.ask(b"POST /fail HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nsecret")
         assert (await client.reply()).code == "internal_error"
         (record,) = caplog.records
-        assert record.getMessage() == "unexpected ValueError in POST /fail"
+        assert record.getMessage() == "request: unexpected ValueError: POST /fail"
         assert 'raise ValueError(f"cannot read' in caplog.text
         assert "secret" not in caplog.text
 

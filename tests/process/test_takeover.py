@@ -12,7 +12,7 @@ import pytest
 
 from proxy.process import takeover
 from proxy.process.shared import Listeners, share
-from proxy.process.supervisor.listening import activated, create_listener, listen
+from proxy.process.supervisor.listening import create_listener, listen, take_systemd_sockets
 from proxy.process.takeover import Predecessor, Successor
 from proxy.settings import Admin, Listen, Loaded, Settings, SettingsError
 
@@ -42,7 +42,7 @@ def test_one_that_ends_has_not_taken_over(
     successor: Callable[[str], Successor], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not has_taken_over(successor("exit 2"))
-    assert "takeover: failed, and this process continues: " in caplog.text
+    assert "takeover: failed, this process goes on serving: " in caplog.text
 
 
 def test_one_that_does_not_get_ready_is_ended(
@@ -65,7 +65,7 @@ def test_one_that_is_not_wanted_any_more_is_ended(
     slow = successor("exec sleep 60")
     assert slow.look() is None
     slow.stop()
-    assert f"takeover: successor is stopped, too: process {slow.pid}" in caplog.text
+    assert f"takeover: successor stopped, because this process stops: process {slow.pid}" in caplog.text
     _, status = os.waitpid(slow.pid, 0)
     assert os.WTERMSIG(status) == 15
     assert slow.fileno() == -1
@@ -108,7 +108,7 @@ def test_instances_that_cannot_be_read_are_missed_once(caplog: pytest.LogCapture
         assert not caplog.messages
         share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [["of another version"]]))
     [told] = caplog.messages
-    assert told.startswith("takeover: instances of the predecessor cannot be read")
+    assert told.startswith("takeover: changes of instances at run time are lost")
 
 
 def _kept(text: str) -> str:
@@ -183,10 +183,10 @@ def test_inherited_socket_must_be_one_for_tcp(family: socket.AddressFamily, kind
 def test_ambiguous_socket_names_are_rejected(names: str) -> None:
     environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2", "LISTEN_FDNAMES": names}
     with pytest.raises(SettingsError, match="FileDescriptorName="):
-        activated(environ)
+        take_systemd_sockets(environ)
     assert not environ
 
 
 @pytest.mark.parametrize("environ", [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}, {"LISTEN_FDS": "1"}])
 def test_descriptors_for_another_process_are_not_taken(environ: dict[str, str]) -> None:
-    assert activated(environ) == {}
+    assert take_systemd_sockets(environ) == {}

@@ -28,7 +28,7 @@ async def test_engines_decide_for_all_workers_and_it_is_one_line(
     async with gateway("--connector", "auto", *engines, "--workers", "2") as program:
         body = request(Api.CHAT, max_tokens=3)
         assert (await ask(session, program.url, body)).text == await answer_alone(body)
-        assert program.output.count("connector: auto: vllm_pull:") == 1
+        assert program.output.count("connector: auto selects vllm_pull:") == 1
         assert ", connector vllm_pull, " in program.output
 
 
@@ -46,7 +46,7 @@ async def test_reload_keeps_what_was_found_and_takes_the_same_by_its_name(
             write(again)
             program.output = ""
             program.signal(signal.SIGHUP)
-            await program.says("reload: by SIGHUP: nothing has changed")
+            await program.says("reload: applied: requested by SIGHUP: nothing has changed")
         write("sglang_bootstrap")
         program.signal(signal.SIGHUP)
         await program.says("connector cannot change while the gateway runs")

@@ -72,7 +72,9 @@ async def test_hangup_changes_instances_and_options_under_a_running_stream(
             file.write(decode=[address(another)], fanout={"max_units": 2}, timeouts={"idle_seconds": 77.0})
             program.signal(signal.SIGHUP)
             changed = "changed decode, timeouts.idle_seconds, fanout.max_units"
-            told = f"reload: by SIGHUP: {changed}; added {address(another)}; removed {address(decoder)}"
+            told = (
+                f"reload: applied: requested by SIGHUP: {changed}; added {address(another)}; removed {address(decoder)}"
+            )
             await program.says(told)
             refused = await ask(session, program.url, request(Api.CHAT, n=3))
             assert refused.status == 400
@@ -126,7 +128,7 @@ async def test_mistake_changes_nothing(
         await is_ready(session, program.url)
         file.write(decode=[address(another)], fanout={"max_units": 2}, **options)
         program.signal(signal.SIGHUP)
-        await program.says("reload: refused, and nothing has changed: by SIGHUP: ")
+        await program.says("reload: rejected, nothing has changed: requested by SIGHUP: ")
         assert sentence in program.output
         status, told = await reload(session, program)
         assert (status, told["error"]["code"]) == (400, "invalid_configuration")
@@ -167,7 +169,7 @@ async def test_whichever_worker_is_asked_all_change(
         file.write(fanout={"max_units": 5})
         program.signal(signal.SIGHUP)
         await all_answer(program, 200)
-        assert program.output.count("reload: by SIGHUP") == 1
+        assert program.output.count("reload: applied: requested by SIGHUP") == 1
 
         # And who comes later begins with the newest.
         workers = program.children()
@@ -206,5 +208,5 @@ async def test_client_keys_change_with_their_file(file: File, session: aiohttp.C
             while [await asks("sk-1"), await asks("sk-2")] != [401, 200]:
                 pass
         keys.write_text("keys: nonsense")
-        await program.says("reload: refused, and nothing has changed: by a change of the client keys' file")
+        await program.says("reload: rejected, nothing has changed: requested by a change of the client keys' file")
         assert (await asks("sk-1"), await asks("sk-2")) == (401, 200)

@@ -179,7 +179,7 @@ async def test_left_out_members_are_logged_by_one_worker(program: Program, path:
         os.kill(resting, signal.SIGCONT)
     program.signal(signal.SIGTERM)
     assert await program.ended() == 0
-    line = f"left out of requests to {path} by client key -: tool web_search_20250305"
+    line = f"path {path}, client key -: tool web_search_20250305"
     assert program.output.count(line) == 1
 
 

@@ -34,7 +34,7 @@ async def program(engines: list[SimulatedEngine], session: aiohttp.ClientSession
     for decoder in decoders:
         flags += ["--decode", decoder.url]
     async with gateway("--connector", "auto", *flags) as program:
-        assert "connector: auto: sglang_bootstrap: " in program.output
+        assert "connector: auto selects sglang_bootstrap: " in program.output
         await is_ready(session, program.url)
         yield program
 

@@ -102,7 +102,7 @@ async def test_suspicious_settings_are_logged_once(prefiller: SimulatedEngine, d
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)
     async with gateway(*engines, "--workers", "2", PROXY_LISTEN_PORT="8004") as program:
         program.signal(signal.SIGHUP)
-        await program.says("reload: by SIGHUP")
+        await program.says("reload: applied: requested by SIGHUP")
         program.signal(signal.SIGTERM)
         await program.ended()
     assert program.output.count("PROXY_LISTEN_PORT is no option and is ignored: did you mean PROXY_LISTEN__PORT?") == 1

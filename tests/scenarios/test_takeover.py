@@ -193,7 +193,7 @@ async def test_one_that_does_not_come_up_changes_nothing(
         await is_ready(session, program.url)
         path.write_text("frobnicate: 1")
         program.signal(signal.SIGUSR2)
-        await program.says(r"takeover: failed, and this process continues: process \d+ has ended")
+        await program.says(r"takeover: failed, this process goes on serving: successor process \d+ has ended")
         assert "unknown option frobnicate" in program.output
         assert (await ask(session, program.url, BODY)).is_done
         path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
@@ -216,7 +216,7 @@ async def test_stopping_gateway_also_stops_the_process_that_takes_over(
         program.signal(signal.SIGTERM)
         assert await program.ended() == 0
         await until(lambda: not is_there(new), "the end of the new one")
-        assert f"takeover: successor is stopped, too: process {new}" in program.output
+        assert f"takeover: successor stopped, because this process stops: process {new}" in program.output
 
 
 async def test_systemd_opens_the_port_and_hears_who_serves_now(

@@ -54,7 +54,7 @@ def test_shape_without_id_has_the_bytes_around_the_text() -> None:
 def test_shape_matches_events_with_other_text_and_id(raw: bytes, is_like: bool) -> None:
     shape = Shape.of(event("words", [123]))
     assert shape is not None
-    assert shape.is_around(raw) is is_like
+    assert shape.has_same_frame(raw) is is_like
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class _Throughput:
         return rate, squares / (work * work) * number / (number - 1)
 
 
-class Concurrency:
+class ConcurrencyEstimate:
     """Learned concurrency of one prefiller."""
 
     __slots__ = (
@@ -147,7 +147,7 @@ class Concurrency:
         self._late = self._timely = 0  # answers since the last result
 
     @property
-    def wanted(self) -> float:
+    def target_in_flight(self) -> float:
         """Number of prompts that it should have in flight. It is infinite while the order is unknown.
 
         It is larger than the number of lanes while a result is tested again.

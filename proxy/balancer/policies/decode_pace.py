@@ -357,7 +357,7 @@ class DecodePace:
         if self.most < math.inf:
             known = [place for place in known if SIZES[place] <= self.most]
         self.most_seen = float(SIZES[known[-1]]) if known else math.inf
-        self.scout_prefers = self._fewer(known, now) if known else math.inf
+        self.scout_prefers = self._choose_smaller_limit(known, now) if known else math.inf
         if len(known) > 1:
             self._fit(known)
 
@@ -395,11 +395,14 @@ class DecodePace:
         if was == math.inf:
             if self.samples < _MIN_SAMPLES:
                 return
-            at, beyond = self._made(lambda place: place <= good, now), self._made(lambda place: place > good, now)
+            at, beyond = (
+                self._mean_token_rate(lambda place: place <= good, now),
+                self._mean_token_rate(lambda place: place > good, now),
+            )
             if not 0.0 < beyond < at:
                 return
             self._since, self._beyond_made, self._kept = now, beyond, good
-        elif not self._proves_itself(good, now):
+        elif not self._is_saturation_confirmed(good, now):
             self._doubted_until = now + DOUBT_SECONDS
             self._since = math.inf
             return
@@ -418,19 +421,19 @@ class DecodePace:
         variance = max(1.0, self._noise) * self._filter.variance(best, place) + _FLOOR * _FLOOR
         return decline > (_SURE if self.most == math.inf else _STILL_SURE) * math.sqrt(variance)
 
-    def _proves_itself(self, good: int, now: float) -> bool:
+    def _is_saturation_confirmed(self, good: int, now: float) -> bool:
         """Return whether throughput at the saturation point is higher than it was beyond it, as far as answers show.
 
         The point is the highest since it was believed: it must not escape by moving down.
         """
         kept = self._kept = max(self._kept, good)
-        beyond = self._made(lambda place: place > kept, now)
+        beyond = self._mean_token_rate(lambda place: place > kept, now)
         if beyond:
             self._beyond_made = beyond
-        at = self._made(lambda place: place <= kept, now, since=self._since, least=_NEAR * SIZES[good])
+        at = self._mean_token_rate(lambda place: place <= kept, now, since=self._since, least=_NEAR * SIZES[good])
         return not at or at > self._beyond_made
 
-    def _made(
+    def _mean_token_rate(
         self, is_there: Callable[[int], bool], now: float, *, since: float = -math.inf, least: float = 0.0
     ) -> float:
         """Return the mean tokens per second of a decoder in some buckets, without any estimate; 0.0 if not known.
@@ -454,7 +457,7 @@ class DecodePace:
 
     # Exploration, and the fitted line
 
-    def _fewer(self, known: Sequence[int], now: float) -> float:
+    def _choose_smaller_limit(self, known: Sequence[int], now: float) -> float:
         """Return how few answers one decoder should have because none has had this few lately; infinite: some have."""
         most = SIZES[known[-1]]
         least, enough = most / 2, most * 0.8

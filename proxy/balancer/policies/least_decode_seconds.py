@@ -258,7 +258,7 @@ class LeastDecodeSeconds(LeastTokens):
         if not self._has_held and self.pace.most < _ANY and self.would_take(candidates):
             self._has_held = True
             logger.info(
-                "decode policy: requests wait below the limits of the engines: learned saturation point",
+                "decode policy: saturation point learned: requests wait before the limits of the engines are reached",
                 extra={"fields": {"most_running": int(self.pace.most)}},
             )
         return False
@@ -347,14 +347,14 @@ class LeastDecodeSeconds(LeastTokens):
         decoder = self._decoders.get(backend.name)
         if decoder is None:
             decoder = self._decoders[backend.name] = _Decoder(now)
-        self._pass(backend, decoder, now)
+        self._count_elapsed_time(backend, decoder, now)
         decoder.writing += 1
         return decoder
 
     def end(self, answer: _Answer, decoder: _Decoder, tokens: int | None) -> None:
         """Note that a decoder writes one answer less. It teaches if it is complete and its tokens are known."""
         now, backend = self.context.clock(), answer.backend
-        self._pass(backend, decoder, now)
+        self._count_elapsed_time(backend, decoder, now)
         decoder.writing -= 1
         if tokens:
             subject = answer.request.subject
@@ -372,7 +372,7 @@ class LeastDecodeSeconds(LeastTokens):
         if now >= self._due:
             self._look(self._candidates)
 
-    def _pass(self, backend: Backend, decoder: _Decoder, now: float) -> None:
+    def _count_elapsed_time(self, backend: Backend, decoder: _Decoder, now: float) -> None:
         """Count the time until now: the decoder has written the same number of answers."""
         if answers := decoder.writing:
             if self.context.others_running is not None:
@@ -402,7 +402,7 @@ class LeastDecodeSeconds(LeastTokens):
     def _log_dropped(self, most: float) -> None:
         held, self._has_held = self._has_held, False
         if held:
-            why = "throughput was not higher at it" if self.pace.is_doubted else "it is no longer certain"
+            why = "throughput was not higher at this point" if self.pace.is_doubted else "it is no longer certain"
             logger.log(
                 logging.WARNING if self.pace.is_doubted else logging.INFO,
                 "decode policy: learned saturation point dropped: %s",

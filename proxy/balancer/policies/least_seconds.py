@@ -265,7 +265,7 @@ class LeastSeconds(LeastTokens):
                 and (
                     free[at]
                     or (is_same and is_open[at] and prefillers[at].fits_in_step(prompt.tokens))
-                    or (gathers[at] and self._joins(prefillers[at], work[at], share))
+                    or (gathers[at] and self._should_join_next_step(prefillers[at], work[at], share))
                 )
             ]
             if best:
@@ -295,7 +295,7 @@ class LeastSeconds(LeastTokens):
             return True
         # The test would be expensive behind long prompts. The tokens of passed-through requests are unknown.
         return prefiller.uncached_tokens < self.batch_tokens * concurrency.lanes and (
-            prefiller.in_flight < concurrency.wanted or (prefiller.is_busy and not prefiller.uncached_tokens)
+            prefiller.in_flight < concurrency.target_in_flight or (prefiller.is_busy and not prefiller.uncached_tokens)
         )
 
     def _has_room_in_step(self, prefiller: Prefiller) -> bool:
@@ -304,18 +304,18 @@ class LeastSeconds(LeastTokens):
         return (
             prefiller.shared_seconds > 0
             and bool(concurrency.is_orderly)
-            and prefiller.behind_tokens < prefiller.step_tokens * concurrency.wanted
+            and prefiller.behind_tokens < prefiller.step_tokens * concurrency.target_in_flight
             and concurrency.lanes == 1
         )
 
-    def _joins(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
+    def _should_join_next_step(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
         """Return whether a prompt should join the next step rather than the one after it.
 
         It delays the other prompts of that step by its own time. It saves the shared time of a step for itself, for the
         `share` of waiting prompts, and for prompts that will arrive while all prefillers are busy.
         """
         shared = prefiller.shared_seconds
-        return prefiller.behind * (seconds - shared) < shared * (1 + share + self._crowding)
+        return prefiller.behind * (seconds - shared) < shared * (1 + share + self._expected_arrivals)
 
     # Scores
 
@@ -339,7 +339,7 @@ class LeastSeconds(LeastTokens):
         return None if True in free or any(map(self._has_room_in_step, prefillers)) else False
 
     @property
-    def _crowding(self) -> float:
+    def _expected_arrivals(self) -> float:
         """Expected number of prompts that arrive before a busy prefiller is idle again."""
         return self._busy / (1 - self._busy) if self._busy < _MAX_BUSY else _MAX_CROWDING
 
@@ -350,7 +350,7 @@ class LeastSeconds(LeastTokens):
 
         `among`: which prefillers may be chosen; the score of the others is infinite. None, or none of them: all may.
         """
-        counts = 1 + self.crowding * self._crowding
+        counts = 1 + self.crowding * self._expected_arrivals
         scores = [wait + counts * work[place] for place, wait in enumerate(waits)]
         if among is not None and True in among:
             scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]

@@ -167,7 +167,7 @@ def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -
     best, least = None, math.inf
     for count in (3, 2, 1):
         for chosen in combinations(range(3), count):
-            part = _solved(
+            part = _solve_linear_system(
                 [[matrix[row][column] for column in chosen] for row in chosen], [vector[row] for row in chosen]
             )
             if part is None or min(part) < 0:
@@ -187,7 +187,7 @@ def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -
     return best
 
 
-def _solved(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
+def _solve_linear_system(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
     """Solve by elimination. Rows are scaled, since terms differ by orders of magnitude. None: it is singular."""
     size = len(vector)
     scales = [math.sqrt(matrix[place][place]) or 1.0 for place in range(size)]

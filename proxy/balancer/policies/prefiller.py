@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.pick import PendingSamples
-from proxy.balancer.policies.concurrency import Concurrency, soonest_free
+from proxy.balancer.policies.concurrency import ConcurrencyEstimate, soonest_free
 from proxy.balancer.policies.prefill_cost import (
     NO_AGE,
     SECONDS_PER_LOAD,
@@ -98,7 +98,7 @@ class Prefiller:
     """Charged compute tokens of this worker's prompts in flight."""
     uncached_tokens: float = 0.0
     """Expected uncached tokens of this worker's prompts in flight."""
-    concurrency: Concurrency = field(default_factory=Concurrency)
+    concurrency: ConcurrencyEstimate = field(default_factory=ConcurrencyEstimate)
     step: Step | None = None
     """The last answered step, as long as more prompts may belong to it. None: it is complete."""
     shared_seconds: float = 0.0
@@ -155,7 +155,7 @@ class Prefiller:
 
     def fits_in_step(self, tokens: float) -> bool:
         """Return whether the next step has room for the tokens of a prompt, or three steps during a test."""
-        return self.behind_tokens + tokens <= self.step_tokens * self.concurrency.wanted
+        return self.behind_tokens + tokens <= self.step_tokens * self.concurrency.target_in_flight
 
     @property
     def _fill(self) -> float:
@@ -280,7 +280,7 @@ class Prefiller:
         """Reset after the cache was lost. Each worker does this."""
         self._alone = 0
         self.step_tokens = _FIRST_STEP_TOKENS
-        self.concurrency = Concurrency(self.concurrency.ranks)
+        self.concurrency = ConcurrencyEstimate(self.concurrency.ranks)
         if len(self.cached):
             self.cached.clear()
             self.version += 1
@@ -509,7 +509,7 @@ class Prefillers:
         concurrency.learn(sample, self.cost.shape, now)
         if concurrency.doubted_until > doubted_until:
             logger.warning(
-                "prefill policy: learned order of prompts dropped: the instance computes more with more prompts",
+                "prefill policy: learned order of prompts dropped: the instance computes more prompts if it gets more",
                 extra={"fields": {"backend": prefiller.backend.name}},
             )
         if not concurrency.is_orderly or concurrency.lanes > 1:
@@ -556,7 +556,7 @@ class Prefillers:
     def _take_facts(self, prefiller: Prefiller) -> None:
         facts = self._facts(prefiller.backend)
         if facts is not None and facts.ranks != prefiller.concurrency.ranks:
-            prefiller.concurrency = Concurrency(facts.ranks)
+            prefiller.concurrency = ConcurrencyEstimate(facts.ranks)
 
     def own(self, prefiller: Prefiller, prompt: PromptCosts) -> tuple[int, float]:
         """Return the number of a prompt's pieces that are probably cached, and the prefill time of the rest."""

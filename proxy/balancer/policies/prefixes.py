@@ -287,11 +287,11 @@ class CachedPrefixes:
         pieces = bisect_right(ends, reported + 1.0) if reported else 0
         oldest = min((reading for reading in readings[:pieces] if reading is not None), default=None)
         found_age = None if oldest is None else odometer - oldest
-        missed_age = self._missed_age(readings, odometer, ends, pieces, reported)
+        missed_age = self._find_evicted_age(readings, odometer, ends, pieces, reported)
         self.note(found_age, missed_age)
         return found_age, missed_age
 
-    def _missed_age(
+    def _find_evicted_age(
         self, readings: Sequence[float | None], odometer: float, ends: Sequence[float], pieces: int, reported: float
     ) -> float | None:
         """Return the age of the first evicted piece according to an answer, or None if no piece was evicted.

@@ -238,7 +238,7 @@ class WorkerQueueHead:
         """Record that this queue is empty."""
         self._queue_heads.put(self._number, NO_HEAD)
 
-    def leaves_room(self, priority: int, place_seconds: float, now: float) -> bool:
+    def should_yield_to_earlier(self, priority: int, place_seconds: float, now: float) -> bool:
         """Return whether a request must leave the room to an earlier one of another queue.
 
         Room is left to the same request only once, for a moment.

@@ -184,17 +184,16 @@ _ASK_AGAIN_SECONDS: Final = 5.0
 _SILENT_UPDATES: Final = 120
 
 _NOT_REPORTED: Final = (
-    "does not report where it publishes KV events, as vLLM from 0.32 on does at /kv_event_sources and SGLang at "
-    "/server_info: was it started with --kv-events-config and publisher zmq? For older vLLM, set kv_events.endpoint"
+    "does not report where it publishes KV events: start it with --kv-events-config and publisher zmq, or set "
+    "kv_events.endpoint for vLLM before 0.32"
 )
-_NO_ANSWER: Final = "does not report yet where it publishes KV events, and is asked again: %s"
-_IMPOSSIBLE: Final = "cannot publish KV events at its port: %s"
+_NO_ANSWER: Final = "has not reported yet where it publishes KV events, asking again: %s"
+_IMPOSSIBLE: Final = "reports an endpoint at which it cannot publish KV events: %s"
 _UNOPENED: Final = "publishes KV events at an endpoint that cannot be opened: %s"
 _UNREADABLE: Final = "publishes KV events that cannot be read: %s"
 _SILENT: Final = (
-    "has worked and published no KV events at %s: was it started with --kv-events-config and publisher zmq, with "
-    "prefix caching, is that its endpoint, with * for the host (with another host it connects instead of listening), "
-    "and does its topic begin with %r?"
+    "has served requests and published no KV events at %s: check --kv-events-config (publisher zmq, an endpoint with * "
+    "as the host), prefix caching, and whether its topic begins with %r"
 )
 
 

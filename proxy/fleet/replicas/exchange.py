@@ -123,13 +123,13 @@ class StateExchange(BackgroundOwner):
         self._metrics.replicas_last_exchange_timestamp_seconds.set_to_current_time()
         if self._is_gone:
             self._is_gone = False
-            logger.info("replicas: the store answers again: loads of other gateways count")
+            logger.info("replicas: the store answers again: loads of other gateways are used again")
 
     def _note_failure(self, error: StoreFailed) -> None:
         self._metrics.replicas_exchanges_total.labels("failed").inc()
         if not self._is_gone and self._clock() - self._answered_at >= self._options.ttl_seconds:
             self._is_gone = True
-            logger.warning("replicas: the store does not answer: only loads of this gateway count: %s", error)
+            logger.warning("replicas: the store does not answer: only loads of this gateway are used: %s", error)
 
     def _charge(self) -> None:
         now = self._clock()
@@ -168,7 +168,9 @@ class StateExchange(BackgroundOwner):
                 await self._store.listen(self._take_news)
             except StoreRefused as error:
                 if not was_refused:
-                    logger.warning("replicas: the store refuses subscriptions: changes arrive later: %s", error)
+                    logger.warning(
+                        "replicas: the store refuses subscriptions: changes arrive with the next exchange: %s", error
+                    )
                 was_refused = True
             except StoreFailed:
                 was_refused = False

@@ -42,12 +42,12 @@ def find_connector(settings: Settings) -> str:
     if settings.connector != "auto":
         return settings.connector
     if not settings.prefill:
-        logger.info("connector: auto: plain: there are no prefillers")
+        logger.info("connector: auto selects plain: there are no prefillers")
         return "plain"
     engines, silent = asyncio.run(_ask_all(settings))
     finding = recognise(engines)
     left_out = "".join(f"; {name} did not say ({problem})" for name, problem in silent.items())
-    logger.info("connector: auto: %s: %s%s", finding.connector, finding.reason, left_out)
+    logger.info("connector: auto selects %s: %s%s", finding.connector, finding.reason, left_out)
     return finding.connector
 
 
@@ -84,7 +84,7 @@ async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str,
                 return reports, silent
             problem = f"no {missing.role} instance says what it is; {missing.name}: {silent[missing.name]}"
             if not attempt:
-                logger.info("connector: auto: waiting for an engine: %s", problem)
+                logger.info("connector: auto waits for an engine: %s", problem)
     raise ConnectionError(f"connector auto: {problem}. Name the connector to start without them")
 
 

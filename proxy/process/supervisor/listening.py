@@ -50,7 +50,9 @@ def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Li
                     raise SettingsError(f"this process was given a socket for {name}, for which there is no port")
                 return None
             if name in given:
-                return _checked(name, given[name], host, port)  # not closed here, because the next attempt may need it
+                return _check_given_socket(
+                    name, given[name], host, port
+                )  # not closed here, because the next attempt may need it
             return stack.enter_context(create_listener(host, port, backlog))
 
         clients = open_if("clients", settings.listen.host, settings.listen.port, settings.listen.backlog)
@@ -80,7 +82,7 @@ def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     return family, address
 
 
-def _checked(name: str, listener: socket.socket, host: str, port: int) -> socket.socket:
+def _check_given_socket(name: str, listener: socket.socket, host: str, port: int) -> socket.socket:
     """Return a given socket if its address is that of the settings, which access to administration depends on.
 
     Raises SettingsError.
@@ -128,7 +130,7 @@ NAMES: Final = (CLIENTS, "admin", "probes")
 """Names of such sockets (FileDescriptorName=). A single socket needs no name."""
 
 
-def activated(environ: MutableMapping[str, str]) -> Mapping[str, socket.socket]:
+def take_systemd_sockets(environ: MutableMapping[str, str]) -> Mapping[str, socket.socket]:
     """Return the sockets by name, which may be none, and remove their variables from the environment.
 
     Raises SettingsError.
@@ -184,7 +186,7 @@ def listen_in_succession(
         except PortInUse as error:
             if not is_told:
                 is_told = True
-                told = "waiting for port %d, which is in use, for %g s, or for as long as a gateway drains there"
+                told = "listener: waiting for port %d, which is in use: %g s, or as long as a gateway drains there"
                 logger.info(told, error.port, seconds)
             if clock() - began >= seconds:
                 if is_drain or not _drains(error.host, error.port):

@@ -20,7 +20,7 @@ from proxy.common.build_info import BUILD
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
 from proxy.process.shared import share, start_successor
-from proxy.process.supervisor.listening import activated, listen_in_succession
+from proxy.process.supervisor.listening import listen_in_succession, take_systemd_sockets
 from proxy.process.takeover import Predecessor
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     _raise_fd_limit()
     predecessor = Predecessor.of(os.environ)
-    given = activated(os.environ) if predecessor is None else predecessor.sockets
+    given = take_systemd_sockets(os.environ) if predecessor is None else predecessor.sockets
     loaded = load()
     settings = loaded.settings
     logs.setup(settings.log, secrets=secrets_of(settings))

@@ -74,7 +74,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     service = _service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
     basis.live.on_change(service.on_change)
     lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
-    dialects = [dialect for dialect in DIALECTS if service.speaks(dialect)]
+    dialects = [dialect for dialect in DIALECTS if service.can_serve(dialect)]
     observers = _observers(basis, dialects)
     probes = ProbeApi(lanes, drain)
     api_keys = _client_keys(basis, lanes)

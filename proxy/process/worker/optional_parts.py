@@ -27,7 +27,7 @@ async def build_tracing(basis: Basis) -> AsyncIterator[RequestListener | None]:
         yield None
         return
     # imported here, because only this needs the extra, and it is slow
-    from proxy.observe.collector import exporting
+    from proxy.observe.collector import export_spans
     from proxy.observe.tracing import TracedGateway, Tracer
 
     settings = basis.settings
@@ -36,7 +36,7 @@ async def build_tracing(basis: Basis) -> AsyncIterator[RequestListener | None]:
         engine=settings.connector_traits.engine,
         routes={dialect.label: dialect.path for dialect in DIALECTS},
     )
-    async with exporting(settings.tracing, basis.shared.log_once.is_news) as (provider, ids):
+    async with export_spans(settings.tracing, basis.shared.log_once.is_news) as (provider, ids):
         yield Tracer(provider, ids, basis.traces, traced)
 
 

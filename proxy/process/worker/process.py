@@ -133,7 +133,7 @@ async def _drain(worker: Worker, stop: Stop, stop_accepting: Callable[[], Awaita
     await _cut_off(drain)
 
 
-async def _make_room(worker: Worker, stop: Stop, doors: Doors) -> None:
+async def _make_room(worker: Worker, stop: Stop, doors: WorkerListeners) -> None:
     """Wait for the running answers after a takeover.
 
     A client may send another request on a connection whose last answer did not announce its end, so such connections
@@ -296,7 +296,7 @@ class Stop:
 # Listening for clients, operators, probes and engines, each at its port.
 
 
-class Doors:
+class WorkerListeners:
     """The listening of a worker. Leaving `listening` cuts the remaining answers."""
 
     def __init__(self, worker: Worker, probes: ProbeServer | None) -> None:
@@ -316,7 +316,7 @@ class Doors:
         if self._probes is not None:
             self._probes.leave()
         for front in self._fronts:
-            front.leave_listening()
+            front.stop_listening_for_takeover()
 
     def end_idle(self, seconds: float) -> int:
         """Close connections that were idle for this time, see HttpListener; return the number of those left."""
@@ -326,7 +326,7 @@ class Doors:
 
 
 @asynccontextmanager
-async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Doors]:
+async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[WorkerListeners]:
     """Serve on the listening sockets, inside `async with`."""
     async with AsyncExitStack() as stack:
         probes = None
@@ -346,7 +346,7 @@ async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Doors
                     listener.close()  # otherwise engines would wait for the answer of another worker that has ended
         await stack.enter_async_context(worker.front)
         await worker.front.listen(listeners.clients)
-        yield Doors(worker, probes)
+        yield WorkerListeners(worker, probes)
 
 
 # Messages to systemd, if the program is a service of `Type=notify` (sd_notify(3), sd_watchdog_enabled(3)).

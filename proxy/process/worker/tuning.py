@@ -20,13 +20,13 @@ _MIB: Final = 1024 * 1024
 
 def tune() -> None:
     """Tune the process. Must be called once, when all long-lived objects exist."""
-    _spare_the_collector()
+    _reduce_garbage_collection()
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))  # tracing sets a shorter time
     _keep_pages()
-    _find_members_at_once()
+    _speed_up_enum_access()
 
 
-def _spare_the_collector() -> None:
+def _reduce_garbage_collection() -> None:
     """Make the garbage collector run rarely, and skip long-lived objects.
 
     Requests leave no cycles. But a few requests at once have enough objects to start a full collection each time.
@@ -50,7 +50,7 @@ def _keep_pages() -> None:
     mallopt(_M_TOP_PAD, _MIB)
 
 
-def _find_members_at_once() -> None:
+def _speed_up_enum_access() -> None:
     """Make access to members of enums as fast as in Python 3.12.
 
     Before 3.12, the type of enums has a fallback for attribute access that never finds anything else. It makes each

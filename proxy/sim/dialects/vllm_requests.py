@@ -23,7 +23,7 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
     prompts = _chat_prompt(body, options) if is_chat else _completion_prompts(body["prompt"])
     for prompt in prompts:
         if len(prompt) >= options.max_model_len:
-            raise _late(
+            raise _make_late_error(
                 f"This model's maximum context length is {options.max_model_len} tokens. However, your prompt contains "
                 f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. "
                 f"Please reduce the length of the input prompt.",
@@ -77,7 +77,7 @@ def _grammar(body: dict[str, Any]) -> Grammar | None:
     try:
         return read_grammar(body)
     except Unsupported as problem:
-        raise _late(f"The grammar cannot be kept to here: {problem}.", "structured_outputs") from None
+        raise _make_late_error(f"The grammar cannot be kept to here: {problem}.", "structured_outputs") from None
 
 
 def _dp_rank(headers: dict[str, str], options: Options) -> int | None:
@@ -85,11 +85,11 @@ def _dp_rank(headers: dict[str, str], options: Options) -> int | None:
     if not given.lstrip("-").isdigit():
         return None
     if not 0 <= int(given) < options.dp_size:
-        raise _late(f"data_parallel_rank {given} is out of range [0, {options.dp_size}).")
+        raise _make_late_error(f"data_parallel_rank {given} is out of range [0, {options.dp_size}).")
     return int(given)
 
 
-def _late(message: str, param: str | None = None) -> EngineError:
+def _make_late_error(message: str, param: str | None = None) -> EngineError:
     return EngineError(400, message, "BadRequestError", param, late=True)
 
 
@@ -133,11 +133,11 @@ def _token_limits(body: dict[str, Any], is_chat: bool) -> tuple[int | None, int]
         max_tokens = COMPLETION_DEFAULT_TOKENS
     min_tokens = body.get("min_tokens") or 0
     if max_tokens is not None and max_tokens < 1:
-        raise _late(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens")
+        raise _make_late_error(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens")
     if min_tokens < 0:
-        raise _late(f"min_tokens must be greater than or equal to 0, got {min_tokens}.")
+        raise _make_late_error(f"min_tokens must be greater than or equal to 0, got {min_tokens}.")
     if max_tokens is not None and min_tokens > max_tokens:
-        raise _late(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.")
+        raise _make_late_error(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.")
     return max_tokens, min_tokens
 
 
@@ -181,7 +181,7 @@ def _chat_prompt(body: dict[str, Any], options: Options) -> list[list[int]]:
         if rule == "replace":
             return [render_chat(body)]
         message = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
-        raise _late(message, "kv_transfer_params.prompt_token_ids")
+        raise _make_late_error(message, "kv_transfer_params.prompt_token_ids")
     return [given]
 
 

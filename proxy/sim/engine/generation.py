@@ -277,7 +277,7 @@ class Generation:
         core = self._core
         if self._leg is Leg.PREFILL and "missing_kv_params" not in self._plan:
             for sequence in self.sequences:
-                if self._keeps(sequence):
+                if self._leaves_kv_pinned(sequence):
                     params = await core.protocol.keep(self._child(sequence))
                     if sequence.index == 0:
                         self.kv_params = params
@@ -289,7 +289,7 @@ class Generation:
         for delta in withheld or ():
             self._on_delta(delta)
 
-    def _keeps(self, sequence: TokenSequence) -> bool:
+    def _leaves_kv_pinned(self, sequence: TokenSequence) -> bool:
         """Only an answer cut off at its one token leaves KV, except with the connectors that do not look."""
         does_not_look = self._core.options.connector == "nixl" or self._core.protocol.meets
         return sequence.finish_reason == "length" or (does_not_look and sequence.finish_reason == "stop")

@@ -70,7 +70,7 @@ class Scheduler:
         self._running.clear()
         self._prefilling.clear()
         self._decoding.clear()
-        self._arm()
+        self._schedule_tick()
 
     def hold(self, *, prefills: bool = False) -> None:
         """Give no sequence more than its first token until `go_on`, or with `prefills` no token at all."""
@@ -79,7 +79,7 @@ class Scheduler:
     def go_on(self) -> None:
         """Run the sequences that were held."""
         self._is_held = self._holds_prefills = False
-        self._arm()
+        self._schedule_tick()
 
     def submit(self, sequence: TokenSequence) -> None:
         """Queue a sequence. With `on_admitted` it is held, once admitted, until `begin`."""
@@ -96,7 +96,7 @@ class Scheduler:
         self._prefill_free_at = max(self._now(), self._prefill_free_at) + seconds
         sequence.ready_at = self._prefill_free_at
         self._prefilling.append(sequence)
-        self._arm()
+        self._schedule_tick()
 
     def drop(self, sequence: TokenSequence) -> None:
         """Forget a sequence wherever it is: finished, failed or aborted."""
@@ -126,7 +126,7 @@ class Scheduler:
             kv_tokens = sum(len(sequence.prompt) + len(sequence.output) for sequence in self._decoding)
         return self._cost.decode(len(self._decoding), kv_tokens)
 
-    def _arm(self) -> None:
+    def _schedule_tick(self) -> None:
         assert self._loop is not None
         if self._timer is not None:
             self._timer.cancel()
@@ -150,7 +150,7 @@ class Scheduler:
         if self._decoding and was_idle:
             self._next_step_at = now + self._step_seconds()
         self._admit()
-        self._arm()
+        self._schedule_tick()
         self._on_step(tokens)
 
     def _decode(self, now: float) -> int:
@@ -219,7 +219,7 @@ class MachineScheduler:
         )
         self._works[sequence], self._sequences[work] = work, sequence
         self.batch.submit(work, self._now())
-        self._arm()
+        self._schedule_tick()
 
     def begin(self, sequence: TokenSequence) -> None:
         """Go on with an admitted sequence, whose KV has come or is to be computed."""
@@ -230,12 +230,12 @@ class MachineScheduler:
             self.batch.compute(work, self._now())
         else:
             self.batch.arrive(work, self._now())
-        self._arm()
+        self._schedule_tick()
 
     def drop(self, sequence: TokenSequence) -> None:
         """Forget a sequence wherever it is: finished, failed or aborted."""
         self._forget(sequence)
-        self._arm()
+        self._schedule_tick()
 
     def _forget(self, sequence: TokenSequence) -> None:
         work = self._works.pop(sequence, None)
@@ -264,7 +264,7 @@ class MachineScheduler:
         assert self._loop is not None
         return self._loop.time()
 
-    def _arm(self) -> None:
+    def _schedule_tick(self) -> None:
         assert self._loop is not None
         due = self.batch.due
         if self._timer is not None:
@@ -275,7 +275,7 @@ class MachineScheduler:
         # Steps begin when they were due, unless the machine cannot follow at all.
         self._timer = None
         self.batch.advance(max(due, self._now() - 1.0))
-        self._arm()
+        self._schedule_tick()
 
 
 class MachineCache:

@@ -109,7 +109,7 @@ class GenerationRoutes:
             core.state.refused += 1
             return refusal(reason, endpoint)
         try:
-            ask = endpoint.read(_overlooking(body, plan), options=core.options, headers=headers)
+            ask = endpoint.read(_drop_unknown_members(body, plan), options=core.options, headers=headers)
         except EngineError as error:
             await self._release_rejected(error, body)
             return refusal(error, endpoint)
@@ -282,7 +282,7 @@ class GenerationRoutes:
             self._kill()
 
 
-def _overlooking(body: Any, plan: Plan) -> Any:
+def _drop_unknown_members(body: Any, plan: Plan) -> Any:
     """Return the body without members that this version of the engine does not know."""
     if not isinstance(body, dict):
         return body

@@ -225,7 +225,7 @@ class Batch:
         """Return the decoding sequences that have a block for their next token; others are preempted for them."""
         while True:
             decoding = [work for work in self._running if work.is_decoding]
-            if self._lacking(decoding, 1) <= self.blocks.free:
+            if self._count_lacking_blocks(decoding, 1) <= self.blocks.free:
                 return decoding
             last = next(work for work in reversed(self._running) if not work.awaits_kv)
             del self._running[last]
@@ -251,7 +251,7 @@ class Batch:
         if any(not work.generated for work in decoding):
             return 1  # when first tokens come is worth knowing
         steps = min(work.answer_tokens - work.generated for work in decoding)
-        if self._lacking(decoding, steps) > self.blocks.free:
+        if self._count_lacking_blocks(decoding, steps) > self.blocks.free:
             steps = max(1, (self.blocks.free // len(decoding) - 1) * self._shape.block_tokens)
         return steps
 
@@ -261,7 +261,7 @@ class Batch:
             if lacks > 0:
                 self.blocks.grow(work.held, lacks)
 
-    def _lacking(self, decoding: Sequence[Work], steps: int) -> int:
+    def _count_lacking_blocks(self, decoding: Sequence[Work], steps: int) -> int:
         return sum(max(0, self._blocks_of(work.tokens + steps) - work.held.blocks) for work in decoding)
 
     def _blocks_of(self, tokens: int) -> int:

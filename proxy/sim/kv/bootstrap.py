@@ -79,7 +79,7 @@ class BootstrapProtocol(KvProtocol):
             await self._wait_in_vain(number)
         room = self._enter(key, child.request_id)
         with self._state.waiting_room():
-            await self._until(lambda: room.decoders or room.is_broken, number)
+            await self._wait_until(lambda: room.decoders or room.is_broken, number)
         if room.is_broken:
             raise _collision(number)
 
@@ -88,7 +88,7 @@ class BootstrapProtocol(KvProtocol):
         key = self._in_rooms[child.request_id]
         room = self._rooms[key]
         with self._state.waiting_room():
-            await self._until(lambda: room.decoders or room.is_broken, key[0])
+            await self._wait_until(lambda: room.decoders or room.is_broken, key[0])
         if room.is_broken:
             raise _collision(key[0])
         decoder = room.decoders[0]
@@ -115,7 +115,7 @@ class BootstrapProtocol(KvProtocol):
                 async with asyncio.timeout(self._options.waiting_seconds):
                     answer = await self._peers.post(f"{server}/_mock/room", self._question(child, number))
             except TimeoutError:
-                _gave_up(number, self._options.waiting_seconds)
+                _raise_timeout(number, self._options.waiting_seconds)
         if answer is None:
             self._reached.discard(server)
             self._state.pull_failures += 1
@@ -124,7 +124,7 @@ class BootstrapProtocol(KvProtocol):
         return Loaded.YES if answer["prompt_digest"] == digest(child.prompt) else Loaded.FOREIGN
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/_mock/room", self._admit), web.get("/_mock/bootstrap", self._tell)]
+        return [web.post("/_mock/room", self._admit), web.get("/_mock/bootstrap", self._answer_prefiller)]
 
     def describe(self) -> dict[str, Any]:
         """`dp_ranks`: how many legs each rank had, by its number."""
@@ -146,7 +146,7 @@ class BootstrapProtocol(KvProtocol):
         decoder = asyncio.get_running_loop().create_future()
         room.decoders.append(decoder)
         room.come()
-        self._collide(room)
+        self._fail_if_broken(room)
         try:
             return web.json_response({"prompt_digest": await decoder})
         except EngineError:
@@ -160,10 +160,10 @@ class BootstrapProtocol(KvProtocol):
         room.prefills += 1
         self._in_rooms[name] = key
         room.come()
-        self._collide(room)
+        self._fail_if_broken(room)
         return room
 
-    def _collide(self, room: Room) -> None:
+    def _fail_if_broken(self, room: Room) -> None:
         if room.is_broken:
             for decoder in room.decoders:
                 if not decoder.done():
@@ -199,27 +199,27 @@ class BootstrapProtocol(KvProtocol):
                 f"KVTransferError(bootstrap_room={number}): Aborted by AbortReq."
             ) from None
 
-    async def _tell(self, request: web.Request) -> web.Response:
+    async def _answer_prefiller(self, request: web.Request) -> web.Response:
         """Handle the prefiller's side: answer that there is a bootstrap server."""
         return web.json_response({})
 
     def _question(self, child: Child, number: int) -> dict[str, Any]:
         return {"room": number, "dp_rank": child.params["disagg_prefill_dp_rank"]}
 
-    async def _until(self, condition: Callable[[], object], number: int) -> None:
+    async def _wait_until(self, condition: Callable[[], object], number: int) -> None:
         try:
             await self._state.wait_until(lambda _: bool(condition()), self._options.waiting_seconds)
         except TimeoutError:
-            _gave_up(number, self._options.waiting_seconds)
+            _raise_timeout(number, self._options.waiting_seconds)
 
     async def _wait_in_vain(self, number: int) -> NoReturn:
         """Wait without success: samples of one prompt share its room, so none of them finds its partner."""
         with self._state.waiting_room():
             await asyncio.sleep(self._options.waiting_seconds)
-        _gave_up(number, self._options.waiting_seconds)
+        _raise_timeout(number, self._options.waiting_seconds)
 
 
-def _gave_up(number: int, seconds: float) -> NoReturn:
+def _raise_timeout(number: int, seconds: float) -> NoReturn:
     message = f"KVTransferError(bootstrap_room={number}): timed out after {seconds:.1f}s"
     raise _failure(message) from None
 

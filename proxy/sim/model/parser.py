@@ -55,7 +55,7 @@ _HEADER: Final = re.compile(r"(.+:\d+)")
 
 
 @dataclass(slots=True)
-class _Said:
+class _MessageAdditions:
     """Additions to the message by one piece of text."""
 
     content: str = ""
@@ -92,7 +92,7 @@ class KimiParser:
         self._sent_arguments = 0
 
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any] | None:
-        said = _Said()
+        said = _MessageAdditions()
         self._buffer += text
         while (found := self._next_marker()) is not None:
             begin, marker = found
@@ -103,7 +103,7 @@ class KimiParser:
         self._say(self._buffer[:ready], said)
         self._buffer = self._buffer[ready:]
         if finished:
-            end = _Said()
+            end = _MessageAdditions()
             self._finish_call(end)
             said.calls += end.calls
         if self._is_engine:
@@ -117,7 +117,7 @@ class KimiParser:
         found = [(begin, marker) for marker in _MARKERS if (begin := self._buffer.find(marker)) >= 0]
         return min(found, default=None)
 
-    def _pass(self, marker: str, said: _Said) -> None:
+    def _pass(self, marker: str, said: _MessageAdditions) -> None:
         phase = self._transitions.get((self.phase, marker))
         if phase is None:
             if marker == MARKERS[SECTION_BEGIN] and self.phase is Phase.REASONING:
@@ -135,7 +135,7 @@ class KimiParser:
         elif phase is Phase.ARGUMENTS and not self._is_engine:
             self._tell_name(said)
 
-    def _say(self, text: str, said: _Said) -> None:
+    def _say(self, text: str, said: _MessageAdditions) -> None:
         if not text:
             return
         match self.phase:
@@ -154,18 +154,18 @@ class KimiParser:
             case Phase.SECTION:
                 pass
 
-    def _tell_name(self, said: _Said, **function: str) -> None:
+    def _tell_name(self, said: _MessageAdditions, **function: str) -> None:
         if header := _HEADER.match(self._name.strip()):
             call_id = header[1]
             self._tell_call(said, call_id, call_id.split(":")[0].removeprefix("functions."), **function)
 
-    def _tell_call(self, said: _Said, call_id: str, name: str, **function: str) -> None:
+    def _tell_call(self, said: _MessageAdditions, call_id: str, name: str, **function: str) -> None:
         self._is_named = True
         index = self._begun_calls - 1
         call = {"id": call_id, "type": "function", "index": index, "function": {"name": name} | function}
         said.calls.append(call)
 
-    def _tell_arguments(self, said: _Said, end: int) -> None:
+    def _tell_arguments(self, said: _MessageAdditions, end: int) -> None:
         text = self._arguments[self._sent_arguments : end]
         if not text or not self._is_named:
             return
@@ -177,12 +177,12 @@ class KimiParser:
         else:
             said.calls.append({"index": index, "function": {"arguments": text}})
 
-    def _end_arguments(self, said: _Said) -> None:
+    def _end_arguments(self, said: _MessageAdditions) -> None:
         if not self._is_named:
             self._tell_name(said, arguments="")
         self._tell_arguments(said, len(self._arguments))
 
-    def _finish_call(self, said: _Said) -> None:
+    def _finish_call(self, said: _MessageAdditions) -> None:
         """End the text in the middle of a call."""
         if self.phase is Phase.ARGUMENTS:
             if self._is_engine:
@@ -198,7 +198,7 @@ class KimiParser:
                 # half a name is reported as a whole one (vLLM `parser_engine.py`, `_handle_tool_end`)
                 self._tell_call(said, f"functions.{self._name}:{self._begun_calls - 1}", self._name, arguments="")
 
-    def _withhold_space(self, said: _Said, finished: bool) -> None:
+    def _withhold_space(self, said: _MessageAdditions, finished: bool) -> None:
         if said.reasoning:
             text = self._after_reasoning + said.reasoning
             said.reasoning = text.rstrip()

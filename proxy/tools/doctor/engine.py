@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.incompatibilities import IncompatibilityKind
-from proxy.balancer.recognition import EngineReport, unsuited
+from proxy.balancer.recognition import EngineReport, find_connector_mismatch
 from proxy.common.backend import Role
 from proxy.connectors.releaser import KvTransfer, pin_seconds
 from proxy.tools.doctor.examined import IDLE_SECONDS
@@ -30,7 +30,7 @@ def check_engines(fleet: Fleet) -> list[Finding]:
     return [finding for engine in fleet.engines for check in ENGINE_CHECKS for finding in check(engine, fleet)]
 
 
-def well(engine: Examined) -> Finding:
+def good_finding(engine: Examined) -> Finding:
     """Return the summary of an engine without findings."""
     identity, seconds = engine.facts.identity, min(s for s in engine.connects.values() if isinstance(s, float))
     told = [
@@ -125,7 +125,7 @@ def check_suits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check connector, role and bootstrap port as far as the engine reports them, and that it is no gateway."""
     backend = engine.backend
     report = EngineReport(backend.role, backend.name, engine.facts.identity)
-    found = unsuited(report, fleet.settings.connector, backend.bootstrap_port)
+    found = find_connector_mismatch(report, fleet.settings.connector, backend.bootstrap_port)
     if found is not None:
         kind, words = found
         yield Finding.of_text(Severity.FAILURE, kind.value, engine.subject, words, _HINTS.get(kind, ""))

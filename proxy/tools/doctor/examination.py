@@ -34,7 +34,7 @@ from proxy.process.worker.balancing import build_balancing
 from proxy.process.worker.basis import Basis, LiveConfiguration
 from proxy.process.worker.engines import build_lines, build_link
 from proxy.settings import SettingsError
-from proxy.tools.doctor.engine import check_engines, well
+from proxy.tools.doctor.engine import check_engines, good_finding
 from proxy.tools.doctor.examined import IDLE_SECONDS, Examined, Fleet
 from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.doctor.fleet import by_model, check_fleet
@@ -120,14 +120,14 @@ class Examination:
             found += [*check_engines(fleet), *check_fleet(fleet), *self._more(fleet)]
             told = {finding.subject for finding in found if finding.severity > Severity.NOTE}
             spoilt = {finding.subject for finding in found if finding.severity is Severity.FAILURE}
-            found = [well(engine) for engine in fleet.engines if engine.subject not in told] + found
+            found = [good_finding(engine) for engine in fleet.engines if engine.subject not in told] + found
             fit = [engine for engine in fleet.told if engine.is_healthy and engine.subject not in spoilt]
             if self._canaries_per_pair and fleet.settings.connector != "auto":
                 live.apply(replace(live.current, settings=_for_canaries(fleet.settings)))
                 for engine in fit:  # connectors need these facts; in a gateway the prober sets them
                     balancing.health.on_probe(engine.backend, ok=True, reason="passed its health check")
                     balancing.health.note_facts(engine.backend, engine.facts)
-                async with _linked(basis, balancing, lines, callbacks) as link:
+                async with _run_connector(basis, balancing, lines, callbacks) as link:
                     for alike in by_model(fit):
                         found += await self._send_canaries(link, alike)
         return found
@@ -214,7 +214,7 @@ async def _with_bootstraps(fleet: Fleet, asker: Asker) -> Fleet:
 
 
 @asynccontextmanager
-async def _linked(
+async def _run_connector(
     basis: Basis, balancing: Balancing, lines: Lines, callbacks: list[socket.socket]
 ) -> AsyncIterator[Link]:
     """Run the connector, with its callback port if it needs one."""

@@ -31,7 +31,7 @@ def check_same_length(fleet: Fleet) -> Iterator[Finding]:
     """Check that the maximum sequence length is equal."""
     for engines in by_model(fleet.told):
         lengths = {engine: engine.facts.max_model_len for engine in engines if engine.facts.max_model_len}
-        for engine, length, common in _odd(lengths):
+        for engine, length, common in _find_deviating_engines(lengths):
             words = f"accepts {length} tokens (--max-model-len), but others accept {common}"
             hint = "a request that fits one engine is rejected by another: use the same limit everywhere"
             yield Finding(Severity.WARNING, "length", engine.subject, words, hint)
@@ -53,7 +53,7 @@ def check_same_connector(fleet: Fleet) -> Iterator[Finding]:
         for engine in fleet.told
         if (setup := engine.facts.identity.setup) is not None and setup.kv_connectors
     }
-    for engine, its, common in _odd(parts):
+    for engine, its, common in _find_deviating_engines(parts):
         words = f"runs {its}, but others run {common}"
         hint = "KV handoff between them is impossible: start all engines with the same --kv-transfer-config"
         yield Finding(Severity.FAILURE, "connector", engine.subject, words, hint)
@@ -112,10 +112,10 @@ def _odd_versions(engines: Sequence[Examined]) -> Iterator[tuple[Examined, objec
     for kind in {engine.facts.identity.kind for engine in engines}:
         of_kind = [engine for engine in engines if engine.facts.identity.kind == kind]
         versions = {engine: engine.version for engine in of_kind if engine.version}
-        yield from _odd(versions)
+        yield from _find_deviating_engines(versions)
 
 
-def _odd(values: Mapping[Examined, object]) -> Iterator[tuple[Examined, object, object]]:
+def _find_deviating_engines(values: Mapping[Examined, object]) -> Iterator[tuple[Examined, object, object]]:
     """Yield engines whose value differs from the most common one, and both values."""
     if len(set(values.values())) < 2:
         return

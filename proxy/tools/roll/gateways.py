@@ -86,7 +86,7 @@ class Gateways:
         Failures are statuses 5xx, and broken answers.
         """
         for url in self._urls:
-            now = _failed(self._ask(url, "/metrics").decode(errors="replace"))
+            now = _count_failed_requests(self._ask(url, "/metrics").decode(errors="replace"))
             before = self._failures.get(url, now)
             self._counted += now - before if now >= before else now  # another process may answer in the meantime
             self._failures[url] = now
@@ -184,7 +184,7 @@ def _merged_instance(address: str, views: Sequence[Mapping[str, Any]]) -> Instan
     )
 
 
-def _failed(exposition: str) -> float:
+def _count_failed_requests(exposition: str) -> float:
     """Return the number of failed requests in a gateway's metrics."""
     text = "".join(line for line in exposition.splitlines(keepends=True) if _COUNTED.match(line))
     return sum(

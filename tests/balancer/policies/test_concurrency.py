@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.policies.concurrency import DOUBT_SECONDS, Concurrency, soonest_free
+from proxy.balancer.policies.concurrency import DOUBT_SECONDS, ConcurrencyEstimate, soonest_free
 from proxy.balancer.policies.prefill_cost import PrefillSample
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ UNLIKE_PREDICTED = Prompts(lambda rng: rng.uniform(300, 8000), noise=0.3)
 
 
 def shown(
-    concurrency: Concurrency,
+    concurrency: ConcurrencyEstimate,
     lanes: int,
     rule: Rule = soonest,
     *,
@@ -72,7 +72,7 @@ def shown(
     """Prompts: end, random tie-break, number, time of sending, tokens, and prompts in flight at that time."""
     gathered: tuple[float, float] | None = None  # begin and end of the next step
     for number in range(answers):
-        while len(under_way) >= min(concurrency.wanted, waiting * lanes):
+        while len(under_way) >= min(concurrency.target_in_flight, waiting * lanes):
             under_way.sort()
             fill = len(under_way) / lanes
             now, _, place, at, tokens, ahead = under_way.pop(0)
@@ -99,78 +99,78 @@ EVERY_KIND = pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG,
 @pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG])
 @pytest.mark.parametrize("batches", [False, True])
 def test_serial_engine_is_recognized_after_few_answers(prompts: Prompts, batches: bool) -> None:
-    concurrency = Concurrency()
+    concurrency = ConcurrencyEstimate()
     assert not concurrency.is_orderly
-    assert concurrency.wanted == inf
+    assert concurrency.target_in_flight == inf
     shown(concurrency, 1, prompts=prompts, batches=batches, answers=40)
     assert concurrency.is_orderly
-    assert concurrency.wanted == 1
+    assert concurrency.target_in_flight == 1
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
 @pytest.mark.parametrize("rule", [soonest, blindly])
 def test_no_queueing_when_unreported_engines_share_an_address(rule: Rule, lanes: int, prompts: Prompts) -> None:
-    concurrency = Concurrency()
+    concurrency = ConcurrencyEstimate()
     for answers in (30, 60, 300):
         shown(concurrency, lanes, rule, answers=answers + 8 * lanes, prompts=prompts)
-        assert concurrency.wanted == inf
+        assert concurrency.target_in_flight == inf
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
 def test_evenly_loaded_dp_ranks_get_one_prompt_each(lanes: int, prompts: Prompts) -> None:
-    concurrency = Concurrency(lanes)
-    assert concurrency.wanted == inf, "nothing is known yet"
+    concurrency = ConcurrencyEstimate(lanes)
+    assert concurrency.target_in_flight == inf, "nothing is known yet"
     shown(concurrency, lanes, waiting=1, answers=40 * lanes, prompts=prompts)
     assert concurrency.is_orderly
     shown(concurrency, lanes, answers=800, prompts=prompts)
-    assert lanes <= concurrency.wanted <= 3 * lanes
+    assert lanes <= concurrency.target_in_flight <= 3 * lanes
 
 
 @pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG])
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
 def test_no_queueing_when_dp_ranks_are_unevenly_loaded(lanes: int, prompts: Prompts) -> None:
-    concurrency = Concurrency(lanes)
+    concurrency = ConcurrencyEstimate(lanes)
     shown(concurrency, lanes, blindly, answers=160, prompts=prompts)
-    assert concurrency.wanted == inf
+    assert concurrency.target_in_flight == inf
 
 
 def test_no_queueing_when_no_costs_explain_the_answers() -> None:
-    concurrency = Concurrency(4)
+    concurrency = ConcurrencyEstimate(4)
     shown(concurrency, 4, prompts=UNLIKE_PREDICTED)
-    assert concurrency.wanted == inf
+    assert concurrency.target_in_flight == inf
 
 
 def test_single_reported_rank_is_tested_for_hidden_engines() -> None:
-    concurrency = Concurrency(1)
+    concurrency = ConcurrencyEstimate(1)
     shown(concurrency, 4)
-    assert concurrency.wanted == inf
+    assert concurrency.target_in_flight == inf
 
 
 def test_confirmed_concurrency_is_tested_less_and_less_often() -> None:
-    concurrency = Concurrency()
+    concurrency = ConcurrencyEstimate()
     shown(concurrency, 1, answers=30)
     looks = 0
     for _ in range(4):
         shown(concurrency, 1, answers=500)
-        looks += concurrency.wanted > 1
+        looks += concurrency.target_in_flight > 1
         assert concurrency.is_orderly
     assert looks < 4
     for _ in range(1100):
         concurrency.learn(PrefillSample(1000.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0))
-    assert concurrency.wanted == 3
+    assert concurrency.target_in_flight == 3
 
 
 def test_engine_that_begins_to_compute_in_parallel_is_recognized() -> None:
-    concurrency = Concurrency()
+    concurrency = ConcurrencyEstimate()
     shown(concurrency, 1, answers=30)
     assert concurrency.is_orderly
     shown(concurrency, 4, answers=300)
-    assert concurrency.wanted == inf
+    assert concurrency.target_in_flight == inf
 
 
-def answered(concurrency: Concurrency, fill: float, seconds: float, now: float) -> None:
+def answered(concurrency: ConcurrencyEstimate, fill: float, seconds: float, now: float) -> None:
     """Teach prompts of a fixed duration with a fixed number of prompts per lane."""
     for number in range(100):
         tokens = 1000.0 + 10 * (number % 5)
@@ -179,7 +179,7 @@ def answered(concurrency: Concurrency, fill: float, seconds: float, now: float) 
 
 @pytest.mark.parametrize(("alone", "beyond", "is_kept"), [(1.2, 1.2, True), (0.6, 1.2, True), (1.2, 1.0, False)])
 def test_no_queueing_for_an_hour_when_more_prompts_raise_throughput(alone: float, beyond: float, is_kept: bool) -> None:
-    concurrency = Concurrency()
+    concurrency = ConcurrencyEstimate()
     shown(concurrency, 1, answers=60)
     assert concurrency.is_orderly
     answered(concurrency, 3.0, beyond, 1000.0)
@@ -187,13 +187,13 @@ def test_no_queueing_for_an_hour_when_more_prompts_raise_throughput(alone: float
     assert concurrency.is_orderly is is_kept
     if not is_kept:
         shown(concurrency, 1, answers=300, began=1200.0)
-        assert concurrency.wanted == inf
+        assert concurrency.target_in_flight == inf
         shown(concurrency, 1, answers=100, began=1100.0 + DOUBT_SECONDS)
         assert concurrency.is_orderly
 
 
 def test_prompts_computed_alone_do_not_show_concurrency() -> None:
-    concurrency = Concurrency()
+    concurrency = ConcurrencyEstimate()
     for tokens in range(200, 2000):
         concurrency.learn(PrefillSample(float(tokens), 0.0, tokens / 1000, tokens / 1000, 0.0, 0.0, 0.0))
     assert concurrency.is_orderly is None

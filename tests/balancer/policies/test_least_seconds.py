@@ -110,9 +110,9 @@ def one_at_a_time(prefillers: Prefillers) -> None:
         for number in range(20):
             tokens = 1000.0 + 500 * (number % 5)
             sample = PrefillSample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
-            if prefiller.concurrency.wanted > 1:
+            if prefiller.concurrency.target_in_flight > 1:
                 prefiller.concurrency.learn(sample)
-        assert prefiller.concurrency.wanted == 1
+        assert prefiller.concurrency.target_in_flight == 1
 
 
 @pytest.fixture

@@ -150,19 +150,19 @@ def test_single_queue_has_no_queue_head() -> None:
 
 def test_room_is_left_to_an_earlier_queue_head_once_and_briefly() -> None:
     fronts, (one, other) = _worker_fronts()
-    assert not one.leaves_room(0, 5.0, 100.0)
+    assert not one.should_yield_to_earlier(0, 5.0, 100.0)
     other.publish(0, 5.0)
-    assert not one.leaves_room(0, 5.0, 100.0)  # nor to an equal, or both would
+    assert not one.should_yield_to_earlier(0, 5.0, 100.0)  # nor to an equal, or both would
     other.publish(0, 4.0)
-    assert one.leaves_room(0, 5.0, 100.0)
-    assert one.leaves_room(0, 5.0, 100.04)
-    assert not one.leaves_room(0, 5.0, 100.06)
-    assert not one.leaves_room(0, 5.0, 100.07)  # it does not want this room
+    assert one.should_yield_to_earlier(0, 5.0, 100.0)
+    assert one.should_yield_to_earlier(0, 5.0, 100.04)
+    assert not one.should_yield_to_earlier(0, 5.0, 100.06)
+    assert not one.should_yield_to_earlier(0, 5.0, 100.07)  # it does not want this room
     other.publish(0, 3.0)
-    assert one.leaves_room(0, 5.0, 100.08)
-    assert not one.leaves_room(-1, 5.0, 100.08)
+    assert one.should_yield_to_earlier(0, 5.0, 100.08)
+    assert not one.should_yield_to_earlier(-1, 5.0, 100.08)
     other.publish_empty()
-    assert not one.leaves_room(0, 5.0, 100.09)
+    assert not one.should_yield_to_earlier(0, 5.0, 100.09)
     assert fronts.first_of_workers() == NO_HEAD
 
 
@@ -171,8 +171,8 @@ def test_other_gateways_count_as_one_more_queue() -> None:
     fronts.put_guests(encode_head(0, 2.0))
     in_child(lambda: one.publish(0, 3.0))
     assert fronts.first_of_workers() == encode_head(0, 3.0)
-    assert other.leaves_room(0, 2.5, 1.0)
+    assert other.should_yield_to_earlier(0, 2.5, 1.0)
     fronts.put_guests(NO_HEAD)
-    assert not other.leaves_room(0, 2.5, 2.0)
+    assert not other.should_yield_to_earlier(0, 2.5, 2.0)
     fronts.put(0, NO_HEAD)
-    assert not other.leaves_room(0, 9.0, 3.0)
+    assert not other.should_yield_to_earlier(0, 9.0, 3.0)

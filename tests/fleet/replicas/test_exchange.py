@@ -194,7 +194,7 @@ async def test_exchange_continues_with_one_warning_without_the_channel(
             one.scoreboard.row(0).add(0, running=1)
             await until(lambda running=running: two.running(_A) == running, "the load of the other")
     lines = [record.message for record in caplog.records]
-    assert lines == ["replicas: the store refuses subscriptions: changes arrive later: NOPERM"] * 2
+    assert lines == ["replicas: the store refuses subscriptions: changes arrive with the next exchange: NOPERM"] * 2
 
 
 async def test_exchange_shares_loads_without_the_channel(store_port: int) -> None:

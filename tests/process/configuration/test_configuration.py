@@ -384,7 +384,9 @@ async def test_all_workers_follow_whichever_reloads(files: Files, caplog: pytest
         assert one.applied == [files.configuration.current()]
         other.watcher.look()
         assert other.applied == one.applied
-    assert [line.getMessage() for line in caplog.records] == ["reload: by a test: changed timeouts.idle_seconds"]
+    assert [line.getMessage() for line in caplog.records] == [
+        "reload: applied: requested by a test: changed timeouts.idle_seconds"
+    ]
     assert one.metric("config_reloads_total") == {"ok": 1.0, "failed": 0.0}
     assert one.metric("config_last_reload_successful") == {"": 1.0}
     assert other.metric("config_reloads_total") == {"ok": 0.0, "failed": 0.0}
@@ -406,7 +408,7 @@ async def test_refused_reload_is_counted_and_one_line(files: Files, caplog: pyte
         assert part.metric("config_last_reload_successful") == {"": 0.0}
     sentence = f"{files.path}: workers must be a valid integer, not 'many'"
     assert [line.getMessage() for line in caplog.records] == [
-        f"reload: refused, and nothing has changed: by {by}: {sentence}" for by in ("a test", "SIGHUP")
+        f"reload: rejected, nothing has changed: requested by {by}: {sentence}" for by in ("a test", "SIGHUP")
     ]
     assert part.applied == []
     assert part.metric("config_last_reload_success_timestamp_seconds") == {"": read_at}
@@ -448,16 +450,16 @@ async def test_keys_file_is_looked_at_all_the_time(keyed: Files, caplog: pytest.
         keyed.write_keys("keys: [{name: c, key: sk-3}]")
         await until(lambda: all_look("c"), "the new keys")
         keyed.write_keys("nonsense")
-        await until(lambda: all_look("c") and "refused" in caplog.text, "the mistake to be noticed")
+        await until(lambda: all_look("c") and "rejected" in caplog.text, "the mistake to be noticed")
         new = keyed.keys_path.with_suffix(".new")
         keyed.write_keys("keys: [{name: d, key: sk-4}]", new)
         new.rename(keyed.keys_path)
         await until(lambda: all_look("d"), "the newest keys")
     by = "a change of the client keys' file"
     assert [line.getMessage().partition(" must hold")[0] for line in caplog.records] == [
-        f"reload: by {by}: changed auth.client_keys_file",
-        f"reload: refused, and nothing has changed: by {by}: {keyed.keys_path}",
-        f"reload: by {by}: changed auth.client_keys_file",
+        f"reload: applied: requested by {by}: changed auth.client_keys_file",
+        f"reload: rejected, nothing has changed: requested by {by}: {keyed.keys_path}",
+        f"reload: applied: requested by {by}: changed auth.client_keys_file",
     ]
     counts: list[Any] = [part.metric("config_reloads_total") for part in parts]
     assert {result: sum(count[result] for count in counts) for result in counts[0]} == {"ok": 2.0, "failed": 1.0}

@@ -242,9 +242,9 @@ def test_each_change_of_overload_is_one_line_and_the_metric(
     calm, closing, refusing = (False, False, 0.0), (True, False, 1.0), (True, True, 2.0)
     assert seen == [calm, closing, closing, refusing, refusing, calm, calm]
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", "memory: connections are closed after each answer: 93.0 % of the limit in use"),
-        ("WARNING", "memory: new requests are refused: 96.0 % of the limit in use"),
-        ("INFO", "memory: no measures are needed: 50.0 % of the limit in use"),
+        ("WARNING", "memory: new state: connections are closed after each answer: 93.0 % of the limit in use"),
+        ("WARNING", "memory: new state: new requests are refused: 96.0 % of the limit in use"),
+        ("INFO", "memory: new state: no measures are needed: 50.0 % of the limit in use"),
     ]
 
 

@@ -65,7 +65,7 @@ async def test_sglang_is_recognised(serve: Serve, path: str, caplog: pytest.LogC
     engines = [await serve(sglang(mode, path)) for mode in ("prefill", "decode")]
     assert await find(engines[:1], engines[1:]) == "sglang_bootstrap"
     assert [record.getMessage() for record in caplog.records if record.name.startswith("proxy")] == [
-        "connector: auto: sglang_bootstrap: 1 prefill and 1 decode instance are SGLang"
+        "connector: auto selects sglang_bootstrap: 1 prefill and 1 decode instance are SGLang"
     ]
 
 

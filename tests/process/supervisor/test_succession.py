@@ -104,7 +104,7 @@ def test_owner_of_a_port_decides_the_time_to_wait_for_it(
         assert why == f"cannot listen on 127.0.0.1:{port}: address already in use"
         assert given_up_after == pytest.approx(seconds, abs=0.2)
         assert waited(clock, settings, there, leaves_after=seconds - 1.0)[1] == ""
-    told = f"waiting for port {port}, which is in use, for 8 s, or for as long as a gateway drains there"
+    told = f"listener: waiting for port {port}, which is in use: 8 s, or as long as a gateway drains there"
     assert [record.getMessage() for record in caplog.records] == [told] * 2
 
 
