@@ -274,7 +274,7 @@ async def test_every_change_is_one_log_line_with_its_author(gateway: Gateway, ca
     assert [(line.getMessage(), vars(line)["fields"]) for line in lines] == [
         ("Instances ['10.0.0.1:1'] are waiting to be added.", {"by": by}),
         ("remove decode instances: ['10.0.0.1:1'].", {"by": by}),
-        ("sent to all instances: /reset_prefix_cache", {"by": by}),
-        ("sent to all instances: /start_profile", {"by": by}),
+        ("broadcast: sent to all instances: /reset_prefix_cache", {"by": by}),
+        ("broadcast: sent to all instances: /start_profile", {"by": by}),
     ]
     assert "canary" not in caplog.text

@@ -1,4 +1,4 @@
-"""What the metrics of gateways say of how busy both sides are."""
+"""The utilisation of both sides, from the metrics of gateways."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Command:
 
 
 def flags_of(words: list[str]) -> Flags:
-    """By flag: True, a text, several texts, or what is told in JSON."""
+    """The value of each flag: True, a text, several texts, or parsed JSON."""
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):

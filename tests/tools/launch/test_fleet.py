@@ -78,7 +78,7 @@ def options_of(command: Command) -> dict[str, Any]:
 
 @dataclass
 class Looked:
-    """What the comparison of a fleet has found."""
+    """The result of the comparison of a fleet."""
 
     fleet: list[SimulatedEngine]
     findings: list[Finding]

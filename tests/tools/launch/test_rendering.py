@@ -1,4 +1,4 @@
-"""What is rendered besides the guides' commands: what a node or a role says for itself."""
+"""Rendered options of single nodes and roles, which the guides do not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GUIDE = "kimi-k2.6-2p2d"
 
 
 def flags_on(node: str, name: str, **changes: Any) -> list[Flags]:
-    """Of the engines that are started there."""
+    """Return the options of the engines that a node starts."""
     files = rendered(plan_of(name, **changes))
     return [command.flags for its, command in engines(files) if its == node]
 

@@ -1,4 +1,4 @@
-"""Rendered scripts, run by a real shell in which there are no programs but engines that tell what they are given."""
+"""Rendered scripts in a real shell, whose only programs are engines that print their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The topology file: what it may say, and the sentence for what it may not."""
+"""The topology file: its valid content, and the sentence for an invalid one."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_ranks_of_a_group_on_two_hosts_have_one_endpoint() -> None:
     assert gateway_of(files)["decode"] == ["10.0.0.3:8000"]
 
 
-def test_rank_with_an_endpoint_of_its_own_sees_its_devices() -> None:
+def test_rank_with_a_separate_endpoint_sees_its_devices() -> None:
     files = rendered(plan_of(GUIDE, launcher="serve_ranks", **WIDE))
     found = [
         (command.environment["CUDA_VISIBLE_DEVICES"], command.flags["--port"], command.flags["--data-parallel-rank"])

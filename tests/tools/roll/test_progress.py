@@ -1,4 +1,4 @@
-"""What a roll remembers."""
+"""The progress of a roll in its file."""
 
 from __future__ import annotations
 

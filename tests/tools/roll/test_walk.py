@@ -42,7 +42,7 @@ def name_of(engine: SimulatedEngine) -> str:
 
 
 class Roll:
-    """A walk in a thread of its own, in front of a deployment. `restarts` says who was restarted."""
+    """A walk in a separate thread, in front of a deployment. `restarts` lists the restarted instances."""
 
     def __init__(self, gateway: Deployment, path: Path | None = None, **limits: Any) -> None:
         self.restarts: list[str] = []
@@ -101,7 +101,7 @@ async def load(gateway: Deployment, streams: int, *, holds: bool = False) -> Asy
     await asyncio.gather(*clients)
 
 
-async def test_nobody_notices(deploy: Deploy, tmp_path: Path) -> None:
+async def test_clients_see_no_failures_during_a_roll(deploy: Deploy, tmp_path: Path) -> None:
     gateway = await deploy(2, [slow(), slow(), slow()], health=PROBED)
     roll = Roll(gateway, tmp_path / "state")
     async with load(gateway, 9) as answers:
