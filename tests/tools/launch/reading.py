@@ -46,7 +46,7 @@ class Command:
 
 
 def flags_of(words: list[str]) -> Flags:
-    """The value of each flag: True, a text, several texts, or parsed JSON."""
+    """Return the value of each flag: True, a text, several texts, or parsed JSON."""
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
