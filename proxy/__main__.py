@@ -150,8 +150,12 @@ def _health(settings: Settings) -> int:
     host, port = (listen.host, listen.port) if admin.probe_port is None else (admin.host, admin.probe_port)
     host = reachable(host)
     try:
-        answer = blocking_http.get(host, port, "/livez", _HEALTH_TIMEOUT_SECONDS)
+        tls = blocking_http.local_tls(settings.has_tls(port))
+        answer = blocking_http.get(host, port, "/livez", _HEALTH_TIMEOUT_SECONDS, tls=tls)
     except blocking_http.HttpRequestError as error:
+        # The event loop has answered the handshake, and then rejected this program for its missing certificate.
+        if error.is_hang_up and settings.needs_client_certificate(port):
+            return 0
         print(f"pdproxy: {host} port {port} does not answer: {error}", file=sys.stderr)
         return 1
     return 0 if answer.status == 200 else 1

@@ -29,6 +29,7 @@ from proxy.process.configuration import Configuration
 from proxy.process.shared import Listeners, Shared
 from proxy.process.worker import build, listening
 from proxy.settings import Loaded, Settings
+from proxy.settings.tls import load_tls
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS
 from tests.asking import api_of, ask, until
@@ -326,7 +327,7 @@ def _shared(settings: Settings) -> Shared:
         [(each.host, each.port, each.bootstrap_port, each.models) for each in settings.decode],
         scoreboard,
     )
-    loaded = Loaded(settings, {})
+    loaded = Loaded(settings, {}, tls=load_tls(settings))
     callbacks = [socket.create_server(("127.0.0.1", 0))] if settings.connector == "ascend_layerwise" else []
     listeners = Listeners(socket.create_server(("127.0.0.1", 0)), callbacks=callbacks)
     return Shared(
@@ -371,12 +372,14 @@ async def deployed(
                 await stack.enter_async_context(engine)
             settings = _settings(prefillers, decoders, sections)
             shared = _shared(settings)
-            session = await stack.enter_async_context(aiohttp.ClientSession())
+            connector = aiohttp.TCPConnector(ssl=False)  # a test of certificates has its own session
+            session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             gateway = await stack.enter_async_context(AsyncExitStack())
             worker = await gateway.enter_async_context(build(shared, settle_seconds=settle_seconds))
             worker.lanes.whole.suspects.hearing_seconds = hearing_seconds
             doors = await gateway.enter_async_context(listening(worker, shared.listeners))
-            url = f"http://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"
+            scheme = "http" if settings.listen.tls_certificate is None else "https"
+            url = f"{scheme}://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"
             deployment = Deployment(
                 cast("list[SimulatedEngine]", prefillers),
                 cast("list[SimulatedEngine]", decoders),

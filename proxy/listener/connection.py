@@ -209,10 +209,18 @@ class _FixedBytesResponse(web.StreamResponse):
         if transport is None:
             return
         transport.write(self._words)
-        transport.write_eof()
+        end_writing(transport)
         if not self._has_body:  # aiohttp waits for the end of a body itself
             self._connection.close()  # ignores further data
             await asyncio.sleep(LINGERING_SECONDS)  # cancelled when the client closes
+
+
+def end_writing(transport: asyncio.Transport) -> None:
+    """Tell the client that nothing follows. A connection with TLS also ends: it has no half-closed state."""
+    if transport.can_write_eof():
+        transport.write_eof()
+    else:
+        transport.close()
 
 
 class FirstProtocol(asyncio.Protocol, ABC):

@@ -22,11 +22,13 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from proxy.common.errors import GatewayError, Overloaded
 from proxy.listener import replies
 from proxy.listener.body import AWAITS_CONTINUE
-from proxy.listener.connection import LINGERING_SECONDS, MALFORMED, AiohttpConnection, refusal_of
+from proxy.listener.connection import LINGERING_SECONDS, MALFORMED, AiohttpConnection, end_writing, refusal_of
 from proxy.listener.header_deadlines import HeaderDeadlines
+from proxy.listener.tls import TlsHandshake
 from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
@@ -93,6 +95,9 @@ class HttpListener:
         self._listening: list[tuple[asyncio.Server, socket.socket]] = []
         self.first_protocol: Callable[[], FirstProtocol] | None = None
         """Makes the protocol that reads new connections first. None: aiohttp reads them."""
+        self.tls: ssl.SSLContext | None = None
+        """Context of new connections. None: clients connect without TLS."""
+        self._handshakes: set[TlsHandshake] = set()
         self._open: set[AiohttpConnection | FirstProtocol] = set()
         self._first: set[FirstProtocol] = set()
         self._idle_since: dict[AiohttpConnection | FirstProtocol, float] = {}  # noted by `end_idle`
@@ -108,8 +113,8 @@ class HttpListener:
 
     @property
     def connections(self) -> int:
-        """Number of open client connections."""
-        return len(self._open)
+        """Number of open client connections, with those in a TLS handshake."""
+        return len(self._open) + len(self._handshakes)
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()
@@ -127,7 +132,11 @@ class HttpListener:
         self._ticking.cancel()
         for listener, _ in self._listening:
             listener.close()
-        for _, transport in self._turned_away.values():
+        handshakes = tuple(self._handshakes)
+        for handshake in handshakes:
+            handshake.cancel()
+        await asyncio.gather(*(each.task for each in handshakes if each.task is not None), return_exceptions=True)
+        for _, transport in tuple(self._turned_away.values()):
             transport.abort()
         for first in tuple(self._first):
             first.cut()
@@ -180,6 +189,8 @@ class HttpListener:
                 connection.end_after_answer()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_HEADS_SECONDS):
+                if handshakes := [each.task for each in self._handshakes if each.task is not None]:
+                    await asyncio.wait(handshakes)
                 await self._heads.wait_until_empty()
 
     def sweep(self) -> None:
@@ -275,22 +286,45 @@ class HttpListener:
     def _reject(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> None:
         self._metrics.rejected_total.labels("connections").inc()
         now = self._clock()
-        if now >= self._next_full_line:
-            self._next_full_line = now + _FULL_LINE_SECONDS
-            logger.warning("listener: new connections rejected: the limit of %d is reached", self._max_connections)
+        self._log_full(now)
         connection.close()  # its data is ignored
         if len(self._turned_away) >= self._max_connections * _TOLD_SHARE:
             transport.abort()
             return
         error = Overloaded("this gateway has reached its limit of client connections", code="too_many_connections")
         transport.write(replies.closing_error_bytes(error, new_id()))
-        transport.write_eof()
         self._turned_away[connection] = (now, transport)
+        end_writing(transport)
+
+    def _log_full(self, now: float) -> None:
+        if now >= self._next_full_line:
+            self._next_full_line = now + _FULL_LINE_SECONDS
+            logger.warning("listener: new connections rejected: the limit of %d is reached", self._max_connections)
+
+    # Calls from the event loop, and from TLS handshakes
+
+    def _accept_connection(self) -> asyncio.Protocol:
+        if self.tls is None:
+            return self._new_connection()
+        if self.connections >= self._max_connections * (1 + _TOLD_SHARE):
+            self._metrics.rejected_total.labels("connections").inc()
+            self._log_full(self._clock())
+            return _Closed()
+        seconds = self._listen.header_seconds
+        handshake = TlsHandshake(self.tls, seconds, self._new_connection, self._on_handshake_end)
+        self._handshakes.add(handshake)
+        return handshake
+
+    def _new_connection(self) -> AiohttpConnection | FirstProtocol:
+        return self._connect() if self.first_protocol is None else self.first_protocol()
+
+    def _on_handshake_end(self, handshake: TlsHandshake, reason: str | None) -> None:
+        self._handshakes.discard(handshake)
+        if reason is not None:
+            self._metrics.tls_handshake_failures_total.inc()
+            logger.info("listener: TLS handshake failed: %s", reason, extra={"fields": {"client": handshake.client}})
 
     # Calls from aiohttp
-
-    def _accept_connection(self) -> AiohttpConnection | FirstProtocol:
-        return self._connect() if self.first_protocol is None else self.first_protocol()
 
     def _connect(self) -> AiohttpConnection:
         return AiohttpConnection(
@@ -335,6 +369,13 @@ class HttpListener:
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_seconds, self._tick)
         self.sweep()
+
+
+class _Closed(asyncio.Protocol):
+    """Closes a connection at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast("asyncio.Transport", transport).abort()
 
 
 def _slow_header_error() -> GatewayError:

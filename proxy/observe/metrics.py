@@ -288,6 +288,14 @@ class Metrics:
         buckets=_STAGE_BUCKETS,
     )
     http_parse_errors_total = MetricRow(Counter, "Requests that were not valid HTTP/1.1.")
+    tls_handshake_failures_total = MetricRow(Counter, "Connections of clients whose TLS handshake failed.")
+    tls_certificate_expiry_timestamp_seconds = MetricRow(
+        Gauge,
+        "End of the validity of the certificate in use, in seconds since the Unix epoch, by the section of the "
+        "configuration that names it. NaN: TLS was disabled.",
+        ("section",),
+        multiprocess_mode="livemostrecent",
+    )
     workers = MetricRow(Gauge, "Worker processes that serve.", multiprocess_mode="livesum")
     connections = MetricRow(Gauge, "Open client connections.", multiprocess_mode="livesum")
     loop_lag_seconds = MetricRow(

@@ -2,7 +2,7 @@
 
 Any process may reload it: it reads and checks everything and publishes the result, with the configured instances, in
 shared memory. Every worker notices within a quarter of a second and applies it. A refused reload changes nothing. The
-file of client keys is watched and reloaded when it changes.
+file of client keys and the certificates are watched and read again when they change.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from proxy.fleet.discovery.sources import configured_instances
 from proxy.gateway.api_keys import assign_slots
 from proxy.settings import OPTIONS, SECRETS, ClientKey, Loaded, Settings, SettingsError, load_client_keys
 from proxy.settings.load import ConfigChange
+from proxy.settings.tls import TLS_FILES, TlsFiles, load_tls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pydantic import SecretStr
 
@@ -47,6 +48,10 @@ FIXED: Final = (
 They define processes, sockets, routes, memory, the form of the log, and the receivers of traces or loads.
 """
 
+_KEYS: Final = "auth.client_keys_file"
+_WATCHED: Final = (_KEYS, *TLS_FILES)
+"""Options that name files which are read again when they change."""
+
 _CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
 
 
@@ -67,7 +72,7 @@ class Configuration:
         self._roster = roster
         self._shared = SharedValue("configuration", _CAPACITY_BYTES)
         self._read_version = 0
-        self._current = _current(loaded, {}, _stamp(loaded.settings), time.time())
+        self._current = _current(loaded, {}, _stamps(loaded.settings), time.time())
         self._shared.write(to_json(self._current))
 
     def current(self) -> ConfigSnapshot:
@@ -86,39 +91,37 @@ class Configuration:
             pass
         return change
 
-    def new_keys_stamp(self) -> Stamp | None:
-        """Return the stamp of the file of client keys if it differs from the last reading.
-
-        None: it is the same, or the file is missing.
-        """
+    def new_stamps(self) -> Stamps:
+        """Return the stamps of the watched files that differ from the last reading. Missing files have none."""
         current = self.current()
-        stamp = _stamp(current.settings)
-        return stamp if stamp != current.keys_stamp else None
+        return {
+            option: stamp for option, stamp in _stamps(current.settings).items() if stamp != current.stamps.get(option)
+        }
 
-    async def reload_keys(self) -> ConfigChange | None:
-        """Read the file of client keys again and publish them.
+    async def reload_files(self) -> ConfigChange | None:
+        """Read the client keys and the certificates again and publish them.
 
-        Returns None if another worker did it. Raises SettingsError in one worker for each state of the file; the old
-        keys stay.
+        Returns None if another worker did it. Raises SettingsError in one worker for each state of the files; the old
+        keys and certificates stay.
         """
         before, version = self.current(), self._read_version
-        stamp = _stamp(before.settings)
+        stamps = _stamps(before.settings)
         try:
-            return await self._replace(partial(_with_keys_read_again, before))
+            return await self._replace(partial(_with_files_read_again, before))
         except SettingsError:
             with self._shared.exclusive():
                 if self._shared.version != version:
                     return None
-                self._publish(before, replace(before, keys_stamp=stamp))
+                self._publish(before, replace(before, stamps=stamps))
             raise
 
     async def _replace(self, load: Callable[[], Loaded], *, is_dry_run: bool = False) -> ConfigChange | None:
         """Publish the result of `load`, or return None if another process has published in the meantime."""
         before, version, read_at = self.current(), self._read_version, time.time()
-        stamp = _stamp(before.settings)
+        stamps = _stamps(before.settings)
         # In a thread, because parsing a long file and reading a slow disk would delay streams.
         loaded = await asyncio.to_thread(load)
-        after = _current(loaded, before.slots, stamp, read_at)
+        after = _current(loaded, before.slots, stamps, read_at)
         with self._shared.exclusive():
             is_newest = self._shared.version == version
             return self._publish(before, after, is_dry_run=is_dry_run) if is_newest else None
@@ -131,8 +134,10 @@ class Configuration:
             raise SettingsError(f"{' and '.join(fixed)} cannot change while the gateway runs: restart it")
         if before.settings.has_encoders != after.settings.has_encoders:
             raise SettingsError("encode: adding the first or removing the last encode instance requires a restart")
-        if before.client_keys != after.client_keys and "auth.client_keys_file" not in changed:
-            changed.append("auth.client_keys_file")  # the published configuration has it
+        if before.client_keys != after.client_keys and _KEYS not in changed:
+            changed.append(_KEYS)  # the published configuration has it
+        texts, texts_before = after.tls.texts, before.tls.texts
+        changed += [name for name in TLS_FILES if name not in changed and texts.get(name) != texts_before.get(name)]
         try:
             commit = self._shared.prepare(to_json(after))
             # Only a full reload may bring back instances that an administrator has removed.
@@ -152,31 +157,32 @@ class Configuration:
         return ConfigChange(tuple(changed), tuple(b.name for b in came), tuple(b.name for b in went))
 
 
-def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | None, read_at: float) -> ConfigSnapshot:
+def _current(loaded: Loaded, slots_before: Mapping[str, int], stamps: Stamps, read_at: float) -> ConfigSnapshot:
     """Return the configuration with slots for its client keys. Raises SettingsError if there are too many keys."""
     try:
         slots = assign_slots((key.name for key in loaded.client_keys), slots_before)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    return ConfigSnapshot(loaded.settings, read_at, loaded.client_keys, slots, stamp, loaded.origins)
+    return ConfigSnapshot(loaded.settings, read_at, loaded.client_keys, slots, stamps, loaded.origins, loaded.tls)
 
 
-def _with_keys_read_again(before: ConfigSnapshot) -> Loaded:
-    """Return the configuration with the client keys of the file. Raises SettingsError."""
+def _with_files_read_again(before: ConfigSnapshot) -> Loaded:
+    """Return the configuration with the present client keys and certificates. Raises SettingsError."""
     path = before.settings.auth.client_keys_file
-    return Loaded(before.settings, before.origins, () if path is None else load_client_keys(path))
+    keys = () if path is None else load_client_keys(path)
+    return Loaded(before.settings, before.origins, keys, tls=load_tls(before.settings))
 
 
-def _stamp(settings: Settings) -> Stamp | None:
-    """Return the stamp of the file of client keys, or None if there is none, or it cannot be read."""
-    path = settings.auth.client_keys_file
-    if path is None:
-        return None
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+def _stamps(settings: Settings) -> Stamps:
+    """Return the stamps of the client keys' file and of certificates, without those of files that cannot be read."""
+    stamps: dict[str, Stamp] = {}
+    for option in _WATCHED:
+        path = option_of(settings, option)
+        if path is not None:
+            with suppress(OSError):
+                found = path.stat()
+                stamps[option] = found.st_mtime_ns, found.st_ino, found.st_size
+    return stamps
 
 
 # A configuration as a value, and its JSON in shared memory, which has secrets in clear.
@@ -184,6 +190,9 @@ def _stamp(settings: Settings) -> Stamp | None:
 
 Stamp = tuple[int, int, int]
 """Time of the last change, inode and size of a file. They differ after the file was written or replaced."""
+
+Stamps = dict[str, Stamp]
+"""Stamps of files, by the option that names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +205,12 @@ class ConfigSnapshot:
     client_keys: tuple[ClientKey, ...] = ()
     slots: Mapping[str, int] = field(default_factory=dict)
     """Slots of the client keys' usage, by name."""
-    keys_stamp: Stamp | None = None
-    """Stamp of the file of client keys at the last reading; None if there is no such file."""
+    stamps: Stamps = field(default_factory=dict)
+    """Stamps of the watched files at the last reading."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Origin of each option: a flag, a variable, a file, or `default`."""
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    """Certificates and keys."""
 
 
 def to_json(current: ConfigSnapshot) -> dict[str, Any]:
@@ -213,20 +224,21 @@ def to_json(current: ConfigSnapshot) -> dict[str, Any]:
         "read_at": current.read_at,
         "client_keys": [key.model_dump(mode="json") for key in current.client_keys],
         "slots": dict(current.slots),
-        "keys_stamp": current.keys_stamp,
+        "stamps": current.stamps,
         "origins": dict(current.origins),
+        "tls": [dict(current.tls.texts), dict(current.tls.expiries)],
     }
 
 
 def from_json(value: dict[str, Any]) -> ConfigSnapshot:
-    stamp = value["keys_stamp"]
     return ConfigSnapshot(
         Settings.model_validate(value["settings"]),
         value["read_at"],
         tuple(ClientKey.model_validate(key) for key in value["client_keys"]),
         value["slots"],
-        stamp and tuple(stamp),
+        {option: tuple(stamp) for option, stamp in value["stamps"].items()},
         value["origins"],
+        TlsFiles(*value["tls"]),
     )
 
 
@@ -281,7 +293,7 @@ class ConfigWatcher(BackgroundOwner):
         self._applied = applied
         self._apply = apply
         self._metrics = metrics
-        self._stamp_seen: Stamp | None = None
+        self._stamps_seen: Stamps = {}
         self._background = Background(logger, "a reload")
 
     def _begin(self) -> None:
@@ -313,14 +325,14 @@ class ConfigWatcher(BackgroundOwner):
     def look(self) -> None:
         """Apply a new configuration, if there is one.
 
-        Otherwise it costs reading a number, and the state of the file of client keys.
+        Otherwise it costs reading a number, and the states of the watched files.
         """
         self._catch_up()
-        stamp = self._configuration.new_keys_stamp()
-        # A changed file is read when two looks find the same, because it may be half written at the first.
-        if stamp is not None and stamp == self._stamp_seen and not self._background:
-            self._background.start(self._reload_keys())
-        self._stamp_seen = stamp
+        stamps = self._configuration.new_stamps()
+        # Changed files are read when two looks find the same, because one may be half written at the first.
+        if stamps and stamps == self._stamps_seen and not self._background:
+            self._background.start(self._reload_files(stamps))
+        self._stamps_seen = stamps
 
     def _catch_up(self) -> None:
         current = self._configuration.current()
@@ -329,10 +341,11 @@ class ConfigWatcher(BackgroundOwner):
             self._apply(current)
             self._metrics.config_last_reload_success_timestamp_seconds.set(current.read_at)
 
-    async def _reload_keys(self) -> None:
-        by = "a change of the client keys' file"
+    async def _reload_files(self, changed: Iterable[str]) -> None:
+        names = ("the client keys' file" if option == _KEYS else option for option in changed)
+        by = f"a change of {' and '.join(names)}"
         with suppress(SettingsError), self._logging_failure(by):
-            change = await self._configuration.reload_keys()
+            change = await self._configuration.reload_files()
             if change is not None:
                 self._succeeded(change, by)
 

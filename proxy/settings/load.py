@@ -6,7 +6,7 @@ neither is used. Errors are raised as SettingsError, in one sentence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,9 +30,11 @@ from proxy.settings.sources import (
     from_yaml,
     near_misses,
     other_protocol,
+    read_key,
     variable,
     without_missing,
 )
+from proxy.settings.tls import TlsFiles, load_tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +55,8 @@ class Loaded:
     client_keys: tuple[ClientKey, ...] = ()
     warnings: tuple[str, ...] = ()
     """Sentences about values that are probably mistakes."""
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    """Certificates and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def load(
     Args:
         argv: Command line without the program's name; None: that of the process.
         environ: Environment variables; None: those of the process.
-        needs_backends: False: accept settings without engines, and do not read the keys of clients.
+        needs_backends: False: accept settings without engines, and read neither the keys of clients nor certificates.
         command: Sub-command to which the flags belong; None: the program itself.
         paths_begin: Directory of relative paths in a file; None: the file's directory.
     """
@@ -125,7 +129,8 @@ def _loaded(
         return Loaded(settings, origins, warnings=warnings)
     _require_backends(settings)
     keys_file = settings.auth.client_keys_file
-    return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else (), warnings)
+    client_keys = load_client_keys(keys_file) if keys_file else ()
+    return Loaded(settings, origins, client_keys, warnings, load_tls(settings))
 
 
 def _split(found: Sourced) -> Sourced:
@@ -182,21 +187,6 @@ def _keys(
             yield option, Sourced(read_key(f"{option}_file", path), str(path))
         elif option == "auth.engine_api_key" and not is_given and (key := environ.get("OPENAI_API_KEY")):
             yield option, Sourced(key, "OPENAI_API_KEY")
-
-
-def read_key(what: str, path: Path) -> str:
-    """Return the key in a file. Errors name it `what`. Raises SettingsError."""
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise SettingsError(f"{what} {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"{what} {path} is not text") from None
-    except ValueError:  # a null byte
-        raise SettingsError(f"{what} must be a path") from None
-    if not key:
-        raise SettingsError(f"{what} {path} is empty")
-    return key
 
 
 def _require_backends(settings: Settings) -> None:

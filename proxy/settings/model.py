@@ -78,6 +78,17 @@ class Listen(Section):
     allows all pages. Administration is never available to web pages."""
     backlog: Positive = 4096
     """Maximum number of connections that the kernel queues before pdproxy accepts them. Requires a restart."""
+    tls_certificate: FilePath = None
+    """Path of a PEM file with the certificate of the listener for clients, followed by those of intermediate
+    authorities. With a certificate, every client connects by TLS 1.2 or later. pdproxy reads the files again when they
+    change and at a reload; open connections continue. A certificate that cannot be used is rejected, and the old one
+    stays."""
+    tls_key: FilePath = None
+    """Path of a PEM file with the key of listen.tls_certificate, without a password. If empty, the key is in the file
+    of the certificate."""
+    tls_client_ca: FilePath = None
+    """Path of a PEM file with the certificates of authorities. If set, every client must present a certificate that one
+    of them has issued (mutual TLS)."""
     fast_path: bool = True
     """Whether pdproxy's own HTTP reader handles plain requests, at a fraction of the CPU time of aiohttp's reader.
     false sends all requests to aiohttp's reader. Deprecated: both readers give the same answers."""
@@ -107,6 +118,17 @@ class Admin(Section):
     receipts_bytes: Natural = 4 * 1024 * 1024
     """Memory per worker for the history of finished requests in /admin/requests, in bytes. One request takes 1 to 2
     KiB. A quarter of the memory is reserved for failed requests. 0 disables the history. Requires a restart."""
+    tls_certificate: FilePath = None
+    """Path of a PEM file with the certificate of the listener on admin.port, followed by those of intermediate
+    authorities. With a certificate, every program connects by TLS 1.2 or later. pdproxy reads the files again when they
+    change and at a reload; open connections continue. A certificate that cannot be used is rejected, and the old one
+    stays."""
+    tls_key: FilePath = None
+    """Path of a PEM file with the key of admin.tls_certificate, without a password. If empty, the key is in the file of
+    the certificate."""
+    tls_client_ca: FilePath = None
+    """Path of a PEM file with the certificates of authorities. If set, every program must present a certificate that
+    one of them has issued (mutual TLS)."""
 
 
 class Models(Section):
@@ -599,6 +621,18 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _tls_files_belong_together(self) -> Self:
+        for name, section in (("listen", self.listen), ("admin", self.admin)):
+            for option in ("tls_key", "tls_client_ca"):
+                if section.tls_certificate is None and getattr(section, option) is not None:
+                    raise ValueError(f"{name}.{option} is given without {name}.tls_certificate")
+        if self.admin.port is None and self.admin.tls_certificate is not None:
+            raise ValueError(
+                "admin.tls_certificate is given without admin.port: listen.tls_certificate serves all routes"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _decoders_can_call_back(self) -> Self:
         if self.layerwise.port + self.workers - 1 > 65535:
             raise ValueError(f"layerwise.port {self.layerwise.port} leaves no ports for {self.workers} workers")
@@ -636,6 +670,16 @@ class Settings(Section):
     def administration_host(self) -> str:
         """The address of the listener with the routes of administration."""
         return self.listen.host if self.admin.port is None else self.admin.host
+
+    def has_tls(self, port: int) -> bool:
+        """Whether the listener at a port of this gateway has a certificate."""
+        if port == self.admin.probe_port:
+            return False
+        return (self.admin if port == self.admin.port else self.listen).tls_certificate is not None
+
+    def needs_client_certificate(self, port: int) -> bool:
+        """Whether the listener at a port of this gateway accepts only clients with a certificate."""
+        return self.has_tls(port) and (self.admin if port == self.admin.port else self.listen).tls_client_ca is not None
 
     @property
     def access_warnings(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from proxy.settings.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from pydantic.fields import FieldInfo
 
@@ -58,6 +59,7 @@ PATHS: Final = (
     "auth.client_keys_file",
     "kubernetes.token_file",
     "kubernetes.ca_file",
+    *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
 )
 PATH_LISTS: Final = ("discovery.files",)
 
@@ -142,6 +144,21 @@ def _suggested(name: str) -> str:
     if found := [option for option in OPTIONS if option.rpartition(".")[2] == last]:
         return f" (did you mean {alternatives(found)}?)"
     return did_you_mean(name, [*OPTIONS, *SECTIONS])
+
+
+def read_key(what: str, path: Path) -> str:
+    """Return the key in a file. Errors name it `what`. Raises SettingsError."""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SettingsError(f"{what} {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{what} {path} is not text") from None
+    except ValueError:  # a null byte
+        raise SettingsError(f"{what} must be a path") from None
+    if not key:
+        raise SettingsError(f"{what} {path} is empty")
+    return key
 
 
 def _kind(tree: object) -> str:

@@ -17,9 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
 from proxy.tools.flag_numbers import positive
+from proxy.tools.gateway_tls import add_tls_flags, tls_of
 
 if TYPE_CHECKING:
     import argparse
+    import ssl
     from collections.abc import Iterable, Sequence
 
 LEAST_GAIN: Final = 0.05
@@ -248,7 +250,6 @@ def _estimate_streams_when_full(samples: Sequence[Sample], decoders: int, token_
 # The sub-command: its flags, scrapes and report.
 
 
-_open: Final = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # without http_proxy
 _TIMEOUT_SECONDS: Final = 5.0
 _MOST_BYTES: Final = 16 * 1024 * 1024
 _FEWEST_SCRAPES: Final = 10
@@ -262,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the sub-command and return its exit code. Raises SettingsError."""
     flags = read_flags(argv)
     try:
-        samples = _samples(flags.metrics, flags.seconds)
+        samples = _samples(flags.metrics, flags.seconds, tls_of(flags))
         found = observed(samples, flags.token_ms / 1000, flags.decode_streams)
     except Unknown as error:
         print(f"pdproxy advise: {error}", file=sys.stderr)
@@ -286,24 +287,27 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--token-ms", type=positive, default=100.0, help="a decoder is full at this time a token (default: 100)")
     add("--decode-streams", type=positive, metavar="N", help="or with this number of streams (default: learned)")
     add("--json", action="store_true", help="print JSON instead of a table")
+    add_tls_flags(parser)
     return parser.parse_args(argv)
 
 
-def _samples(urls: Sequence[str], seconds: float) -> list[Sample]:
+def _samples(urls: Sequence[str], seconds: float, tls: ssl.SSLContext) -> list[Sample]:
+    without_proxy = urllib.request.ProxyHandler({})  # without http_proxy
+    opener = urllib.request.build_opener(without_proxy, urllib.request.HTTPSHandler(context=tls))
     began = time.monotonic()
     scrapes = min(_MOST_SCRAPES, max(_FEWEST_SCRAPES, round(seconds)))
     samples = []
     for number in range(scrapes + 1):
         time.sleep(max(0.0, began + number * seconds / scrapes - time.monotonic()))
-        samples.append(read(time.monotonic(), [_get(url) for url in urls]))
+        samples.append(read(time.monotonic(), [_get(opener, url) for url in urls]))
     return samples
 
 
-def _get(url: str) -> str:
+def _get(opener: urllib.request.OpenerDirector, url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"--metrics: {url} is no URL; say http://gateway:1999/metrics")
     try:
-        with _open(url, timeout=_TIMEOUT_SECONDS) as answer:
+        with opener.open(url, timeout=_TIMEOUT_SECONDS) as answer:
             return str(answer.read(_MOST_BYTES).decode(errors="replace"))
     except (OSError, ValueError) as error:
         raise Unknown(f"{url} does not answer: {getattr(error, 'reason', error)}") from None

@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,8 +16,10 @@ from proxy.common import blocking_http
 from proxy.settings import SettingsError, load, reachable
 from proxy.settings.cli import Parser
 from proxy.tools.flag_numbers import positive
+from proxy.tools.gateway_tls import add_tls_flags, tls_of
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Mapping, Sequence
 
     from rich.console import RenderableType
@@ -268,6 +270,15 @@ Show what a running gateway does: its rates and latencies since the last look, a
 table renews itself, with pdproxy[tui] installed; otherwise it is printed again and again."""
 
 
+class _Place(NamedTuple):
+    """Address of the metrics of a gateway."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    """Context of the connection; None: without TLS."""
+
+
 class _NoMetrics(Exception):
     """There are no metrics. The text is one sentence."""
 
@@ -278,9 +289,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     Raises SettingsError.
     """
     flags, rest = _parser().parse_known_args(argv)
-    host, port = _place(flags.url) if flags.url else _configured(rest, environ)
+    place = _place(flags) if flags.url else _configured(rest, environ)
     try:
-        before: Scrape | None = _scrape(host, port)
+        before: Scrape | None = _scrape(place)
     except _NoMetrics as error:
         print(f"pdproxy: {error}", file=sys.stderr)
         return 1
@@ -289,7 +300,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             show = _make_view_printer(stack, is_once=flags.once)
             while True:
                 time.sleep(flags.interval)
-                shown, before = _look(host, port, before)
+                shown, before = _look(place, before)
                 show(shown)
                 if flags.once:
                     return 0
@@ -297,10 +308,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 0
 
 
-def _look(host: str, port: int, before: Scrape | None) -> tuple[View, Scrape | None]:
+def _look(place: _Place, before: Scrape | None) -> tuple[View, Scrape | None]:
     """Return the view and the scrape for the next comparison, or None if the gateway is away."""
     try:
-        after = _scrape(host, port)
+        after = _scrape(place)
     except _NoMetrics as error:
         return View((str(error),), ()), None
     return view(after if before is None else before, after), after
@@ -315,35 +326,43 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--url", metavar="URL", help="http://host:port of its metrics; by default what the flags of pdproxy say")
+    add(
+        "--url",
+        metavar="URL",
+        help="http://host:port or https://host:port of its metrics; by default what the flags of pdproxy say",
+    )
     add("--interval", type=positive, default=2.0, metavar="SECONDS", help="between two looks (2)")
     add("--once", action="store_true", help="print one table and leave")
+    add_tls_flags(parser)
     return parser
 
 
-def _place(url: str) -> tuple[str, int]:
-    """Return the URL of the metrics. Raises SettingsError."""
+def _place(flags: argparse.Namespace) -> _Place:
+    """Return the place of the metrics that --url names. Raises SettingsError."""
+    url = flags.url
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if host is None or port is None or parts.scheme != "http":
-        raise SettingsError("--url must be http://host:port")
-    return host, port
+    if host is None or port is None or parts.scheme not in ("http", "https"):
+        raise SettingsError("--url must be http://host:port or https://host:port")
+    return _Place(host, port, tls_of(flags) if parts.scheme == "https" else None)
 
 
-def _configured(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the URL of the metrics of a gateway with this configuration. Raises SettingsError."""
+def _configured(flags: Sequence[str], environ: Mapping[str, str]) -> _Place:
+    """Return the place of the metrics of a gateway with this configuration. Raises SettingsError."""
     settings = load(flags, environ, needs_backends=False).settings
     port = settings.listen.port if settings.admin.port is None else settings.admin.port
-    return reachable(settings.administration_host), port
+    tls = blocking_http.local_tls(settings.has_tls(port))
+    return _Place(reachable(settings.administration_host), port, tls)
 
 
-def _scrape(host: str, port: int) -> Scrape:
+def _scrape(place: _Place) -> Scrape:
     """Return one scrape. Raises _NoMetrics."""
+    host, port, tls = place
     try:
-        answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True)
+        answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True, tls=tls)
     except blocking_http.HttpRequestError as error:
         raise _NoMetrics(f"{host} port {port} does not answer: {error}") from None
     if answer.status != 200:

@@ -189,20 +189,21 @@ def listen_in_succession(
                 told = "listener: waiting for port %d, which is in use: %g s, or as long as a gateway drains there"
                 logger.info(told, error.port, seconds)
             if clock() - began >= seconds:
-                if is_drain or not _drains(error.host, error.port):
+                if is_drain or not _drains(settings, error.host, error.port):
                     raise
                 is_drain = True
                 seconds += drain.streams_seconds
         sleep(_LOOK_AGAIN_SECONDS)
 
 
-def _drains(host: str, port: int) -> bool:
+def _drains(settings: Settings, host: str, port: int) -> bool:
     """Return whether the listening process is a gateway that is not ready, as during a drain.
 
     A port for callbacks has no such route, but answers with the gateway's name.
     """
     try:
-        answer = blocking_http.get(reachable(host), port, "/readyz", _ANSWER_SECONDS)
+        tls = blocking_http.local_tls(settings.has_tls(port))
+        answer = blocking_http.get(reachable(host), port, "/readyz", _ANSWER_SECONDS, tls=tls)
     except blocking_http.HttpRequestError:
         return False
     return answer.server == SERVER and answer.status != HTTPStatus.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -10,12 +11,14 @@ from proxy.api.credentials import Administrators
 from proxy.listener import replies
 from proxy.listener.http_listener import HttpListener
 from proxy.process.configuration import text_of
+from proxy.settings.tls import server_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.process.worker.basis import Basis
     from proxy.settings import Listen, Settings
+    from proxy.settings.tls import TlsFiles
 
 
 def application(basis: Basis) -> web.Application:
@@ -39,14 +42,34 @@ def administrators_of(basis: Basis, host: str, *, trusts_local: bool = False) ->
 
 
 def http_listener(
-    basis: Basis, app: web.Application, limits: Callable[[Settings], Listen] = lambda settings: settings.listen
+    basis: Basis,
+    app: web.Application,
+    limits: Callable[[Settings], Listen] = lambda settings: settings.listen,
+    tls_section: str | None = None,
 ) -> HttpListener:
     """Return a listener for an application, which does not listen yet.
 
-    `limits`: returns its limits in the settings, also after a reload.
+    Args:
+        basis: The basis of the worker.
+        app: The application.
+        limits: Returns the limits in the settings, also after a reload.
+        tls_section: Section of the settings with the certificate. None: the listener has no TLS.
     """
     made = HttpListener(app, limits(basis.settings), basis.metrics)
-    basis.live.on_change(lambda new: made.configure(limits(new)))
+    files: TlsFiles | None = None
+
+    def on_change(new: Settings) -> None:
+        nonlocal files
+        made.configure(limits(new))
+        if tls_section is not None and basis.live.current.tls != files:
+            files, had_tls = basis.live.current.tls, made.tls is not None
+            made.tls = server_context(tls_section, files)
+            if had_tls or made.tls is not None:
+                expiry = files.expiries.get(f"{tls_section}.tls_certificate", math.nan)
+                basis.metrics.tls_certificate_expiry_timestamp_seconds.labels(tls_section).set(expiry)
+
+    on_change(basis.settings)
+    basis.live.on_change(on_change)
     return made
 
 

@@ -200,7 +200,7 @@ def build_administration(
         return None
     app = application(basis)
     app.add_routes([*StatusPage().routes(), *clients.probes.routes(), *OpenApi().routes(), *routes])
-    return http_listener(basis, app)
+    return http_listener(basis, app, tls_section="admin")
 
 
 def _routes(

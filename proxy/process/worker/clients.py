@@ -114,7 +114,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     app[replies.ERROR_BODIES] = {**generation.error_bodies(), **counting.error_bodies()}
     app[replies.REQUEST_ID_HEADERS] = {**generation.request_id_headers(), **counting.request_id_headers()}
     app.on_response_prepare.append(cors.on_prepare)
-    front = http_listener(basis, app)
+    front = http_listener(basis, app, tls_section="listen")
     parts = RequestParts(
         service=service,
         connector=engines.connector,

@@ -106,7 +106,8 @@ async def _log_when_ready(worker: Worker, shared: Shared, manager: ServiceManage
     """Log one line for the whole gateway, in the first worker that is ready. For systemd, the last one counts."""
     await worker.monitor.became_ready.wait()
     host, port = shared.listeners.clients.getsockname()[:2]
-    told = f"ready: http://{Endpoint(host=reachable(host), port=port)}"
+    scheme = "http" if worker.settings.listen.tls_certificate is None else "https"
+    told = f"ready: {scheme}://{Endpoint(host=reachable(host), port=port)}"
     manager.notify("", told)
     if shared.log_once.is_news("gateway", "ready"):
         logger.info("%s", told)

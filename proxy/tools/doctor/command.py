@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from proxy import SERVER
@@ -23,6 +24,7 @@ from proxy.tools.flag_numbers import positive, whole_number
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from proxy.settings import Settings
     from proxy.tools.doctor.findings import Finding
 
 _WIDTH: Final = 120
@@ -42,7 +44,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     flags, rest = _parser().parse_known_args(argv)
     loaded = load(rest, environ)
     cores = os.cpu_count() or 1
-    host = Host(loaded=loaded, is_gateway=_is_gateway, cores=cores, learned_limits=_learned_limits)
+    host = Host(
+        loaded=loaded,
+        is_gateway=partial(_is_gateway, loaded.settings),
+        cores=cores,
+        learned_limits=partial(_learned_limits, loaded.settings),
+    )
     found = check_gateway(host)
     progress = ProgressLine()
     options = ExaminationOptions(
@@ -122,18 +129,20 @@ class ProgressLine:
             print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
 
 
-def _is_gateway(host: str, port: int) -> bool:
+def _is_gateway(settings: Settings, host: str, port: int) -> bool:
     """Return whether a pdproxy gateway answers at this address."""
     try:
-        return blocking_http.get(reachable(host), port, "/livez", _LOOK_SECONDS).server == SERVER
+        tls = blocking_http.local_tls(settings.has_tls(port))
+        return blocking_http.get(reachable(host), port, "/livez", _LOOK_SECONDS, tls=tls).server == SERVER
     except blocking_http.HttpRequestError:
         return False
 
 
-def _learned_limits(host: str, port: int) -> dict[str, int]:
+def _learned_limits(settings: Settings, host: str, port: int) -> dict[str, int]:
     """Return the request limits that a running gateway has learned, by instance address; empty if unavailable."""
     try:
-        page = blocking_http.get(reachable(host), port, "/metrics", _LOOK_SECONDS, wants_body=True).body
+        tls = blocking_http.local_tls(settings.has_tls(port))
+        page = blocking_http.get(reachable(host), port, "/metrics", _LOOK_SECONDS, wants_body=True, tls=tls).body
     except blocking_http.HttpRequestError:
         return {}
     return {match[1].decode(): int(float(match[2])) for match in _LEARNED.finditer(page)}

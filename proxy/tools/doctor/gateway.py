@@ -59,11 +59,14 @@ def check_doors(host: Host) -> Iterator[Finding]:
 
 def check_key_files(host: Host) -> Iterator[Finding]:
     """Check that other users of this host cannot read the key files."""
-    auth = host.loaded.settings.auth
+    settings = host.loaded.settings
+    auth = settings.auth
     for option, path in (
         ("auth.engine_api_key_file", auth.engine_api_key_file),
         ("auth.admin_key_file", auth.admin_key_file),
         ("auth.client_keys_file", auth.client_keys_file),
+        ("listen.tls_key", settings.listen.tls_key),
+        ("admin.tls_key", settings.admin.tls_key),
     ):
         if path is not None and _is_readable_by_all(path):
             words = f"every user of this host can read {option} {path}"

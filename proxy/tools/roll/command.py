@@ -17,8 +17,9 @@ from proxy.common.terms import counted
 from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
 from proxy.settings.kinds import check_header_value
-from proxy.settings.load import read_key
+from proxy.settings.sources import read_key
 from proxy.tools.flag_numbers import duration_seconds, whole_number
+from proxy.tools.gateway_tls import add_tls_flags, tls_of
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
 from proxy.tools.roll.walk import Limits, RollProgress, RollStopped, Walk
 
@@ -46,7 +47,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     path = Path(flags.state or f"pdproxy-roll-{flags.role}.json")
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     progress = RollProgress(path, flags.role, began) if flags.anew else RollProgress.resumed(path, flags.role, began)
-    gateways = Gateways(flags.url or ["http://127.0.0.1:1999"], flags.role, _key(flags.admin_key_file, environ))
+    urls = flags.url or ["http://127.0.0.1:1999"]
+    gateways = Gateways(urls, flags.role, _key(flags.admin_key_file, environ), tls_of(flags))
     if flags.anew and not flags.dry_run:
         progress.forget()
     limits = Limits(
@@ -124,6 +126,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         help="has the admin key; by default PROXY_AUTH__ADMIN_KEY of the environment",
     )
     add("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    add_tls_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -137,7 +140,9 @@ def _url(text: str) -> str:
     except ValueError:  # no port, or no IPv6 address
         is_place = False
     if not is_place or parts.scheme not in ("http", "https") or parts.path.rstrip("/"):
-        raise argparse.ArgumentTypeError("must be http://host:port")  # the URL may contain a password
+        raise argparse.ArgumentTypeError(
+            "must be http://host:port or https://host:port"
+        )  # the URL may contain a password
     return text
 
 

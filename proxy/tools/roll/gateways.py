@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _TIMEOUT_SECONDS: Final = 10.0
@@ -47,11 +48,17 @@ class Instance:
 class Gateways:
     """All gateways that share the engines, at least one. Commands are sent to each of them."""
 
-    def __init__(self, urls: Sequence[str], role: str, key: str | None) -> None:
+    def __init__(self, urls: Sequence[str], role: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
         """Keep the addresses.
 
-        `urls`: address of each gateway's administration. `key`: for administration; None without one.
+        Args:
+            urls: Address of each gateway's administration.
+            role: Role of the instances.
+            key: Key for administration; None without one.
+            tls: Context for addresses with https://; None: the defaults.
         """
+        # Without a proxy, which would get the key, too.
+        self._open = build_opener(ProxyHandler({}), HTTPSHandler(context=tls), _NoRedirects()).open
         self._urls = [url.rstrip("/") for url in urls]
         self._role = role
         self._headers = {} if key is None else {"X-Admin-Key": key}
@@ -119,26 +126,21 @@ class Gateways:
         Raises GatewayTrouble.
         """
         request = Request(url + path, data=body, headers=self._headers)
-        return _retried(lambda: _answer(request), f"{url} does not answer")
+        return _retried(lambda: self._answer(request), f"{url} does not answer")
+
+    def _answer(self, request: Request) -> bytes:
+        try:
+            with self._open(request, timeout=_TIMEOUT_SECONDS) as answer:
+                return bytes(answer.read(_MOST_BYTES))
+        except HTTPError as error:
+            with error:
+                said = _error_message(error.read(_MOST_BYTES))
+                raise GatewayTrouble(f"{request.full_url} answers {error.code}: {said}") from None
 
 
 class _NoRedirects(HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
         """Refuse redirects, because the admin key would be sent along."""
-
-
-_open: Final = build_opener(ProxyHandler({}), _NoRedirects()).open  # without a proxy, which would get the key, too
-
-
-def _answer(request: Request) -> bytes:
-    try:
-        with _open(request, timeout=_TIMEOUT_SECONDS) as answer:
-            return bytes(answer.read(_MOST_BYTES))
-    except HTTPError as error:
-        with error:
-            raise GatewayTrouble(
-                f"{request.full_url} answers {error.code}: {_error_message(error.read(_MOST_BYTES))}"
-            ) from None
 
 
 @contextmanager

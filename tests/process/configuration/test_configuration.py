@@ -296,8 +296,8 @@ async def keyed(files: Files) -> Files:
     files.write_keys("keys: [{name: a, key: sk-1}, {name: b, key: sk-2}]")
     files.write(INSTANCES + f"auth: {{client_keys_file: {files.keys_path}}}")
     await files.configuration.reload()
-    await files.configuration.reload_keys()  # their file was not known when it was read
-    assert files.configuration.new_keys_stamp() is None
+    await files.configuration.reload_files()  # their file was not known when it was read
+    assert files.configuration.new_stamps() == {}
     return files
 
 
@@ -313,9 +313,9 @@ async def test_keys_are_read_again_alone_and_each_keeps_its_slot(keyed: Files) -
     keyed.write_keys("keys: [{name: b, key: sk-2}]")
     keyed.write(INSTANCES + "timeouts: {idle_seconds: 7}")  # a reload of keys must not apply this
     keyed.roster.remove(Role.DECODE, "d", 1)
-    assert keyed.configuration.new_keys_stamp() is not None
-    assert await keyed.configuration.reload_keys() == ConfigChange(("auth.client_keys_file",))
-    assert keyed.configuration.new_keys_stamp() is None
+    assert keyed.configuration.new_stamps() != {}
+    assert await keyed.configuration.reload_files() == ConfigChange(("auth.client_keys_file",))
+    assert keyed.configuration.new_stamps() == {}
     assert keyed.settings.timeouts.idle_seconds == 300
     assert keyed.configuration.current().slots == {"b": 1}
     assert "d:1 draining" in keyed.members()
@@ -327,16 +327,16 @@ async def test_invalid_keys_file_is_logged_once_and_keeps_the_old_keys(keyed: Fi
 
     def the_other_worker() -> None:
         with pytest.raises(SettingsError, match=r"keys\.yaml: entry 1 must have either"):
-            asyncio.run(keyed.configuration.reload_keys())
+            asyncio.run(keyed.configuration.reload_files())
 
     in_child(the_other_worker)
-    assert keyed.configuration.new_keys_stamp() is None
+    assert keyed.configuration.new_stamps() == {}
     assert keyed.configuration.current().client_keys == before.client_keys
 
 
 async def test_keys_whose_file_has_gone_stay(keyed: Files) -> None:
     keyed.keys_path.unlink()
-    assert keyed.configuration.new_keys_stamp() is None
+    assert keyed.configuration.new_stamps() == {}
     assert len(keyed.configuration.current().client_keys) == 2
 
 
@@ -347,9 +347,9 @@ async def test_keys_are_read_again_when_their_file_is_another(keyed: Files, tmp_
     keyed.write(INSTANCES + f"auth: {{client_keys_file: {other}}}")
     await keyed.configuration.reload()
     assert [key.name for key in keyed.configuration.current().client_keys] == ["c"]
-    assert keyed.configuration.new_keys_stamp() is not None
-    assert await keyed.configuration.reload_keys() == ConfigChange()
-    assert keyed.configuration.new_keys_stamp() is None
+    assert keyed.configuration.new_stamps() != {}
+    assert await keyed.configuration.reload_files() == ConfigChange()
+    assert keyed.configuration.new_stamps() == {}
 
 
 # Following

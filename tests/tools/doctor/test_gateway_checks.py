@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.settings import load
+from proxy.settings import Settings, load
 from proxy.tools.doctor.command import _learned_limits
 from proxy.tools.doctor.findings import Severity
 from proxy.tools.doctor.gateway import Host, check_gateway
@@ -98,8 +98,8 @@ def test_learned_limits_are_read_from_the_metrics_of_a_gateway(page: bytes) -> N
 
     with HTTPServer(("127.0.0.1", 0), Metrics) as server, ThreadPoolExecutor(1) as threads:
         threads.submit(server.handle_request)
-        assert _learned_limits("127.0.0.1", server.server_port) == ({"10.0.0.2:8200": 8} if page else {})
-    assert _learned_limits("127.0.0.1", server.server_port) == {}, "nobody answers"
+        assert _learned_limits(Settings(), "127.0.0.1", server.server_port) == ({"10.0.0.2:8200": 8} if page else {})
+    assert _learned_limits(Settings(), "127.0.0.1", server.server_port) == {}, "nobody answers"
 
 
 def test_address_of_another_host_is_reported() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from proxy.tools.top import Scrape, _look, as_table, as_text, growth, quantile, rate, view
+from proxy.tools.top import Scrape, _look, _Place, as_table, as_text, growth, quantile, rate, view
 
 
 def scrape(at: float, *lines: str) -> Scrape:
@@ -57,6 +57,6 @@ def test_text_and_table_say_the_same() -> None:
 
 
 def test_gateway_that_is_away_is_said_to_be_and_its_return_is_no_growth() -> None:
-    shown, before = _look("127.0.0.1", 9, scrape(0.0, "pdproxy_requests_total 5"))
+    shown, before = _look(_Place("127.0.0.1", 9, None), scrape(0.0, "pdproxy_requests_total 5"))
     assert before is None
     assert "does not answer" in as_text(shown)

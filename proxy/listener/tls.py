@@ -1,0 +1,93 @@
+"""The TLS handshake of a new connection, before a protocol reads its requests.
+
+Each connection takes the context that is in force when it is accepted, so a new certificate disturbs no open one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from typing import TYPE_CHECKING, Final, cast
+
+from proxy.settings.tls import tls_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SHUTDOWN_SECONDS: Final = 2.0
+
+
+class TlsHandshake(asyncio.Protocol):
+    """Performs the handshake of one accepted connection, and then lets another protocol continue.
+
+    It takes the socket from the accepted transport before the event loop reads from it, and gives it to a new
+    transport with TLS. `start_tls` would lose data that uvloop reads before the handshake begins.
+    """
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        seconds: float,
+        make_protocol: Callable[[], asyncio.Protocol],
+        on_end: Callable[[TlsHandshake, str | None], None],
+    ) -> None:
+        """Store the options.
+
+        Args:
+            context: The certificate, and what is required of clients.
+            seconds: Time limit of the handshake.
+            make_protocol: Makes the protocol for a connection after its handshake.
+            on_end: Called once at the end, with the reason of a failure. None: the handshake succeeded, was cancelled,
+                or the client closed the connection.
+        """
+        self._context = context
+        self._seconds = seconds
+        self._make_protocol = make_protocol
+        self._on_end = on_end
+        self._socket: socket.socket | None = None
+        """The accepted socket until a transport has it."""
+        self.client = "-"
+        """Address of the client."""
+        self.task: asyncio.Task[None] | None = None
+        """The handshake. None: the connection is not made yet."""
+
+    def cancel(self) -> None:
+        """End the handshake and the connection."""
+        if self.task is not None:
+            self.task.cancel()
+        if self._socket is not None:
+            self._socket.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        peer = transport.get_extra_info("peername")
+        if isinstance(peer, tuple):
+            self.client = str(peer[0])
+        try:
+            self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            self.task = asyncio.get_running_loop().create_task(self._run())
+        except OSError:  # no file descriptor is left
+            self._on_end(self, None)
+        cast("asyncio.Transport", transport).abort()  # closes only its own descriptor
+
+    async def _run(self) -> None:
+        accepted, self._socket = self._socket, None
+        assert accepted is not None
+        reason = None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make_protocol,
+                accepted,
+                ssl=self._context,
+                ssl_handshake_timeout=self._seconds,
+                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+            )
+        except ssl.SSLError as error:
+            reason = tls_problem(error)
+        except ConnectionAbortedError:
+            reason = f"not complete after {self._seconds:g} s"
+        except OSError:
+            pass  # the client has closed the connection
+        finally:
+            self._on_end(self, reason)

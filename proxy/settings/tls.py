@@ -1,0 +1,174 @@
+"""Certificates and keys for TLS: reading, checking, and the contexts made of them.
+
+The files are read together with the settings. Their texts are shared with the settings, so that all workers serve the
+same certificate, whatever the files contain later. A certificate is checked by a handshake in memory, in which the
+other side trusts nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from proxy.settings.mistakes import SettingsError
+from proxy.settings.sources import read_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from proxy.settings.model import Settings
+
+TLS_FILES: Final = (
+    *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
+)
+"""Options that name files in PEM format."""
+
+_PAIRS: Final = {
+    "listen.tls_certificate": "listen.tls_key",
+    "admin.tls_certificate": "admin.tls_key",
+}
+_AUTHORITIES: Final = ("listen.tls_client_ca", "admin.tls_client_ca")
+_PROTOCOLS: Final = ["http/1.1"]
+# Forward secrecy and authenticated encryption, as the "intermediate" profile of Mozilla has it for TLS 1.2. All
+# ciphers of TLS 1.3 qualify.
+_CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
+# A handshake takes two steps of each side; a handshake that fails takes fewer.
+_MAX_STEPS: Final = 8
+
+# Errors of OpenSSL by reason, as a part of a sentence about the certificate.
+_REASONS: Final = {
+    "KEY_VALUES_MISMATCH": "the key does not belong to the certificate",
+    "KEY_TYPE_MISMATCH": "the key does not belong to the certificate",
+    "EE_KEY_TOO_SMALL": "the key of the certificate is too short",
+    "CA_KEY_TOO_SMALL": "the key of an authority in the file is too short",
+    "CA_MD_TOO_WEAK": "the certificate is signed with an algorithm that is too weak",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The contents of the configured files."""
+
+    texts: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Text of each file, by option. Keys are among them."""
+    expiries: Mapping[str, float] = field(default_factory=dict)
+    """End of the validity of each certificate, by option, in seconds since the epoch."""
+
+
+def path_of(settings: Settings, option: str) -> Path | None:
+    """Return the path of a file in TLS_FILES, or None if it is not configured."""
+    section, _, name = option.partition(".")
+    path: Path | None = getattr(getattr(settings, section), name)
+    return path
+
+
+def load_tls(settings: Settings) -> TlsFiles:
+    """Read and check the files. Raises SettingsError, in one sentence."""
+    paths = {option: path for option in TLS_FILES if (path := path_of(settings, option)) is not None}
+    texts = {option: read_key(option, path) for option, path in paths.items()}
+    expiries = {}
+    for option in _AUTHORITIES:
+        if option in texts:
+            with _explained(f"{option} {paths[option]}"):
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=texts[option])
+    for option, key_option in _PAIRS.items():
+        if option in texts:
+            key_path = paths.get(key_option)
+            with _explained(f"{option} {paths[option]}" + (f" with the key {key_path}" if key_path else "")):
+                expiries[option] = _expiry(texts, option)
+    return TlsFiles(texts, expiries)
+
+
+def server_context(section: str, files: TlsFiles) -> ssl.SSLContext | None:
+    """Return a new context for the listener of a section, `listen` or `admin`, or None if it has no certificate."""
+    option = f"{section}.tls_certificate"
+    if option not in files.texts:
+        return None
+    context = _with_certificate(ssl.PROTOCOL_TLS_SERVER, files.texts, option)
+    context.options |= ssl.OP_CIPHER_SERVER_PREFERENCE
+    authorities = files.texts.get(f"{section}.tls_client_ca")
+    if authorities is not None:
+        context.load_verify_locations(cadata=authorities)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def tls_problem(error: ssl.SSLError) -> str:
+    """Return why a handshake failed, as part of a sentence, without values of the other side."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate not accepted: {error.verify_message.removesuffix('.')}"
+    reason = (error.reason or "").removeprefix("SSLV3_").removeprefix("TLSV1_").removeprefix("TLSV13_")
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "UNKNOWN_PROTOCOL"):
+        return "the other side does not speak TLS"
+    return reason.replace("_", " ").lower() or "the connection ended in the handshake"
+
+
+def _new_context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
+    context.set_ciphers(_CIPHERS)
+    context.set_alpn_protocols(_PROTOCOLS)
+    return context
+
+
+def _with_certificate(protocol: int, texts: Mapping[str, str], option: str) -> ssl.SSLContext:
+    """Return a context with a certificate and its key. Raises ssl.SSLError, or ValueError for an encrypted key."""
+    context = _new_context(protocol)
+    certificate = texts[option]
+    # The module ssl reads keys from paths only. The text is not written to a disk.
+    with _as_path(certificate) as path, _as_path(texts.get(_PAIRS[option], certificate)) as key_path:
+        context.load_cert_chain(path, key_path, password=_no_password)
+    return context
+
+
+@contextmanager
+def _as_path(text: str) -> Iterator[str]:
+    descriptor = os.memfd_create("pem", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _no_password() -> NoReturn:
+    raise ValueError("the key is encrypted: decrypt it, and let only the user of the gateway read it")
+
+
+def _expiry(texts: Mapping[str, str], option: str) -> float:
+    """Return the end of a certificate's validity. Raises ssl.SSLError or ValueError if it cannot be used now."""
+    server = _with_certificate(ssl.PROTOCOL_TLS_SERVER, texts, option)
+    client = _new_context(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(cadata=texts[option])
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(_MAX_STEPS):
+        for side in sides:
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    peer = sides[0].getpeercert() or {}
+    return float(ssl.cert_time_to_seconds(str(peer["notAfter"])))
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn errors about the file `what` into a SettingsError of one sentence."""
+    try:
+        yield
+    except ssl.SSLCertVerificationError as error:
+        raise SettingsError(f"{what} cannot be used: {error.verify_message}") from None
+    except ssl.SSLError as error:
+        reason = _REASONS.get(error.reason or "", "it is not complete PEM text")
+        raise SettingsError(f"{what} cannot be used: {reason}") from None
+    except ValueError as problem:  # an encrypted key, or a PEM file without a certificate
+        raise SettingsError(f"{what} cannot be used: {str(problem) or 'it is not complete PEM text'}") from None
