@@ -12,6 +12,8 @@ from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.dialects import DIALECTS
+from proxy.observe.key_metrics import KeyMetrics
+from proxy.observe.key_usage import RESULTS, TOKEN_KINDS, KeyAccounts
 from proxy.observe.metrics import EJECTIONS, Metrics
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ _OPEN_LABELS = {
     "compiled": "`true` where what a request runs through is [machine code](OPERATING.md#compiled), `false`",
     "python": "Python's version",
     "aiohttp": "aiohttp's version",
+    "key": "the name of a [client key](OPERATING.md#client-keys), or `(other)` beyond `auth.max_key_series`",
     "source": "a [source of discovery](OPERATING.md#discovery), as an instance's `origins` name it",
     "role": "`prefill`, `decode`, `encode`",
     "section": "`listen`, `admin`: a section of the [configuration](OPERATING.md#configuration)",
@@ -53,6 +56,8 @@ _OPEN_LABELS = {
 }
 _OPEN_LABELS_OF_METRIC = {
     ("pdproxy_instance_requests_total", "result"): "`ok`, or a [failure](OPERATING.md#error-codes)",
+    ("pdproxy_key_requests_total", "result"): _quoted(RESULTS),
+    ("pdproxy_key_tokens_total", "kind"): _quoted(TOKEN_KINDS),
     ("pdproxy_instance_load_tokens", "kind"): "`compute`, `kv`",
     ("pdproxy_instance_misfit", "kind"): (
         f"{_quoted(list(IncompatibilityKind))}: see [Warnings about instances](OPERATING.md#warnings-about-instances)"
@@ -82,6 +87,7 @@ def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
     metrics.watch_models(ServedModels(Roster((), (), Scoreboard(slots=1)), Health(), ()), ())
     metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     metrics.watch_sources(SourceStates(), Roster((), (), Scoreboard(slots=1)))
+    metrics.watch_keys(KeyMetrics(KeyAccounts(slots=1), dict, lambda: 0, lambda _: 0).collect)
     metrics.watch_workers(lambda: {"died": 0, "frozen": 0})
     families = [family for family in metrics.collect() if family.name.startswith("pdproxy_")]
     return families, _labels(metrics, families)

@@ -118,6 +118,10 @@ class KeyUsage:
         )
         return self._in_flight(slot, self.workers), requests, tokens
 
+    def own_in_flight(self, slot: int) -> int:
+        """Return the requests in flight of this gateway's workers."""
+        return self._in_flight(slot, self.workers)
+
     def in_flight(self, slot: int) -> int:
         """Return the requests in flight over all rows."""
         return self._in_flight(slot, self.rows)

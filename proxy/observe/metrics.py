@@ -370,6 +370,7 @@ class Metrics:
         self._worker_replacements: Callable[[], Mapping[str, int]] | None = None
         self._sources: Callable[[], Iterable[Metric]] | None = None
         self._models: Callable[[], Iterable[Metric]] | None = None
+        self._keys: Callable[[], Iterable[Metric]] | None = None
         self._settles: list[Callable[[], None]] = []
         self._registry = registry or CollectorRegistry()
         self._files: WorkerFiles | None = None
@@ -406,6 +407,10 @@ class Metrics:
     def watch_sources(self, states: SourceStates, roster: Roster) -> None:
         """Show the current state of discovery sources at every scrape."""
         self._sources = partial(collect_sources, states, roster)
+
+    def watch_keys(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Show the usage of client keys at every scrape; see KeyMetrics."""
+        self._keys = collect
 
     def settle_first(self, settle: Callable[[], None]) -> None:
         """Call `settle` before every scrape and at every `settle` of these metrics.
@@ -455,6 +460,8 @@ class Metrics:
             collected += self._models()
         if self._sources is not None:
             collected += self._sources()
+        if self._keys is not None:
+            collected += self._keys()
         if self._worker_replacements is not None:
             replaced = CounterMetricFamily(
                 "pdproxy_worker_replacements",

@@ -18,7 +18,8 @@ from proxy.balancer.shared.back_offs import BackOffs
 from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.memory import NO_HEAD, LogOnce, QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.gateway.api_keys import KeyUsage
+from proxy.gateway.api_keys import MAX_KEYS, KeyUsage
+from proxy.observe.key_usage import KeyAccounts
 from proxy.observe.receipts import Receipts
 from proxy.process.configuration import Configuration
 from proxy.process.takeover import Successor, command_line
@@ -121,6 +122,7 @@ class Shared:
     scoreboard: Scoreboard
     roster: Roster
     key_usage: KeyUsage
+    key_accounts: KeyAccounts = field(default_factory=KeyAccounts)
     log_once: LogOnce = field(default_factory=LogOnce)
     left_out: LogOnce = field(default_factory=lambda: LogOnce(_LEFT_OUT_BYTES))
     """LogOnce for requests. It is separate from other subjects, because clients choose its names."""
@@ -203,6 +205,7 @@ def share(
         scoreboard=scoreboard,
         roster=roster,
         key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guest_rows),
+        key_accounts=KeyAccounts(settings.workers, MAX_KEYS),
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
         back_offs=BackOffs(slots),

@@ -512,6 +512,9 @@ class Auth(Section):
     client_keys_file: FilePath = None
     """Path of a YAML file with the keys of clients and their limits. pdproxy reads it again when it changes. Without a
     file, clients need no key."""
+    max_key_series: Natural = 100
+    """Maximum number of client keys with separate series in the pdproxy_key_* metrics. Further keys are
+    summed up under the label (other). 0 disables these metrics."""
 
 
 class Log(Section):

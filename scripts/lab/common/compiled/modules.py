@@ -23,7 +23,7 @@ _BY_PACKAGE: Final = {
         " resuming retry suspects suspicion work"
     ),
     "listener": "header_deadlines",
-    "observe": "listeners observers receipts record timeline",
+    "observe": "key_usage listeners observers receipts record timeline",
     "observe/logs": "lines",
     "process": "loop_lag",
     "process/worker": "balancing",
