@@ -292,11 +292,15 @@ class KimiParser(AnswerParser):
             self._report_call(match[0], name, pieces)
 
     def _close(self, pieces: dict[str, list[Any]]) -> None:
-        """Report a call without arguments. Any text is its name then, and its id is made up, as in vLLM."""
+        """Report a call without arguments whose text is no id. It is the name then, and the id is made up, as in vLLM.
+
+        Before vLLM 0.27, such a call was not reported.
+        """
         name = "".join(self._kept)
-        if name:
+        if name and self._reports_half_calls:
             self._report_call(f"functions.{name}:{self._ids_made_up}", name, pieces)
             self._ids_made_up += 1
+        self._kept.clear()
 
     def _report_call(self, call_id: str, name: str, pieces: dict[str, list[Any]]) -> None:
         function = {"name": name, "arguments": ""}

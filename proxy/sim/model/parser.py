@@ -86,6 +86,7 @@ class KimiParser:
         """White space that is content only if more content follows."""
         self._has_content = False
         self._begun_calls = 0
+        self._made_up_ids = 0
         self._name = ""
         self._is_named = False
         self._arguments = ""
@@ -157,7 +158,8 @@ class KimiParser:
     def _tell_name(self, said: _MessageAdditions, **function: str) -> None:
         if header := _HEADER.match(self._name.strip()):
             call_id = header[1]
-            self._tell_call(said, call_id, call_id.split(":")[0].removeprefix("functions."), **function)
+            if name := call_id.split(":")[0].removeprefix("functions."):
+                self._tell_call(said, call_id, name, **function)
 
     def _tell_call(self, said: _MessageAdditions, call_id: str, name: str, **function: str) -> None:
         self._is_named = True
@@ -178,9 +180,16 @@ class KimiParser:
             said.calls.append({"index": index, "function": {"arguments": text}})
 
     def _end_arguments(self, said: _MessageAdditions) -> None:
-        if not self._is_named:
+        if not self._is_named and not self._arguments:
             self._tell_name(said, arguments="")
+            self._tell_made_up_name(said)
         self._tell_arguments(said, len(self._arguments))
+
+    def _tell_made_up_name(self, said: _MessageAdditions) -> None:
+        """Report a call without arguments whose header is no id (vLLM 0.32 `parser_engine.py`, `_handle_tool_end`)."""
+        if not self._is_named and self._name:
+            self._tell_call(said, f"functions.{self._name}:{self._made_up_ids}", self._name, arguments="")
+            self._made_up_ids += 1
 
     def _finish_call(self, said: _MessageAdditions) -> None:
         """End the text in the middle of a call."""
@@ -194,9 +203,7 @@ class KimiParser:
                 self._tell_arguments(said, len(self._arguments))
         elif self.phase is Phase.NAME and self._is_engine and self._name.strip():
             self._tell_name(said, arguments="")
-            if not self._is_named:
-                # half a name is reported as a whole one (vLLM `parser_engine.py`, `_handle_tool_end`)
-                self._tell_call(said, f"functions.{self._name}:{self._begun_calls - 1}", self._name, arguments="")
+            self._tell_made_up_name(said)
 
     def _withhold_space(self, said: _MessageAdditions, finished: bool) -> None:
         if said.reasoning:

@@ -54,8 +54,8 @@ def added_up(deltas: list[dict[str, Any] | None]) -> Said:
     return Said(reasoning, content, calls)
 
 
-def read(*pieces: str, in_reasoning: bool = True, shows_blanks: bool = False) -> Said:
-    parser = KimiParser(in_reasoning=in_reasoning, shows_blanks=shows_blanks)
+def read(*pieces: str, in_reasoning: bool = True, shows_blanks: bool = False, reports_half_calls: bool = True) -> Said:
+    parser = KimiParser(in_reasoning=in_reasoning, shows_blanks=shows_blanks, reports_half_calls=reports_half_calls)
     return added_up([*map(parser.feed, pieces), parser.feed("", finished=True)])
 
 
@@ -149,7 +149,7 @@ ANSWERS: dict[str, tuple[str, Said]] = {
     "a malformed id after a call": (section(call("functions.f:0"), call("g")), Said("", "", F0)),
     "an id without a name": (section(call("functions.:0"), call("")), Said()),
     "a malformed id without arguments": (
-        section(call("f", ""), call("", ""), call("g", "")),
+        section(call("f", ""), call(""), call("g", "")),
         Said("", "", {0: ("functions.f:0", "f", ""), 2: ("functions.g:1", "g", "")}),
     ),
     "a malformed id after white space, and an end": (
@@ -281,7 +281,7 @@ def test_answer_continues_behind_the_text_it_was_primed_with(cut: int) -> None:
     assert added_up([before, *after]) == THINKING_SAID
 
 
-IDS = st.sampled_from(["functions.f:0", "functions.a.b:12", " g:3\n"])
+IDS = st.sampled_from(["functions.f:0", "functions.a.b:12", " g:3\n", "functions.:0", "no id"])
 TEXT = st.text(st.sampled_from('ab <>/|{}":,\n é🙂'), max_size=12)
 SPLINTERS = st.lists(TEXT | st.sampled_from([marker[:cut] for marker in MARKERS for cut in range(1, len(marker))])).map(
     "".join
@@ -299,6 +299,11 @@ ENDED = st.tuples(SPLINTERS, st.sampled_from([THINK_END, ""]), SPLINTERS, SECTIO
 )
 @example(text=THINKING, cuts=[], is_engine=True)
 @example(text=THINKING, cuts=[], is_engine=False)
+@example(text=section(call("functions.:0", "{}")), cuts=[], is_engine=True)
+@example(text=section(call("functions.:0", "")), cuts=[], is_engine=True)
+@example(text=section(call("no id", "")), cuts=[], is_engine=True)
+@example(text=section(call("no id", "")), cuts=[], is_engine=False)
+@example(text=section(call("functions.f:0", ""), call("no id", "")), cuts=[], is_engine=True)
 def test_simulated_engines_read_the_same(text: str, cuts: list[int], is_engine: bool) -> None:
     """Both follow vLLM, independently of each other; the simulated engines also as it was before its parser engine."""
     text += "."  # half a marker at the very end of reasoning is the one thing they do not take so exactly
@@ -306,7 +311,7 @@ def test_simulated_engines_read_the_same(text: str, cuts: list[int], is_engine: 
     pieces = [text[begin:end] for begin, end in pairwise(edges)]
     theirs = sim.KimiParser(sim.Phase.REASONING, is_engine=is_engine)
     said = added_up([*map(theirs.feed, pieces), theirs.feed("", finished=True)])
-    assert read(*pieces, shows_blanks=not is_engine) == said
+    assert read(*pieces, shows_blanks=not is_engine, reports_half_calls=is_engine) == said
 
 
 @given(pieces=st.lists(SPLINTERS | IDS | st.sampled_from(MARKERS), max_size=16), in_reasoning=st.booleans())
