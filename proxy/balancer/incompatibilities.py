@@ -225,6 +225,12 @@ NO_KV_PARAMS: Final = (
     "--kv-transfer-config, and that this gateway's connector serves it"
 )
 
+CACHE_FLAGS: Final = "--enable-prompt-tokens-details (SGLang: --enable-cache-report)"
+"""Flags with which engines report the cached tokens of a prompt."""
+# Prompts of which a prefiller most likely has cached tokens, as at least this number is predicted.
+_LEAST_PREDICTED_TOKENS: Final = 256
+_LEAST_WITHOUT_REPORT: Final = 3
+
 # Consecutive answers. One request may use the same prefiller twice.
 _LEAST_WITHOUT_PARAMS: Final = 3
 
@@ -238,6 +244,7 @@ class CompatibilityMonitor:
         keys: Keys of engines, for advice about a rejected key.
         on_change: Called with the backend, the kind and the hint of a new finding; the hint is None when a finding
             ends.
+        on_missing_report: Called with a prefiller that does not report cached tokens, once in each worker.
     """
 
     def __init__(
@@ -246,11 +253,15 @@ class CompatibilityMonitor:
         row: LoadRow,
         keys: EngineKeys,
         on_change: Callable[[Backend, IncompatibilityKind, str | None], None] = lambda *_: None,
+        on_missing_report: Callable[[Backend], None] = lambda _: None,
     ) -> None:
         self.incompatibilities = incompatibilities
         self._row = row
         self._keys = keys
         self._on_change = on_change
+        self._on_missing_report = on_missing_report
+        self.missing_reports: dict[Backend, int] = {}
+        """Number of answers without cached tokens, by prefiller, of prompts that were predicted to be cached."""
         self.versions = incompatibilities.versions
         self.takes_key_at = -1
         """Version of the table at which all backends accepted the key, so that no lookup is needed. -1: none yet."""
@@ -291,6 +302,19 @@ class CompatibilityMonitor:
         if count >= _LEAST_WITHOUT_PARAMS:
             self.report(prefiller, IncompatibilityKind.NO_KV_PARAMS, NO_KV_PARAMS)
 
+    def note_cache_report(self, prefiller: Backend, predicted_tokens: int, cached_tokens: int | None) -> None:
+        """Record the cached tokens that a prefiller reports. None: it reports none, as vLLM before 0.32 does for 0.
+
+        `predicted_tokens`: tokens of the prompt that were predicted to be cached.
+        """
+        missing = self.missing_reports
+        if cached_tokens is not None:
+            missing.pop(prefiller, None)
+        elif predicted_tokens >= _LEAST_PREDICTED_TOKENS:
+            missing[prefiller] = count = missing.get(prefiller, 0) + 1
+            if count == _LEAST_WITHOUT_REPORT:
+                self._on_missing_report(prefiller)
+
     def note_rejected_key(self, backend: Backend) -> None:
         """Record that a backend answered 401 and has not served a request yet."""
         self.report(backend, IncompatibilityKind.ENGINE_KEY, self._keys.advice(backend))
@@ -306,4 +330,5 @@ class CompatibilityMonitor:
     def forget(self, backend: Backend) -> None:
         """Drop the findings of a backend that has left."""
         self._without_params.pop(backend, None)
+        self.missing_reports.pop(backend, None)
         self.incompatibilities.forget(backend)

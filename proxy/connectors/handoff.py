@@ -135,6 +135,12 @@ class KvHandoff:
     def note_prefilled(self, tokens: int | None, cached: int | None) -> None:
         """Record the end of the prefill, with the prompt's tokens and cached tokens as its answer reports them."""
         self._computed_at = self._timeline.clock()
+        compatibility = self._context.compatibility
+        # Engines that report cached tokens cost no call.
+        if cached is None or compatibility.missing_reports:
+            prediction = self._timeline.prediction
+            if prediction is not None and tokens is not None:
+                compatibility.note_cache_report(self.prefiller.backend, prediction.cached_tokens, cached)
         self.prefiller.note_usage(tokens, cached)
         self.prefiller.free_compute()
 

@@ -103,8 +103,8 @@ class CanaryPrompt:
         line = " ".join((rng or random.SystemRandom()).sample(_WORDS, _WORDS_PER_LINE)) + "\n"
         return cls(model, line * max(1, size_bytes // len(line)))
 
-    def body(self) -> dict[str, object]:
-        """Return the body of the completion request."""
+    def body(self, salt: str | None = None) -> dict[str, object]:
+        """Return the body of the completion request. `salt` None: a new one, so that no engine has the prompt."""
         return {
             "model": self.model,
             "prompt": self.text,
@@ -114,7 +114,7 @@ class CanaryPrompt:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "cache_salt": new_id(),
+            "cache_salt": salt or new_id(),
         }
 
 
@@ -159,6 +159,8 @@ class CanaryResult:
     """Time of the whole canary."""
     prompt_tokens: int | None = None
     """Length of the prompt as the prefiller counts it; None if it reports none."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the prefiller had cached; None if it reports none."""
     decoder_prompt_tokens: int | None = None
     """Length of the prompt as the decoder counts it; None if it reports none."""
     answer: tuple[int, ...] | str = field(default="", repr=False)
@@ -175,14 +177,14 @@ class Canary:
         self._prompt = prompt
         self._seconds = seconds
 
-    async def check_pair(self, prefiller: Backend, decoder: Backend) -> CanaryResult:
+    async def check_pair(self, prefiller: Backend, decoder: Backend, salt: str | None = None) -> CanaryResult:
         """Send the prompt through this pair, and judge whether the KV cache arrived.
 
-        Failures and timeouts of engines are returned as the result's `problem`.
+        Failures and timeouts of engines are returned as the result's `problem`. `salt`: see CanaryPrompt.body.
         """
         traits = self._context.live.settings.connector_traits
         before = await self._counters(decoder)
-        call, request, timeline = self._call(prefiller, decoder)
+        call, request, timeline = self._call(prefiller, decoder, salt)
         opening = self._connector.open(call, request, timeline)
         result, usage = await self._send(opening, timeline, CanaryResult(prefiller=prefiller, decoder=decoder))
         tokens = result.decoder_prompt_tokens or result.prompt_tokens
@@ -203,9 +205,11 @@ class Canary:
             return None
         return (await self._send(opening, timeline, CanaryResult(prefiller=None, decoder=decoder)))[0]
 
-    def _call(self, prefiller: Backend | None, decoder: Backend) -> tuple[Call, PickRequest, Timeline]:
+    def _call(
+        self, prefiller: Backend | None, decoder: Backend, salt: str | None = None
+    ) -> tuple[Call, PickRequest, Timeline]:
         """Return a request that only these instances can serve."""
-        call = Completions().parse(read(orjson.dumps(self._prompt.body())), self._context.live.settings.cost, {})
+        call = Completions().parse(read(orjson.dumps(self._prompt.body(salt))), self._context.live.settings.cost, {})
         pools = self._context.pools
         others = {*pools.prefill.backends(), *pools.decode.backends()}.difference({prefiller, decoder})
         return call, call.pick_request(avoid=others, prefer=prefiller), Timeline()
@@ -243,6 +247,7 @@ class Canary:
             seconds=timeline.clock() - began,
             has_kv_from_prefiller=timeline.kv != "local",
             prompt_tokens=timeline.usage.prompt_tokens,
+            cached_tokens=timeline.usage.cached_tokens,
             decoder_prompt_tokens=prompt_counts_of(usage)[0],
             answer="" if reader is None else tuple(reader.token_ids) or reader.text,
         )

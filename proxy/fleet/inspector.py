@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.handoff_verdicts import CounterWatch, ExpiryWatch, HandoffVerdict, PairWatch, Totals, culprits
-from proxy.balancer.incompatibilities import IncompatibilityKind
+from proxy.balancer.incompatibilities import CACHE_FLAGS, IncompatibilityKind
 from proxy.balancer.models import minority_instances
 from proxy.balancer.recognition import EngineReport, find_connector_mismatch
 from proxy.balancer.shared.scoreboard import LANES
@@ -101,6 +101,15 @@ def log_incompatibility(backend: Backend, kind: IncompatibilityKind, hint: str |
     if kind is IncompatibilityKind.KV_NOT_FETCHED and backend.role is Role.PREFILL:
         why = "decoders fetch its KV"
     _log_logger.info("inspector: %s instance %s fits again: %s", backend.role, backend.name, why, extra=logs.ALWAYS)
+
+
+def log_missing_cache_report(prefiller: Backend) -> None:
+    """Log one line for a prefiller that does not report cached tokens."""
+    line = (
+        "inspector: cached_tokens is not reported, so pdproxy cannot learn which prompts are in the prefix cache: "
+        f"start the engine with {CACHE_FLAGS}; prefill instance %s"
+    )
+    _log_logger.warning(line, prefiller.name, extra=logs.ALWAYS)
 
 
 def log_pair(prefiller: Backend, decoder: Backend, *, fits: bool) -> None:

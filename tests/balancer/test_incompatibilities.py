@@ -102,9 +102,10 @@ def test_table_of_incompatibilities_has_room_for_the_longest_entries() -> None:
 class Monitored:
     def __init__(self, incompatibilities: Incompatibilities) -> None:
         self.changes: list[tuple[Backend, IncompatibilityKind, bool]] = []
+        self.without_reports: list[Backend] = []
         self.scoreboard = Scoreboard(slots=4)
         self.compatibility = CompatibilityMonitor(
-            incompatibilities, self.scoreboard.row(0), EngineKeys(None), self.note
+            incompatibilities, self.scoreboard.row(0), EngineKeys(None), self.note, self.without_reports.append
         )
 
     def note(self, backend: Backend, kind: IncompatibilityKind, hint: str | None) -> None:
@@ -122,6 +123,19 @@ def test_prefiller_is_reported_after_three_answers_without_kv_parameters(incompa
         (P, IncompatibilityKind.NO_KV_PARAMS, True),
         (P, IncompatibilityKind.NO_KV_PARAMS, False),
     ]
+
+
+def test_prefiller_without_cache_reports_is_noted_once(incompatibilities: Incompatibilities) -> None:
+    monitored = Monitored(incompatibilities)
+    note = monitored.compatibility.note_cache_report
+    for predicted, cached in ((900, None), (900, None), (900, 0), (900, None), (900, None), (255, None)):
+        note(P, predicted, cached)
+    assert monitored.without_reports == []
+    for _ in range(5):
+        note(P, 256, None)
+    assert monitored.without_reports == [P]
+    monitored.compatibility.forget(P)
+    assert monitored.compatibility.missing_reports == {}
 
 
 def test_handoffs_of_short_prompts_are_not_counted(incompatibilities: Incompatibilities) -> None:

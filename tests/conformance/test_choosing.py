@@ -149,3 +149,20 @@ async def test_queue_is_empty_after_a_queued_client_leaves(deploy: Deploy) -> No
             await until(lambda: gateway.metrics("pdproxy_queued_requests"), "the second one to wait")
     await gateway.worker.drain.idle()
     assert not gateway.metrics("pdproxy_queued_requests")
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+async def test_missing_cache_reports_are_logged_once_for_each_prefiller(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, is_reported: bool
+) -> None:
+    gateway = await deploy(prefiller={"prompt_tokens_details": is_reported}, balance=BY_SECONDS)
+    for _ in range(2):
+        for turns in range(4):
+            assert (await gateway.ask(turn(1, turns))).is_done
+    line = "cached_tokens is not reported"
+    logged = [record.getMessage() for record in caplog.records if line in record.getMessage()]
+    assert len(logged) == (0 if is_reported else 1)
+    assert all(
+        "--enable-prompt-tokens-details" in text and text.endswith(f"127.0.0.1:{gateway.prefillers[0].port}")
+        for text in logged
+    )

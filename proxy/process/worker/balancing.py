@@ -19,13 +19,14 @@ from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools, ignore
 from proxy.balancer.shared.scoreboard import PinnedKv
 from proxy.common.backend import Role
 from proxy.fleet.discovery.prober import log_transition
-from proxy.fleet.inspector import log_incompatibility
+from proxy.fleet.inspector import log_incompatibility, log_missing_cache_report
 from proxy.process.configuration import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from proxy.balancer.health import Transition
+    from proxy.balancer.shared.memory import LogOnce
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.process.worker.basis import Basis
@@ -68,7 +69,9 @@ def build_balancing(basis: Basis) -> Balancing:
     health = Health(lambda: live.settings.health, board=shared.health_board)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     live.on_change(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
-    compatibility = CompatibilityMonitor(shared.incompatibilities, row, keys, log_incompatibility)
+    compatibility = CompatibilityMonitor(
+        shared.incompatibilities, row, keys, log_incompatibility, _missing_reports(shared.log_once)
+    )
     pinned_kv = PinnedKv(row)
     quarantine = PairQuarantine(lambda: live.settings.health)
     handoffs = HandoffTimes(
@@ -149,6 +152,19 @@ def build_balancing(basis: Basis) -> Balancing:
 def subject(backend: Backend) -> str:
     """Return the subject of a backend for LogOnce."""
     return f"{backend.role} {backend.name}"
+
+
+def cache_subject(backend: Backend) -> str:
+    """Return the subject of a backend's reports of cached tokens for LogOnce."""
+    return f"{subject(backend)} cached_tokens"
+
+
+def _missing_reports(log_once: LogOnce) -> Callable[[Backend], None]:
+    def on_missing_report(backend: Backend) -> None:
+        if log_once.is_news(cache_subject(backend), "missing"):
+            log_missing_cache_report(backend)
+
+    return on_missing_report
 
 
 def _transitions(basis: Basis) -> Callable[[Transition], None]:

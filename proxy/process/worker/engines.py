@@ -22,13 +22,14 @@ from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.fleet.discovery.sources import SOURCES
 from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts
 from proxy.fleet.inspector import Inspector, InspectorParts, makes_progress
-from proxy.process.worker.balancing import subject
+from proxy.process.worker.balancing import cache_subject, subject
 from proxy.upstream import AddressRules, EngineClient, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from proxy.balancer.pool import Pool, Pools
+    from proxy.common.backend import Backend
     from proxy.connectors.base import Connector
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.basis import Basis
@@ -211,6 +212,11 @@ def _with_encoders(connector: Connector, context: ConnectorContext) -> Connector
 
 def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:
     shared = basis.shared
+
+    def forget(backend: Backend) -> None:
+        shared.log_once.forget(subject(backend))
+        shared.log_once.forget(cache_subject(backend))
+
     parts = ProberParts(
         pools=pools,
         roster=shared.roster,
@@ -219,7 +225,7 @@ def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         fresh_client=lines.fresh_client,
         engine_headers=balancing.keys.headers,
         on_transition=balancing.on_transition,
-        on_removed=lambda backend: shared.log_once.forget(subject(backend)),
+        on_removed=forget,
         pool_of=lambda backend: balancing.pool_of.find(backend),
         restarts=basis.metrics.background_restarts_total,
     )

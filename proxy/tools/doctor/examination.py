@@ -41,6 +41,7 @@ from proxy.tools.doctor.fleet import by_model, check_fleet
 from proxy.tools.doctor.pair import Canaries, check_pairs
 from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, connect_problem
 from proxy.wire.exposition import parse_prompt_tokens
+from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
@@ -179,13 +180,21 @@ class Examination:
         prompt = CanaryPrompt.of(min(fit[0].serves), size)
         canary = Canary(link.connector, link.context, prompt, self._canary_seconds)
         pairs = [(p.backend, d.backend) for p in prefillers for d in decoders] if takes_prefillers else []
-        total = len(pairs) * self._canaries_per_pair + len(decoders)
+        firsts = {prefiller: (decoder, new_id()) for prefiller, decoder in reversed(pairs)}
+        """The first decoder of each prefiller, and the salt of the prompt that the prefiller gets again at the end."""
+        salts = dict.fromkeys(pairs) | {(prefiller, decoder): salt for prefiller, (decoder, salt) in firsts.items()}
+        total = len(pairs) * self._canaries_per_pair + len(firsts) + len(decoders)
         results: list[CanaryResult] = []
         alone: dict[Backend, CanaryResult] = {}
         for some in [some for _ in range(self._canaries_per_pair) for some in rounds(pairs)]:
-            results += await asyncio.gather(*(canary.check_pair(*pair) for pair in some))
+            results += await asyncio.gather(*(canary.check_pair(*pair, salts[pair]) for pair in some))
             self._progress("canaries", len(results), total)
         done = len(results)
+        repeated: list[CanaryResult] = []
+        for some in rounds([(prefiller, decoder) for prefiller, (decoder, _) in firsts.items()]):
+            repeated += await asyncio.gather(*(canary.check_pair(*pair, salts[pair]) for pair in some))
+            self._progress("canaries", done + len(repeated), total)
+        done += len(repeated)
         # Runs last: an engine that ignores the salt caches the prompt.
         for few in _chunks([decoder.backend for decoder in decoders], _PAIRS_AT_ONCE):
             for result in await asyncio.gather(*map(canary.check_decoder, few)):
@@ -198,7 +207,10 @@ class Examination:
             has_leases = settings.connector_traits.counts_expired_leases
             return link.releaser.pin_seconds(prefiller, KvTransfer.NIXL) if has_leases else None
 
-        return check_pairs(Canaries(settings=settings, pairs=results, alone=alone, lease_seconds=lease_seconds))
+        canaries = Canaries(
+            settings=settings, pairs=results, repeated=repeated, alone=alone, lease_seconds=lease_seconds
+        )
+        return check_pairs(canaries)
 
 
 async def _with_bootstraps(fleet: Fleet, asker: Asker) -> Fleet:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict, culprits
-from proxy.balancer.incompatibilities import NO_KV_PARAMS
+from proxy.balancer.incompatibilities import CACHE_FLAGS, NO_KV_PARAMS
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
 from proxy.fleet.canary import Agreement, agreement, by_time
@@ -38,6 +38,8 @@ class Canaries:
     settings: Settings
     pairs: Sequence[CanaryResult]
     """Results of pairs; empty if the connector has no handoff."""
+    repeated: Sequence[CanaryResult]
+    """Results of a prompt that each prefiller had computed before."""
     alone: Mapping[Backend, CanaryResult]
     """Results of decoders alone, without engines that require a prefiller."""
     lease_seconds: Callable[[Backend], float | None]
@@ -222,6 +224,17 @@ def check_deadline(canaries: Canaries) -> Iterator[Finding]:
             yield Finding(Severity.WARNING, "slow", _pair(prefiller, result.decoder), words, hint)
 
 
+def check_cache_reports(canaries: Canaries) -> Iterator[Finding]:
+    """Check that prefillers report the cached tokens of a prompt that they have computed before."""
+    for result in canaries.repeated:
+        # vLLM before 0.32 reports nothing if no token was cached.
+        if result.problem or result.prefiller is None or result.prompt_tokens is None:
+            continue
+        if result.cached_tokens is None:
+            words = "does not report cached_tokens: pdproxy cannot learn which prompts are in its prefix cache"
+            yield Finding(Severity.NOTE, "cache-report", _of(result.prefiller), words, f"start it with {CACHE_FLAGS}")
+
+
 PAIR_CHECKS: Final[tuple[Callable[[Canaries], Iterable[Finding]], ...]] = (
     check_answers,
     check_alone,
@@ -229,6 +242,7 @@ PAIR_CHECKS: Final[tuple[Callable[[Canaries], Iterable[Finding]], ...]] = (
     check_same_answers,
     check_same_tokens,
     check_deadline,
+    check_cache_reports,
 )
 
 

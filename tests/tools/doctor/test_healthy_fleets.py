@@ -55,7 +55,7 @@ async def test_no_engine_version_causes_a_warning(profile: str, tmp_path_factory
     assert found.subjects(Severity.WARNING) == set()
 
 
-async def test_each_pair_and_each_decoder_alone_gets_one_canary() -> None:
+async def test_pairs_decoders_alone_and_prefillers_again_get_one_canary() -> None:
     async with (
         SimulatedEngine(role="prefill", api_key="sk-of-the-engines") as one,
         SimulatedEngine(role="prefill", api_key="sk-of-the-engines") as two,
@@ -66,9 +66,9 @@ async def test_each_pair_and_each_decoder_alone_gets_one_canary() -> None:
         found = await examine(settings, progress=lambda *step: progress.append(step))
         assert progress == [
             *(("instances asked", done, 3) for done in (1, 2, 3)),
-            *(("canaries", done, 3) for done in (1, 2, 3)),
+            *(("canaries", done, 5) for done in (1, 2, 3, 4, 5)),
         ]
-        assert [len(generations(engine)) for engine in (one, two, decoder)] == [1, 1, 3]
+        assert [len(generations(engine)) for engine in (one, two, decoder)] == [2, 2, 5]
         assert not one.pins
         assert not two.pins
         prompts = [seen.body["prompt"] for seen in generations(decoder)]
@@ -77,6 +77,18 @@ async def test_each_pair_and_each_decoder_alone_gets_one_canary() -> None:
     assert f"{first} {second}" not in report
     assert "sk-of-the-engines" not in report
     assert len(set(prompts)) == 1
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+async def test_prefiller_without_cache_reports_is_a_note(is_reported: bool) -> None:
+    fleet = Mistake("none", "", "", prefillers=({"prompt_tokens_details": is_reported}, {}), decoders=TWO)
+    found = await examined(fleet, Path)
+    assert found.subjects(Severity.WARNING) == set()
+    notes = [finding for finding in found.findings if finding.check == "cache-report"]
+    assert {(found.short(note.subject), note.severity) for note in notes} == (
+        set() if is_reported else {("P0", Severity.NOTE)}
+    )
+    assert all("--enable-prompt-tokens-details" in note.hint for note in notes)
 
 
 async def test_engines_generate_nothing_without_canaries() -> None:
