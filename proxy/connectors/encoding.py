@@ -1,7 +1,9 @@
 """Encode first: every image, recording and clip of a chat goes to an encoder before another connector opens.
 
-For vLLM with an EC connector (`--ec-transfer-config`). An encoder stores its result in a cache, where the other engines
-look it up by the item's hash. So the answers of encoders carry no data, and the other legs get the request unchanged.
+For vLLM with an EC connector (`--ec-transfer-config`). With ECExampleConnector an encoder stores its result in a shared
+cache, where the other engines look it up by the item's hash. With ECCPUConnector (vLLM 0.30) an encoder keeps it and
+names its place, by hash, as `ec_transfer_params` of its answer. The other legs get these parameters, without which the
+engines encode the item again (vLLM `ec_connector/cpu/scheduler`, `_admit_item`).
 Each item is sent as a separate chat without text, answered with one token, as in vLLM-Ascend's disagg_epd_proxy.py. If
 an item cannot be encoded, the attempt fails.
 """
@@ -17,7 +19,7 @@ from proxy.common.backend import Load
 from proxy.common.errors import NoBackendAvailable
 from proxy.connectors.base import Connector, new_attempt_id, prefill_seconds, refusal
 from proxy.wire.openai import Api
-from proxy.wire.python_json import dumps
+from proxy.wire.python_json import dumps, loads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -107,21 +109,29 @@ class Encoding(Connector):
             for role in self.roles:
                 with suppress(NoBackendAvailable):  # if there is still none later, the lease fails
                     room.enter_context(self._pools.of(role).reserve(request))
-            await self._encode(call, items, request.avoid)
+            places = await self._encode(call, items, request.avoid)
             timeline.end_encoding()
+        if places:
+            call = call.changed({"ec_transfer_params": places})
         async with self._connector.open(call, request, timeline) as attempt:
             yield attempt
 
-    async def _encode(self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend]) -> None:
-        """Encode all items, a limited number at a time. The first failure cancels the others and is raised."""
+    async def _encode(
+        self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend]
+    ) -> dict[str, object]:
+        """Encode all items, a limited number at a time, and return the places of the results by hash.
+
+        The first failure cancels the others and is raised.
+        """
         attempt_id = new_attempt_id()
+        places: dict[str, object] = {}
         waiting = iter(enumerate(items))
 
         async def encode() -> None:
             for index, item in waiting:
                 # The random part makes the ids of a repeated request different for engines.
                 request_id = f"{attempt_id}:{index}:{new_attempt_id()[:6]}"
-                await self._encode_one(call, item, request_id, avoid)
+                places.update(await self._encode_one(call, item, request_id, avoid))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -129,11 +139,15 @@ class Encoding(Connector):
                     group.create_task(encode())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
+        return places
 
     async def _encode_one(
         self, call: Call, item: Mapping[str, Any], request_id: str, avoid: Collection[Backend]
-    ) -> None:
-        """Encode one item. Raises NoBackendAvailable, UpstreamError."""
+    ) -> Mapping[str, object]:
+        """Encode one item, and return the place of the result, by hash; empty if the engines share a cache.
+
+        Raises NoBackendAvailable, UpstreamError.
+        """
         cost = self._context.live.settings.cost
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
         body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
@@ -150,6 +164,7 @@ class Encoding(Connector):
             )
             if response.status != 200:
                 raise refusal(response, answer)
+        return _places_in(answer)
 
     async def _wait_for_encoders(self) -> None:
         """Wait while all encoders refuse requests, for at most `admission.wait_seconds`."""
@@ -157,6 +172,15 @@ class Encoding(Connector):
         waits_until = loop.time() + self._context.live.settings.admission.wait_seconds
         while self._encoders.refuse_all() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def _places_in(answer: bytes) -> Mapping[str, object]:
+    """Return the `ec_transfer_params` of an encoder's answer; empty if there are none."""
+    try:
+        places = loads(answer)["ec_transfer_params"]
+    except (ValueError, LookupError, TypeError):  # the token is not used, so an odd answer is no failure
+        return {}
+    return places if isinstance(places, dict) else {}
 
 
 def media_parts(call: Call) -> Sequence[Mapping[str, Any]]:

@@ -57,6 +57,8 @@ class Options:
     `patch/recompute_proxy.py`)."""
     dev_mode: bool = False
     """Whether the engine reports its configuration, as with VLLM_SERVER_DEV_MODE=1."""
+    ec_role: Literal["", "producer", "consumer"] = ""
+    """Role in the transfer of encoded media, as with ECCPUConnector. Empty: there is no such connector."""
     bidirectional_kv_xfer: bool = False
     """Whether a decoder reports its own KV cache, as with NIXL's option of this name."""
     request_id_headers: bool = False

@@ -116,6 +116,36 @@ async def test_each_item_is_encoded_before_anybody_else_is_asked(
     assert gateway.metrics("pdproxy_request_end_total") == {("--",): 1}
 
 
+@pytest.mark.fault(155)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store", "mooncake_bootstrap", "plain"])
+async def test_media_are_encoded_once_and_fetched_from_their_encoder(
+    deploy: Deploy, connector: str, stream: bool
+) -> None:
+    async with SimulatedEngine(ec_role="producer") as encoder:
+        encoders = Encoders([encoder], deploy)
+        gateway = await encoders.deploy(connector=connector, engine={"ec_role": "consumer"})
+        for text in ("one", "two"):
+            body = body_with(IMAGE, AUDIO, IMAGE | {"uuid": text}, stream=stream, ec_transfer_params={"a": "client's"})
+            answer = await gateway.ask(body)
+            assert answer.is_done
+            assert b"ec_transfer_params" not in answer.body
+        assert [engine.state.encodings for engine in gateway.engines] == [0] * len(gateway.engines)
+        assert {engine.state.encodings_fetched for engine in gateway.engines} == {4}
+        sent = [seen.body["ec_transfer_params"] for seen in generations(*gateway.engines)]
+        assert all(len(places) == 3 and "a" not in places for places in sent)
+    await until(lambda: not encoder.state.live, "an idle encoder")
+
+
+@pytest.mark.parametrize("answer", [b"no JSON", b"[]", b'{"ec_transfer_params": 1}'])
+async def test_odd_answer_of_an_encoder_is_no_failure(deploy: Deploy, answer: bytes) -> None:
+    async with CannedEngine("both", [http(answer)]) as encoder:
+        gateway = await Encoders([], deploy).deploy(engines=[encoder])
+        assert (await gateway.ask(body_with(IMAGE))).is_done
+        assert all("ec_transfer_params" not in seen.body for seen in generations(*gateway.engines))
+        await gateway.end()
+
+
 @pytest.mark.parametrize("body", [request(Api.CHAT), request(Api.COMPLETIONS), body_with()])
 async def test_text_needs_no_encoder(encoders: Encoders, body: dict[str, Any]) -> None:
     gateway = await encoders.deploy()

@@ -359,8 +359,16 @@ class ChatAnswer(Answer):
             "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
             **({"prompt_text": None} if self.options.profile.has_prompt_text else {}),
             "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
+            **({"ec_transfer_params": self._encoded_media()} if self.options.ec_role else {}),
             **({"metrics": None} if self.options.profile.has_routed_experts else {}),
         }
+
+    def _encoded_media(self) -> dict[str, Any] | None:
+        """Return the places of encoded media by hash, as an encoder with ECCPUConnector reports them."""
+        if self.options.ec_role != "producer":
+            return None
+        place = {"peer_host": "127.0.0.1", "peer_port": 5601, "size_bytes": 4096, "shape": [64, 32], "metadata": {}}
+        return {name: place | {"item_indices": [index]} for index, name in enumerate(self.ask.media)}
 
     def _whole_choice(self, delta: Delta) -> dict[str, Any]:
         fields: dict[str, Any] = {"content": delta.text, "reasoning": None}

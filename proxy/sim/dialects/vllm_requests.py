@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, TypeGuard
+from zlib import crc32
 
 from proxy.sim.model.grammar import Unsupported, read_grammar
 from proxy.sim.model.request import Ask, EngineError
@@ -62,6 +64,8 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
         echo_only=echo_only,
         prompt_logprobs=_prompt_logprobs(body, logprobs),
         kv_params=body.get("kv_transfer_params") or {},
+        media=_media(body) if is_chat else (),
+        ec_params=body.get("ec_transfer_params") or {},
         is_thinking=thinking,
         include_reasoning=body.get("include_reasoning") is not False,
         calls_tools=calls_tools,
@@ -175,7 +179,7 @@ def _chat_prompt(body: dict[str, Any], options: Options) -> list[list[int]]:
     rule = options.profile.chat_prompt_ids
     if given is None or rule == "ignored":
         return [render_chat(body)]
-    if rule == "text_only" and (body.get("echo") or _has_media(body)):
+    if rule == "text_only" and (body.get("echo") or _media(body)):
         return [render_chat(body)]
     if not _are_ids(given):
         if rule == "replace":
@@ -189,7 +193,8 @@ def _are_ids(given: Any) -> TypeGuard[list[int]]:
     return isinstance(given, list) and bool(given) and all(type(token) is int and token >= 0 for token in given)
 
 
-def _has_media(body: dict[str, Any]) -> bool:
+def _media(body: dict[str, Any]) -> tuple[str, ...]:
     contents = (message.get("content") for message in body["messages"])
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and "text" not in part for part in parts)
+    media = (part for part in parts if isinstance(part, dict) and "text" not in part)
+    return tuple(f"{crc32(json.dumps(part, sort_keys=True).encode()):08x}" for part in media)

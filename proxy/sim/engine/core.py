@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from proxy.sim.engine.scheduler import MachineCache, MachineScheduler, Scheduler
     from proxy.sim.kv.cache import PrefixCache
     from proxy.sim.kv.protocol import KvProtocol
+    from proxy.sim.model.request import Ask
     from proxy.sim.options import Options
     from proxy.sim.state import State
 
@@ -37,11 +38,23 @@ class Core:
     metrics: EngineMetrics
     protocol: KvProtocol
     kv_events: KvEventPublisher | None = None
+    encoded: set[str] = field(default_factory=set)
+    """Hashes of the media in its encoder cache."""
 
     @property
     def used_blocks(self) -> int:
         """Return the number of KV blocks in use, by running sequences and for decoders."""
         return self.scheduler.used_blocks + self.protocol.blocks_held()
+
+    def encode(self, ask: Ask) -> None:
+        """Encode the media of a request, or fetch them from the places that it names."""
+        for name in ask.media:
+            if name not in self.encoded:
+                self.encoded.add(name)
+                place = ask.ec_params.get(name)
+                is_remote = self.options.ec_role == "consumer" and isinstance(place, dict) and "peer_host" in place
+                self.state.encodings += not is_remote
+                self.state.encodings_fetched += is_remote
 
     def cache_prompt(self, prompt: Sequence[int], salt: str) -> int:
         """How many of a prompt's tokens are cached. Then, or when it is computed, all of them are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from proxy.sim.model.tokenizer import END, Detokenizer
@@ -46,6 +46,10 @@ class Ask:
     """Grammar of the answer; None without one."""
     one_call: bool
     """Whether only the first of several tool calls is reported (`parallel_tool_calls` false)."""
+    media: tuple[str, ...] = ()
+    """Hashes of the images, recordings and clips of a chat."""
+    ec_params: dict[str, Any] = field(default_factory=dict)
+    """Places of encoded media, by hash (`ec_transfer_params`)."""
     cache_salt: str = ""
     """Equal prompts with another one have no KV cache in common."""
     echo_only: bool = False

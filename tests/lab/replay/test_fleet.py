@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.replay.fleet import parse_fleet
+from lab.replay.policies import peer_names
 from lab.replay.trace import Request
 from proxy.common.backend import Load
 
