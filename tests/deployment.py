@@ -323,8 +323,8 @@ def _shared(settings: Settings) -> Shared:
     """Return the shared state that a supervisor creates, on any free port."""
     scoreboard = Scoreboard(slots=32, guests=settings.replicas.guest_rows)
     roster = Roster(
-        [(each.host, each.port, each.bootstrap_port, each.models) for each in settings.prefill],
-        [(each.host, each.port, each.bootstrap_port, each.models) for each in settings.decode],
+        [(each.host, each.port, each.bootstrap_port, each.models, each.tls) for each in settings.prefill],
+        [(each.host, each.port, each.bootstrap_port, each.models, each.tls) for each in settings.decode],
         scoreboard,
     )
     loaded = Loaded(settings, {}, tls=load_tls(settings))

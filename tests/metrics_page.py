@@ -51,7 +51,7 @@ _OPEN_LABELS = {
     "key": "the name of a [client key](OPERATING.md#client-keys), or `(other)` beyond `auth.max_key_series`",
     "source": "a [source of discovery](OPERATING.md#discovery), as an instance's `origins` name it",
     "role": "`prefill`, `decode`, `encode`",
-    "section": "`listen`, `admin`: a section of the [configuration](OPERATING.md#configuration)",
+    "section": "`listen`, `admin`, `engines`: a section of the [configuration](OPERATING.md#configuration)",
     "model": "a model or an adapter that an instance serves, see [Several models](OPERATING.md#several-models)",
 }
 _OPEN_LABELS_OF_METRIC = {

@@ -513,7 +513,13 @@ def _compute_leave_time(change: InstanceChange) -> float | None:
 def _candidate(change: InstanceChange, endpoint: Endpoint) -> Backend:
     """Return the backend that an administrator wants to add."""
     backend = _backend(change.role, endpoint)
-    return replace(backend, trusted=change.send_key, bootstrap_port=endpoint.bootstrap_port, models=endpoint.models)
+    return replace(
+        backend,
+        trusted=change.send_key,
+        bootstrap_port=endpoint.bootstrap_port,
+        models=endpoint.models,
+        tls=endpoint.tls,
+    )
 
 
 def _details(backend: Backend) -> dict[str, object]:

@@ -65,14 +65,15 @@ class Member:
         return replace(self, origins=remaining) if remaining else Member(self.backend, leaves_at=leaves_at)
 
     def with_details(self, wanted: Backend, *, is_authority: bool) -> Member:
-        """Return the member with the bootstrap port, models and trust that an origin gives.
+        """Return the member with the bootstrap port, models, trust and TLS that an origin gives.
 
-        A missing port and missing models keep the known ones, unless `is_authority`.
+        A missing port, missing models and missing TLS keep the known ones, unless `is_authority`.
         """
         current = self.backend
         has_port = is_authority or wanted.bootstrap_port is not None
         backend = replace(
             current,
+            tls=wanted.tls if is_authority else current.tls or wanted.tls,
             trusted=current.trusted or wanted.trusted,
             bootstrap_port=wanted.bootstrap_port if has_port else current.bootstrap_port,
             models=wanted.models if is_authority or wanted.models else current.models,
@@ -84,13 +85,17 @@ class Member:
         """Member as it is stored in shared memory."""
         b = self.backend
         place = (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted)
-        return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models
+        return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models, b.tls
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Member:
-        """Return the member of a stored row. A gateway of an older version may have written it, without models."""
-        role, host, port, bootstrap_port, slot, trusted, origins, leaves_at, is_disabled, weight, *models = row
-        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models[0]) if models else ())
+        """Return the member of a stored row.
+
+        A gateway of an older version may have written it, without models or without TLS.
+        """
+        role, host, port, bootstrap_port, slot, trusted, origins, leaves_at, is_disabled, weight, *more = row
+        models, tls = more if len(more) == 2 else (more[0] if more else (), False)
+        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models), tls)
         return cls(backend, tuple(origins), leaves_at, is_disabled, weight)
 
 
@@ -122,7 +127,7 @@ class JoiningList:
                 return None
             ticket = self._shared.version
             place = (backend.role, backend.host, backend.port)
-            instance = [*place, backend.trusted, backend.bootstrap_port, backend.models]
+            instance = [*place, backend.trusted, backend.bootstrap_port, backend.models, backend.tls]
             self._shared.write([*rows, [instance, self._clock() + seconds, ticket]])
             return ticket
 
@@ -149,8 +154,8 @@ class JoiningList:
 
 
 def _backend(row: Any) -> Backend:
-    role, host, port, trusted, bootstrap_port, models = row[0]
-    return Backend(Role(role), host, port, 0, trusted, bootstrap_port, tuple(models))
+    role, host, port, trusted, bootstrap_port, models, tls = row[0]
+    return Backend(Role(role), host, port, 0, trusted, bootstrap_port, tuple(models), tls)
 
 
 def _matches(row: Any, backend: Backend, ticket: int | None) -> bool:
@@ -165,8 +170,13 @@ ADMIN: Final = "admin"
 # instances that have a list of them.
 _BYTES_PER_MEMBER = 1024
 
-Address = tuple[str, int] | tuple[str, int, int | None] | tuple[str, int, int | None, tuple[str, ...]]
-"""Host and port of a backend, optionally with its bootstrap port and its models."""
+Address = (
+    tuple[str, int]
+    | tuple[str, int, int | None]
+    | tuple[str, int, int | None, tuple[str, ...]]
+    | tuple[str, int, int | None, tuple[str, ...], bool]
+)
+"""Host and port of a backend, optionally with its bootstrap port, its models, and whether it has TLS."""
 
 
 class Roster:
@@ -212,8 +222,9 @@ class Roster:
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
             for address in endpoints:
                 bootstrap_port = address[2] if len(address) >= 3 else None
-                models = address[3] if len(address) == 4 else ()
-                backend = Backend(role, address[0], address[1], 0, True, bootstrap_port, models)
+                models = address[3] if len(address) >= 4 else ()
+                tls = address[4] if len(address) == 5 else False
+                backend = Backend(role, address[0], address[1], 0, True, bootstrap_port, models, tls)
                 if configured.setdefault(backend, backend) is not backend:
                     raise ValueError(f"{backend.name} is listed twice as a {role.value} instance")
         self.sync(CONFIG, configured)

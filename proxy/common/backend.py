@@ -41,6 +41,8 @@ class Backend:
     """Port where decoders find a prefiller of SGLang or of the upstream MooncakeConnector; None: the default port."""
     models: tuple[str, ...] = field(default=(), compare=False)
     """Configured names of the models that it serves; empty: the engine reports them."""
+    tls: bool = field(default=False, compare=False)
+    """Whether the engine is reached by TLS."""
     place: tuple[str, int] = field(init=False, repr=False)
     """Host and port, the same for all spellings of an address."""
     name: str = field(init=False, compare=False, repr=False)
@@ -64,4 +66,4 @@ class Backend:
     @property
     def url(self) -> str:
         """Return the base URL without a path, for example `http://10.0.0.1:7100`."""
-        return engine_url(self.host, self.port)
+        return engine_url(self.host, self.port, tls=self.tls)

@@ -79,9 +79,10 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def engine_url(host: str, port: int) -> str:
+def engine_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return the base URL of an engine without a path, for example `http://10.0.0.1:7100`."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class Endpoint(BaseModel):
@@ -98,10 +99,15 @@ class Endpoint(BaseModel):
     models: tuple[str, ...] = ()
     """Names of the models that it serves; empty: the engine reports them."""
 
+    tls: bool = False
+    """Whether the engine is reached by TLS."""
+
     @model_serializer
     def _as_written(self) -> str:
         port = () if self.bootstrap_port is None else (str(self.bootstrap_port),)
-        return " ".join((str(self), *port, *(f"{_MODEL}{name}" for name in self.models)))
+        return " ".join(
+            (f"https://{self}" if self.tls else str(self), *port, *(f"{_MODEL}{name}" for name in self.models))
+        )
 
     @property
     def place(self) -> tuple[str, int]:
@@ -128,8 +134,8 @@ def port_range(text: str) -> range:
 def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     """Return the endpoints of `host:port`, `http://host:port`, `[::1]:port` or `host:first-last`. Raises ValueError.
 
-    A single address may be followed by its bootstrap port or `none`, as in the options of the SGLang router. Every
-    address may be followed by one or more `model=NAME`.
+    `https://host:port` is an engine with TLS. A single address may be followed by its bootstrap port or `none`, as in
+    the options of the SGLang router. Every address may be followed by one or more `model=NAME`.
     """
     where, models = split_models(text)
     address, _, last = where.rpartition(" ")
@@ -193,8 +199,8 @@ def _parse_address(text: str) -> tuple[Endpoint, ...]:
     if "@" in rest:
         # The text before the @ is not shown, because it may be a password.
         raise ValueError(f"the address of {rest.rpartition('@')[2]!r} must not hold a user name or password")
-    if separator and scheme.lower() != "http":
-        raise ValueError(f"{text!r} must be http://, as engines are reached without TLS")
+    if separator and scheme.lower() not in ("http", "https"):
+        raise ValueError(f"{text!r} must begin with http:// or https://, or be host:port")
     rest = rest.removesuffix("/")
     if re.search(r"[/?#]", rest):
         raise ValueError(f"{text!r} must be host:port without a path")
@@ -204,7 +210,8 @@ def _parse_address(text: str) -> tuple[Endpoint, ...]:
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError(f"{text!r} is ambiguous: write an IPv6 address in brackets, like [::1]:7100")
     name = plain_host(host)
-    return tuple(Endpoint(host=name, port=port) for port in port_range(ports))
+    has_tls = scheme.lower() == "https"
+    return tuple(Endpoint(host=name, port=port, tls=has_tls) for port in port_range(ports))
 
 
 def pair_endpoints(role_noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:

@@ -294,6 +294,8 @@ class ConfigWatcher(BackgroundOwner):
         self._apply = apply
         self._metrics = metrics
         self._stamps_seen: Stamps = {}
+        self._warnings_before = applied.settings.access_warnings
+        """Warnings of the configuration before the applied one."""
         self._background = Background(logger, "a reload")
 
     def _begin(self) -> None:
@@ -337,7 +339,7 @@ class ConfigWatcher(BackgroundOwner):
     def _catch_up(self) -> None:
         current = self._configuration.current()
         if current is not self._applied:
-            self._applied = current
+            self._warnings_before, self._applied = self._applied.settings.access_warnings, current
             self._apply(current)
             self._metrics.config_last_reload_success_timestamp_seconds.set(current.read_at)
 
@@ -361,6 +363,8 @@ class ConfigWatcher(BackgroundOwner):
 
     def _succeeded(self, change: ConfigChange, by: str) -> None:
         self._catch_up()
+        for warning in set(self._applied.settings.access_warnings).difference(self._warnings_before):
+            logger.warning("%s", warning)
         self._metrics.config_reloads_total.labels("ok").inc()
         self._metrics.config_last_reload_successful.set(1)
         logger.info("reload: applied: requested by %s: %s", by, change)

@@ -186,7 +186,7 @@ def share(
     """
     settings = loaded.settings
     prefill, decode, encode = (
-        [(each.host, each.port, each.bootstrap_port, each.models) for each in endpoints]
+        [(each.host, each.port, each.bootstrap_port, each.models, each.tls) for each in endpoints]
         for endpoints in (settings.prefill, settings.decode, settings.encode)
     )
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))

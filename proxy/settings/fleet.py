@@ -24,24 +24,28 @@ class DnsName:
     bootstrap_port: int | None
     models: tuple[str, ...] = ()
     """Models of its instances; empty: engines are asked."""
+    tls: bool = False
+    """Whether its instances are reached by TLS."""
 
 
 def parse_dns_name(text: str) -> DnsName:
     """Parse `name:port`, `name:first-last` or `_service._tcp.name`, which a bootstrap port and models may follow.
 
-    Raises ValueError.
+    `https://` may precede the name of engines with TLS. Raises ValueError.
     """
     where, models = split_models(text)
     name, _, word = where.rpartition(" ")
     if not name or not is_bootstrap_port(word):
         name, word = where, ""
-    if _is_service(name):
+    service = name.removeprefix("https://")
+    if _is_service(service):
         bootstrap_port = parse_endpoints(f"host:1 {word}")[0].bootstrap_port if word else None
-        return DnsName(plain_host(name), None, bootstrap_port, models)
+        return DnsName(plain_host(service), None, bootstrap_port, models, service != name)
     endpoints = parse_endpoints(where)
     if is_literal(endpoints[0].host):
         raise ValueError(f"{text!r} is an address and no name to look up")
-    return DnsName(endpoints[0].host, tuple(one.port for one in endpoints), endpoints[0].bootstrap_port, models)
+    ports = tuple(one.port for one in endpoints)
+    return DnsName(endpoints[0].host, ports, endpoints[0].bootstrap_port, models, endpoints[0].tls)
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:

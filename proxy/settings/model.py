@@ -131,6 +131,25 @@ class Admin(Section):
     one of them has issued (mutual TLS)."""
 
 
+class Engines(Section):
+    """TLS to engines whose address begins with https://."""
+
+    ca_file: FilePath = None
+    """Path of a PEM file with the certificates of the authorities that may issue the engines' certificates. If empty,
+    the authorities of the system may. pdproxy reads the file again when it changes and at a reload."""
+    client_certificate: FilePath = None
+    """Path of a PEM file with the certificate that pdproxy presents to engines. If empty, it presents none."""
+    client_key: FilePath = None
+    """Path of a PEM file with the key of engines.client_certificate, without a password. If empty, the key is in the
+    file of the certificate."""
+    server_name: Host | None = None
+    """Name that the certificate of every engine must contain. null requires the host name or IP address with which the
+    engine is configured."""
+    verify: bool = True
+    """Whether pdproxy verifies the certificates of engines. With false, another host can pose as an engine and read all
+    prompts and the engines' key."""
+
+
 class Models(Section):
     """Names of models."""
 
@@ -568,6 +587,7 @@ class Settings(Section):
     (/v1/embeddings …). Requires a restart."""
     listen: Listen = Listen()
     admin: Admin = Admin()
+    engines: Engines = Engines()
     models: Models = Models()
     admission: Admission = Admission()
     balance: Balance = Balance()
@@ -629,6 +649,8 @@ class Settings(Section):
             for option in ("tls_key", "tls_client_ca"):
                 if section.tls_certificate is None and getattr(section, option) is not None:
                     raise ValueError(f"{name}.{option} is given without {name}.tls_certificate")
+        if self.engines.client_key is not None and self.engines.client_certificate is None:
+            raise ValueError("engines.client_key is given without engines.client_certificate")
         if self.admin.port is None and self.admin.tls_certificate is not None:
             raise ValueError(
                 "admin.tls_certificate is given without admin.port: listen.tls_certificate serves all routes"
@@ -688,6 +710,11 @@ class Settings(Section):
     def access_warnings(self) -> tuple[str, ...]:
         """Sentences about open access for clients and closed or open access for administrators."""
         warnings = []
+        if not self.engines.verify:
+            warnings.append(
+                "certificates of engines are not verified, so that another host can pose as an engine and read all "
+                "prompts: set engines.ca_file in place of engines.verify: false"
+            )
         if not is_loopback(self.listen.host) and self.auth.client_keys_file is None:
             warnings.append(
                 f"every client that can reach {self.listen.host} is served without a key: set auth.client_keys_file, "

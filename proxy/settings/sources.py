@@ -59,6 +59,7 @@ PATHS: Final = (
     "auth.client_keys_file",
     "kubernetes.token_file",
     "kubernetes.ca_file",
+    *("engines.client_certificate", "engines.client_key", "engines.ca_file"),
     *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
 )
 PATH_LISTS: Final = ("discovery.files",)

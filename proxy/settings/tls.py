@@ -17,21 +17,23 @@ from proxy.settings.mistakes import SettingsError
 from proxy.settings.sources import read_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from proxy.settings.model import Settings
+    from proxy.settings.model import Engines, Settings
 
 TLS_FILES: Final = (
     *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
+    *("engines.client_certificate", "engines.client_key", "engines.ca_file"),
 )
 """Options that name files in PEM format."""
 
 _PAIRS: Final = {
     "listen.tls_certificate": "listen.tls_key",
     "admin.tls_certificate": "admin.tls_key",
+    "engines.client_certificate": "engines.client_key",
 }
-_AUTHORITIES: Final = ("listen.tls_client_ca", "admin.tls_client_ca")
+_AUTHORITIES: Final = ("listen.tls_client_ca", "admin.tls_client_ca", "engines.ca_file")
 _PROTOCOLS: Final = ["http/1.1"]
 # Forward secrecy and authenticated encryption, as the "intermediate" profile of Mozilla has it for TLS 1.2. All
 # ciphers of TLS 1.3 qualify.
@@ -79,7 +81,7 @@ def load_tls(settings: Settings) -> TlsFiles:
         if option in texts:
             key_path = paths.get(key_option)
             with _explained(f"{option} {paths[option]}" + (f" with the key {key_path}" if key_path else "")):
-                expiries[option] = _expiry(texts, option)
+                expiries[option] = _expiry(texts, option, is_client=option.startswith("engines."))
     return TlsFiles(texts, expiries)
 
 
@@ -95,6 +97,47 @@ def server_context(section: str, files: TlsFiles) -> ssl.SSLContext | None:
         context.load_verify_locations(cadata=authorities)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def engine_context(engines: Engines, files: TlsFiles) -> ssl.SSLContext:
+    """Return a new context for connections to engines."""
+    option = "engines.client_certificate"
+    if option in files.texts:
+        context = _with_certificate(ssl.PROTOCOL_TLS_CLIENT, files.texts, option)
+    else:
+        context = _new_context(ssl.PROTOCOL_TLS_CLIENT)
+    if not engines.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif "engines.ca_file" in files.texts:
+        context.load_verify_locations(cadata=files.texts["engines.ca_file"])
+    else:
+        context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+    return context
+
+
+class EngineTls:
+    """TLS to engines by the present settings. Its context is made at the first use, and again after a change."""
+
+    def __init__(self, current: Callable[[], tuple[Engines, TlsFiles]]) -> None:
+        """Store the function that returns the present settings and files."""
+        self._current = current
+        self._made_of: tuple[Engines, TlsFiles] | None = None
+        self._context: ssl.SSLContext
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """Return the context for a new connection."""
+        current = self._current()
+        if current != self._made_of:
+            self._context, self._made_of = engine_context(*current), current
+        return self._context
+
+    @property
+    def server_name(self) -> str | None:
+        """Return the name that certificates must contain, or None for the host of each engine."""
+        name: str | None = self._current()[0].server_name
+        return name
 
 
 def tls_problem(error: ssl.SSLError) -> str:
@@ -140,13 +183,19 @@ def _no_password() -> NoReturn:
     raise ValueError("the key is encrypted: decrypt it, and let only the user of the gateway read it")
 
 
-def _expiry(texts: Mapping[str, str], option: str) -> float:
+def _expiry(texts: Mapping[str, str], option: str, *, is_client: bool) -> float:
     """Return the end of a certificate's validity. Raises ssl.SSLError or ValueError if it cannot be used now."""
     server = _with_certificate(ssl.PROTOCOL_TLS_SERVER, texts, option)
     client = _new_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    client.load_verify_locations(cadata=texts[option])
+    verifying = server if is_client else client
+    if is_client:
+        client = _with_certificate(ssl.PROTOCOL_TLS_CLIENT, texts, option)
+        client.check_hostname = False
+        client.verify_mode = ssl.CERT_NONE
+        server.verify_mode = ssl.CERT_REQUIRED
+    verifying.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    verifying.load_verify_locations(cadata=texts[option])
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (
         client.wrap_bio(to_client, to_server),
@@ -156,7 +205,7 @@ def _expiry(texts: Mapping[str, str], option: str) -> float:
         for side in sides:
             with suppress(ssl.SSLWantReadError):
                 side.do_handshake()
-    peer = sides[0].getpeercert() or {}
+    peer = sides[is_client].getpeercert() or {}
     return float(ssl.cert_time_to_seconds(str(peer["notAfter"])))
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from aiohttp.connector import AddrInfoType
 
+    from proxy.settings.tls import EngineTls
     from proxy.upstream.names import Names
 
 _MAX_BODY_BYTES: Final = 16 * 1024 * 1024
@@ -98,6 +99,7 @@ class EngineClient:
         *,
         keeps_connections: bool = True,
         on_reuse: Callable[[], None] | None = None,
+        tls: EngineTls | None = None,
     ) -> None:
         """Store the options; connect to nothing.
 
@@ -106,7 +108,10 @@ class EngineClient:
                 is allowed.
             keeps_connections: False: each request opens a new connection.
             on_reuse: Called when a request uses a connection that has carried one before.
+            tls: TLS to engines. None: engines with TLS cannot be reached.
         """
+        self.tls = tls
+        """TLS to engines. None: engines with TLS cannot be reached."""
         self._names = names
         self._keeps_connections = keeps_connections
         self._on_reuse = on_reuse
@@ -219,6 +224,10 @@ class EngineClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request; the block reads the answer. Translates exceptions of aiohttp into EngineRequestError."""
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, connect=connect_seconds)
+        if url.startswith("https:"):
+            if self.tls is None:
+                raise _connect_error("TLS is not configured")
+            options.update(ssl=self.tls.context, server_hostname=self.tls.server_name)
         try:
             async with self._session.request(
                 method, url + path, timeout=timeout, allow_redirects=False, **options
@@ -230,6 +239,9 @@ class EngineClient:
             if timeout_seconds is None:
                 raise  # the caller's own limit
             raise EngineRequestError(Failure.TIMEOUT, f"{path} did not answer within {timeout_seconds:g} s") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            problem = error.certificate_error
+            raise _connect_error(connect_problem(problem) if isinstance(problem, OSError) else "TLS") from None
         except aiohttp.ClientConnectorError as error:
             raise _connect_error(connect_problem(error.os_error)) from None
         except ValueError:  # from the codec for international names, or aiohttp.InvalidURL

@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import socket
+import ssl
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from proxy.settings import is_literal
+from proxy.settings.tls import tls_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -229,6 +231,8 @@ def connect_problem(error: OSError) -> str:
         return "timed out"
     if isinstance(error, AddressProblem):
         return str(error)
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {tls_problem(error)}"
     if isinstance(error, socket.gaierror):  # its error numbers are not those of errno
         return (error.strerror or "name not found").lower()
     # The text of the error is not used, because it contains the address.

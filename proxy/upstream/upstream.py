@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend, Role
     from proxy.settings import Timeouts
+    from proxy.settings.tls import EngineTls
     from proxy.upstream.names import Names
     from proxy.upstream.silences import SilenceChecks
     from proxy.wire.document import Body
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _KEEP_ALIVE_SECONDS: Final = 2.0
 # A connection that was opened in advance must last for the time in which most prompts are computed.
 _UNUSED_SECONDS: Final = 10.0
+_TLS_SHUTDOWN_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -56,6 +58,8 @@ class UpstreamOptions:
     """Returns whether the last log message about a subject was another one, in all workers."""
     uses_pump: Callable[[], bool] = lambda: True
     """Returns whether new connections pass tokens on in C, if the extension module is built."""
+    tls: EngineTls | None = None
+    """TLS to engines; None: engines with TLS cannot be reached."""
     sweep_seconds: float | None = None
     """Time between two checks of all connections; None: a quarter of the shortest limit, at most 1 s."""
     clock: Callable[[], float] = time.monotonic
@@ -88,6 +92,7 @@ class Upstream:
         self._silences = None if checks is None else Silences(checks, lambda: self._busy)
         self._silence_seconds = silence_seconds
         self._sweep_seconds = options.sweep_seconds or _sweep_seconds(timeouts, options.stall_seconds, silence_seconds)
+        self._tls = options.tls
         self._clock = options.clock
         self._uses_pump = options.uses_pump
         self._dialer = Dialer(options.clock, options.is_news)
@@ -235,6 +240,7 @@ class Upstream:
             if (
                 not connection.transport.is_closing()
                 and connection.usable_until > now
+                and connection.backend.tls is backend.tls
                 and not (is_distrusted and connection.is_reused)
                 and (
                     connection.address is None
@@ -280,11 +286,29 @@ class Upstream:
 
     async def _connect_to(self, backend: Backend, address: str) -> EngineConnection:
         make = partial(self._new_connection, backend, None if address == backend.host else address)
-        connection = (await self._loop.create_connection(make, address, backend.port))[1]
+        if backend.tls:
+            connection = await self._connect_by_tls(backend, address, make)
+        else:
+            connection = (await self._loop.create_connection(make, address, backend.port))[1]
         connection.mask_key = self._mask_key
         if self._pump is not None and self._uses_pump():
             connection.use_pump(self._pump)
         return connection
+
+    async def _connect_by_tls(
+        self, backend: Backend, address: str, make: Callable[[], EngineConnection]
+    ) -> EngineConnection:
+        if self._tls is None:
+            raise ConnectionError
+        made = await self._loop.create_connection(
+            make,
+            address,
+            backend.port,
+            ssl=self._tls.context,
+            server_hostname=self._tls.server_name or backend.host,
+            ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS,
+        )
+        return made[1]
 
     def _new_connection(self, backend: Backend, address: str | None) -> EngineConnection:
         return EngineConnection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)

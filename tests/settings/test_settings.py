@@ -247,7 +247,7 @@ def test_endpoint_is_written_as_host_and_port(text: str, endpoints: list[str]) -
         ("[a]:7100", "'[a]' is not a host name or an IP address"),
         (":7100", "'' is not a host name or an IP address"),
         ("a b:7100", "'a b' is not a host name or an IP address"),
-        ("https://a:1", "'https://a:1' must be http://, as engines are reached without TLS"),
+        ("ftp://a:1", "'ftp://a:1' must begin with http:// or https://, or be host:port"),
         ("a:1/v1", "'a:1/v1' must be host:port without a path"),
         ("a:1?x", "'a:1?x' must be host:port without a path"),
         ("http://me:hush@a:1", "the address of 'a:1' must not hold a user name or password"),

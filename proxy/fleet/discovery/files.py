@@ -78,7 +78,15 @@ def _of_group(group: Any, where: str) -> Iterator[Backend]:
             raise ValueError(f"{where}: {error}") from None
         for endpoint in endpoints:
             port, served = endpoint.bootstrap_port or bootstrap_port, endpoint.models or models
-            yield Backend(role, endpoint.host, endpoint.port, trusted=True, bootstrap_port=port, models=served)
+            yield Backend(
+                role,
+                endpoint.host,
+                endpoint.port,
+                trusted=True,
+                bootstrap_port=port,
+                models=served,
+                tls=endpoint.tls,
+            )
 
 
 def _role(labels: Any, where: str) -> Role:

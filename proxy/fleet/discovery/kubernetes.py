@@ -281,10 +281,19 @@ def instances(role: Role, slices: Iterable[Slice], port_name: str | None) -> lis
         if endpoints:
             ports, bootstrap_port = _ports(one, port_name), _bootstrap_port(one) if role is Role.PREFILL else None
             models = _models(one)
+            secured = {port["port"] for port in one.get("ports") or () if port.get("appProtocol") == "https"}
             for endpoint in endpoints:
                 host = endpoint["addresses"][0]  # all are equivalent, and clients should use the first
                 backends = [
-                    Backend(role, host, port, trusted=True, bootstrap_port=bootstrap_port, models=models)
+                    Backend(
+                        role,
+                        host,
+                        port,
+                        trusted=True,
+                        bootstrap_port=bootstrap_port,
+                        models=models,
+                        tls=port in secured,
+                    )
                     for port in ports
                 ]
                 target = endpoint.get("targetRef") or {}

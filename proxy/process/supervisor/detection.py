@@ -17,6 +17,7 @@ from proxy.balancer.engines import EngineKeys, Identity, parse_kind, parse_setup
 from proxy.balancer.recognition import EngineReport, recognise
 from proxy.common.backend import Backend, Role
 from proxy.settings import Settings, SettingsError
+from proxy.settings.tls import EngineTls, load_tls
 from proxy.upstream import EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
@@ -69,9 +70,13 @@ def with_connector(loaded: Loaded, connector: str) -> Loaded:
 async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str, str]]:
     """Return the reports of engines, and the problems of engines without an answer. Raises ConnectionError."""
     given = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
-    engines = [Backend(role, at.host, at.port, trusted=True) for role, endpoints in given for at in endpoints]
+    engines = [
+        Backend(role, at.host, at.port, trusted=True, tls=at.tls) for role, endpoints in given for at in endpoints
+    ]
     key = settings.auth.engine_api_key
-    asker = _Asker(EngineKeys(key.get_secret_value() if key else None), settings.health.timeout_seconds)
+    files = load_tls(settings)
+    client = EngineClient(tls=EngineTls(lambda: (settings.engines, files)))
+    asker = _Asker(client, EngineKeys(key.get_secret_value() if key else None), settings.health.timeout_seconds)
     async with asker:
         for attempt in range(settings.joining.max_attempts):
             if attempt:
@@ -91,10 +96,10 @@ async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str,
 class _Asker:
     """Asks engines, inside `async with`."""
 
-    def __init__(self, keys: EngineKeys, timeout_seconds: float) -> None:
+    def __init__(self, client: EngineClient, keys: EngineKeys, timeout_seconds: float) -> None:
         self._keys = keys
         self._timeout_seconds = timeout_seconds
-        self._client = EngineClient()
+        self._client = client
 
     async def __aenter__(self) -> None:
         await self._client.__aenter__()

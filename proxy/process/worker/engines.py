@@ -23,6 +23,7 @@ from proxy.fleet.discovery.sources import SOURCES
 from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts
 from proxy.fleet.inspector import Inspector, InspectorParts, makes_progress
 from proxy.process.worker.balancing import cache_subject, subject
+from proxy.settings.tls import EngineTls
 from proxy.upstream import AddressRules, EngineClient, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions
 
 if TYPE_CHECKING:
@@ -129,11 +130,12 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
 async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
     """Build the connections. Leaving closes them."""
     settings, live, traces = basis.settings, basis.live, basis.traces
+    tls = EngineTls(lambda: (basis.settings.engines, basis.live.current.tls))
     new_upstream = Upstream if traces is None else partial(TracedUpstream, traces)
     async with (
         Names(AddressRules(settings.admin.networks), _hosts(settings), basis.metrics) as names,
-        EngineClient(names) as client,
-        EngineClient(names, keeps_connections=False) as fresh_client,
+        EngineClient(names, tls=tls) as client,
+        EngineClient(names, keeps_connections=False, tls=tls) as fresh_client,
         new_upstream(
             settings.timeouts,
             balancing.keys,
@@ -145,13 +147,23 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
                 silence_seconds=settings.health.silence_seconds,
                 silence_checks=_silence_checks(balancing, client),
                 is_news=basis.shared.log_once.is_news,
+                tls=tls,
                 uses_pump=lambda: basis.settings.stream.native_pump,
             ),
         ) as upstream,
     ):
+        _show_expiry(basis)
+        live.on_change(lambda new: _show_expiry(basis))
         live.on_change(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
         live.on_change(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
         yield Lines(names=names, client=client, fresh_client=fresh_client, upstream=upstream)
+
+
+def _show_expiry(basis: Basis) -> None:
+    """Show the end of the validity of the certificate that engines see, if there is one."""
+    expiry = basis.live.current.tls.expiries.get("engines.client_certificate")
+    if expiry is not None:
+        basis.metrics.tls_certificate_expiry_timestamp_seconds.labels("engines").set(expiry)
 
 
 def _silence_checks(balancing: Balancing, client: EngineClient) -> SilenceChecks:

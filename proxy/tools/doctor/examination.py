@@ -375,7 +375,7 @@ class Asker:
         """Return whether a connection can be reused; None if unknown. Uses a separate client."""
         reused = asyncio.Event()
 
-        async with EngineClient(self._names, on_reuse=reused.set) as client:
+        async with EngineClient(self._names, on_reuse=reused.set, tls=self._client.tls) as client:
             for pause_seconds in (0.0, self._idle_seconds):
                 await asyncio.sleep(pause_seconds)
                 if isinstance(await self._get(backend, self._settings.health.path, client=client), str):

@@ -67,6 +67,7 @@ def check_key_files(host: Host) -> Iterator[Finding]:
         ("auth.client_keys_file", auth.client_keys_file),
         ("listen.tls_key", settings.listen.tls_key),
         ("admin.tls_key", settings.admin.tls_key),
+        ("engines.client_key", settings.engines.client_key),
     ):
         if path is not None and _is_readable_by_all(path):
             words = f"every user of this host can read {option} {path}"
