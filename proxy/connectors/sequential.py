@@ -282,7 +282,9 @@ def _decode_body(call: Call, params: bytes | None) -> Body:
     if call.kv_params:
         members = orjson.dumps(dict(call.kv_params))
         params = members if params is None else params[:-1] + b"," + members[1:]
-    return call.body({}) if params is None else call.body_with_kv(params)
+    if params is None:
+        return call.body({})
+    return call.document.with_raw_member(call.changes, "kv_transfer_params", params)
 
 
 class VllmPull(Sequential):

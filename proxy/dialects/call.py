@@ -215,10 +215,6 @@ class Call:
         """Return the JSON body of one leg: the client's bytes with this call's and the leg's changes."""
         return self.document.with_both(self.changes, changes)
 
-    def body_with_kv(self, params: bytes) -> Body:
-        """Return the JSON body of one leg with these `kv_transfer_params` and this call's changes."""
-        return self.document.with_raw_member(self.changes, "kv_transfer_params", params)
-
     def changed(
         self,
         changes: Mapping[str, object],

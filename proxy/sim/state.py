@@ -55,7 +55,7 @@ class State:
     encodings: int = 0
     """Images, recordings and clips that this engine has encoded."""
     encodings_fetched: int = 0
-    """Those that it has fetched from an encoder."""
+    """Images, recordings and clips that it has fetched from an encoder."""
     pinned: int = 0
     waiting_rooms: int = 0
     """Legs that wait for their partner right now, whatever the protocol calls that."""

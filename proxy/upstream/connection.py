@@ -165,7 +165,8 @@ class EngineConnection(FastForward):
 
     def release(self) -> None:
         """End the exchange without further calls to it. The connection closes unless the answer is complete."""
-        self._stop_pumping()
+        if self._pumped >= 0:
+            self._stop_pumping()
         self._exchange = self._tokens = None
         if self.is_reusable:
             self.pause(False)
@@ -229,7 +230,8 @@ class EngineConnection(FastForward):
         They count as progress. The exchange receives everything from the first other bytes on. None: it receives
         everything. Nothing happens unless the answer is chunked and all chunks so far are complete.
         """
-        self._stop_pumping()
+        if self._pumped >= 0:
+            self._stop_pumping()
         if self.reader.is_between_chunks:
             self._tokens = tokens
             self._may_pump = self._pump is not None
@@ -290,7 +292,7 @@ class EngineConnection(FastForward):
             self.data_received(data)
 
     def _stop_pumping(self) -> None:
-        """Let the transport read the socket."""
+        """Let the transport read the socket, if the pump does."""
         if self._pumped >= 0:
             assert self._pump is not None
             self.arrivals += self._pump.remove(self._pumped)

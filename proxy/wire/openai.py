@@ -146,14 +146,9 @@ GIVEN_UP: Final = frozenset({"abort", "error"})
 """Finish reasons of answers that the engine abandoned: at SIGTERM, `/pause`, `/sleep`, or after a failure."""
 
 
-def reason_name(reason: Any) -> Any:
-    """Return the reason, or its `type` if it is an object of the native API of SGLang."""
-    return reason.get("type") if isinstance(reason, dict) else reason
-
-
 def is_given_up(reason: Any) -> bool:
     """Return whether the engine abandoned the answer before it was complete."""
-    word = reason_name(reason)
+    word = reason.get("type") if isinstance(reason, dict) else reason  # an object in the native API of SGLang
     return isinstance(word, str) and word in GIVEN_UP
 
 

@@ -189,7 +189,9 @@ class Shape:
     def of(cls, raw: bytes) -> Shape | None:
         """Return the shape of a whole event with one text and at most one token ID, or None for any other event."""
         texts, ids = [*_TEXT_BEGINS.finditer(raw)], [*_IDS_BEGIN.finditer(raw)]
-        if len(texts) != 1 or len(ids) > 1 or _has_more_of_engines(raw):
+        before, _, behind = raw.rpartition(NO_KV_PARAMS)
+        has_engine_members = names_engine_members(before if behind == _END else raw)
+        if len(texts) != 1 or len(ids) > 1 or has_engine_members:
             return None
         begin = texts[0].end()
         text = _plain_text(raw, begin)
@@ -206,9 +208,3 @@ class Shape:
     def has_same_frame(self, raw: bytes) -> bool:
         """Return whether an event begins and ends like this one."""
         return raw.startswith(self.head) and raw.endswith(self.behind)
-
-
-def _has_more_of_engines(raw: bytes) -> bool:
-    """Return whether an event has members for engines only, other than `NO_KV_PARAMS` at its end."""
-    before, _, behind = raw.rpartition(NO_KV_PARAMS)
-    return names_engine_members(before if behind == _END else raw)

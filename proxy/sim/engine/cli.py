@@ -169,6 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a decoder reports its own KV cache (NIXL's bidirectional_kv_xfer)",
     )
+    add("--ec-role", choices=("producer", "consumer"), default="", help="role in the transfer of encoded media")
     add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
     add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")
     add(
