@@ -1,4 +1,4 @@
-"""The routes of operators: metrics, the configuration and its reload, and the latest requests.
+"""The routes of operators: metrics, the configuration and its reload, the latest requests, and usage by client key.
 
 The metrics are open. All other routes are for administrators. The log names the author of each change.
 """
@@ -6,6 +6,7 @@ The metrics are open. All other routes are for administrators. The log names the
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -15,6 +16,7 @@ from aiohttp import web
 from proxy.api.credentials import author
 from proxy.api.instances import is_dry_run, parse_bool
 from proxy.common.errors import BadRequest, GatewayError
+from proxy.observe.key_usage import HOUR_SECONDS
 from proxy.observe.receipts import as_shown, names_engine_id, names_instance
 from proxy.settings import SettingsError
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from proxy.api.credentials import Administrators
     from proxy.observe.metrics import Metrics
     from proxy.observe.receipts import Receipts
+    from proxy.observe.usage_ledger import UsageKeeper
     from proxy.settings.load import ConfigChange
 
     Wants = Callable[[Mapping[str, Any]], bool]
@@ -94,6 +97,7 @@ class AdminApi:
 
 _FILTERS: Final = ("failed", "instance", "model", "key")
 _IDS: Final = ("id", "engine_id")
+_MAX_TIME: Final = 2.0**40
 _DEFAULT_LIMIT: Final = 50
 _MAX_LIMIT: Final = 1000
 
@@ -162,6 +166,47 @@ class RequestsApi:
         async with self._one_search:
             found = await asyncio.to_thread(latest)
         return [as_shown(receipt) for receipt in found]
+
+
+class UsageApi:
+    """The route with the usage of client keys by hour."""
+
+    def __init__(self, usage: UsageKeeper, settle: Callable[[], None], administrators: Administrators) -> None:
+        """Prepare the route.
+
+        Args:
+            usage: The usage of all workers.
+            settle: Counts the requests that this worker has not counted yet.
+            administrators: Restricts the route to administrators.
+        """
+        self._usage = usage
+        self._settle = settle
+        self._administrators = administrators
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Return the route for the application."""
+        return [web.get("/admin/usage", self._administrators.guard(self._show))]
+
+    async def _show(self, request: web.Request) -> web.Response:
+        """Show the hours since a time, earliest first."""
+        query = _query(request, ("since", "key"))
+        since_seconds = _time("since", query["since"]) if "since" in query else 0.0
+        self._settle()
+        rows = await self._usage.report(int(since_seconds) // HOUR_SECONDS)
+        return _json({"usage": [row.to_json() for row in rows if row.key == query.get("key", row.key)]})
+
+
+def _time(name: str, text: str) -> float:
+    """Return a time of the query in seconds since the Unix epoch. Raises BadRequest."""
+    try:
+        if text.isascii() and text.isdecimal():
+            return min(float(text), _MAX_TIME)
+        time = datetime.fromisoformat(text)
+        return max(0.0, (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
+    except (ValueError, OverflowError):
+        raise BadRequest(
+            f"{name} must be a time such as 2026-11-27T18:00:00Z, a date, or seconds since the Unix epoch", param=name
+        ) from None
 
 
 def _query(request: web.Request, names: Sequence[str]) -> dict[str, str]:

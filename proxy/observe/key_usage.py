@@ -40,6 +40,8 @@ HOUR_SECONDS: Final = 3600
 TOKEN_FIELD: Final = len(RESULTS)
 ENGINE_FIELD: Final = TOKEN_FIELD + len(TOKEN_KINDS)
 FIRST_TOKEN_FIELD: Final = ENGINE_FIELD + len(ROLES)
+KEPT_FIELDS: Final = FIRST_TOKEN_FIELD
+"""Number of the first fields, which usage reports have."""
 BUCKET_FIELD: Final = FIRST_TOKEN_FIELD + 1
 _FIELDS: Final = BUCKET_FIELD + len(FIRST_TOKEN_BUCKETS) + 1
 _WIDTH: Final = 1 + _FIELDS  # the first cell says whose account it is, or of which hour

@@ -73,6 +73,7 @@ BACKGROUND_LOOPS: Final = (
     "canaries",
     "engine_comparison",
     "health_checks",
+    "key_usage",
     "kv_events",
     "replica_exchange",
     "replica_listening",

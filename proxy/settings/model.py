@@ -115,6 +115,9 @@ class Admin(Section):
     )
     """Networks in which instances may be added at run time. Link-local, multicast and unspecified addresses and the
     metadata services of clouds are never allowed."""
+    usage_file: FilePath = None
+    """Path of an SQLite file on a local disk that keeps the usage of client keys by hour for 31 days, see /admin/usage.
+    pdproxy creates the file. null keeps only the current and the last hour, in memory."""
     receipts_bytes: Natural = 4 * 1024 * 1024
     """Memory per worker for the history of finished requests in /admin/requests, in bytes. One request takes 1 to 2
     KiB. A quarter of the memory is reserved for failed requests. 0 disables the history. Requires a restart."""

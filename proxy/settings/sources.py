@@ -57,6 +57,7 @@ SECRETS: Final = ("auth.engine_api_key", "auth.admin_key", "replicas.password")
 PATHS: Final = (
     *(f"{option}_file" for option in SECRETS),
     "auth.client_keys_file",
+    "admin.usage_file",
     "kubernetes.token_file",
     "kubernetes.ca_file",
     *("engines.client_certificate", "engines.client_key", "engines.ca_file"),

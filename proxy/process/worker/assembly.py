@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proxy.api.admin import AdminApi, RequestsApi
+from proxy.api.admin import AdminApi, RequestsApi, UsageApi
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.openapi import OpenApi
@@ -17,6 +17,7 @@ from proxy.gateway.lanes import Evacuation
 from proxy.listener.drain import DrainManager
 from proxy.observe import logs
 from proxy.observe.metrics import Metrics
+from proxy.observe.usage_ledger import UsageKeeper, UsageLedger
 from proxy.process.configuration import ConfigWatcher, shown
 from proxy.process.monitor import Memory, Monitor, MonitorParts
 from proxy.process.worker.applications import administrators_of, application, callback_limits, http_listener
@@ -125,7 +126,8 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         if tracer is not None:
             clients.observers.add(tracer)
         watcher = ConfigWatcher(shared.configuration, live.current, live.apply, metrics)
-        admin_front = build_administration(basis, balancing, engines, clients, watcher)
+        usage = _usage(basis)
+        admin_front = build_administration(basis, balancing, engines, clients, watcher, usage)
         monitor_parts = MonitorParts(
             memory=Memory(basis.settings.workers),
             every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle),
@@ -160,6 +162,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         async with (
             watcher,
             monitor,
+            usage,
             build_replicas(basis, worker.peer_verdicts),
             build_kv_events(basis, balancing, engines),
         ):
@@ -167,6 +170,17 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
                 yield worker
             finally:
                 metrics.settle()
+
+
+def _usage(basis: Basis) -> UsageKeeper:
+    shared, live = basis.shared, basis.live
+    ledger = UsageLedger(
+        shared.key_accounts,
+        shared.replica,
+        slots=lambda: live.current.slots,
+        path=lambda: live.settings.admin.usage_file,
+    )
+    return UsageKeeper(ledger, basis.metrics.background_restarts_total, is_logging=basis.index == 0)
 
 
 def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: Clients) -> Evacuation:
@@ -191,10 +205,10 @@ def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:
 
 
 def build_administration(
-    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
+    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher, usage: UsageKeeper
 ) -> HttpListener | None:
     """Return the application for operators, or None if its routes belong to the application for clients."""
-    routes = _routes(basis, balancing, engines, clients, watcher)
+    routes = _routes(basis, balancing, engines, clients, watcher, usage)
     if basis.settings.admin.port is None:
         clients.app.add_routes(routes)
         return None
@@ -204,7 +218,7 @@ def build_administration(
 
 
 def _routes(
-    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
+    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher, usage: UsageKeeper
 ) -> list[web.RouteDef]:
     shared, settings = basis.shared, basis.settings
     has_own_port = settings.admin.port is not None
@@ -238,4 +252,5 @@ def _routes(
     )
     admin = AdminApi(basis.metrics, lambda: shown(basis.live.current), watcher.reload, administrators)
     requests = RequestsApi(shared.receipts, clients.observers.settle, administrators)
-    return [*admin.routes(), *instances.routes(), *broadcasts.routes(), *requests.routes()]
+    usage_routes = UsageApi(usage, clients.observers.settle, administrators).routes()
+    return [*admin.routes(), *instances.routes(), *broadcasts.routes(), *requests.routes(), *usage_routes]

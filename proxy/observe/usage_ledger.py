@@ -1,0 +1,253 @@
+"""The usage of client keys by hour, kept for 31 days in an SQLite file, and logged once an hour.
+
+The workers count in the KeyAccounts. A row of the file has the whole account of one key, hour and process, so that
+writing it again changes nothing. Every process writes for all its workers, and several may use the same file, such as
+a gateway and its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from proxy.common.background import Background, BackgroundOwner
+from proxy.common.errors import GatewayError
+from proxy.observe.key_usage import ANONYMOUS_KEY, HOUR_SECONDS, KEPT_FIELDS, usage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from prometheus_client import Counter
+
+    from proxy.observe.key_usage import KeyAccounts
+
+logger = logging.getLogger(__name__)
+
+KEPT_HOURS: Final = 31 * 24
+_EVERY_SECONDS: Final = 10.0
+_LOG_AFTER_SECONDS: Final = 30
+"""Time after the end of an hour in which all processes have written their accounts of it."""
+# The log leaves out lines of one kind beyond 20 at once and 5 per second.
+_SECONDS_BETWEEN_LINES: Final = 0.25
+_BUSY_SECONDS: Final = 5.0
+
+_COLUMNS: Final = tuple(f"n{place}" for place in range(KEPT_FIELDS))
+_CREATE: Final = (
+    "CREATE TABLE IF NOT EXISTS usage (hour INTEGER, key TEXT, source TEXT, "
+    f"{', '.join(f'{name} INTEGER' for name in _COLUMNS)}, PRIMARY KEY (hour, key, source)) WITHOUT ROWID"
+)
+# Accounts only grow, so an older value that another worker writes later is not taken.
+_WRITE: Final = (
+    f"INSERT INTO usage VALUES (?, ?, ?, {', '.join('?' * KEPT_FIELDS)}) ON CONFLICT DO UPDATE SET "
+    f"{', '.join(f'{name} = max({name}, excluded.{name})' for name in _COLUMNS)}"
+)
+_READ: Final = (
+    f"SELECT hour, key, {', '.join(f'sum({name})' for name in _COLUMNS)} FROM usage "
+    "WHERE hour >= ? AND hour < ? GROUP BY hour, key ORDER BY hour, key"
+)
+
+
+class HourUsage(NamedTuple):
+    """The usage of one key in one hour."""
+
+    hour: int
+    """Number of the hour since the Unix epoch."""
+    key: str
+    account: Sequence[int]
+    """See `key_usage.usage_of`."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the usage for reports."""
+        begin = datetime.fromtimestamp(self.hour * HOUR_SECONDS, UTC)
+        return {"hour": begin.strftime("%Y-%m-%dT%H:%M:%SZ"), "key": self.key, **usage_of(self.account)}
+
+
+class UsageLedger:
+    """Reads the accounts of all workers, and keeps them in the file. May be used in several threads."""
+
+    def __init__(
+        self,
+        accounts: KeyAccounts,
+        process: str,
+        slots: Callable[[], Mapping[str, int]],
+        path: Callable[[], Path | None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            accounts: The accounts of all workers.
+            process: Unique name of this gateway process, the same in all workers.
+            slots: Returns the slots of the present client keys by name.
+            path: Returns the path of the file. None: only the present and the last hour are known.
+            now: Returns seconds since the Unix epoch.
+        """
+        self._accounts = accounts
+        self._process = process
+        self._slots = slots
+        self._path = path
+        self._now = now
+        self._names: dict[int, str] = {}
+        """The last name of the key in each slot, because a removed key may have running requests."""
+        self._written: dict[tuple[int, str, str], Sequence[int]] = {}
+        """The rows as this worker has last written them."""
+        self._lock = threading.Lock()
+
+    @property
+    def hour(self) -> int:
+        """Number of the present hour."""
+        return int(self._now()) // HOUR_SECONDS
+
+    def report(self, since_hour: int) -> list[HourUsage]:
+        """Return the usage from an hour on. Raises sqlite3.Error."""
+        with self._lock:
+            path = self._path()
+            if path is None:
+                return [row for row in self._current() if row.hour >= since_hour]
+            with closing(self._open(path)) as file:
+                self._write(file)
+                return [HourUsage(hour, key, values) for hour, key, *values in file.execute(_READ, (since_hour, 2**60))]
+
+    def save(self) -> None:
+        """Write the accounts to the file, if there is one. Raises sqlite3.Error."""
+        with self._lock:
+            path = self._path()
+            if path is not None:
+                with closing(self._open(path)) as file:
+                    self._write(file)
+
+    def save_and_take_ended_hours(self) -> list[HourUsage]:
+        """Save, and return the usage in hours that have ended and were not returned before. Raises sqlite3.Error."""
+        self.save()
+        ended = int(self._now() - _LOG_AFTER_SECONDS) // HOUR_SECONDS
+        reported = self._accounts.reported_hour
+        if reported[0] >= ended - 1:
+            return []
+        with self._lock:
+            path = self._path()
+            if path is None:
+                rows = [row for row in self._current() if reported[0] < row.hour < ended]
+            else:
+                rows = self._take_from_file(path, ended)
+            reported[0] = ended - 1
+        return rows
+
+    def _take_from_file(self, path: Path, ended: int) -> list[HourUsage]:
+        with closing(self._open(path)) as file:
+            self._write(file)
+            # One of several processes takes an hour. `user_version` is the last hour that was taken, 0 in a new file.
+            with file:
+                file.execute("BEGIN IMMEDIATE")
+                (taken,) = file.execute("PRAGMA user_version").fetchone()
+                file.execute(f"PRAGMA user_version = {max(taken, ended - 1)}")
+                found = file.execute(_READ, (taken + 1, ended)).fetchall()
+                file.execute("DELETE FROM usage WHERE hour <= ?", (ended - KEPT_HOURS,))
+        return [HourUsage(hour, key, values) for hour, key, *values in found]
+
+    def _open(self, path: Path) -> sqlite3.Connection:
+        # A relative path is relative to the directory of the configuration file, so the settings have made it absolute.
+        file = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
+        try:
+            file.execute(_CREATE)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _write(self, file: sqlite3.Connection) -> None:
+        changes = dict(self._changes())
+        if changes:
+            with file:
+                file.execute("BEGIN IMMEDIATE")
+                file.executemany(_WRITE, [(*row, *values) for row, values in changes.items()])
+            oldest = self.hour - 1
+            self._written = {row: old for row, old in self._written.items() if row[0] >= oldest} | changes
+
+    def _changes(self) -> Iterator[tuple[tuple[int, str, str], Sequence[int]]]:
+        """Yield the rows that this worker has not written yet, each as hour, key, source, and the account."""
+        for slot, usage in self._by_slot():
+            row = usage.hour, usage.key, f"{self._process}/{slot}"
+            if self._written.get(row) != usage.account:
+                yield row, usage.account
+
+    def _current(self) -> list[HourUsage]:
+        """Return the usage in the last and the present hour."""
+        return sorted(usage for _, usage in self._by_slot())
+
+    def _by_slot(self) -> Iterator[tuple[int, HourUsage]]:
+        self._names |= {slot: name for name, slot in self._slots().items()}
+        present = self.hour
+        for slot, name in (*self._names.items(), (self._accounts.slots, ANONYMOUS_KEY)):
+            for hour in (present - 1, present):
+                account = self._accounts.of_hour(slot, name, hour)[:KEPT_FIELDS]
+                if any(account):
+                    yield slot, HourUsage(hour, name, account)
+
+
+class UsageKeeper(BackgroundOwner):
+    """Saves the ledger and logs ended hours, inside `async with`. Leaving saves it a last time."""
+
+    def __init__(self, ledger: UsageLedger, restarts: Counter, *, is_logging: bool) -> None:
+        """Keep the parts.
+
+        Args:
+            ledger: The ledger.
+            restarts: Counts restarts of the background loop.
+            is_logging: Whether this worker saves regularly and logs. Other workers save only at their end.
+        """
+        self._ledger = ledger
+        self._restarts = restarts
+        self._is_logging = is_logging
+        self._has_failed = False
+        self._background = Background(logger, "the usage of client keys")
+
+    def _begin(self) -> None:
+        if self._is_logging:
+            self._background.keep(self._keep_saving, "key_usage", self._restarts)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await super().__aexit__(kind, error, trace)
+        await self._try(self._save)
+
+    async def report(self, since_hour: int) -> list[HourUsage]:
+        """Return the usage from an hour on. Raises GatewayError."""
+        try:
+            return await asyncio.to_thread(self._ledger.report, since_hour)
+        except sqlite3.Error as error:
+            message = f"the file of admin.usage_file cannot be used: {error}; check its path, permissions and disk"
+            raise GatewayError(message, code="usage_unavailable", status=503) from None
+
+    async def _keep_saving(self) -> None:
+        while True:
+            for usage in await self._try(self._ledger.save_and_take_ended_hours):
+                logger.info("key usage: hour ended", extra={"fields": usage.to_json()})
+                await asyncio.sleep(_SECONDS_BETWEEN_LINES)
+            await asyncio.sleep(_EVERY_SECONDS)
+
+    def _save(self) -> list[HourUsage]:
+        self._ledger.save()
+        return []
+
+    async def _try(self, call: Callable[[], list[HourUsage]]) -> list[HourUsage]:
+        """Call a method of the ledger in a thread. Log the first error in a row."""
+        try:
+            result = await asyncio.to_thread(call)
+        except sqlite3.Error as error:
+            if not self._has_failed:
+                logger.error("key usage: the file of admin.usage_file cannot be written: %s", error)
+            self._has_failed = True
+            return []
+        if self._has_failed:
+            logger.info("key usage: the file of admin.usage_file can be written again")
+        self._has_failed = False
+        return result
