@@ -85,8 +85,14 @@ ACCEPTED: Final[Mapping[str, AcceptedFlag]] = {
     "--disable-retries": AcceptedFlag(("retry.max_attempts",), constant=1),
     "--shutdown-grace-period-secs": AcceptedFlag(("drain.streams_seconds",)),
     "--log-json": AcceptedFlag(("log.format",), constant="json"),
+    # smg, sglang-router, and vLLM itself
+    **dict.fromkeys(
+        ("--server-cert-path", "--tls-cert-path", "--ssl-certfile"), AcceptedFlag(("listen.tls_certificate",))
+    ),
+    **dict.fromkeys(("--server-key-path", "--tls-key-path", "--ssl-keyfile"), AcceptedFlag(("listen.tls_key",))),
+    "--ssl-ca-certs": AcceptedFlag(("listen.tls_client_ca",)),
 }
-"""Flags of other routers that pdproxy accepts."""
+"""Flags of other routers, and of vLLM's server, that pdproxy accepts."""
 
 
 def _all(flags: str, advice: str) -> dict[str, str]:
@@ -164,13 +170,6 @@ ADVICE: Final[Mapping[str, str]] = {
 }
 """Other known flags, each with an advice."""
 
-_TLS: Final[Mapping[str, str]] = {
-    "listen.tls_certificate": "--tls-cert-path --server-cert-path --ssl-certfile",
-    "listen.tls_key": "--tls-key-path --server-key-path --ssl-keyfile",
-    "listen.tls_client_ca": "--ssl-ca-certs",
-    "engines.ca_file": "--ca-cert-paths",
-}
-
 _COMMAND_GUESSES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("start", "run", "up", "router", "gateway", "server", "launch_router"), "serve"),
     **dict.fromkeys(("validate", "check", "test", "lint"), "check-config"),
@@ -200,9 +199,6 @@ def unknown_flag(flag: str, known_flags: Iterable[str]) -> str:
     start = f"unknown flag {printable_word(flag)}"
     if advice := ADVICE.get(flag):
         return f"{start}: {advice}"
-    for option, flags in _TLS.items():
-        if flag in flags.split() and option in OPTIONS:
-            return f"{start}: set {option}"
     if close := did_you_mean(flag, known_flags):
         return f"{start}{close}"
     name = flag.lstrip("-").replace("-", "_").lower()

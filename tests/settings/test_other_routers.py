@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.settings import CONNECTOR_TRAITS, SettingsError, load
+from proxy.settings import CONNECTOR_TRAITS, SettingsError, cli, load
 from proxy.settings.connectors import known_connector
 from proxy.settings.other_routers import ACCEPTED, ADVICE, WORKERS_FLAG, unknown_flag
 from proxy.settings.sources import OPTIONS
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 OPERATING = (Path(__file__).parents[2] / "OPERATING.md").read_text(encoding="utf-8")
 OWN = {"--host", "--port", "--prefill", "--decode", "--policy", "--prefill-policy", "--decode-policy", "--log-level"}
 """Flags of these routers that pdproxy has, too."""
-TLS = {"--tls-cert-path", "--tls-key-path", "--ca-cert-paths", "--client-cert-path", "--client-key-path"}
+TO_ENGINES = {"--ca-cert-paths", "--client-cert-path", "--client-key-path"}
+"""TLS to engines, with flags that are unknown here."""
 
 # `--help` of vllm-router 0.1.17 and sglang-router 0.3.2, and `add_cli_args` of smg.
 FLAGS = """
@@ -58,7 +59,7 @@ def settings(line: str) -> Settings:
 
 
 def test_every_flag_of_the_routers_is_accepted_or_explained() -> None:
-    assert set(FLAGS) - {*OWN, *TLS, *ACCEPTED, *ADVICE, WORKERS_FLAG} == set()
+    assert set(FLAGS) - {*OWN, *TO_ENGINES, *ACCEPTED, *ADVICE, WORKERS_FLAG} == set()
 
 
 def test_accepted_and_explained_flags_are_disjoint() -> None:
@@ -115,6 +116,14 @@ def test_command_line_of_sglang_router_is_accepted() -> None:
     assert [endpoint.bootstrap_port for endpoint in found.prefill] == [8998, 8998]
     assert found.listen.cors_origins == ("https://a.example", "https://b.example")
     assert (found.retry.max_attempts, found.drain.streams_seconds, found.log.format) == (1, 60, "json")
+
+
+@pytest.mark.parametrize("flags", [("--tls-cert-path", "--tls-key-path"), ("--ssl-certfile", "--ssl-keyfile")])
+def test_certificate_of_the_server_is_accepted(flags: tuple[str, str]) -> None:
+    certificate, key = flags
+    line = cli.parse(shlex.split(f"{certificate} server.crt {key} server.key"))
+    found = {option: (value.value, value.origin) for option, value in line.values.items()}
+    assert found == {"listen.tls_certificate": ("server.crt", certificate), "listen.tls_key": ("server.key", key)}
 
 
 def test_worker_urls_are_engines_that_do_both_stages() -> None:
