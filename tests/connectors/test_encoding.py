@@ -116,7 +116,7 @@ async def test_each_item_is_encoded_before_anybody_else_is_asked(
     assert gateway.metrics("pdproxy_request_end_total") == {("--",): 1}
 
 
-@pytest.mark.fault(155)
+@pytest.mark.fault(156)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store", "mooncake_bootstrap", "plain"])
 async def test_media_are_encoded_once_and_fetched_from_their_encoder(
