@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
 ENDS_WITHIN_SECONDS = 60.0
-SERVING = r"pdproxy \S+(?: \(compiled\))? on (\S+:\d+),"
+SERVING = r"pdproxy \S+ \((?:compiled|interpreted)\) on (\S+:\d+),"
 
 # aiohttp reads the certificates of all authorities when it is imported, twice. No scenario uses TLS.
 _NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull}

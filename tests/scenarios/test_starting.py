@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from proxy import __version__
+from proxy.common.build_info import IS_COMPILED
 from proxy.sim.engine import SimulatedEngine
 from tests.scenarios.program import gateway
 from tests.scenarios.test_several_workers import everywhere
@@ -40,7 +42,9 @@ async def test_each_instance_and_the_gateway_are_logged_as_up_once(
         url = (await program.says(READY))[1]
         await everywhere(program, "/readyz", status="ok")
         lines = await everything_it_says(program)
-    assert "is starting" in lines[0]
+    kind = "compiled" if IS_COMPILED else "interpreted"
+    assert f"pdproxy {__version__} ({kind}) is starting" in lines[0]
+    assert program.output.count("build: interpreted, not compiled: ") == (not IS_COMPILED)
     assert url == program.url
     for text in (f"127.0.0.1:{prefiller.port} is up", f"127.0.0.1:{decoder.port} is up", "ready: "):
         assert len([line for line in lines if text in line]) == 1, text

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from proxy.common.build_info import BUILD
+from proxy.common.build_info import BUILD, IS_COMPILED
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
 from proxy.process.shared import share, start_successor
@@ -71,6 +71,11 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     settings = loaded.settings
     logs.setup(settings.log, secrets=secrets_of(settings))
     logger.info("%s is starting", BUILD)
+    if not IS_COMPILED:
+        logger.info(
+            "build: interpreted, not compiled: a request takes about 1.8 times the CPU time; pip installs the compiled"
+            " build where there is a wheel of it for this Python and platform"
+        )
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     # late, because it takes longer than everything before, and the operator waits for the first line
