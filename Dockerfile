@@ -2,8 +2,8 @@
 #
 #   docker build --tag registry.example.com/pdproxy:0.1.0 .
 #
-# What requests run through becomes machine code, for little more than half of their CPU time. That takes some minutes, and
-# far more for a processor that is emulated: build for each on its own, or with --build-arg COMPILED= have Python alone.
+# The image installs the compiled wheel. Building that wheel takes seven minutes, and hours on an emulated processor: build
+# on each kind of processor, or install the interpreted wheel with --build-arg COMPILED=.
 # All that the gateway needs has wheels for amd64 and arm64, the usual processor beside Ascend.
 #
 # Python 3.11 is what the test suite and the benchmark run with; with 3.12 a request took a tenth more.
@@ -23,20 +23,16 @@ RUN python -m venv /opt/venv \
  && /opt/venv/bin/pip install --require-hashes -r requirements/runtime.txt \
  && python -m venv /opt/building \
  && /opt/building/bin/pip install --require-hashes -r requirements/runtime.txt -r requirements/build.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py MANIFEST.in README.md CHANGELOG.md LICENSE ./
 COPY proxy proxy
+COPY scripts/lab scripts/lab
 
 ARG COMPILED=1
-COPY scripts/lab scripts/lab
 RUN if [ -n "$COMPILED" ]; then \
       apt-get update --quiet \
-   && apt-get install --quiet --yes --no-install-recommends gcc libc6-dev \
-   && /opt/building/bin/pip install --no-deps --no-build-isolation . \
-   && PYTHONPATH=scripts /opt/building/bin/python -m lab.compile; \
-    else \
-      mkdir build && ln -s .. build/compiled; \
+   && apt-get install --quiet --yes --no-install-recommends gcc libc6-dev; \
     fi \
- && /opt/building/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels build/compiled \
+ && PDPROXY_COMPILE="$COMPILED" /opt/building/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
  && /opt/venv/bin/pip install --no-deps /wheels/*.whl
 
 FROM ${BASE}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment, Engine
 
 IS_COMPILED = not proxy.balancer.lease.__file__.endswith(".py")
-"""Whether the gateway is the build of scripts/compile."""
+"""Whether the gateway is the compiled build."""
 collect_ignore = ["gateway/test_cost.py"] if IS_COMPILED else []
 
 pytest_plugins = ["tests.faults.plugin", "tests.conformance.plugin", "tests.selection.plugin"]

@@ -129,7 +129,7 @@ def clean_environment() -> dict[str, str]:
     return {
         **kept,
         "PROXY_DRAIN__NOT_READY_SECONDS": "0",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lab.common.compiled import NotCompiled, compiled
+from lab.common.compiled.build import NotCompiled, compiled
 from lab.profile.sampling import SAMPLED, cost, sampled
 
 # perf unwinds compiled stacks by debug information, so each sample copies the stack.

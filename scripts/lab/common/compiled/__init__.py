@@ -1,5 +1,9 @@
-"""A build of the gateway whose modules for requests are compiled by mypyc."""
+"""The compiled build: the modules that a request runs through, compiled by mypyc.
 
-from lab.common.compiled.build import COMPILED, NotCompiled, compiled
-
-__all__ = ["COMPILED", "NotCompiled", "compiled"]
+backend    what pip and `python -m build` call: setuptools, which also compiles if PDPROXY_COMPILE is set
+  build      compile the package in a directory, twice: training counts branches for the second time
+  classes    the changes to classes that mypyc needs, see DESIGN.md
+  modules    the list of compiled modules
+  training   the load during which branches are counted
+  pump       the extension module in C
+"""

@@ -19,13 +19,12 @@ from typing import Final
 from lab.common.compiled.classes import Refused, compilable, subclassed, with_subclasses
 from lab.common.compiled.modules import MODULES
 from lab.common.compiled.pump import SOURCE, build_pump
-from lab.common.compiled.training import train
 
-COMPILED: Final = Path("build/compiled")
-_STAMP: Final = "compiled-from"
 _ROOT: Final = Path.cwd()  # the project's, see scripts/lib.sh
+COMPILED: Final = Path("build/compiled", sys.implementation.cache_tag)
+"""Directory of the compiled package for this Python, relative to the project's."""
+_STAMP: Final = "compiled-from"
 _HERE: Final = Path(__file__).parent
-_FOR_PIP: Final = (_ROOT / "pyproject.toml", _ROOT / "README.md", _ROOT / "LICENSE", _HERE / "setup.py")
 # Classes that other code may subclass, in addition to those with interpreted subclasses in the package.
 _PORTS: Final = {
     "ChatCompletions",
@@ -53,36 +52,29 @@ class NotCompiled(Exception):
     """The build failed. The text is the compiler's output, or the obstacle."""
 
 
-def compiled(directory: Path = COMPILED) -> Path:
-    """Return a directory with the compiled package, which pip can install.
+def compiled(*, is_trained: bool = True) -> Path:
+    """Return a directory with the compiled package, which is built if it is missing or was built from other sources.
 
-    It is built if it is missing, or if it was built from other sources.
-    Raises:
-      NotCompiled: The build failed, or the directory has files that are not from a build.
+    Raises NotCompiled.
+    Args:
+      is_trained: Whether GCC compiles twice. Once takes half of the time, and a request then takes a tenth more.
     """
-    stamp, made_from = _stamp(), directory / _STAMP
-    is_ours = made_from.is_file()
-    if not is_ours and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise NotCompiled(f"{directory} is not empty and was not made by scripts/compile: name another directory")
-    if not is_ours or made_from.read_text() != stamp:
-        if is_ours:
-            shutil.rmtree(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        made_from.write_text("")  # marks the directory as ours if the build is interrupted
-        _compile(directory)
+    is_trained = is_trained and _is_gcc()
+    stamp, made_from = _stamp(is_trained), COMPILED / _STAMP
+    if not made_from.is_file() or made_from.read_text() != stamp:
+        shutil.rmtree(COMPILED, ignore_errors=True)
+        COMPILED.mkdir(parents=True)
+        _compile(COMPILED, is_trained)
         made_from.write_text(stamp)
-    for needed in _FOR_PIP:
-        shutil.copy(needed, directory)
-    return directory
+    return COMPILED
 
 
-def _compile(directory: Path) -> None:
-    shutil.copytree(_ROOT / "proxy", directory / "proxy", ignore=shutil.ignore_patterns("__pycache__"))
+def _compile(directory: Path, is_trained: bool) -> None:
+    shutil.copytree(_ROOT / "proxy", directory / "proxy", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     _rewrite(directory)
-    is_gcc = _is_gcc()
-    _run("-m", "mypyc", *MODULES, cwd=directory, flags=_COUNTING if is_gcc else "")
-    if is_gcc:
-        train(directory)
+    _run("-m", "mypyc", *MODULES, cwd=directory, flags=_COUNTING if is_trained else "")
+    if is_trained:
+        _run("-m", "lab.common.compiled.training", str(directory), cwd=_ROOT)
         _run("build/setup.py", "build_ext", "--inplace", "--force", cwd=directory, flags=_COUNTED)
     shutil.rmtree(directory / "build")
     _build_pump(directory)
@@ -110,7 +102,10 @@ def _is_gcc() -> bool:
 def _run(*words: str, cwd: Path, flags: str = "") -> None:
     """Run Python with these words. `flags`: for the C compiler. Raises NotCompiled if it fails."""
     command = [sys.executable, *words]
-    under = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} {_DIRECT_CALLS} {flags}".strip()}
+    cflags = f"{os.environ.get('CFLAGS', '')} {_DIRECT_CALLS} {flags}".strip()
+    # `lab` is found by training, and pip's packages for the build by all.
+    paths = os.pathsep.join(filter(None, [str(_HERE.parents[2]), os.environ.get("PYTHONPATH")]))
+    under = {**os.environ, "CFLAGS": cflags, "PYTHONPATH": paths}
     done = subprocess.run(
         command, cwd=cwd, env=under, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -132,9 +127,9 @@ def _rewrite(directory: Path) -> None:
             raise NotCompiled(f"{path}: {error}") from None
 
 
-def _stamp() -> str:
+def _stamp(is_trained: bool) -> str:
     """Return a hash of everything that a compiled package is built from."""
-    made = hashlib.sha256(f"{sys.version} {importlib.metadata.version('mypy')} {MODULES}".encode())
+    made = hashlib.sha256(f"{sys.version} {importlib.metadata.version('mypy')} {is_trained} {MODULES}".encode())
     for path in sorted([*_ROOT.glob("proxy/**/*.[cp]*"), *_HERE.glob("*.py")]):
         made.update(f"{path.name}\n".encode() + path.read_bytes())
     return made.hexdigest()

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from lab.common import peers
 from lab.common.fleet import Fleet
-from lab.common.processes import HOST
+from lab.common.processes import HOST, unwind_on_signals
 
 _MODEL: Final = "training"
 _KEY: Final = "training"
@@ -73,3 +73,8 @@ def _ask(connection: HTTPConnection, content: Any, tokens: int, *, stream: bool)
     body = answer.read()
     if answer.status != 200 or (stream and not body.endswith(b"data: [DONE]\n\n")):
         sys.exit(f"the gateway under training answered {answer.status}: {body[-1000:].decode(errors='replace')}")
+
+
+if __name__ == "__main__":
+    unwind_on_signals()
+    train(Path(sys.argv[1]))
