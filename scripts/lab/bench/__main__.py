@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lab.bench.course import DIRECT, FIGURES, Course, Measurements, not_resuming, takes_part
 from lab.bench.duel import dueller, fight, opponent, ratios, verdict
+from lab.bench.fleets import compare_fleets
 from lab.bench.kinds import compare
 from lab.bench.report import NOTES, chart, judged, table
 from lab.bench.scenarios import Scenario, scenarios
@@ -31,6 +32,9 @@ def main() -> None:
         sys.exit(f"--compiled: {error}")
     if options.kinds:
         compare(options.rounds, package)
+        return
+    if options.fleets:
+        compare_fleets(options.rounds, package)
         return
     if options.duel:
         _duel(options, base, package, [scenario for scenario in chosen if not scenario.saturates])
@@ -89,6 +93,11 @@ def _options() -> argparse.Namespace:
         action="store_true",
         help="measure only pdproxy: requests of each API, with n = 2, resumed, queued or read by aiohttp, as multiples"
         " of a chat",
+    )
+    parser.add_argument(
+        "--fleets",
+        action="store_true",
+        help="measure only pdproxy: a request with 4, 64 and 512 engines",
     )
     parser.add_argument(
         "--connector",
