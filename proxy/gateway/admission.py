@@ -168,6 +168,8 @@ class AdmissionParts:
     """
     metrics: Metrics
     """Metrics of this worker."""
+    fits: Callable[[PickRequest], bool] = lambda _: True
+    """Returns whether a decoder has enough KV memory for a request. It is called if there is room for others."""
     clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
     absent: Callable[[], Role | None] = lambda: None
@@ -197,6 +199,7 @@ class AdmissionQueue:
 
     def __init__(self, parts: AdmissionParts, limits: Limits) -> None:
         self._has_room = parts.has_room
+        self._fits = parts.fits
         self._absent = parts.absent
         self._full = parts.full
         self._on_wait = parts.on_wait
@@ -502,6 +505,9 @@ class AdmissionQueue:
         waiter = self._next_unit(front)
         # A unit whose turn has come runs next. If it was cancelled, it passes its turn on.
         if waiter is None or waiter.turn.done():
+            return
+        # Smaller requests do not overtake it, or it might wait forever.
+        if waiter.request is not None and not waiter.skips_learned_limits and not self._fits(waiter.request):
             return
         if self._front is None or not self._front.should_yield_to_earlier(*waiter.rank, now):
             waiter.turn.set_result(None)

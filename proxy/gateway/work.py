@@ -75,6 +75,7 @@ class RequestService:
         self.budget = RetryBudget(lambda: live.settings.retry)
         admission_parts = AdmissionParts(
             has_room=self._has_room,
+            fits=self._fits,
             metrics=metrics,
             absent=self._absent_role,
             full=self._full_role,
@@ -272,20 +273,20 @@ class RequestService:
             pool.on_release = self.admission.notify if is_waiting else None
 
     def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        line_up = self._pools.prefill
         for pool in self._serving:  # noqa: SIM110 - a generator would be one more call for each request
-            if not pool.has_room(request if pool is line_up else None):
+            if not pool.has_room(request):
                 return False
         return True
+
+    def _fits(self, request: PickRequest) -> bool:
+        return self._pools.decode.has_room(lambda: request)
 
     def _would_take(self) -> bool:
         return all(pool.would_take() for pool in self._serving)
 
     def _hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
-        pools = self._pools
-        return min(
-            pools.decode.policy.hold_seconds(request, waiting), pools.prefill.policy.hold_seconds(request, waiting)
-        )
+        decode, prefill = self._pools.decode, self._pools.prefill
+        return (prefill if decode.has_room() else decode).policy.hold_seconds(request, waiting)
 
     def _full_role(self) -> Role | None:
         return next((pool.role for pool in self._serving if not pool.has_room()), None)

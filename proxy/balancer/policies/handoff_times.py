@@ -178,7 +178,7 @@ class HandoffTimes:
             if pair.skipped < _THINNED:
                 return
             pair.skipped = 0
-        self._pending.add((pair, tokens / 1000, max(0.0, ended - began)), began, ended)
+        self._pending.add((pair, tokens / 1000, ended - began), began, ended)
         if len(self._pending) % _BATCH == 0 or pair.line.count < 1:
             self._learn()
 

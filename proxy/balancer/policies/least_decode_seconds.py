@@ -14,14 +14,15 @@ from operator import add
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend_health import FULL_PERCENT
-from proxy.balancer.pick import EQUAL, LEAST_SECONDS, PendingSamples, Tracker
+from proxy.balancer.pick import EQUAL, LEAST_SECONDS, PendingSamples
+from proxy.balancer.policies.decode_memory import DecodeMemory, DecoderKv, Fill, HeldKv
 from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.policies.least_tokens import LeastTokens
 from proxy.balancer.shared.scoreboard import SlotReader
 from proxy.common.backend import Load
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
     from proxy.common.backend import Backend
@@ -58,17 +59,16 @@ _IS_SATURATED: Final = 2
 _LACKS_KV: Final = 3
 # Shorter answers are not learned, because their pace predicts little.
 _MIN_TOKENS: Final = 8
-# Mean lengths of answers are learned for each power of two of their limits, over about this number of answers.
-_LENGTHS: Final = 20
-# Minimum number of answers for the use of a mean length.
-_ENOUGH_LENGTHS: Final = 8
-_HELD_STEP: Final = 0.05
-# Maximum sum of the final KV of all answers, including those in prefill, as a multiple of a decoder's KV memory. It may
-# exceed 1 because answers do not end at the same time.
-_FULL: Final = 1.2
+# Maximum predicted KV of all answers, including those in prefill, as a share of a decoder's KV memory.
+_FULL: Final = 0.95
+# Maximum KV of the prompts alone, as a share of the memory, for requests that have waited as long as they may.
+_OVERFULL: Final = 1.2
+# The peak is only predicted for decoders that are charged with this share of their KV memory.
+_MIN_FILL: Final = 0.4
 # Maximum wait of a request, as a multiple of the time that it is predicted to gain by waiting.
 _HOLD_GAINS: Final = 2.0
 _ANY: Final = float("inf")
+_AS_CHARGED: Final = Fill(1.0, 1.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +77,10 @@ class _Decoder:
 
     at: float
     """The time up to which `spent` is counted."""
+    memory: DecoderKv
+    """Its answers, and the tokens that each of them gets."""
+    speed: float = 1.0
+    """Speed relative to the other decoders."""
     spent: list[float] = field(default_factory=list)
     """Seconds in each bucket of numbers of answers, up to the last bucket with any."""
     writing: int = 0
@@ -96,16 +100,13 @@ class _Ended:
     tokens: int
 
 
-class _Answer(Tracker):
+class _Answer(HeldKv):
     """An answer from its lease to its end."""
 
     __slots__ = ("backend", "began_at", "request", "spent_before", "_decoder", "_policy")
 
-    def __init__(
-        self, compute: int, kv: int, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest
-    ) -> None:
-        self.compute = compute
-        self.kv = kv
+    def __init__(self, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> None:
+        policy.memory.lease(self, backend.name, request)
         self.backend = backend
         self.request = request
         self.spent_before: Sequence[float] = ()
@@ -115,14 +116,16 @@ class _Answer(Tracker):
 
     def note_first_token(self) -> None:
         """See Tracker."""
-        decoder = self._decoder = self._policy.begin(self.backend)
+        decoder = self._decoder = self._policy.begin(self)
         self.began_at = decoder.at
         self.spent_before = decoder.spent.copy()
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
         """See Tracker."""
+        tokens = answer_tokens if served else None
         if self._decoder is not None:
-            self._policy.end(self, self._decoder, answer_tokens if served else None)
+            self._policy.end(self, self._decoder, tokens)
+        self._policy.memory.leave(self, tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +141,9 @@ class _Bounds:
     """The same for choosing, which never makes requests wait. While one decoder is to have fewer answers, to find out,
     the others should have no more than some have had."""
     kv: list[float]
-    """The most KV tokens that each should hold."""
+    """The highest charge of each, in KV tokens, at which the predicted KV fits into its memory."""
+    prompts_kv: list[float]
+    """The same for the KV of prompts alone."""
     slowness: list[float]
     has_kv: bool = False
     is_open: bool = False
@@ -164,8 +169,9 @@ class LeastDecodeSeconds(LeastTokens):
         self._pending: PendingSamples[_Ended] = PendingSamples(
             self.context, max_lag_seconds=_MAX_LAG_SECONDS, max_lag_share=_MAX_LAG_SHARE, capacity=_MAX_PENDING
         )
-        self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
-        self._held = 0.0  # KV tokens of one answer, over the last ones
+        self.memory = DecodeMemory()
+        self._rates: Sequence[float] = [0.0] * len(SIZES)  # tokens per second of one answer, by bucket
+        self._fills: dict[str, Fill] = {}  # of decoders whose memory may become short
         self._candidates: Sequence[Candidate] = ()
         self._bounds: _Bounds  # of these
         self._due = 0.0  # when to look again
@@ -183,6 +189,7 @@ class LeastDecodeSeconds(LeastTokens):
         equal: list[Candidate] = []
         seconds: list[float] = []
         handoffs = self._handoffs(candidates, request) if request.partner is not None else None
+        charge = self.memory.charge(request) if bounds.has_kv else 0.0
         for place, candidate in enumerate(candidates):
             answers, weight, percent = running[place], weights[place], candidate.share_percent
             load = answers + share * weight
@@ -193,7 +200,7 @@ class LeastDecodeSeconds(LeastTokens):
                 score = (step + slope * load) * slowness[place]
             if handoffs is not None:
                 score += handoffs[place]
-            tier = 0 if is_open else self._tier(bounds, place, answers, weight)
+            tier = 0 if is_open else self._tier(bounds, place, answers, weight, charge)
             if tier > best_tier:
                 continue
             if tier < best_tier:
@@ -218,14 +225,14 @@ class LeastDecodeSeconds(LeastTokens):
         if extra is None:
             return None
         pace = self.pace
-        unit = _FIRST_TOKEN_WEIGHT / max(1.0, self._likely_tokens(request))
+        unit = _FIRST_TOKEN_WEIGHT / max(1.0, self.memory.likely_tokens(request))
         if not pace.is_fitted:
             unit *= pace.step / _LIKELY_STEP_SECONDS
         return [unit * each for each in extra]
 
-    def _tier(self, bounds: _Bounds, place: int, answers: int, held: int) -> int:
-        """Return how little a candidate should get one more answer. Within a tier the least loaded one gets it."""
-        if self._lacks_kv(bounds, place, answers, held):
+    def _tier(self, bounds: _Bounds, place: int, answers: int, held: int, charge: float) -> int:
+        """Return how little a candidate should get an answer with this charge. Within a tier the load decides."""
+        if answers > 0 and held + charge > bounds.kv[place]:
             return _LACKS_KV
         if answers >= bounds.most[place]:
             return _IS_SATURATED
@@ -263,13 +270,27 @@ class LeastDecodeSeconds(LeastTokens):
             )
         return False
 
+    def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
+        """See Policy. A request with a long prompt waits until it fits into the KV memory of a candidate."""
+        if not self.has_room(candidates):
+            return False
+        bounds = self._bounds
+        if not bounds.has_kv:
+            return True
+        charge = self.memory.charge(request())
+        held = bounds.reader.weights(0, 1)
+        return any(
+            answers < bounds.most[place] and (not answers or held[place] + charge <= bounds.kv[place])
+            for place, answers in enumerate(bounds.reader.running())
+        )
+
     def would_take(self, candidates: Sequence[Candidate]) -> bool:
-        """See Policy. Charges of the answers that are written count, and what was learned does not."""
+        """See Policy. The KV of prompts counts. The learned saturation point and lengths of answers do not."""
         bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
         running = bounds.reader.running()
         held = bounds.reader.weights(0, 1) if bounds.has_kv else running
         return any(
-            answers < bounds.limits[place] and (not answers or tokens <= bounds.kv[place])
+            answers < bounds.limits[place] and (not answers or tokens <= bounds.prompts_kv[place])
             for place, (answers, tokens) in enumerate(zip(running, held, strict=True))
         )
 
@@ -283,7 +304,7 @@ class LeastDecodeSeconds(LeastTokens):
             return _ANY
         bounds = self._bounds
         sharing = (sum(bounds.reader.running()) + waiting) / len(bounds.most)
-        return _HOLD_GAINS * self.pace.gain_at(sharing) * sharing * self._likely_tokens(request)
+        return _HOLD_GAINS * self.pace.gain_at(sharing) * sharing * self.memory.likely_tokens(request)
 
     def most_running(self, backend: Backend) -> int | None:
         """Return the answers at the saturation point."""
@@ -291,7 +312,7 @@ class LeastDecodeSeconds(LeastTokens):
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """Return what the answer takes of a decoder at its highest throughput; 0.0: not known."""
-        return self.pace.token_seconds * self._likely_tokens(request)
+        return self.pace.token_seconds * self.memory.likely_tokens(request)
 
     def _has_free(self, bounds: _Bounds) -> bool:
         running = bounds.reader.running()
@@ -307,48 +328,29 @@ class LeastDecodeSeconds(LeastTokens):
         The next answer counts as the last ones did, but as no more than those here: after a few that were large, small
         ones must not go one by one.
         """
-        return answers > 0 and held + min(self._held, held / answers) > bounds.kv[place]
+        return answers > 0 and held + min(self.memory.mean_charge, held / answers) > bounds.kv[place]
 
     # Charges
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """Return the prompt's KV and what the answer will probably add to it."""
-        return Load(request.decode.compute, self._kv_of(request))
-
-    def _kv_of(self, request: PickRequest) -> int:
-        limit = 0 if request.subject is None else request.subject.output_tokens
-        kv = request.decode.kv
-        known = self._lengths.get(limit.bit_length())
-        if known is not None and known[1] >= _ENOUGH_LENGTHS:
-            likely = round(known[0])
-            if likely < limit:
-                kv += likely - limit
-        self._held += _HELD_STEP * (kv - self._held) if self._held else kv
-        return kv
-
-    def _likely_tokens(self, request: PickRequest | None) -> float:
-        """Return the probable length of an answer: the mean of those with such a limit, or the limit."""
-        if request is None:
-            lengths = [mean for mean, _ in self._lengths.values()]
-            return max(lengths, default=0.0)
-        limit = request.output_tokens
-        mean, number = self._lengths.get(limit.bit_length(), (0.0, 0))
-        return limit if number < _ENOUGH_LENGTHS else min(limit, mean)
+        return Load(request.decode.compute, self.memory.charge(request))
 
     # Learning
 
     def track(self, backend: Backend, request: PickRequest) -> _Answer:
         """See Policy."""
-        return _Answer(request.decode.compute, self._kv_of(request), self, backend, request)
+        return _Answer(self, backend, request)
 
-    def begin(self, backend: Backend) -> _Decoder:
+    def begin(self, answer: _Answer) -> _Decoder:
         """Note that a decoder writes one answer more."""
-        now = self.context.clock()
+        now, backend = self.context.clock(), answer.backend
         decoder = self._decoders.get(backend.name)
         if decoder is None:
-            decoder = self._decoders[backend.name] = _Decoder(now)
+            decoder = self._decoders[backend.name] = _Decoder(now, answer.holder)
         self._count_elapsed_time(backend, decoder, now)
         decoder.writing += 1
+        answer.began = decoder.memory.tokens
         return decoder
 
     def end(self, answer: _Answer, decoder: _Decoder, tokens: int | None) -> None:
@@ -356,19 +358,11 @@ class LeastDecodeSeconds(LeastTokens):
         now, backend = self.context.clock(), answer.backend
         self._count_elapsed_time(backend, decoder, now)
         decoder.writing -= 1
-        if tokens:
-            subject = answer.request.subject
-            if subject is not None:
-                length = subject.output_tokens.bit_length()
-                mean, number = self._lengths.get(length, (0.0, 0))
-                if number < _LENGTHS:
-                    number += 1
-                self._lengths[length] = mean + 1 / number * (tokens - mean), number
-            if tokens >= _MIN_TOKENS:
-                ended = _Ended(backend.name, answer.spent_before, decoder.spent.copy(), tokens)
-                self._pending.add(ended, answer.began_at, now)
-                if len(self._pending) % _BATCH_ANSWERS == 0:
-                    self._learn()
+        if tokens is not None and tokens >= _MIN_TOKENS:
+            ended = _Ended(backend.name, answer.spent_before, decoder.spent.copy(), tokens)
+            self._pending.add(ended, answer.began_at, now)
+            if len(self._pending) % _BATCH_ANSWERS == 0:
+                self._learn()
         if now >= self._due:
             self._look(self._candidates)
 
@@ -381,6 +375,7 @@ class LeastDecodeSeconds(LeastTokens):
             if place >= len(spent):
                 spent += [0.0] * (place + 1 - len(spent))
             spent[place] += now - decoder.at
+            decoder.memory.tokens += (now - decoder.at) * self._rates[place] * decoder.speed
         decoder.at = now
 
     def _look(self, candidates: Sequence[Candidate]) -> None:
@@ -392,12 +387,23 @@ class LeastDecodeSeconds(LeastTokens):
         self.pace.look(now)
         if self.pace.most == _ANY and before < _ANY:
             self._log_dropped(before)
+        self._rates = self.pace.rates
+        for name, known in self._decoders.items():
+            known.speed = 1 / self.pace.slowness(name)
         present = {candidate.backend.name for candidate in candidates}
         for name in [name for name, known in self._decoders.items() if name not in present and not known.writing]:
             del self._decoders[name]
             self.pace.forget(name)
+        for name in [name for name in self.memory.decoders if name not in present]:
+            self.memory.forget(name)
         if candidates:
-            self._candidates, self._bounds = candidates, self._bounds_of(candidates)
+            bounds = self._bounds_of(candidates)
+            if bounds.has_kv:
+                names = [candidate.backend.name for candidate in candidates]
+                filled = zip(names, bounds.kv, bounds.reader.weights(0, 1), strict=True)
+                self._fills = self.memory.look([name for name, most, held in filled if held > _MIN_FILL * most])
+                bounds = self._bounds_of(candidates)
+            self._candidates, self._bounds = candidates, bounds
 
     def _log_dropped(self, most: float) -> None:
         held, self._has_held = self._has_held, False
@@ -431,11 +437,18 @@ class LeastDecodeSeconds(LeastTokens):
         backends = [candidate.backend for candidate in candidates]
         facts = [self.context.facts(backend) for backend in backends]
         limits = [_ANY if candidate.limit is None else float(candidate.limit) for candidate in candidates]
+        reader = SlotReader(candidates[0].scoreboard, [backend.slot for backend in backends])
+        prompts = kv = [_ANY if each is None or each.kv_tokens is None else float(each.kv_tokens) for each in facts]
+        if min(kv) < _ANY:
+            fills = [self._fills.get(backend.name, _AS_CHARGED) for backend in backends]
+            prompts = [_OVERFULL * most / fill.prompts for most, fill in zip(kv, fills, strict=True)]
+            kv = [_FULL * most / fill.needed for most, fill in zip(kv, fills, strict=True)]
         return _Bounds(
-            reader=SlotReader(candidates[0].scoreboard, [backend.slot for backend in backends]),
+            reader=reader,
             limits=limits,
             most=list(map(min, most, limits)),
             preferred=list(map(min, preferred, limits)),
-            kv=[_ANY if each is None or each.kv_tokens is None else _FULL * each.kv_tokens for each in facts],
+            kv=kv,
+            prompts_kv=prompts,
             slowness=[pace.slowness(backend.name) for backend in backends],
         )

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Final
 
 import orjson
 
 from lab.common.processes import allow_many_files, called_from, unwind_on_signals
 from lab.replay import sessions
 from lab.replay.advising import advice
+from lab.replay.drawn import DRAWN, drawn
 from lab.replay.figures import Run, chart, fits, margins, table
 from lab.replay.fleet import Fleet, parse_fleet
 from lab.replay.policies import OURS, policy_names
@@ -23,6 +25,8 @@ from proxy.settings import POLICIES
 from proxy.settings.model import Balance
 from proxy.sim.hardware.machines import published
 from proxy.tools.flag_numbers import positive
+
+_DRAWN_REQUESTS: Final = 2000
 
 _DESCRIPTION = """Compare policies for choosing instances on a trace.
 
@@ -38,6 +42,14 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/replay", description=_DESCRIPTION)
     add = parser.add_argument
     add("traces", type=Path, nargs="*", metavar="TRACE", help="files of requests in Mooncake's format or Azure's")
+    add(
+        "--drawn",
+        choices=DRAWN,
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"loads drawn from distributions: {', '.join(DRAWN)} (2000 requests, or --requests)",
+    )
     add("--fit", action="store_true", help="print published figures of the machines beside those of the model")
     add(
         "--fleet",
@@ -134,15 +146,15 @@ def read_options() -> argparse.Namespace:
     sessions.add_options(parser)
     options = parser.parse_args()
     if options.sessions:
-        if options.traces or options.sockets or options.margins or options.advise:
+        if options.traces or options.drawn or options.sockets or options.margins or options.advise:
             parser.error("--sessions takes no trace, and no --sockets, --margins or --advise")
         if options.seconds <= 0:
             parser.error("--seconds must be positive")
-    elif not options.traces and not options.fit:
-        parser.error("name at least one trace, or --sessions")
+    elif not options.traces and not options.drawn and not options.fit:
+        parser.error("name at least one trace, one load of --drawn, or --sessions")
     options.machine = options.machine or (AGENTS.name if options.sessions else "kimi-k2-thinking-a3")
     options.decode_machine = options.decode_machine or (AGENTS.name if options.sessions else "kimi-k2.5-h200")
-    if options.svg is not None and max(1, len(options.traces)) * len(options.fleets) > 1:
+    if options.svg is not None and max(1, len(options.traces) + len(options.drawn)) * len(options.fleets) > 1:
         parser.error("--svg needs exactly one trace and one fleet")
     if options.advise:
         options.policies = options.policies or [OURS]
@@ -179,6 +191,7 @@ def main() -> int:
             print(sessions.report(options))
             return 0
         traces = {path.name: read(called_from() / path)[: options.requests] for path in options.traces}
+        traces |= {name: drawn(name, options.requests or _DRAWN_REQUESTS) for name in options.drawn}
     except (InvalidTrace, OSError) as error:
         print(f"scripts/replay: {error}", file=sys.stderr)
         return 2

@@ -66,6 +66,8 @@ class Figures:
     p99_slowdown: float
     """99th percentile as a multiple of the prompt's uncached prefill time."""
     token_p99: float
+    end_mean: float
+    """Mean time to the last token."""
     imbalance: float
     """Busy time of the busiest prefiller over the mean."""
     off_p50: float
@@ -107,13 +109,14 @@ def figures(replay: Ended, fleet: Fleet, slo: Slo) -> Figures:
         within=sum(wait <= slo.first_token_seconds for wait in seconds) / len(courses),
         good=sum(paces.get(each, 0.0) <= slo.token_seconds for each in in_time) / len(courses),
         hits=sum(course.cached_tokens for course in courses) / sum(course.request.input_tokens for course in courses),
-        mean=sum(seconds) / len(seconds) if seconds else nan,
+        mean=_mean(seconds),
         p50=_percentile(seconds, 0.5),
         p90=_percentile(seconds, 0.9),
         p99=_percentile(seconds, 0.99),
         p99_short=_percentile([wait for course, wait in waits if course.request.input_tokens <= _SHORT_TOKENS], 0.99),
         p99_slowdown=_percentile([wait / work[id(course)] for course, wait in waits], 0.99),
         token_p99=_percentile(list(paces.values()), 0.99),
+        end_mean=_mean([speed * (course.ended_at - course.request.at) for course in courses if course.ended_at]),
         imbalance=max(busy) * len(busy) / sum(busy) if any(busy) else nan,
         off_p50=_percentile(off, 0.5),
         off_p95=_percentile(off, 0.95),
@@ -125,6 +128,10 @@ def _prediction_error(course: Course) -> float | None:
     if course.predicted_seconds is None or not course.prefill_seconds:
         return None
     return abs(course.predicted_seconds / course.prefill_seconds - 1)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else nan
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
@@ -191,7 +198,7 @@ def sustained_load(loads: dict[float, Figures]) -> float | None:
 
 _HEADS: Final = (
     *("policy", "load", "in time", "≤ 10 s", "good", "hits", "mean", "p50", "p99", "p99 ≤32K", "p99 slow"),
-    *("token p99", "off p50 / p95", "busiest", "again", "refused"),
+    *("token p99", "end", "off p50 / p95", "busiest", "again", "refused"),
 )
 
 
@@ -223,6 +230,7 @@ def _row(policy: str, load: float, each: Figures) -> Sequence[str]:
         *(policy, f"{load:g}", *(f"{100 * share:.1f} %" for share in shares)),
         *(_number(value, "{:.2f} s") for value in seconds),
         *(_number(each.p99_slowdown, "{:.1f}×"), _number(1000 * each.token_p99, "{:.0f} ms")),
+        _number(each.end_mean, "{:.1f} s"),
         _number(100 * each.off_p50, "{:.0f} %") + " / " + _number(100 * each.off_p95, "{:.0f} %"),
         *(_number(each.imbalance, "{:.2f}×"), _number(100 * each.recomputed, "{:.2f} %")),
         f"{100 * (1 - each.served):.1f} %",

@@ -131,16 +131,17 @@ class Worker:
             line_up=pools.prefill,
             front=front,
             would_take=lambda: pools.decode.would_take() and pools.prefill.would_take(),
-            hold_seconds=lambda *waits: min(
-                pools.decode.policy.hold_seconds(*waits), pools.prefill.policy.hold_seconds(*waits)
-            ),
+            fits=lambda request: pools.decode.has_room(lambda: request),
+            hold_seconds=lambda *waits: (
+                pools.prefill if pools.decode.has_room() else pools.decode
+            ).policy.hold_seconds(*waits),
         )
         self.admission = AdmissionQueue(parts, AdmissionLimits())
         for each in (pools.prefill, pools.decode):
             each.on_release = self.admission.notify
 
     def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        return self.pools.decode.has_room() and self.pools.prefill.has_room(request)
+        return self.pools.decode.has_room(request) and self.pools.prefill.has_room(request)
 
 
 @dataclass(frozen=True, slots=True)

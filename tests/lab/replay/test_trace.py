@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.replay.trace import InvalidTrace, Request, faster, read, spread
+from lab.replay.drawn import DRAWN, drawn
+from lab.replay.trace import BLOCK_TOKENS, InvalidTrace, Request, faster, read, spread
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,3 +82,14 @@ def test_invalid_azure_line_is_reported(tmp_path: Path) -> None:
     path.write_text(AZURE + "2023-11-16,3180\n")
     with pytest.raises(InvalidTrace, match="line 4: not a request of Azure's format"):
         read(path)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_load_has_requests_in_order_that_share_nothing(name: str) -> None:
+    requests = drawn(name, 200)
+    assert requests == drawn(name, 200)
+    assert [request.at for request in requests] == sorted(request.at for request in requests)
+    blocks = [block for request in requests for block in request.blocks]
+    assert len(blocks) == len(set(blocks))
+    assert all(len(request.blocks) == -(-request.input_tokens // BLOCK_TOKENS) for request in requests)
+    assert all(request.output_tokens > 1 for request in requests)
