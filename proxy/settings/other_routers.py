@@ -91,6 +91,8 @@ ACCEPTED: Final[Mapping[str, AcceptedFlag]] = {
     ),
     **dict.fromkeys(("--server-key-path", "--tls-key-path", "--ssl-keyfile"), AcceptedFlag(("listen.tls_key",))),
     "--ssl-ca-certs": AcceptedFlag(("listen.tls_client_ca",)),
+    "--client-cert-path": AcceptedFlag(("engines.client_certificate",)),
+    "--client-key-path": AcceptedFlag(("engines.client_key",)),
 }
 """Flags of other routers, and of vLLM's server, that pdproxy accepts."""
 
@@ -103,6 +105,7 @@ _ENGINES: Final = "is a flag of engines: leave it out"
 _NONE: Final = "has no counterpart: leave it out"
 
 ADVICE: Final[Mapping[str, str]] = {
+    "--ca-cert-paths": "set engines.ca_file to one file with all certificates",
     "--api-key": "set the keys of clients in auth.client_keys_file, and the key of engines in OPENAI_API_KEY",
     **_all(
         "--cache-threshold --balance-abs-threshold --balance-rel-threshold --max-tree-size --eviction-interval-secs"

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 OPERATING = (Path(__file__).parents[2] / "OPERATING.md").read_text(encoding="utf-8")
 OWN = {"--host", "--port", "--prefill", "--decode", "--policy", "--prefill-policy", "--decode-policy", "--log-level"}
 """Flags of these routers that pdproxy has, too."""
-TO_ENGINES = {"--ca-cert-paths", "--client-cert-path", "--client-key-path"}
-"""TLS to engines, with flags that are unknown here."""
 
 # `--help` of vllm-router 0.1.17 and sglang-router 0.3.2, and `add_cli_args` of smg.
 FLAGS = """
@@ -59,7 +57,7 @@ def settings(line: str) -> Settings:
 
 
 def test_every_flag_of_the_routers_is_accepted_or_explained() -> None:
-    assert set(FLAGS) - {*OWN, *TO_ENGINES, *ACCEPTED, *ADVICE, WORKERS_FLAG} == set()
+    assert set(FLAGS) - {*OWN, *ACCEPTED, *ADVICE, WORKERS_FLAG} == set()
 
 
 def test_accepted_and_explained_flags_are_disjoint() -> None:
