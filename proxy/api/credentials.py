@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -20,10 +21,10 @@ from aiohttp import hdrs, web
 from proxy.api import socket_owner
 from proxy.common.errors import GatewayError, LimitExceeded
 from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
-from proxy.settings import is_loopback
+from proxy.settings import canonical_host, is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from aiohttp.typedefs import Handler
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 
 _MAX_CHANGES_AT_ONCE: Final = 10
+_FORWARDED_FOR: Final = "X-Forwarded-For"
+_CLIENT: Final = web.RequestKey("client", object)
+"""The address of the client behind trusted proxies, if there are any."""
 
 # Headers of reverse proxies, sidecars, content delivery networks and load balancers (RFC 7239, Envoy, nginx, Akamai,
 # Cloudflare, Azure, AWS, Google), and those that browsers add to the requests of a page (Fetch standard).
@@ -46,7 +50,12 @@ class Administrators:
     """Checks the requests to the routes of administrators."""
 
     def __init__(
-        self, admin_key: Callable[[], str | None], *, listens_on: str, trusts_local: Callable[[], bool]
+        self,
+        admin_key: Callable[[], str | None],
+        *,
+        listens_on: str,
+        trusts_local: Callable[[], bool],
+        trusted_proxies: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """Prepare the check.
 
@@ -55,7 +64,9 @@ class Administrators:
             listens_on: The host of the listener. It must be a loopback address if there is no key.
             trusts_local: Returns whether programs of all users of this host are administrators, not just those of the
                 gateway's user.
+            trusted_proxies: Returns the networks of reverse proxies that name the client.
         """
+        self._trusted_proxies = trusted_proxies
         self._admin_key = admin_key
         self._listens_on = listens_on
         self._trusts_local = trusts_local
@@ -88,6 +99,9 @@ class Administrators:
 
     async def check(self, request: web.Request) -> None:
         """Raise GatewayError unless the caller may administer."""
+        networks = self._trusted_proxies()
+        if networks:
+            request[_CLIENT] = client_address(request.remote, request.headers.getall(_FORWARDED_FOR, ()), networks)
         admin_key = self._admin_key()
         if admin_key is not None:
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -133,6 +147,8 @@ class Administrators:
         peer = request.transport.get_extra_info("peername") if request.transport is not None else None
         if not isinstance(peer, tuple) or not is_loopback(peer[0]):
             return "the connection does not come from this host"
+        if _is_in(str(peer[0]), self._trusted_proxies()):
+            return "the request came through a proxy of listen.trusted_proxies"
         is_own_page = _is_read_by_own_page(request)
         for name in request.headers:
             if _ON_BEHALF.fullmatch(name) and not (is_own_page and name.lower().startswith("sec-fetch-")):
@@ -145,7 +161,36 @@ class Administrators:
 
 def author(request: web.Request) -> str:
     """Return the author of a change for the log."""
-    return f"an administrator at {request.remote}"
+    return f"an administrator at {request.get(_CLIENT, request.remote)}"
+
+
+def client_address(peer: str | None, forwarded: Sequence[str], networks: Sequence[str]) -> str | None:
+    """Return the address of the client behind trusted proxies.
+
+    Each proxy appends the address of its peer, so the client is the last one that is no trusted proxy. A header is not
+    used if another host could have written it, or from the first text on that is no address.
+
+    Args:
+        peer: Address of the other end of the connection; None: unknown.
+        forwarded: Values of X-Forwarded-For, in their order.
+        networks: Networks of the trusted proxies.
+    """
+    client = peer
+    hops = [hop.strip() for value in forwarded for hop in value.split(",")]
+    while client is not None and hops and _is_in(client, networks):
+        try:
+            client = str(ipaddress.ip_address(hops.pop().strip("[]")))
+        except ValueError:
+            break
+    return client
+
+
+def _is_in(address: str, networks: Sequence[str]) -> bool:
+    try:
+        parsed = ipaddress.ip_address(canonical_host(address))
+    except ValueError:
+        return False
+    return any(parsed in ipaddress.ip_network(network) for network in networks)
 
 
 def _is_read_by_own_page(request: web.Request) -> bool:

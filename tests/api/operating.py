@@ -19,7 +19,7 @@ from proxy.settings.load import ConfigChange
 from proxy.upstream.names import AddressRules, Names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from aiohttp import web
     from aiohttp.test_utils import TestClient
@@ -44,6 +44,7 @@ async def client_of(
     admin_key: str | None = None,
     listens_on: str = "127.0.0.1",
     trusts_local: bool = False,
+    trusted_proxies: Sequence[str] = (),
     roles: Collection[Role] = (Role.PREFILL, Role.DECODE),
     is_draining: bool = False,
     keys: EngineKeys | None = None,
@@ -56,7 +57,12 @@ async def client_of(
     pools = {role: gateway.pools[role] for role in roles}
     drain = DrainManager()
     drain.is_draining = is_draining
-    administrators = Administrators(lambda: admin_key, listens_on=listens_on, trusts_local=lambda: trusts_local)
+    administrators = Administrators(
+        lambda: admin_key,
+        listens_on=listens_on,
+        trusts_local=lambda: trusts_local,
+        trusted_proxies=lambda: trusted_proxies,
+    )
     names = names or Names(RULES, (), gateway.metrics)
     parts = InstanceParts(
         pools=pools,

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from proxy.api.credentials import client_address
 from proxy.common.backend import Role
 from proxy.settings.load import ConfigChange
 from tests.api.operating import client_of
@@ -278,3 +279,48 @@ async def test_every_change_is_one_log_line_with_its_author(gateway: Gateway, ca
         ("broadcast: sent to all instances: /start_profile", {"by": by}),
     ]
     assert "canary" not in caplog.text
+
+
+@pytest.mark.parametrize("networks", [("127.0.0.0/8",), ("10.0.0.0/8", "::ffff:127.0.0.0/104", "127.0.0.1/32")])
+async def test_request_through_a_trusted_proxy_is_not_local(gateway: Gateway, networks: tuple[str, ...]) -> None:
+    client = await client_of(gateway, trusts_local=True, trusted_proxies=networks)
+    async with client.get("/instances") as answer:
+        assert answer.status == 403
+        message = (await answer.json())["error"]["message"]
+    assert "because the request came through a proxy of listen.trusted_proxies; set auth.admin_key" in message
+
+
+async def test_log_names_the_client_behind_a_trusted_proxy(gateway: Gateway) -> None:
+    asked: list[str] = []
+
+    async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
+        asked.append(by)
+        return ConfigChange()
+
+    for networks in (("127.0.0.1/32",), ()):
+        client = await client_of(gateway, admin_key="k-1", trusted_proxies=networks, reload=reload)
+        headers = {"X-Admin-Key": "k-1", "X-Forwarded-For": "192.0.2.7"}
+        async with client.post("/admin/reload", headers=headers) as answer:
+            assert answer.status == 200
+    assert asked == ["an administrator at 192.0.2.7", "an administrator at 127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "client"),
+    [
+        ("10.0.0.1", ["192.0.2.7"], "192.0.2.7"),
+        ("10.0.0.1", ["198.51.100.1, 192.0.2.7, 10.0.0.2"], "192.0.2.7"),
+        ("10.0.0.1", ["198.51.100.1", "192.0.2.7", "10.0.0.2"], "192.0.2.7"),
+        ("10.0.0.1", ["[2001:db8::1]"], "2001:db8::1"),
+        ("::ffff:10.0.0.1", ["192.0.2.7"], "192.0.2.7"),
+        ("10.0.0.1", ["10.0.0.9, 10.0.0.2"], "10.0.0.9"),
+        ("10.0.0.1", ["192.0.2.7, nonsense"], "10.0.0.1"),
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("192.0.2.1", ["198.51.100.1"], "192.0.2.1"),
+        (None, ["198.51.100.1"], None),
+    ],
+)
+def test_client_is_the_last_address_that_is_no_trusted_proxy(
+    peer: str | None, forwarded: list[str], client: str | None
+) -> None:
+    assert client_address(peer, forwarded, ["10.0.0.0/8"]) == client

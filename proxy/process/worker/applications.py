@@ -38,6 +38,7 @@ def administrators_of(basis: Basis, host: str, *, trusts_local: bool = False) ->
         lambda: text_of(basis.settings.auth.admin_key),
         listens_on=host,
         trusts_local=lambda: trusts_local or basis.settings.admin.trust_local,
+        trusted_proxies=lambda: basis.settings.listen.trusted_proxies,
     )
 
 
