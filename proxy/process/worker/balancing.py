@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.health import Transition
     from proxy.balancer.shared.memory import LogOnce
+    from proxy.balancer.shared.scoreboard import LoadRow
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.process.worker.basis import Basis
@@ -79,62 +80,22 @@ def build_balancing(basis: Basis) -> Balancing:
         lambda decoder: lacks_memory(shared.scoreboard, decoder, health.of(decoder).facts),
     )
     on_transition = _transitions(basis)
-    ends = _InstanceRequests(basis.metrics)
     needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
     models = ServedModels(shared.roster, health, needed)
 
-    def pool(role: Role, part: tuple[Pool, Serving] | None = None) -> tuple[Pool, Callable[[Settings], None]]:
-        context = PolicyContext(
-            worker=basis.index,
-            role=role,
-            facts=lambda backend: health.of(backend).facts,
-            journal=shared.journal.writer(basis.index) if shared.journal.rings > 1 else None,
-            others_running=shared.scoreboard.others_running(row),
-            lag_within=basis.loop_lag.within,
-            balance=lambda: live.settings.balance,
-            handoffs=handoffs,
-        )
-        current = live.settings
-        policy = make_policy(_policy_name(current, role), context)
-        made = Pool(
-            PoolParts(
-                role=role,
-                policy=policy,
-                scoreboard=shared.scoreboard,
-                row=row,
-                roster=shared.roster,
-                health=health,
-                limits=_limits(current, role),
-                on_transition=on_transition,
-                on_end=ends.of(role),
-                pinned_kv=pinned_kv if role is Role.PREFILL else None,
-                quarantine=quarantine,
-                handoffs=handoffs,
-                compatibility=compatibility,
-                on_change=models.refresh if part is None else ignore,
-                whole=None if part is None else part[0],
-                serving=tuple if part is None else part[1],
-                back_offs=shared.back_offs,
-            )
-        )
-        return made, _configuring(made, current, context)
-
-    def pools(whole: Pools | None = None, serving: Serving | None = None) -> tuple[Pools, Callable[[Settings], None]]:
-        made = {}
-        for role in Role:
-            if role is not Role.ENCODE or settings.has_encoders:
-                made[role] = pool(role, None if whole is None or serving is None else (whole.of(role), serving))
-
-        def on_change(new: Settings) -> None:
-            for _, configure_one in made.values():
-                configure_one(new)
-
-        by_role = {role: one for role, (one, _) in made.items()}
-        prefill, decode, encode = by_role[Role.PREFILL], by_role[Role.DECODE], by_role.get(Role.ENCODE)
-        made_pools = Pools(prefill=prefill, decode=decode, quarantine=quarantine, encode=encode, handoffs=handoffs)
-        return made_pools, on_change
-
-    everybody, on_change = pools()
+    builder = _PoolBuilder(
+        basis=basis,
+        row=row,
+        health=health,
+        compatibility=compatibility,
+        pinned_kv=pinned_kv,
+        quarantine=quarantine,
+        handoffs=handoffs,
+        models=models,
+        on_transition=on_transition,
+        count_ends=_InstanceRequests(basis.metrics).of,
+    )
+    everybody, on_change = builder.pools()
     live.on_change(on_change)
     return Balancing(
         health=health,
@@ -144,9 +105,88 @@ def build_balancing(basis: Basis) -> Balancing:
         pools=everybody,
         models=models,
         pool_of=PoolOf(everybody),
-        part=lambda serving: pools(everybody, serving),
+        part=lambda serving: builder.pools(everybody, serving),
         on_transition=on_transition,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PoolBuilder:
+    """Builds the pools of a worker: those of all backends, and those of the backends that serve certain models."""
+
+    basis: Basis
+    row: LoadRow
+    health: Health
+    compatibility: CompatibilityMonitor
+    pinned_kv: PinnedKv
+    quarantine: PairQuarantine
+    handoffs: HandoffTimes
+    models: ServedModels
+    on_transition: Callable[[Transition], None]
+    count_ends: Callable[[Role], Callable[[Backend, str], None]]
+
+    def pools(
+        self, whole: Pools | None = None, serving: Serving | None = None
+    ) -> tuple[Pools, Callable[[Settings], None]]:
+        """Return one pool for each role, and the function that configures them all."""
+        made = {}
+        for role in Role:
+            if role is not Role.ENCODE or self.basis.settings.has_encoders:
+                made[role] = self._pool(role, None if whole is None or serving is None else (whole.of(role), serving))
+
+        def on_change(new: Settings) -> None:
+            for _, configure_one in made.values():
+                configure_one(new)
+
+        by_role = {role: one for role, (one, _) in made.items()}
+        pools = Pools(
+            prefill=by_role[Role.PREFILL],
+            decode=by_role[Role.DECODE],
+            quarantine=self.quarantine,
+            encode=by_role.get(Role.ENCODE),
+            handoffs=self.handoffs,
+        )
+        return pools, on_change
+
+    def _pool(self, role: Role, part: tuple[Pool, Serving] | None) -> tuple[Pool, Callable[[Settings], None]]:
+        shared, settings = self.basis.shared, self.basis.live.settings
+        context = self._policy_context(role)
+        pool = Pool(
+            PoolParts(
+                role=role,
+                policy=make_policy(_policy_name(settings, role), context),
+                scoreboard=shared.scoreboard,
+                row=self.row,
+                roster=shared.roster,
+                health=self.health,
+                limits=_limits(settings, role),
+                on_transition=self.on_transition,
+                on_end=self.count_ends(role),
+                pinned_kv=self.pinned_kv if role is Role.PREFILL else None,
+                quarantine=self.quarantine,
+                handoffs=self.handoffs,
+                compatibility=self.compatibility,
+                on_change=self.models.refresh if part is None else ignore,
+                whole=None if part is None else part[0],
+                serving=tuple if part is None else part[1],
+                back_offs=shared.back_offs,
+            )
+        )
+        return pool, _configuring(pool, settings, context)
+
+    def _policy_context(self, role: Role) -> PolicyContext:
+        shared, live = self.basis.shared, self.basis.live
+        index = self.basis.index
+        return PolicyContext(
+            worker=index,
+            role=role,
+            facts=lambda backend: self.health.of(backend).facts,
+            journal=shared.journal.writer(index) if shared.journal.rings > 1 else None,
+            others_running=shared.scoreboard.others_running(self.row),
+            lag_within=self.basis.loop_lag.within,
+            balance=lambda: live.settings.balance,
+            handoffs=self.handoffs,
+        )
 
 
 def subject(backend: Backend) -> str:
