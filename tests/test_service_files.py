@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +208,21 @@ def test_account_of_the_gateway_may_only_list_and_watch_slices() -> None:
     (deployment,) = documents(COMPONENTS / "discovery" / "account.yaml")
     pod = deployment["spec"]["template"]["spec"]
     assert pod == {"serviceAccountName": account["metadata"]["name"], "automountServiceAccountToken": True}
+
+
+DEPLOYMENT_TOOLS = ROOT / ".venv-deployment" / "bin" / "python"
+
+
+@pytest.mark.skipif(
+    not DEPLOYMENT_TOOLS.exists() or shutil.which("kubectl") is None,
+    reason="needs kubectl, and the tools that scripts/test-deployment installs",
+)
+def test_chart_renders_the_manifests_of_kustomize() -> None:
+    command = [str(DEPLOYMENT_TOOLS), "-m", "lab.common.manifests"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "valid for Kubernetes 1.35, 1.36, 1.37" in done.stdout
 
 
 @pytest.mark.parametrize("line", unit("ExecStart") + unit("ExecReload")[:1])
