@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -71,7 +72,8 @@ def compiled(*, is_trained: bool = True) -> Path:
 
 def _compile(directory: Path, is_trained: bool) -> None:
     shutil.copytree(_ROOT / "proxy", directory / "proxy", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    _rewrite(directory)
+    for path, source in rewritten(directory):
+        (directory / path).write_text(source)
     _run("-m", "mypyc", *MODULES, cwd=directory, flags=_COUNTING if is_trained else "")
     if is_trained:
         _run("-m", "lab.common.compiled.training", str(directory), cwd=_ROOT)
@@ -113,16 +115,17 @@ def _run(*words: str, cwd: Path, flags: str = "") -> None:
         raise NotCompiled(done.stdout)
 
 
-def _rewrite(directory: Path) -> None:
-    others = {str(path.relative_to(directory)): path for path in directory.rglob("*.py")}
+def rewritten(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the path of each compiled module, and the source that mypyc reads for it.
+
+    `root`: directory of the package. Raises NotCompiled.
+    """
+    sources = {str(path.relative_to(root)): path.read_text() for path in root.glob("proxy/**/*.py")}
+    names = _PORTS.union(*(subclassed(source) for path, source in sources.items() if path not in MODULES))
+    names = with_subclasses(names, [sources[path] for path in MODULES])
     for path in MODULES:
-        del others[path]
-    names = _PORTS.union(*(subclassed(path.read_text()) for path in others.values()))
-    names = with_subclasses(names, [(directory / path).read_text() for path in MODULES])
-    for path in MODULES:
-        source = directory / path
         try:
-            source.write_text(compilable(source.read_text(), names))
+            yield path, compilable(sources[path], names)
         except Refused as error:
             raise NotCompiled(f"{path}: {error}") from None
 
