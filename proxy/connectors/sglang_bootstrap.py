@@ -198,7 +198,7 @@ class _PrefillAnswer:
         self._pair = pair
 
     @property
-    def so_far(self) -> bytes | None:
+    def body_or_none(self) -> bytes | None:
         """See PrefillAnswer."""
         return self._legs.answer
 

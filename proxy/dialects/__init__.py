@@ -1,4 +1,4 @@
-"""The APIs that clients speak: one file per dialect, and the table of them."""
+"""The APIs that clients speak: one file for each dialect, and the table of all dialects."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ if TYPE_CHECKING:
     from proxy.dialects.base import Dialect
 
 DIALECTS: Final[Sequence[Dialect]] = (ChatCompletions(), Completions(), Messages(), Responses(), SglangGenerate())
-"""A dialect is served where the connector's engines speak its `api`."""
+"""All dialects. A dialect is served if the connector's engines serve its API (`Dialect.api`)."""

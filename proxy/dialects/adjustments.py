@@ -62,15 +62,15 @@ class ModelNames:
 
 
 def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
-    """Return the call with its priority, in body and headers, limited to `least`.
+    """Return the call with its priority limited to `least`, in its body and in its headers.
 
     A request without a priority stays without one, because vLLM rejects any number but 0 unless its scheduling policy
     is `priority`.
 
     Args:
         call: The client's call.
-        least: The priority of the client key. Lower values go first, and requests cannot go lower than this.
-        lower_first: Whether engines serve lower values of the member `priority` first.
+        least: The best priority that the client key may use. The gateway serves lower numbers first.
+        lower_first: Whether engines serve lower numbers of the member `priority` first.
     """
     asked_in_header = call.headers.get(PRIORITY_HEADER)
     if asked_in_header is None and (call.is_ordinary or _PRIORITY not in call.values):
@@ -89,7 +89,7 @@ def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
 
 
 def priority_change(asked: object, least: int, *, lower_first: bool) -> Mapping[str, Any]:
-    """Return the change of the body's member `priority`, whose value is `asked`; empty if it may stay as it is."""
+    """Return the changed member `priority` of the body; empty if it needs no change. `asked`: the client's value."""
     try:
         number: Any = whole_number(asked)
     except ValueError:
@@ -99,10 +99,10 @@ def priority_change(asked: object, least: int, *, lower_first: bool) -> Mapping[
 
 
 class SystemFirst:
-    """Joins the system messages of chats whose model accepts only one, at the beginning.
+    """Joins all system messages of a chat into its first message, for models that accept only one.
 
     Args:
-        models: Engines' names of such models, with wildcards.
+        models: Engines' names of the models that need this. They may have wildcards.
     """
 
     def __init__(self, models: Sequence[str]) -> None:
@@ -117,7 +117,7 @@ class SystemFirst:
         return call.part(changes)
 
     def changes(self, chat: Mapping[str, Any]) -> dict[str, object]:
-        """Return the changed members of a chat; empty if its model accepts it as it is."""
+        """Return the members of a chat that change; empty if its model accepts the chat unchanged."""
         model, messages = chat.get("model"), chat["messages"]
         if not any(fnmatchcase(str(model), pattern) for pattern in self._models):
             return {}

@@ -30,29 +30,35 @@ class EngineAnswer(Protocol):
         """Return the error for an answer that arrived but cannot be used."""
 
     def unreadable(self, message: str) -> UpstreamError:
-        """Return the error for a complete answer with members that cannot be read; see UpstreamError."""
+        """Return the error for a complete answer that has members of an unexpected form; see UpstreamError."""
 
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
-        """Return the error for an engine's refusal, whose status and body the client gets unchanged."""
+        """Return the error for a request that the engine refused.
+
+        The client gets the engine's status and body unchanged.
+        """
 
 
 class PrefillAnswer(Protocol):
     """A prefiller's answer, which may arrive after the decoder's first output."""
 
     @property
-    def so_far(self) -> bytes | None:
-        """The whole body; None until it has arrived."""
+    def body_or_none(self) -> bytes | None:
+        """The whole body of the prefiller's answer; None until it has arrived."""
 
     async def whole(self) -> bytes:
         """Wait for the whole body and return it. Raises UpstreamError."""
 
 
 class AnsweredAttempt(Protocol):
-    """Facts about one try at a call, besides the decoder's answer. `connectors.legs.Attempt` implements it."""
+    """Facts about one attempt at a call, besides the decoder's answer. `connectors.legs.Attempt` implements it."""
 
     @property
     def has_kv_from_prefiller(self) -> bool:
-        """Whether the decoder got its KV cache from a prefiller. Its own details of the prompt are wrong then."""
+        """Whether the decoder got its KV cache from a prefiller.
+
+        If so, the decoder's `prompt_tokens_details` are wrong.
+        """
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -60,42 +66,45 @@ class AnsweredAttempt(Protocol):
 
     @property
     def prompt_details(self) -> dict[str, Any] | None:
-        """The `prompt_tokens_details` that an engine reported and that are true; None if no engine has."""
+        """The correct `prompt_tokens_details`, as an engine reported them; None if no engine reported correct ones."""
 
     @property
     def prefill_answer(self) -> PrefillAnswer | None:
-        """The prefiller's answer; None if the client needs nothing of it, or if the prefiller is the only engine."""
+        """The prefiller's answer; None if the client needs nothing from it, or if no other engine takes part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """One prompt and one sample of a client request."""
+    """One sample of one prompt of a client request."""
 
     call: Call
     index: int
-    """The index of its choice in the client's answer."""
+    """The index of this sample's choice in the client's answer."""
     is_first_sample: bool
-    """Whether it is the first sample of its prompt. Only that one's prompt tokens count in the merged usage."""
+    """Whether this is the first sample of its prompt.
+
+    The merged usage counts each prompt's tokens once, for this sample.
+    """
 
 
 class Whole(Protocol):
     """One unit's answer that is not streamed."""
 
     def body(self) -> bytes:
-        """Return the JSON body, as far as possible in the engine's own bytes."""
+        """Return the JSON body. As far as possible, it consists of the engine's own bytes."""
 
     def values(self) -> dict[str, Any]:
-        """Return the body as Python objects. Long members may be `orjson.Fragment`, which only orjson can write."""
+        """Return the body as Python objects. Long members may be `orjson.Fragment`, which only orjson can serialize."""
 
 
 class WatchedWhole(Protocol):
-    """Assembles an answer from the payloads of a watched stream."""
+    """Assembles an answer that is not streamed from the payloads of a watched stream."""
 
     def add(self, payload: dict[str, Any]) -> bytes:
-        """Add the next payload. Returns no bytes, because the client gets the answer at its end."""
+        """Add the next payload. Returns empty bytes, because the client gets the answer only when it is complete."""
 
     def cut(self, tokens: int) -> None:
-        """Remove everything that belongs to later tokens than the first `tokens`."""
+        """Keep the parts of the answer that belong to its first `tokens` tokens, and remove the rest."""
 
     def values(self) -> dict[str, Any]:
         """Return the answer so far."""
@@ -105,65 +114,69 @@ class UnitRendering(Protocol):
     """Writes the client's events of one unit's streams."""
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
-        """Begin with another decoder's answer. Events that wait from the previous decoder are dropped.
+        """Begin to write the answer of another decoder. Drops events of the previous decoder that were not sent yet.
 
         Args:
             attempt: The attempt of the decoder.
-            goes_on: Whether it continues the answer. Otherwise the client has no part of the answer, even if events
-                were rendered.
+            goes_on: Whether the decoder continues the answer. Otherwise the client has no part of the answer, even if
+                events were rendered.
         """
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Return the client's bytes for one parsed event of the engines' API.
 
-        Empty if the event has nothing for the client, or nothing yet. Usage comes with `ending`.
+        The result is empty if the client gets nothing for this event, or not yet. `render_ending` writes the usage.
         """
 
-    async def rest(self) -> bytes:
-        """Return the events that still wait for other engines at the end of the stream. Raises UpstreamError."""
+    async def wait_for_remaining_events(self) -> bytes:
+        """Return the events that had to wait for other engines.
+
+        Called at the end of the stream. Raises UpstreamError.
+        """
 
 
 class Rendering(Protocol):
     """Writes the answer to one streamed client request from the streams of all its units."""
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """Return the writer of one unit's events. None: the client gets the engine's events byte for byte."""
+        """Return the writer of one unit's events; None if the client gets the engine's events byte for byte."""
 
-    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """Return the events after the streams of all units and before `Dialect.done_event`.
+    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """Return the events that follow the streams of all units and precede `Dialect.done_event`.
 
         Args:
-            usages: The usage of each unit, in their order; None if its engine reported none.
-            last_payload: The last event of the last unit that the client got.
+            usages: The usage of each unit, in the order of the units; None for a unit whose engine reported none.
+            last_payload: The last event that the client got of the last unit.
         """
 
     def error_event(self, error: GatewayError) -> bytes:
-        """Return the event of an error in the middle of a stream: the answer is not complete."""
+        """Return the event that reports an error to a client that has received only a part of its answer."""
 
 
 class Dialect(ABC):
     """An API that clients speak.
 
-    Calls and rendered payloads belong to the engines' API `api`, even if an answer was assembled from the streams of
+    Calls and rendered payloads have the form of the engines' API `api`, even if the answer was assembled from the
+    streams of
     several decoders.
     """
 
     api: ClassVar[Api]
-    """The engines' API that serves this one."""
+    """The engines' API to which requests of this dialect are sent."""
     path: ClassVar[str]
-    """The route on the gateway."""
+    """The path of the gateway's route for this dialect."""
     label: ClassVar[str]
     """The label in metrics, and the value of `api` in the access log."""
     methods: ClassVar[Sequence[str]] = ("POST",)
-    """HTTP methods of its requests."""
+    """The HTTP methods that requests of this dialect may use."""
     request_id_header: ClassVar[str] = "X-Request-Id"
-    """The header in which its clients look for the id of their request."""
+    """The response header in which clients of this dialect expect the request ID."""
     speaks_as_engines: ClassVar[bool] = False
-    """Whether requests and single answers pass unchanged."""
+    """Whether requests, and answers with one choice, pass between client and engine unchanged."""
     done_event: ClassVar[bytes] = DONE_EVENT
     """The last bytes of a complete stream."""
     keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
-    """The event that keeps a silent stream open; see KeepAlive."""
+    """The event that the gateway sends while a stream is silent, to keep its connection open; see KeepAlive."""
 
     # Requests
 
@@ -177,45 +190,51 @@ class Dialect(ABC):
 
     @abstractmethod
     def is_single(self, call: Call) -> bool:
-        """Return whether the answer is one choice that comes from one sequence of tokens."""
+        """Return whether the answer is one choice that is generated as one sequence of tokens."""
 
     # Answers of engines
 
-    def new_segment(self) -> Segment:
+    def make_segment(self) -> Segment:
         """Return the reader of one engine's stream."""
         return Segment()
 
-    def watched_segment(self) -> Segment:
+    def make_watched_segment(self) -> Segment:
         """Return the reader of a watched stream. Its payloads are always chunks of a completion or a chat."""
-        return self.new_segment()
+        return self.make_segment()
 
-    def watched_rendering(self, call: Call) -> UnitRendering | None:
-        """Return the writer of a watched answer that is the client's only one. None: clients get the engine's bytes."""
+    def make_watched_rendering(self, call: Call) -> UnitRendering | None:
+        """Return the writer of a watched answer if it is the client's only one.
+
+        None: the client gets the engine's bytes.
+        """
         return None
 
-    def watched_whole(self, call: Call) -> WatchedWhole | None:
-        """Return the assembler of a watched answer that is not streamed. None: it is that of a chat or a completion."""
+    def make_watched_assembler(self, call: Call) -> WatchedWhole | None:
+        """Return the assembler of a watched answer that is not streamed; None for the one of chats and completions."""
         return None
 
     @abstractmethod
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """Raise UpstreamError if an engine's whole answer is broken, is incomplete or reports a failure."""
+        """Raise UpstreamError if a complete engine answer is broken, lacks a part, or reports a failure."""
 
     @abstractmethod
     def usage(self, values: dict[str, Any]) -> Any:
-        """Return the usage in an engine's whole answer, in OpenAI's form. Its type is not checked."""
+        """Return the usage in a complete engine answer, in OpenAI's form. The caller must check its type."""
 
     @abstractmethod
-    def corrected_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """Return the changed members of an engine's whole answer; REMOVED for members that the client does not get."""
+    def correct_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+        """Return the members that change in a complete engine answer. A member that is not for clients is REMOVED."""
 
     def waits_for_prefiller(self, call: Call) -> bool:
-        """Return whether the answer needs members of the prefiller's answer, which may arrive after the decoder's."""
+        """Return whether the client's answer needs members of the prefiller's answer, which may arrive last."""
         return False
 
-    async def completed_members(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """Return the changed members as `corrected` does, after waiting for the prefiller. Raises UpstreamError."""
-        return self.corrected_members(values, attempt)
+    async def complete_members(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+        """Wait for the prefiller, then return the members that change as `correct_members` does.
+
+        Raises UpstreamError.
+        """
+        return self.correct_members(values, attempt)
 
     # Answers to clients
 
@@ -224,9 +243,9 @@ class Dialect(ABC):
         """Return the JSON body of an answer that is not streamed. `answers` are in the order of `units`."""
 
     @abstractmethod
-    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
-        """Return the writer of events of one streamed client request."""
+    def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+        """Return the writer of the events of one streamed client request."""
 
     def error_body(self, error: GatewayError) -> bytes | None:
-        """Return the JSON body of an error on this route. None: OpenAI's body, or the engine's, byte for byte."""
+        """Return the JSON body of an error on this route. None: OpenAI's body, or the engine's own body, unchanged."""
         return None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PREFILL_OVERHEAD_TOKENS: Final = 3480
 
 _load: Final[Callable[[tuple[int, int]], Load]] = partial(tuple.__new__, Load)
-"""Makes a Load of compute and kv. The constructor of a NamedTuple is slower, and each request makes two."""
+"""Makes a Load from the pair (compute, kv). It is faster than the constructor, and each request makes two loads."""
 
 # A larger limit says nothing about the length of the answer, and must not count as load.
 MAX_OUTPUT_TOKENS: Final = 1 << 20
@@ -35,26 +35,29 @@ MAX_OUTPUT_TOKENS: Final = 1 << 20
 DECODE_OVERHEAD_TOKENS: Final = 256
 
 CONTEXT_HEADERS: Final = ("traceparent", "tracestate")
-"""Headers that name the trace of a request (W3C Trace Context)."""
+"""Names of the headers that identify the trace of a request (W3C Trace Context)."""
 
 FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
-"""Time within which the client wants the first token, in milliseconds. Used by policies and sent to engines."""
+"""Name of the header with the client's time limit for the first token, in milliseconds. Engines also get it."""
 
 PRIORITY_HEADER: Final = "x-request-priority"
-"""Priority in the queue; lower values go first, whatever engines make of the body's `priority`."""
+"""Name of the header with the priority in the gateway's queue. The gateway serves lower numbers first."""
 
 SESSION_HEADER: Final = "x-session-id"
-"""The client's name for a conversation; see Call.session."""
+"""Name of the header with the client's name for a conversation; see Call.session."""
 
 PASSED_ON: Final = (*CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER)
-"""Request headers that are sent to the engines, besides the client's credential. All others are rebuilt or dropped:
-hop-by-hop headers, and headers that control an engine, such as X-data-parallel-rank, which an endpoint per rank answers
-with 400."""
+"""Names of the client's headers that engines get, besides the client's credential. All other headers are rebuilt or
+dropped.
+
+Dropped headers are hop-by-hop headers, and headers that control an engine, such as X-data-parallel-rank. An engine that
+serves one rank at its address rejects that header with 400.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One unit of work for the engines: a single prompt and a single sample once its dialect has split it.
+    """One request to the engines. Its dialect splits it into calls with one prompt and one sample.
 
     It is immutable, but not a frozen dataclass, because setting a field of those costs a call.
     """
@@ -62,48 +65,54 @@ class Call:
     api: Api
     document: Document
     prompt_tokens: int
-    """Length of the prompt: estimated from the text's bytes, exact for token ids, a fixed number per image or audio."""
+    """Length of the prompt in tokens.
+
+    Exact for token ids; estimated from the number of bytes for text; a fixed number for each image or audio.
+    """
     output_tokens: int
-    """Expected length of the answer: the client's limit, or the configured default."""
+    """Expected length of the answer in tokens: the client's limit, or the configured default."""
     stream: bool
     include_usage: bool
     """Whether the client asked for a usage chunk at the end of the stream."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers that are passed on to the engines."""
     changes: Mapping[str, object] = field(default_factory=dict)
-    """Members of the document that are replaced or REMOVED on every leg."""
+    """Members of the document that are replaced, or REMOVED, in the request of every leg."""
     prompt: Prompt | None = None
-    """The prompt, shared by all units of one prompt and kept when the answer is resumed; None if it is not known."""
+    """The prompt; None if it is not known.
+
+    All samples of a prompt share it, and so does the rest of a resumed answer.
+    """
     output_limit: int | None = None
-    """The client's limit on output tokens; None if it gave none, or if only the engine reads it."""
+    """The client's limit on output tokens; None if it gave none, or if only the engine reads the limit."""
     is_ordinary: bool = False
-    """Whether all of the client's fields are among `ORDINARY_FIELDS`, so that checks for rare ones can be skipped."""
+    """Whether the client uses only fields in `ORDINARY_FIELDS`. Checks for rare fields can then be skipped."""
     kv_params: Mapping[str, object] = field(default_factory=dict)
-    """Members added to the `kv_transfer_params` of every leg."""
+    """Members that are added to the `kv_transfer_params` of every leg."""
     alias: str | None = None
-    """The client's name of the model, if engines use another name; None otherwise."""
+    """The client's name of the model; None if the engines use the same name."""
     answer_context: Any = None
-    """Facts about the client's request that its dialect needs to write the answer; None if it needs none."""
+    """Facts about the client's request that the dialect needs when it writes the answer; None if it needs none."""
     left_out: Sequence[str] = ()
-    """Kinds of tools and content that its dialect has left out, because no engine can serve them."""
+    """Kinds of tools and content that the dialect omitted, because no engine can serve them."""
     values: Mapping[str, Any] = field(init=False, repr=False, compare=False)
-    """The members of the document, as engines read them."""
+    """The members of the document, with the values that engines read."""
 
     def __post_init__(self) -> None:
         self.values = self.document.values
 
     @property
     def is_all_prompt(self) -> bool:
-        """Whether at most one token is generated, so that a prefiller can serve the whole call.
+        """Whether the answer has at most one token, so that a prefiller can serve the whole call.
 
-        Completions that only echo their prompt may ask for 0.
+        Completions that only echo their prompt may ask for 0 tokens.
         """
         values = self.values
         limit = values.get("max_completion_tokens") if self.api is Api.CHAT else None
         return (values.get("max_tokens") if limit is None else limit) in (0, 1)
 
     def pick_request(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> PickRequest:
-        """Return the load of an attempt and its constraints on backends; see PickRequest.
+        """Return the load of an attempt, and the backends that the attempt avoids or prefers; see PickRequest.
 
         A prefiller is charged compute until it answers, and kv until the decoder's first token. A decoder is charged
         both until the answer has ended.
@@ -117,15 +126,17 @@ class Call:
 
     @property
     def prefix_keys(self) -> PrefixKeys:
-        """The keys of the prompt's prefixes; empty if the request has no single prompt."""
+        """The keys of the prompt's prefixes; empty if the call has more than one prompt."""
         return NO_KEYS if self.prompt is None else self.prompt.keys
 
     @property
     def session(self) -> str | None:
-        """The id of the conversation; None if the request has none.
+        """The ID of the conversation; None if the request has none.
 
-        Taken from the header `x-session-id`, or from the first member of OpenAI's `prompt_cache_key`, `session_id`,
-        `metadata.user_id` (where Claude Code puts its session) and `user` (the older name of `prompt_cache_key`).
+        The ID comes from the header `x-session-id`. Otherwise it is the first of these members that is present:
+        `prompt_cache_key`, `session_id`, `metadata.user_id` (where Claude Code puts its session), and `user` (the older
+        name
+        of `prompt_cache_key`).
         """
         values = self.values
         metadata = values.get("metadata")
@@ -148,10 +159,13 @@ class Call:
         return seconds if 0 < seconds < math.inf else None
 
     def priority(self, *, lower_first: bool) -> int | None:
-        """Return the header `x-request-priority`, or else the body's `priority`; None if there is neither.
+        """Return the header `x-request-priority`, or otherwise the body's `priority`; None if both are missing.
 
-        vLLM serves lower values of the body's member first (vllm/entrypoints/openai, `priority`), SGLang higher values
-        (`--schedule-low-priority-values-first`). `lower_first` says which; the result is lower for earlier requests.
+        The result is lower for requests that go first. vLLM serves lower values of the body's member first
+        (vllm/entrypoints/openai, `priority`), SGLang higher values (`--schedule-low-priority-values-first`).
+
+        Args:
+            lower_first: Whether the engines serve lower values of the body's member first.
         """
         try:
             return int(self.headers[PRIORITY_HEADER])
@@ -165,7 +179,7 @@ class Call:
 
     @property
     def model(self) -> object:
-        """The client's name of the model, of any JSON type; None if the request has none."""
+        """The client's name of the model, which may be any JSON value; None if the request has none."""
         return self.values.get("model") if self.alias is None else self.alias
 
     @property
@@ -174,19 +188,19 @@ class Call:
         return self.changes.get("model", self.values.get("model"))
 
     def members(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the members of the body with these names, with the values that engines get, without missing ones."""
+        """Return those members of the body that are present, with the values that engines get."""
         changes = {name: value for name, value in self.changes.items() if name in names}
         values = self.document.values
         return {name: values[name] for name in names if name in values} | changes
 
     @property
     def samples(self) -> int:
-        """The number of answers wanted for each prompt (`n`)."""
+        """The number of answers that the client wants for each prompt (`n`)."""
         return self.values.get("n") or 1
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """The members that control sampling and stopping: the body, or `sampling_params` in SGLang's own API."""
+        """The object whose members control sampling: the body, or its `sampling_params` in SGLang's own API."""
         if self.api is not Api.GENERATE:
             return self.values
         params = self.changes.get("sampling_params", self.values.get("sampling_params"))
@@ -194,7 +208,7 @@ class Call:
 
     @property
     def stops(self) -> Sequence[str]:
-        """The stop strings."""
+        """The stop strings of the request."""
         stop = self.sampling.get("stop")
         if isinstance(stop, list):
             return [text for text in stop if isinstance(text, str)]
@@ -207,12 +221,12 @@ class Call:
 
     @property
     def shows_single_tokens(self) -> bool:
-        """Whether the client sees data for each token: token ids or log probabilities."""
+        """Whether the client's answer has data for each token: token ids or log probabilities."""
         logprobs = self.values.get("logprobs")  # 0 in a completion asks for those of the answer's own tokens
         return self.wants_ids or (logprobs is not None and logprobs is not False)
 
     def body(self, changes: Mapping[str, object]) -> Body:
-        """Return the JSON body of one leg: the client's bytes with this call's and the leg's changes."""
+        """Return the JSON body of one leg: the client's bytes with the changes of this call and of the leg."""
         return self.document.with_both(self.changes, changes)
 
     def changed(
@@ -223,11 +237,11 @@ class Call:
         prompt: Prompt | None = None,
         stream: bool | None = None,
     ) -> Call:
-        """Return the same call with more changed members.
+        """Return a copy of this call with more changed members.
 
         Args:
             changes: Members of the body that are replaced, or REMOVED.
-            prompt_tokens: The new length of the prompt; None: unchanged.
+            prompt_tokens: The new length of the prompt in tokens; None: unchanged.
             prompt: The new prompt; None: unchanged.
             stream: Whether the answer is streamed; None: as the client asked.
         """
@@ -250,25 +264,25 @@ class Call:
         )
 
     def in_context(self, context: Mapping[str, str]) -> Call:
-        """Return the same call with the trace context of these headers in place of its client's."""
+        """Return a copy of this call whose trace context is that of these headers, instead of the client's."""
         others = {name: value for name, value in self.headers.items() if name not in CONTEXT_HEADERS}
         return replace(self, headers={**others, **context})
 
     def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
-        """Return the call for one prompt and one sample of this one.
+        """Return the call for one sample of one prompt of this call.
 
         Args:
             changes: Members of the body that are replaced; see `changed`.
-            prompt_tokens: The length of its prompt; None: that of this call.
+            prompt_tokens: The length of its prompt in tokens; None: that of this call.
         """
         prompt = None if self.prompt is None else self.prompt.changed(changes)
         return self.changed(changes, prompt_tokens=prompt_tokens, prompt=prompt)
 
 
-def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
+def measure_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
     """Return the estimated prompt length in tokens, at least 1, and the prompt."""
     messages, length = document.excerpt("messages")
-    total, has_reasoning, has_media = _measured_messages(messages, cost, length)
+    total, has_reasoning, has_media = _measure_messages(messages, cost, length)
     values = document.values
     if "tools" in values:
         total += len(document.view("tools")) // cost.bytes_per_token
@@ -281,8 +295,8 @@ def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
     return total or 1, Prompt(document, None, has_reasoning, has_media)
 
 
-def _measured_messages(messages: object, cost: Cost, length: Callable[[str], int]) -> tuple[int, bool, bool]:
-    """Return the messages' estimated tokens, whether they hold reasoning, and whether they hold more than text."""
+def _measure_messages(messages: object, cost: Cost, length: Callable[[str], int]) -> tuple[int, bool, bool]:
+    """Return the messages' estimated tokens, whether they have reasoning, and whether they have anything but text."""
     total, bytes_per_token = 0, cost.bytes_per_token
     has_reasoning = has_media = False
     for message in messages if isinstance(messages, list) else ():
@@ -301,9 +315,12 @@ def _measured_messages(messages: object, cost: Cost, length: Callable[[str], int
 
 
 def text_tokens(prompt: object, cost: Cost, length: Callable[[str], int] = text_bytes) -> int:
-    """Return the estimated tokens of a `prompt`: text, token ids, or a list of either.
+    """Return the estimated number of tokens of a `prompt`: a text, token ids, or a list of either.
 
-    `length` returns the length of a text in bytes.
+    Args:
+        prompt: The member of the request.
+        cost: The settings of the estimate.
+        length: Returns the length of a text in bytes.
     """
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
         return sum(_single_prompt_tokens(item, cost, length) for item in prompt)
@@ -317,7 +334,7 @@ def _single_prompt_tokens(prompt: object, cost: Cost, length: Callable[[str], in
 
 
 def _part_tokens(part: Mapping[str, Any], cost: Cost, length: Callable[[str], int]) -> int:
-    """Return the estimated tokens of a part of a message's content. An image's bytes say nothing about its tokens."""
+    """Return the estimated tokens of one part of a message's content. An image counts a fixed number of tokens."""
     kind = part.get("type")
     if kind == "text" or "text" in part:
         return text_tokens(part.get("text"), cost, length)
@@ -336,7 +353,7 @@ def _objects(value: object) -> list[dict[str, Any]]:
 def output_limit(values: Mapping[str, Any]) -> int | None:
     """Return the client's limit on output tokens; None if it gave none.
 
-    As in vLLM, `max_completion_tokens` goes first.
+    If both limits are present, `max_completion_tokens` is used instead of `max_tokens`, as in vLLM.
     """
     limit = values.get("max_completion_tokens")
     if type(limit) is not int or limit <= 0:

@@ -1,7 +1,7 @@
-"""Requests for several samples or several prompts: split into single units, and their answers merged again.
+"""Splits requests for several samples or several prompts into single units, and merges their answers.
 
-A prefill answer carries the KV parameters of one sequence (vLLM returns those of the first only). So a handoff of
-several would pin KV cache that no decoder pulls, or decode every prompt with the KV cache of the first one.
+The answer of a prefill leg has the KV parameters of one sequence (vLLM returns only those of the first). A handoff of
+several sequences would pin KV cache that no decoder pulls, or decode every prompt with the KV cache of the first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
 
 
 def is_single(call: Call) -> bool:
-    """Return whether the answer is one choice that comes from one sequence of tokens."""
+    """Return whether the answer is one choice that is generated as one sequence of tokens."""
     values = call.values
     return (
         _prompts(call) == [None] and call.samples == 1 and not (values.get("use_beam_search") or values.get("best_of"))
@@ -66,7 +66,7 @@ def is_single(call: Call) -> bool:
 
 
 def _prompts(call: Call) -> list[Any]:
-    """Return the prompts of a list; [None] for a single prompt, which stays as it is."""
+    """Return the prompts of a request with a list of prompts; [None] for a single prompt, which stays unchanged."""
     if call.api is not Api.COMPLETIONS or not call.document.is_list_of_prompts("prompt"):
         return [None]
     prompts: list[Any] = call.values["prompt"]
@@ -80,7 +80,7 @@ def _is_single_prompt(prompt: object) -> bool:
 
 
 def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]], alias: str | None = None) -> bytes:
-    """Return one answer made of the units' answers, which are in the order of the units. `alias`: see Call."""
+    """Merge the units' answers, which are in the order of the units, into one answer. `alias`: see Call."""
     choices = [
         {**choice, "index": unit.index}
         for unit, answer in zip(units, answers, strict=True)
@@ -94,7 +94,7 @@ def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]], alia
 
 
 def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the sum of the units' usage, with each prompt counted once; None if an engine reported none."""
+    """Return the sum of the units' usage, in which each prompt counts once; None if an engine reported none."""
     objects = [usage for usage in usages if isinstance(usage, dict)]
     if len(objects) < len(units):
         return None
@@ -116,12 +116,12 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
 
 
 def _all_have(usages: Sequence[dict[str, Any]], member: str) -> bool:
-    """Return whether this member of each usage is an object that is not empty."""
+    """Return whether every usage has this member, as an object that is not empty."""
     return all(isinstance(usage.get(member), dict) and usage[member] for usage in usages)
 
 
 class MergedStreams:
-    """Makes the chunks of several streams look like those of one, with the id of the first chunk.
+    """Rewrites the chunks of several streams as chunks of one stream, with the id of the first chunk.
 
     Args:
         units: The units of the request.
@@ -138,8 +138,8 @@ class MergedStreams:
         """See Rendering."""
         return _MergedUnit(self._common, unit.index)
 
-    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """Return the usage chunk of all units; empty if it is not wanted, or if an engine reported no usage."""
+    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """Return the usage chunk of all units; empty if the client wants none, or if an engine reported no usage."""
         usage = merge_usage(self._units, usages) if self._has_usage_chunk else None
         if usage is None:
             return b""
@@ -159,12 +159,12 @@ class _MergedUnit:
         """See UnitRendering. No event waits here."""
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """Return the payload with the members that all chunks have in common."""
+        """Return the payload with the members that all chunks of the answer have in common."""
         if "id" not in self._common:
             self._common.update((name, payload[name]) for name in ("id", "created") if name in payload)
         choices = [{**choice, "index": self._index} for choice in payload["choices"]]
         return data_event({**payload, **self._common, "choices": choices})
 
-    async def rest(self) -> bytes:
+    async def wait_for_remaining_events(self) -> bytes:
         """See UnitRendering. No event waits here."""
         return b""

@@ -1,15 +1,15 @@
-"""How families of models write reasoning and tool calls. Continuing an answer requires its Grammar.
+"""How each family of models writes reasoning and tool calls. Without a Grammar an answer is not continued.
 
-A Grammar has no state and does no IO; an AnswerParser is the state of one answer. Each family has one Grammar, and
-ThinkTags is that of all models that no other Grammar recognises.
+A Grammar has no state and does no IO; an AnswerParser is the state of one answer. Each family has one Grammar.
+ThinkTags is the Grammar of all models that no other Grammar recognises.
 
 The Kimi K2 family puts reasoning, content and tool calls between markers:
 
     reasoning</think>content<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>
     {"query": "…"}<|tool_call_end|><|tool_calls_section_end|>
 
-KimiParser follows vLLM's streaming parser (0.32, `parser/kimi_k2.py` and `parser/engine/`): after every token it has
-returned at least the text that vLLM has sent, and the same at the end. It differs in three ways:
+KimiParser follows vLLM's streaming parser (0.32, `parser/kimi_k2.py` and `parser/engine/`). After every token it has
+returned at least the text that vLLM has sent, and at the end exactly that text. It differs in three ways:
 
 * A marker that the model spelled out in ordinary tokens is a marker, because only the text is known here.
 * Special tokens that are no markers are text.
@@ -29,47 +29,51 @@ if TYPE_CHECKING:
 
 
 class AnswerParser(ABC):
-    """Turns one answer's text into chat deltas, as the engines' parser does, however the text is cut."""
+    """Converts the text of one answer to chat deltas, as the engines' parser does. The text may be cut anywhere."""
 
     __slots__ = ()
 
     reads_markers: ClassVar[bool] = True
-    """Whether it needs the text with its special tokens, exactly as the model wrote them."""
+    """Whether the parser needs the text with its special tokens, exactly as the model wrote it."""
 
     @property
     @abstractmethod
     def held_text(self) -> str:
-        """Text that was read and is not in a delta yet, such as half a marker."""
+        """The text that was read but is not in a delta yet, such as the first half of a marker."""
 
     @property
     @abstractmethod
     def in_tools(self) -> bool:
-        """Whether the text so far ends inside the part of an answer that calls tools."""
+        """Whether the text so far ends inside the section of tool calls."""
 
     @abstractmethod
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
-        """Read the next text and return its OpenAI chat delta; {} if it has none. `finished`: no text will follow."""
+        """Read more text and return its OpenAI chat delta; {} if there is none.
+
+        `finished`: this is the end of the text.
+        """
 
 
 class Grammar(ABC):
-    """The markers of a family of models. The family is recognised by the prompt, before any answer."""
+    """The markers of one family of models. The family is recognised by the end of the prompt."""
 
     reasoning_end_ids: ClassVar[Sequence[int]] = ()
     """Token ids of the markers that end reasoning; empty if they are not known."""
     tools_begin_ids: ClassVar[Sequence[int]] = ()
     """Token ids of the markers that begin tool calls; empty if they are not known."""
     has_tools: ClassVar[bool] = True
-    """Whether its parser reads tool calls."""
+    """Whether the parser of this family reads tool calls."""
 
     @abstractmethod
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """Return whether the last token ids of a prompt belong to this family's tokenizer and chat template."""
+        """Return whether these last token ids of a prompt come from this family's tokenizer and chat template."""
 
     @abstractmethod
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """Return whether an answer after this end of a prompt begins in reasoning; None if the text has no marker.
+        """Return whether the answer to this prompt begins with reasoning; None if the text has no marker.
 
-        The text includes special tokens.
+        Args:
+            prompt_tail: The text of the end of the prompt, with special tokens.
         """
 
     @abstractmethod
@@ -81,14 +85,14 @@ class Grammar(ABC):
         Args:
             in_reasoning: Whether the answer begins in reasoning.
             calls_tools: Whether the request has tools. Otherwise the markers of tool calls are text.
-            shows_blanks: Whether white space at the end of reasoning and before the first content is sent at once.
+            shows_blanks: Whether white space is sent at once at the end of reasoning and before the first content.
             reports_half_calls: Whether a call whose name is incomplete at the end of the answer is reported.
             one_call: Whether only the first call is reported.
         """
 
 
 class Verbatim(AnswerParser):
-    """The parser of answers whose engines have no parser: all text is content."""
+    """The parser for engines that have no parser: it returns all text as content."""
 
     __slots__ = ()
 
@@ -122,17 +126,17 @@ _CALL_ID: Final = re.compile(r".+:\d+")
 
 
 class KimiPhase(Enum):
-    """The section of an answer that text belongs to."""
+    """The section of an answer in which a piece of text stands."""
 
     REASONING = auto()
     CONTENT = auto()
     SECTION = auto()
-    """Inside a tool section, outside a call: text is suppressed."""
+    """Inside a tool section and outside a call. Text here is dropped."""
     NAME = auto()
-    """The id of a call, which contains its name: between the beginning of the call and that of its arguments."""
+    """Inside a call and before its arguments: the text is the id of the call, which contains its name."""
     ARGUMENTS = auto()
     AFTER = auto()
-    """After a tool section: text is suppressed, but more calls may follow."""
+    """After a tool section. Text here is dropped, but more calls may follow."""
 
 
 # In a phase for which a marker is not listed, the marker is text.
@@ -156,10 +160,10 @@ _NEXT_WITHOUT_TOOLS: Final = {key: phase for key, phase in _NEXT.items() if key[
 
 
 class KimiParser(AnswerParser):
-    """Reads one answer of the Kimi K2 family, however its text is cut.
+    """Reads one answer of the Kimi K2 family. The text may be cut anywhere.
 
-    See Grammar.parser for the parameters. Before vLLM had its parser engine (0.27) it behaved as with `shows_blanks`
-    and without `reports_half_calls`.
+    See Grammar.parser for the parameters. Before vLLM 0.27, which introduced its parser engine, vLLM behaved as with
+    `shows_blanks` and without `reports_half_calls`.
     """
 
     __slots__ = (
@@ -191,25 +195,25 @@ class KimiParser(AnswerParser):
         self._one_call = one_call
         self._half_marker = ""
         self._kept: list[str] = []
-        """White space that is sent if text follows, or the id of a call that is not reported yet."""
+        """White space that is sent only if text follows, or the id of a call that is not reported yet."""
         self._calls = 0
         self._is_reported = False
-        """Whether the last call was reported."""
+        """Whether the last tool call was reported."""
         self._ids_made_up = 0
 
     @property
     def phase(self) -> KimiPhase:
-        """The section in which the text so far ends; half a marker at its end does not count."""
+        """The section in which the text so far ends. An incomplete marker at the end does not count."""
         return self._phase
 
     @property
     def calls(self) -> int:
-        """The number of tool calls that have begun, which is the index of the next one."""
+        """The number of tool calls that have begun. The next call gets this index."""
         return self._calls
 
     @property
     def held_text(self) -> str:
-        """Text that was read and is not in a delta yet: white space at its end, or half a marker."""
+        """The text that was read but is not in a delta yet: white space at the end, or an incomplete marker."""
         return "".join(self._kept) + self._half_marker
 
     @property
@@ -218,11 +222,11 @@ class KimiParser(AnswerParser):
         return self._phase in (KimiPhase.SECTION, KimiPhase.NAME, KimiPhase.ARGUMENTS)
 
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
-        """Read the next text and return its OpenAI chat delta; {} if it has none.
+        """Read more text and return its OpenAI chat delta; {} if there is none. `finished`: the text ends here.
 
         `reasoning` and `content` are never empty. `tool_calls` has an entry with index, id, type and name for each call
-        that opens, and after it entries with index and arguments. Possible halves of markers are held back, and so is
-        white space that is sent only if text follows. `finished`: no text will follow.
+        that opens, and after it entries with index and arguments. Text that may be the beginning of a marker is held
+        back, and so is white space that is sent only if text follows.
         """
         text = self._half_marker + text
         tail = text[text.rfind("<") :] if "<" in text else ""
@@ -285,16 +289,16 @@ class KimiParser(AnswerParser):
         self._phase = phase
 
     def _open(self, pieces: dict[str, list[Any]]) -> None:
-        """Report the call if the text before its arguments is an id."""
+        """Report a tool call if the text before its arguments is a valid id."""
         match = _CALL_ID.match("".join(self._kept).strip())
         name = match[0].split(":")[0].removeprefix("functions.") if match else ""
         if match and name:
             self._report_call(match[0], name, pieces)
 
     def _close(self, pieces: dict[str, list[Any]]) -> None:
-        """Report a call without arguments whose text is no id. It is the name then, and the id is made up, as in vLLM.
+        """Report a call without arguments whose text is no id. The text becomes the name, and the id is made up.
 
-        Before vLLM 0.27, such a call was not reported.
+        vLLM does the same. Before vLLM 0.27, such a call was not reported.
         """
         name = "".join(self._kept)
         if name and self._reports_half_calls:
@@ -340,7 +344,7 @@ class Kimi(Grammar):
         return ASSISTANT_ID in prompt_tail and MIDDLE_ID in prompt_tail
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """See Grammar. The nearest marker decides (vLLM `ParserEngine.is_reasoning_end`)."""
+        """See Grammar. The last marker in the prompt decides (vLLM `ParserEngine.is_reasoning_end`)."""
         opened = prompt_tail.rfind(THINK)
         closed = max(prompt_tail.rfind(THINK_END), prompt_tail.rfind(SECTION_BEGIN))
         return None if opened == closed else opened > closed
@@ -359,10 +363,10 @@ class Kimi(Grammar):
 
 
 class ThinkTags(Grammar):
-    """Models that put reasoning between `<think>` and `</think>`, and all models that are not recognised.
+    """The grammar of models with reasoning between `<think>` and `</think>`, and of all models that are not recognised.
 
     Token ids are not known, because each tokenizer has different ones, and tool calls are not read. The client's text
-    is compared with the parsed answer. So the answer of a model with other markers is not continued as a completion,
+    is compared with the parsed answer. So an answer with other markers is not continued as a completion,
     but it is never continued wrongly.
     """
 
@@ -373,7 +377,7 @@ class ThinkTags(Grammar):
         return True
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """See Grammar. The nearest tag decides."""
+        """See Grammar. The last tag in the prompt decides."""
         opened, closed = prompt_tail.rfind(THINK), prompt_tail.rfind(THINK_END)
         return None if opened == closed else opened > closed
 
@@ -390,7 +394,7 @@ GRAMMARS: Final[Sequence[Grammar]] = (Kimi(),)
 UNRECOGNISED: Final = ThinkTags()
 
 PROMPT_TAIL_TOKENS: Final = 64
-"""Number of tokens at the end of a prompt that contain the header of the assistant's turn, even in long templates."""
+"""How many tokens at the end of a prompt are sure to include the header of the assistant's turn."""
 # Their maximum length: each id has at most ten digits, and a comma and a space before it.
 _PROMPT_TAIL_BYTES: Final = 12 * PROMPT_TAIL_TOKENS
 

@@ -1,7 +1,7 @@
-"""Parts of a request that no engine can serve: the text that replaces them, and their kinds for the log.
+"""Omits parts of a request that no engine can serve, replaces them by a text, and lists their kinds for the log.
 
 Clients send the whole conversation again with each turn, and tools that they are configured with. They cannot change
-either, so unservable parts are left out and the request is answered without them.
+either. So the gateway omits the parts that it cannot serve, and answers the request without them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 # Kinds are names that a client chose. Anything else could break a line of the log.
 _is_kind: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}").fullmatch
 _MAX_KINDS: Final = 16
-"""Kinds of one request that are logged."""
+"""Maximum number of omitted kinds that are logged for one request."""
 
 _MEDIA: Final = {"application/pdf": "PDF", "image": "image", "audio": "audio", "video": "video"}
-"""Names of files by media type, or by the part of it before the slash."""
+"""Words for kinds of files, by media type, or by the part of the media type before the slash."""
 
 # Members without meaning for a model: ids, flags for another service, and data that only that service can read.
 _OPAQUE: Final = frozenset({"type", "id", "call_id", "tool_use_id", "status", "signature", "cache_control", "caller"})
@@ -29,8 +29,8 @@ _MAX_WORD: Final = 512
 _MAX_DEPTH: Final = 16
 
 
-class LeftOut:
-    """The kinds of tools and of content that the translation of one request has left out."""
+class OmittedParts:
+    """The kinds of tools and content that were omitted when one request was translated."""
 
     __slots__ = ("_kinds",)
 
@@ -38,18 +38,18 @@ class LeftOut:
         self._kinds: dict[str, None] = {}
 
     def add(self, what: str, kind: object) -> None:
-        """Record a part that was left out. `what` is `tool`, `item` or `content`."""
+        """Record an omitted part. `what` is `tool`, `item` or `content`."""
         if len(self._kinds) < _MAX_KINDS:
             self._kinds[f"{what} {kind_name(kind)}"] = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that were left out, each once, such as `tool web_search`."""
+        """The kinds of omitted parts, such as `tool web_search`, without repetitions."""
         return tuple(self._kinds)
 
 
 def kind_name(kind: object) -> str:
-    """Return a kind if it is a short name; otherwise `of an unknown type`."""
+    """Return a kind if it is a short name, otherwise the text `of an unknown type`."""
     return kind if isinstance(kind, str) and _is_kind(kind) else "of an unknown type"
 
 
@@ -61,7 +61,7 @@ def note(what: str, *, name: object = None, size_bytes: int | None = None) -> st
 
 
 def media_name(media_type: object) -> str:
-    """Return the word for files of a media type, such as `PDF`."""
+    """Return the word for a kind of files, such as `PDF`."""
     if not isinstance(media_type, str):
         return "file"
     return _MEDIA.get(media_type.lower()) or _MEDIA.get(media_type.partition("/")[0].lower()) or "file"
@@ -85,7 +85,7 @@ def readable_members(members: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _readable(value: Any, depth: int) -> Any:
-    """Return a value without the members that a model cannot read; None or an empty value if nothing is left."""
+    """Return a value without the members that a model cannot read. The result is None or empty if nothing remains."""
     if depth == _MAX_DEPTH:
         return None
     if isinstance(value, dict):
@@ -106,11 +106,11 @@ def _is_empty(value: Any) -> bool:
     return value is None or value in ("", {}, [])
 
 
-def joined_lines(texts: Iterable[str]) -> str:
-    """Join the texts that are not empty by line breaks."""
+def join_lines(texts: Iterable[str]) -> str:
+    """Join the texts with line breaks. Empty texts are skipped."""
     return "\n".join(filter(None, texts))
 
 
-def joined_parts(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Join the parts of a chat message to one text, with notes in place of images."""
-    return joined_lines(part["text"] if part["type"] == "text" else note("image") for part in parts)
+def join_parts(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Join the parts of a chat message into one text. Notes replace images."""
+    return join_lines(part["text"] if part["type"] == "text" else note("image") for part in parts)

@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's Messages API: the dialect, and answers whole and as events.
+"""POST /v1/messages, Anthropic's Messages API: its dialect, its answers, and the events of streamed answers.
 
 Events follow docs.anthropic.com, "Streaming messages", and errors follow "Errors" there.
 """
@@ -23,31 +23,34 @@ if TYPE_CHECKING:
     from proxy.common.errors import GatewayError
     from proxy.dialects.base import AnsweredAttempt, Rendering, Unit
     from proxy.dialects.call import Call
-    from proxy.dialects.left_out import LeftOut
+    from proxy.dialects.left_out import OmittedParts
     from proxy.dialects.translated import Completion
 
 
 class Messages(Translated):
-    """Anthropic's Messages API. A message is the answer of a chat, and content blocks are its parts."""
+    """Anthropic's Messages API.
+
+    A message is the answer of a chat, and its content blocks are the parts of the answer.
+    """
 
     path = "/v1/messages"
     label = "messages"
     request_id_header = "request-id"
     keep_alive = event("ping", {"type": "ping"})
 
-    def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
         """See Translated."""
         return chat_of(values, left_out)
 
     def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See Translated. A request to count tokens has no limit."""
+        """See Translated. Requests that count tokens lack `max_tokens`, which a message must have."""
         return super().prompt({**values, "max_tokens": 1})
 
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
         """See Translated."""
         return message(call, completion)
 
-    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+    def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """See Dialect."""
         return MessageEvents(call)
 
@@ -75,7 +78,7 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
 
 
 def message(call: Call, completion: Completion) -> dict[str, Any]:
-    """Return the message of a chat completion that is not streamed."""
+    """Convert a chat completion that is not streamed to a message."""
     content: list[dict[str, Any]] = []
     if completion.reasoning:
         content.append({"type": "thinking", "thinking": completion.reasoning, "signature": new_id()})
@@ -96,7 +99,7 @@ def message(call: Call, completion: Completion) -> dict[str, Any]:
 
 
 class MessageEvents(Parts):
-    """The events of one message."""
+    """The writer of the events of one message."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -105,12 +108,12 @@ class MessageEvents(Parts):
         self._arguments: str | None = None
         """The arguments of the last tool call that has ended; None if no call has ended."""
         self._legal: LegalStrings | None = None
-        """Escapes the arguments of the open tool call; None if no call has begun."""
+        """Escapes the arguments of the open tool call; None before the first call."""
 
     def restart(self, attempt: AnsweredAttempt) -> None:
-        """See Parts. Sets the prompt tokens of `message_start`: as the prefiller reported them, otherwise the estimate.
+        """See Parts. Sets the prompt tokens of `message_start` to the prefiller's count, or otherwise to the estimate.
 
-        The usage at the end has the true number.
+        The usage at the end of the message has the exact number.
         """
         self._arguments = None
         tokens = attempt.prompt_tokens
@@ -128,7 +131,7 @@ class MessageEvents(Parts):
         )
 
     def open_events(self, part: AnswerPart) -> bytes:
-        """Return `content_block_start`."""
+        """Return `content_block_start` for a part."""
         if part.kind is PartKind.CALL:
             self._legal = LegalStrings(part.written)
             block = _tool_use(part.id, part.name)
@@ -150,7 +153,7 @@ class MessageEvents(Parts):
                 return _delta(part, {"type": "input_json_delta", "partial_json": self._legal.escaped(text)})
 
     def close_events(self, part: AnswerPart) -> bytes:
-        """Return `content_block_stop`, after a signature if the block is thinking."""
+        """Return `content_block_stop`. A block of thinking gets a signature before it."""
         signature = b""
         if part.kind is PartKind.CALL:
             self._arguments = part.text
@@ -158,7 +161,7 @@ class MessageEvents(Parts):
             signature = _delta(part, {"type": "signature_delta", "signature": new_id()})
         return signature + event("content_block_stop", {"type": "content_block_stop", "index": part.index})
 
-    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return `message_delta` and `message_stop`."""
         (usage,) = usages
         events: list[bytes] = []
@@ -171,7 +174,7 @@ class MessageEvents(Parts):
         return b"".join((*events, event("message_delta", delta), _STOPPED))
 
     def error_event(self, error: GatewayError) -> bytes:
-        """Return `error`, which replaces the end of the stream."""
+        """Return the event `error`, with which the stream ends."""
         return b"".join((*self.unsent, event("error", error_object(error))))
 
 
@@ -184,10 +187,16 @@ def _tool_use(name: str, function: str) -> dict[str, Any]:
 
 
 class _Ending:
-    """The reason for the end of a message.
+    """The reason why a message ended.
 
-    `arguments`: those of its last tool call; None if it has none. `matched`: the stop string or token id at which the
-    engine stopped. Raises UnknownFinish for an unknown finish reason.
+    Raises UnknownFinish for an unknown finish reason.
+
+    Args:
+        call: The call.
+        finish_reason: The finish reason of the chat.
+        matched: The stop string or token id at which the engine stopped; None if there is none.
+        arguments: The arguments of the last tool call; None if the message has no tool call.
+        usage: The usage of the chat.
     """
 
     def __init__(
@@ -204,7 +213,9 @@ class _Ending:
         self._stop = matched if isinstance(matched, str) and matched in call.stops else None
         self._has_calls = arguments is not None
         self.is_cut_off = False
-        """Whether the last tool call was cut off in its arguments. The client gets none of them, so as not to run it.
+        """Whether the answer ended inside the arguments of its last tool call.
+
+        The client gets no arguments of such a call.
         """
         if arguments and not is_object(arguments):
             completion, limit = read_counts(usage).completion, call.output_limit
@@ -217,8 +228,8 @@ class _Ending:
     def stop(self) -> dict[str, str | None]:
         """Return the members `stop_reason` and `stop_sequence` of a message.
 
-        Whether it has tool calls matters, because a chat that was forced to call a certain tool ends like one without
-        calls.
+        The result depends on whether there are tool calls: a chat that must call a certain tool has the same finish
+        reason as a chat without calls.
         """
         reason = self._reason
         if reason is None and self._has_calls and not self.is_cut_off:
@@ -251,7 +262,7 @@ def _delta(part: AnswerPart, delta: dict[str, Any]) -> bytes:
 
 
 def error_object(failed: GatewayError) -> dict[str, Any]:
-    """Return the object that is the body of an error, and the data of its event."""
+    """Return the error object, which is both the body of an error and the data of the event `error`."""
     kind = _ERROR_TYPES.get(failed.status) or ("invalid_request_error" if failed.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": words(failed)}}
 

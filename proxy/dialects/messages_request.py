@@ -1,4 +1,4 @@
-"""Translates the body of Anthropic's Messages API to that of a chat completion, as the engines do themselves.
+"""Translates the body of Anthropic's Messages API to a chat completion, as the engines do themselves.
 
 The members follow vLLM's `entrypoints/anthropic/serving.py`; comments give the reason for each difference. No content
 block makes a request fail because of its type, because clients send the whole conversation again with each turn.
@@ -11,14 +11,14 @@ from binascii import Error as NoBase64
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import BadRequest
-from proxy.dialects.left_out import base64_bytes, joined_lines, joined_parts, kind_name, media_name, note, readable_text
+from proxy.dialects.left_out import base64_bytes, join_lines, join_parts, kind_name, media_name, note, readable_text
 from proxy.dialects.requests import at_least_one, object_in, objects
 from proxy.wire.chat_members import arguments_text, as_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from proxy.dialects.left_out import LeftOut
+    from proxy.dialects.left_out import OmittedParts
 
     Part = dict[str, Any]
 
@@ -36,7 +36,7 @@ _SAME: Final = (
 _THINKING: Final = ("thinking", "enable_thinking")
 
 
-def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+def chat_of(values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
     """Return the body of the equivalent chat. Raises BadRequest.
 
     Tools and content that only Anthropic's own service can serve are added to `left_out`.
@@ -62,8 +62,8 @@ def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
     return chat
 
 
-def _conversation(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """Return the members of the prompt: `messages`, `tools` and the choice of tools. Raises BadRequest."""
+def _conversation(values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
+    """Return the members that make the prompt: `messages`, `tools` and the choice of tools. Raises BadRequest."""
     messages = values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list that is not empty", param="messages")
@@ -80,7 +80,7 @@ def _stops(stops: object) -> list[str]:
 # Messages
 
 
-def _system(system: object, left_out: LeftOut) -> list[dict[str, Any]]:
+def _system(system: object, left_out: OmittedParts) -> list[dict[str, Any]]:
     if isinstance(system, list):
         system = "".join(_system_texts(objects(system, "system"), left_out))
     elif system is not None and not isinstance(system, str):
@@ -88,13 +88,13 @@ def _system(system: object, left_out: LeftOut) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _system_texts(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[str]:
+def _system_texts(blocks: Sequence[dict[str, Any]], left_out: OmittedParts) -> Iterator[str]:
     for block in blocks:
-        if not (text := joined_parts(parts_of({"type": "text", **block}, left_out))).startswith(_BILLING_HEADER):
+        if not (text := join_parts(parts_of({"type": "text", **block}, left_out))).startswith(_BILLING_HEADER):
             yield text
 
 
-def _turns(messages: list[Any], left_out: LeftOut) -> Iterator[dict[str, Any]]:
+def _turns(messages: list[Any], left_out: OmittedParts) -> Iterator[dict[str, Any]]:
     for message in objects(messages, "messages"):
         role = _ROLES.get(str(message.get("role")))
         if role is None:
@@ -114,8 +114,8 @@ def _turns(messages: list[Any], left_out: LeftOut) -> Iterator[dict[str, Any]]:
             yield from _user(objects(content, "messages"), left_out)
 
 
-def _system_between(content: object, left_out: LeftOut) -> list[dict[str, Any]]:
-    """Return a system message between other messages, without its changes of tools; empty if nothing is left."""
+def _system_between(content: object, left_out: OmittedParts) -> list[dict[str, Any]]:
+    """Return a system message from the middle of a conversation, without its tool changes; empty if nothing remains."""
     if isinstance(content, str):
         content = [{"text": content}]
     if isinstance(content, list):
@@ -123,8 +123,8 @@ def _system_between(content: object, left_out: LeftOut) -> list[dict[str, Any]]:
     return _system(content, left_out)
 
 
-def _user(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
-    """Yield the results of tools as separate messages, then their images and the user's other content."""
+def _user(blocks: Sequence[dict[str, Any]], left_out: OmittedParts) -> Iterator[dict[str, Any]]:
+    """Yield each tool result as a separate message, then one message with their images and the user's other content."""
     parts: list[dict[str, Any]] = []
     images: list[dict[str, Any]] = []
     for block in blocks:
@@ -137,7 +137,7 @@ def _user(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[
 
 
 def _tool_result_messages(
-    block: dict[str, Any], images: list[dict[str, Any]], left_out: LeftOut
+    block: dict[str, Any], images: list[dict[str, Any]], left_out: OmittedParts
 ) -> Iterator[dict[str, Any]]:
     content = block.get("content")
     if isinstance(content, str):
@@ -160,7 +160,7 @@ def _tool_result_messages(
         yield {**answered, "content": references}
 
 
-def _assistant(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> dict[str, Any]:
+def _assistant(blocks: Sequence[dict[str, Any]], left_out: OmittedParts) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -201,7 +201,7 @@ def _content(parts: list[dict[str, Any]]) -> Any:
 
 
 def _answer_is_begun(messages: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the client has begun the answer, which the model then continues, as Anthropic's models do.
+    """Return whether the last message is the beginning of the answer. The model continues it, as Anthropic's models do.
 
     vLLM starts a new answer instead, although it continues a begun answer of the Responses API.
     """
@@ -213,7 +213,7 @@ def _answer_is_begun(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def _thinking(values: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the template's switches for thinking; empty: the model's default applies.
+    """Return the chat template's switches for thinking; empty to keep the model's default.
 
     The budget is not translated, because most engines reject one unless they are configured for it. Clients of such
     engines can send `thinking_token_budget`.
@@ -249,10 +249,10 @@ def text_part(text: str) -> Part:
     return {"type": "text", "text": text}
 
 
-def parts_of(block: Mapping[str, Any], left_out: LeftOut, depth: int = 0) -> list[Part]:
-    """Return the text and image parts that carry a block's content to a model. Raises BadRequest for a malformed block.
+def parts_of(block: Mapping[str, Any], left_out: OmittedParts, depth: int = 0) -> list[Part]:
+    """Return a content block as text and image parts of a chat message. Raises BadRequest for a malformed block.
 
-    `depth`: the number of blocks around it.
+    `depth`: the number of blocks that contain this one.
     """
     match block.get("type"):
         case "text":
@@ -263,7 +263,7 @@ def parts_of(block: Mapping[str, Any], left_out: LeftOut, depth: int = 0) -> lis
             return _document(block, left_out, depth)
         case "search_result":
             heading = [str(block.get(name) or "") for name in ("title", "source")]
-            return [text_part(joined_lines([*heading, joined_parts(_parts_in(block.get("content"), left_out, depth))]))]
+            return [text_part(join_lines([*heading, join_parts(_parts_in(block.get("content"), left_out, depth))]))]
         case kind if isinstance(kind, str) and kind in _SILENT:
             return []
         case kind:
@@ -278,7 +278,7 @@ def text_of(block: Mapping[str, Any]) -> str:
     return text
 
 
-def _image(block: Mapping[str, Any], left_out: LeftOut) -> Part:
+def _image(block: Mapping[str, Any], left_out: OmittedParts) -> Part:
     source = object_in(block, "source")
     kind, url, data = source.get("type", "base64"), source.get("url"), source.get("data")
     if kind == "base64" and isinstance(data, str):
@@ -291,13 +291,13 @@ def _image(block: Mapping[str, Any], left_out: LeftOut) -> Part:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _document(block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[Part]:
-    """Return a document as parts: its title, context and full text if it has text, otherwise a note."""
+def _document(block: Mapping[str, Any], left_out: OmittedParts, depth: int) -> list[Part]:
+    """Return a document as parts: its title, context and full text, or a note if it has no text."""
     source = object_in(block, "source")
     title, context = (str(block.get(name) or "") for name in ("title", "context"))
     parts = _parts_in(source.get("content"), left_out, depth) if source.get("type") == "content" else _read(source)
     if parts is not None:
-        heading = joined_lines((title, context))
+        heading = join_lines((title, context))
         return [text_part(heading), *parts] if heading else parts
     left_out.add("content", "document")
     data = source.get("data")
@@ -305,11 +305,11 @@ def _document(block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[P
     name = title or source.get("url") or source.get("file_id")
     # Anthropic fetches nothing but PDFs.
     what = "PDF" if source.get("type") == "url" else media_name(source.get("media_type"))
-    return [text_part(joined_lines((note(what, name=name, size_bytes=size_bytes), context)))]
+    return [text_part(join_lines((note(what, name=name, size_bytes=size_bytes), context)))]
 
 
 def _read(source: Mapping[str, Any]) -> list[Part] | None:
-    """Return the text of a document's source as parts; None if it is not text."""
+    """Return the text of a document's source as parts; None if the source is not text."""
     data, media_type = source.get("data"), source.get("media_type")
     if not isinstance(data, str):
         return None
@@ -323,8 +323,8 @@ def _read(source: Mapping[str, Any]) -> list[Part] | None:
     return None
 
 
-def _unknown_block(kind: object, block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[Part]:
-    """Return a block of any other kind: the text and images in its content, or its readable members, or a note."""
+def _unknown_block(kind: object, block: Mapping[str, Any], left_out: OmittedParts, depth: int) -> list[Part]:
+    """Return a block of an unknown type: the text and images in it, or else its readable members, or else a note."""
     content = block.get("content")
     if isinstance(content, str) or (isinstance(content, list) and _has_blocks(content)):
         parts = _parts_in(content, left_out, depth)
@@ -338,12 +338,12 @@ def _unknown_block(kind: object, block: Mapping[str, Any], left_out: LeftOut, de
 
 
 def _has_blocks(content: list[Any]) -> bool:
-    """Return whether all blocks are of types that users send, rather than another service's results."""
+    """Return whether all blocks are of types that users send. Otherwise they are another service's results."""
     return all(isinstance(each, dict) and each.get("type") in ("text", "image", "document") for each in content)
 
 
-def _parts_in(content: object, left_out: LeftOut, depth: int) -> list[Part]:
-    """Return the parts of content inside a block, which is text or a list of blocks."""
+def _parts_in(content: object, left_out: OmittedParts, depth: int) -> list[Part]:
+    """Return the parts of the content of a block. The content is a text or a list of blocks."""
     if isinstance(content, str):
         return [text_part(content)]
     if depth == _MAX_DEPTH:
@@ -359,11 +359,14 @@ def changes_tools(block: Mapping[str, Any]) -> bool:
     return block.get("type") in ("tool_addition", "tool_removal")
 
 
-def tools_of(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], left_out: LeftOut) -> dict[str, Any]:
-    """Return `tools` and the members that control their use; empty without usable tools. Raises BadRequest.
+def tools_of(
+    values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], left_out: OmittedParts
+) -> dict[str, Any]:
+    """Return `tools` and the members that control their use; empty if no tool is usable. Raises BadRequest.
 
-    A conversation may add and remove tools, which a chat cannot. The model gets those in effect at the end, as in vLLM
-    (`_resolve_tools`).
+    Messages may add and remove tools, which a chat cannot. The model gets the tools that are in effect at the end, as
+    in
+    vLLM (`_resolve_tools`).
     """
     tools = _tools_in_effect(objects(values.get("tools") or [], "tools"), list(_tool_changes(messages)), left_out)
     functions = [function for tool in tools if (function := _function(tool, left_out)) is not None]
@@ -393,9 +396,9 @@ def _tool_changes(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, A
 
 
 def _tools_in_effect(
-    tools: list[dict[str, Any]], changes: Sequence[Mapping[str, Any]], left_out: LeftOut
+    tools: list[dict[str, Any]], changes: Sequence[Mapping[str, Any]], left_out: OmittedParts
 ) -> list[dict[str, Any]]:
-    """Return the tools in effect at the end. A tool that is added by its name is no longer loaded later."""
+    """Return the tools in effect at the end. A tool that a message adds by its name is no longer loaded on demand."""
     if not changes:
         return tools
     by_name = {str(tool.get("name")): tool for tool in tools}
@@ -414,8 +417,8 @@ def _tools_in_effect(
     return [tool for name, tool in by_name.items() if name not in removed]
 
 
-def _function(tool: dict[str, Any], left_out: LeftOut) -> dict[str, Any] | None:
-    """Return a tool as a function; None for one that Anthropic defines, which is added to `left_out`."""
+def _function(tool: dict[str, Any], left_out: OmittedParts) -> dict[str, Any] | None:
+    """Return a tool as a function. None for a tool that Anthropic defines; its kind is added to `left_out`."""
     kind, name, schema = tool.get("type"), tool.get("name"), tool.get("input_schema")
     if not isinstance(name, str) or not isinstance(schema, dict):
         if kind in (None, "custom", "function"):

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions. The engines speak both, so answers pass unchanged."""
+"""OpenAI's chat completions and completions. Engines serve both APIs, so their answers pass unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from proxy.common.errors import BadRequest, Failure
 from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
-from proxy.dialects.call import Call, measured_prompt, output_limit
+from proxy.dialects.call import Call, measure_prompt, output_limit
 from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, coerced_members, without_reserved
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _LIMITS: Final[Mapping[str, Reading]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), WHOLE_NUMBER)
-"""Members of ordinary requests that the gateway reads."""
+"""How to read the limits of ordinary requests. The gateway uses these members itself."""
 _READINGS: Final[Mapping[str, Reading]] = {
     **_LIMITS,
     **dict.fromkeys(
@@ -40,17 +40,17 @@ _READINGS: Final[Mapping[str, Reading]] = {
     ),
 }
 _SEVERAL: Final = frozenset({"n", "use_beam_search", "best_of"})
-"""Members that may ask for several sequences."""
+"""Names of the members with which a request may ask for several sequences."""
 _CHAT_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": FLAG}
 _COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": WHOLE_NUMBER}
 
 
 class OpenAi(Dialect):
-    """The base of both: OpenAI's request and answer formats."""
+    """The base of both dialects: OpenAI's request and answer formats."""
 
     speaks_as_engines = True
     readings: ClassVar[Mapping[str, Reading]]
-    """How to read the members that the gateway uses."""
+    """How to read the members of requests that the gateway uses itself."""
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """See Dialect."""
@@ -75,7 +75,7 @@ class OpenAi(Dialect):
             # The gateway counts tokens by the usage chunk, and removes it for clients that did not ask for it. The
             # client's other option (continuous_usage_stats) has no effect without it.
             changes["stream_options"] = {"include_usage": True}
-        tokens, prompt = measured_prompt(document, cost)
+        tokens, prompt = measure_prompt(document, cost)
         limit = output_limit(values)
         output_tokens = limit or cost.default_output_tokens
         return Call(  # by position, see Call.changed
@@ -84,7 +84,7 @@ class OpenAi(Dialect):
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
-        """Return a unit for each prompt and sample."""
+        """Return one unit for each sample of each prompt."""
         return fanout.split(call, cost, max_units)
 
     def is_single(self, call: Call) -> bool:
@@ -92,7 +92,7 @@ class OpenAi(Dialect):
         return fanout.is_single(call)
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """Raise UpstreamError unless each choice has ended and the engine did not give it up."""
+        """Raise UpstreamError if a choice has not ended, or if the engine stopped working on it."""
         choices = values.get("choices")
         if not isinstance(choices, list) or not choices:
             raise response.fail(Failure.BAD_ANSWER, "the answer has no choices")
@@ -107,11 +107,11 @@ class OpenAi(Dialect):
                 raise response.fail(Failure.ABORTED, "stopped working on the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
-        """Return the member `usage`."""
+        """Return the member `usage` of an answer."""
         return values.get("usage")
 
-    def corrected_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """Remove members that are meant for engines, and use the prefiller's count of cached tokens. See Dialect."""
+    def correct_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+        """Remove members that are only for engines, and use the prefiller's count of cached tokens. See Dialect."""
         corrections: dict[str, Any] = {name: REMOVED for name in ENGINE_MEMBERS if name in values}
         usage = values.get("usage")
         if attempt.has_kv_from_prefiller and isinstance(usage, dict):
@@ -127,7 +127,7 @@ class OpenAi(Dialect):
         (answer,) = answers
         return answer.body() if call.alias is None else dumps({**answer.values(), "model": call.alias})
 
-    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+    def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """Return the writer of events. A single stream passes unchanged unless the model has an alias."""
         if len(units) == 1 and call.alias is None:
             return _Unchanged()
@@ -160,13 +160,13 @@ class Completions(OpenAi):
 
 
 class _Unchanged:
-    """The rendering of a single stream, which passes byte for byte."""
+    """The rendering of a single stream: the client gets the engine's events byte for byte."""
 
     def unit(self, unit: Unit) -> UnitRendering | None:
         """Return None: the client gets the engine's own bytes."""
         return None
 
-    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return nothing, because the stream has its own usage chunk."""
         return b""
 

@@ -1,6 +1,7 @@
-"""Functions with which all dialects read a request.
+"""Functions with which all dialects read requests.
 
-The gateway reads and checks only the members that it decides by. Engines get all others in the client's bytes.
+The gateway reads and checks only the members on which its decisions depend. Engines get all others in the client's
+bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
 
 WHOLE_NUMBER: Final = (whole_number, "a whole number", int)
 FLAG: Final = (flag, "true or false", bool)
-"""How to read a member as engines do: a function, the expected value for error messages, and the type that needs no
-conversion."""
+"""How to read a flag as engines do: the function that reads it, the expected value for error messages, and the type
+that
+needs no conversion.
+"""
 
 
 def read(raw: bytes) -> Document:
-    """Return the JSON of a request body, for `Dialect.parse`. Raises BadRequest."""
+    """Parse the JSON of a request body. Raises BadRequest."""
     try:
         return Document(raw)
     except InvalidDocument as error:
@@ -31,9 +34,9 @@ def read(raw: bytes) -> Document:
 
 
 def coerced_members(values: Mapping[str, Any], readings: Mapping[str, Reading]) -> dict[str, object]:
-    """Return the members whose JSON type engines coerce (`"5"` for 5), with the coerced value.
+    """Return the members whose values engines convert to another type (`"5"` to 5), with the converted values.
 
-    Raises BadRequest for a value that engines cannot read.
+    Raises BadRequest for a value that engines cannot convert.
     """
     changes: dict[str, object] = {}
     for name, (read, what, plain) in readings.items():
@@ -50,7 +53,7 @@ def coerced_members(values: Mapping[str, Any], readings: Mapping[str, Reading]) 
 
 
 def without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str, object]:
-    """Return the changes that remove the reserved members wherever engines read them.
+    """Return the changes that remove reserved members from all places where engines read them.
 
     vLLM merges the members of `vllm_xargs` with `kv_transfer_params` (`to_sampling_params`).
     """
@@ -64,7 +67,10 @@ def without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str,
 
 
 def boolean(values: Mapping[str, Any], name: str) -> bool:
-    """Return a flag that the gateway uses. Raises BadRequest for `"yes"`, which engines read in different ways."""
+    """Return the value of a flag.
+
+    Raises BadRequest for values such as `"yes"`, because engines differ in how they read them.
+    """
     value = values.get(name)
     if value not in (None, 0, 1):  # True is 1, and engines take 1 for true
         raise BadRequest(f"{name} must be true or false", param=name)
@@ -72,7 +78,7 @@ def boolean(values: Mapping[str, Any], name: str) -> bool:
 
 
 def at_least_one(values: Mapping[str, Any], name: str) -> object:
-    """Return a limit, also if it is spelled as text. Raises BadRequest unless it is a whole number of at least 1."""
+    """Return the value of a limit, which may be a number in a string. Raises BadRequest for values below 1."""
     value = values.get(name)
     try:
         number: Any = whole_number(value)
@@ -84,7 +90,7 @@ def at_least_one(values: Mapping[str, Any], name: str) -> object:
 
 
 def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a member that is an object; an empty object if it is missing. Raises BadRequest."""
+    """Return the object in a member; an empty object if the member is missing. Raises BadRequest."""
     value = values.get(name)
     if value is not None and not isinstance(value, dict):
         raise BadRequest(f"{name} must be an object", param=name)
@@ -92,7 +98,7 @@ def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def objects(values: object, param: str) -> list[dict[str, Any]]:
-    """Return the list of objects of the member `param`. Raises BadRequest."""
+    """Return the values if they are a list of objects. `param`: the name of the member. Raises BadRequest."""
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise BadRequest(f"{param} must be a list of objects", param=param)
     return values

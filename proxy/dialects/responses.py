@@ -1,4 +1,4 @@
-"""POST /v1/responses, OpenAI's Responses API without storage: the dialect, and answers whole and as events."""
+"""POST /v1/responses, OpenAI's Responses API without storage: its dialect, its answers and their events."""
 
 from __future__ import annotations
 
@@ -17,34 +17,40 @@ if TYPE_CHECKING:
     from proxy.common.errors import GatewayError
     from proxy.dialects.base import AnsweredAttempt, Rendering, Unit
     from proxy.dialects.call import Call
-    from proxy.dialects.left_out import LeftOut
+    from proxy.dialects.left_out import OmittedParts
     from proxy.dialects.translated import Completion
 
 
 class Responses(Translated):
-    """OpenAI's Responses API. A response is the answer of a chat, and output items are its parts. Nothing is stored."""
+    """OpenAI's Responses API. A response is the answer of a chat, and its output items are the parts of the answer.
+
+    Nothing is stored.
+    """
 
     path = "/v1/responses"
     label = "responses"
 
-    def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
         """See Translated."""
         return chat_of(values, left_out)
 
     def answer_context(self, values: Mapping[str, Any]) -> KeptRequest:
-        """Return the members that the response repeats."""
+        """Return the members of the request that its response repeats."""
         return KeptRequest(values)
 
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
         """See Translated."""
         return response(call, call.answer_context, completion)
 
-    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+    def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """See Dialect."""
         return ResponseEvents(call, call.answer_context)
 
     def error_body(self, error: GatewayError) -> bytes | None:
-        """See Dialect. Engines' errors have this API's form already. Error pages of proxies before them do not."""
+        """See Dialect.
+
+        Engines' errors already have this API's form. Error pages of proxies in front of engines do not.
+        """
         body = error.body if isinstance(error, UpstreamError) else None
         if body is None or is_error_body(body):
             return None
@@ -57,7 +63,7 @@ _MAX_REASON: Final = 64
 
 
 def response(call: Call, request: KeptRequest, completion: Completion) -> dict[str, Any]:
-    """Return the response of a chat completion that is not streamed."""
+    """Convert a chat completion that is not streamed to a response."""
     parts: list[AnswerPart] = []
     for kind, text in ((PartKind.REASONING, completion.reasoning), (PartKind.TEXT, completion.content)):
         if text:
@@ -71,7 +77,7 @@ def response(call: Call, request: KeptRequest, completion: Completion) -> dict[s
 
 
 class ResponseEvents(Parts):
-    """The numbered events of one response."""
+    """The writer of the numbered events of one response."""
 
     def __init__(self, call: Call, request: KeptRequest) -> None:
         super().__init__()
@@ -97,7 +103,7 @@ class ResponseEvents(Parts):
         return self._event("response.created", response=unknown) + self._event("response.in_progress", response=unknown)
 
     def open_events(self, part: AnswerPart) -> bytes:
-        """Return the events that add an item and the only part of its content."""
+        """Return the events that add an output item and its only content part."""
         added = self._event(
             "response.output_item.added", output_index=part.index, item=self._items.item(part, is_begun=True)
         )
@@ -108,7 +114,7 @@ class ResponseEvents(Parts):
         )
 
     def text_events(self, part: AnswerPart, text: str) -> bytes:
-        """Return a delta; empty for a custom tool or a search.
+        """Return the event with a delta of the open part; empty for a custom tool or a search.
 
         Their input arrives as JSON and can be converted only when it is complete.
         """
@@ -127,7 +133,7 @@ class ResponseEvents(Parts):
                 return self._make_item_event("response.function_call_arguments.delta", part, delta=text)
 
     def close_events(self, part: AnswerPart) -> bytes:
-        """Return the events that end a part: its whole text or arguments, and its complete output item."""
+        """Return the events that end a part. They have its whole text or arguments, and its complete output item."""
         is_cut = self.finish_reason is not None and _why_incomplete(self.finish_reason) is not None
         item = self._items.item(part, is_cut=is_cut)
         self._output.append(item)
@@ -149,7 +155,7 @@ class ResponseEvents(Parts):
                 done = self._make_item_event("response.function_call_arguments.done", part, **members)
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
-    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return `response.completed` or `response.incomplete`."""
         (usage,) = usages
         events: list[bytes] = []
@@ -181,21 +187,24 @@ class ResponseEvents(Parts):
 
 
 class _Items:
-    """Writes parts as output items. An item has the same id in all events."""
+    """Converts the parts of one answer to output items. An item has the same id in all events."""
 
     def __init__(self, request: KeptRequest) -> None:
         self._request = request
         self._ids: list[str] = []
 
     def id_of(self, part: AnswerPart) -> str:
-        """Return the id of a part's item. It is drawn when first needed; parts come in order."""
+        """Return the id of a part's item. A new id is drawn at the first use, and the parts come in order."""
         if part.index == len(self._ids):
             prefix = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}[part.kind]
             self._ids.append(f"{prefix}_{new_id()}")
         return self._ids[part.index]
 
     def item(self, part: AnswerPart, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
-        """Return the item so far. `is_begun`: it has no content yet. `is_cut`: the answer ended inside it."""
+        """Return a part's item so far.
+
+        `is_begun`: the item has just begun and has no content. `is_cut`: the answer ended inside the item.
+        """
         status = "in_progress" if is_begun else "incomplete" if is_cut else "completed"
         item: dict[str, Any] = {"id": self.id_of(part)}
         match part.kind:
@@ -218,7 +227,7 @@ class _Items:
         return {**item, "status": status}
 
     def _call(self, part: AnswerPart) -> dict[str, str]:
-        """Return the members that identify a call: its id, and the client's name and namespace of its tool."""
+        """Return the members that identify a tool call: its id, and the client's name and namespace of the tool."""
         tool = self._request.tools.get(part.name)
         if tool is None:
             return {"call_id": part.id, "name": part.name}
@@ -241,7 +250,7 @@ def _head(call: Call, request: KeptRequest, head: CompletionHead) -> dict[str, A
 def _why_incomplete(finish_reason: object) -> str | None:
     """Return the reason why a response is incomplete; None if it is complete.
 
-    An unknown finish reason is reported in the engine's words.
+    The reason is the engine's finish reason if that is unknown.
     """
     if is_whole(finish_reason):
         return _INCOMPLETE.get(str(finish_reason))

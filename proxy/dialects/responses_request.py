@@ -1,4 +1,4 @@
-"""Translates the body of the Responses API to that of a chat completion. Nothing is stored."""
+"""Translates the body of OpenAI's Responses API to a chat completion. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import (
-    LeftOut,
+    OmittedParts,
     base64_bytes,
-    joined_lines,
+    join_lines,
     kind_name,
     media_name,
     note,
@@ -35,7 +35,7 @@ _SAME: Final = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias", "thinking_token_budget"),
 )
 _CALLED: Final = ("function", "custom", "tool_search")
-"""The types of tools that a tool_choice can name."""
+"""The types of tools to which a `tool_choice` can refer by name."""
 _STATE: Final = {
     "previous_response_id": "responses are not stored here: send the whole conversation as input, with store false",
     "conversation": "conversations are not stored here: send the whole conversation as input",
@@ -44,7 +44,7 @@ _STATE: Final = {
 }
 
 
-def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+def chat_of(values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
     """Return the body of the equivalent chat. Raises BadRequest.
 
     Tools, items and content that only OpenAI's own service can serve are added to `left_out`. A request that refers to
@@ -70,9 +70,9 @@ def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
 
 
 def _is_begun(given: Any) -> bool:
-    """Return whether the last item is an incomplete answer, which the model is to continue.
+    """Return whether the last item is an incomplete answer. The model is then to continue it.
 
-    An answer that was cut off is one (vLLM `should_continue_final_message`).
+    An answer that was cut off counts as incomplete (vLLM `should_continue_final_message`).
     """
     last = given[-1] if isinstance(given, list) and given else {}
     is_answer = last.get("type", "message") == "message" and last.get("role") == "assistant"
@@ -86,7 +86,7 @@ def _read_include(values: Mapping[str, Any]) -> list[Any]:
     return include or []
 
 
-def _tools(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+def _tools(values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
     functions = [tool.function() for tool in tools_of(values, left_out)]
     choice = values.get("tool_choice")
     if choice is not None and not isinstance(choice, str | dict):
@@ -101,7 +101,7 @@ def _tools(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
 
 
 def _read_tool_choice(choice: Mapping[str, Any], functions: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
-    """Return the functions that the model may call, and the chat's `tool_choice`."""
+    """Return the functions that the model may call, and the value of the chat's `tool_choice`."""
     match choice.get("type"):
         case "tool_search" if not any(function["function"]["name"] == SEARCH for function in functions):
             raise _not_served("tool_search")
@@ -173,7 +173,7 @@ _ECHOED_DEFAULTS: Final[Mapping[str, Any]] = {
 
 
 class KeptRequest:
-    """The members of a request that its response needs."""
+    """The members of a request that its response repeats or depends on."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.echo: Mapping[str, Any] = {
@@ -182,14 +182,14 @@ class KeptRequest:
             "previous_response_id": None,
             "store": False,
         }
-        """Members that a response repeats."""
-        self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values, LeftOut())}
+        """The members that the response repeats."""
+        self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values, OmittedParts())}
         """The tools, by the names of their functions in the chat."""
         self.wants_sealed = "reasoning.encrypted_content" in _read_include(values)
-        """Whether the client wants reasoning sealed, because it sends back only what it cannot read."""
+        """Whether the client wants sealed reasoning. Clients send back reasoning only in this form."""
 
     def kind_of(self, function: str) -> ToolKind:
-        """Return the kind of tool as which the client gets calls of a function; FUNCTION if the tool is unknown."""
+        """Return the kind of the client's tool that a function represents; FUNCTION if the tool is unknown."""
         tool = self.tools.get(function)
         return ToolKind.FUNCTION if tool is None else tool.kind
 
@@ -202,14 +202,14 @@ _TEXTS: Final = {
 _IMAGES: Final = ("input_image", "computer_screenshot")
 _OUR_CALLS: Final = ("function_call", "custom_tool_call")
 _OUR_OUTPUTS: Final = ("function_call_output", "custom_tool_call_output")
-"""Items of tools whose calls are those of a chat."""
+"""Types of items with the results of tools that are functions in the chat."""
 _SEAL: Final = "pdproxy:"
 
 
-def conversation(instructions: object, given: object, left_out: LeftOut) -> list[dict[str, Any]]:
+def conversation(instructions: object, given: object, left_out: OmittedParts) -> list[dict[str, Any]]:
     """Return the messages of a chat. Raises BadRequest.
 
-    Instructions and the developer and system messages at the beginning are joined to one message. Items and parts that
+    The instructions and the first developer and system messages are joined into one message. Items and parts that
     no model can read are added to `left_out`.
     """
     if instructions is not None and not isinstance(instructions, str):
@@ -228,8 +228,8 @@ def conversation(instructions: object, given: object, left_out: LeftOut) -> list
     return [*opening, *messages[count:]]
 
 
-def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
-    """Yield the messages. Consecutive reasoning, text and calls of the assistant become one message."""
+def _messages(items: Sequence[Mapping[str, Any]], left_out: OmittedParts) -> Iterator[dict[str, Any]]:
+    """Yield the messages. Consecutive reasoning, text and tool calls of the assistant become one message."""
     turn: dict[str, Any] = {}
     images: list[dict[str, Any]] = []
     called: set[str] = set()  # ids of the calls that became calls of the chat
@@ -265,7 +265,7 @@ def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator
                 yield _result(item, images, left_out)
             case _:
                 turn = {"role": "assistant", **turn}
-                turn["content"] = joined_lines((turn.get("content", ""), _describe_unknown_item(item, left_out)))
+                turn["content"] = join_lines((turn.get("content", ""), _describe_unknown_item(item, left_out)))
     if turn:
         yield turn
     if images:
@@ -273,10 +273,10 @@ def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator
 
 
 def _kind(item: Mapping[str, Any], called: Set[str]) -> str:
-    """Return the translation of an item: `message`, `reasoning`, `call`, `output`, `tools` or `other`.
+    """Return how an item is translated: `message`, `reasoning`, `call`, `output`, `tools` or `other`.
 
-    `call` and `output` are a tool call and its result. A call of any tool becomes one of a function if it has an id.
-    Items that only declare tools are `tools`. `other` becomes text. Raises BadRequest.
+    `call` and `output` are a tool call and its result. A call of any tool becomes a function call if it has an id.
+    `tools` are items that only declare tools. `other` items become text. Raises BadRequest.
     """
     kind, call_id = str(item.get("type") or "message"), item.get("call_id")
     if kind in ("message", "reasoning"):
@@ -294,7 +294,10 @@ def _kind(item: Mapping[str, Any], called: Set[str]) -> str:
 
 
 def _starts_new_message(turn: Mapping[str, Any], kind: str) -> bool:
-    """Return whether an item starts a new message. Templates write reasoning, then text, then calls of a message."""
+    """Return whether an item starts a new message.
+
+    Within a message, templates write reasoning, then text, then calls.
+    """
     if kind == "reasoning":
         return "content" in turn or "tool_calls" in turn
     return kind in ("message", "other") and "tool_calls" in turn
@@ -307,7 +310,7 @@ def _role(item: Mapping[str, Any]) -> str:
     return role
 
 
-def _content(content: object, left_out: LeftOut) -> Any:
+def _content(content: object, left_out: OmittedParts) -> Any:
     """Return the content of a message: a text if there is only text, otherwise a list of parts."""
     if isinstance(content, str):
         return content
@@ -317,7 +320,7 @@ def _content(content: object, left_out: LeftOut) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def _part(part: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+def _part(part: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
     """Return a part of a chat message: text, an image, audio, or a note in place of an unreadable part."""
     kind = str(part.get("type"))
     if kind in _TEXTS and isinstance(text := part.get(_TEXTS[kind]), str):
@@ -339,14 +342,14 @@ def _part(part: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
 
 
 def _file(part: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the text of a file, None if it has none, and the note that replaces it."""
+    """Return the text of a file (None if it has none), and the note that replaces the file."""
     data = part.get("file_data")
     head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
     media_type = head.removeprefix("data:").partition(";")[0]
     name = part.get("filename") or part.get("file_url") or part.get("file_id")
     if media_type.startswith("text/"):
         try:
-            return joined_lines((str(part.get("filename") or ""), b64decode(encoded, validate=True).decode())), ""
+            return join_lines((str(part.get("filename") or ""), b64decode(encoded, validate=True).decode())), ""
         except (NoBase64, UnicodeDecodeError):
             pass
     is_pdf = isinstance(name, str) and name.lower().endswith(".pdf")
@@ -356,14 +359,14 @@ def _file(part: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _as_text(content: Any) -> str:
-    """Join the parts of content to one text, with notes in place of images."""
+    """Join the parts of content into one text. Notes replace images."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else note("image") for part in content)
 
 
-def _describe_unknown_item(item: Mapping[str, Any], left_out: LeftOut) -> str:
-    """Return an item that only another service can produce as text."""
+def _describe_unknown_item(item: Mapping[str, Any], left_out: OmittedParts) -> str:
+    """Return the text that replaces an item that only another service can produce."""
     kind = item.get("type")
     text = readable_text(kind, item)
     if text is None:
@@ -389,8 +392,8 @@ def _call(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": _call_id(item), "type": "function", "function": function}
 
 
-def _result(item: Mapping[str, Any], images: list[dict[str, Any]], left_out: LeftOut) -> dict[str, Any]:
-    """Return the message of a tool's result. Its images are added to `images`, for the next message of the user."""
+def _result(item: Mapping[str, Any], images: list[dict[str, Any]], left_out: OmittedParts) -> dict[str, Any]:
+    """Return the message with a tool's result. Its images are added to `images`, for the user's next message."""
     output = item.get("output")
     if item["type"] == "tool_search_output":
         names = [tool.function_name for tool in tools_of({"input": [item]}, left_out)]
@@ -417,7 +420,7 @@ def _thoughts(item: Mapping[str, Any]) -> str:
     sealed = item.get("encrypted_content")
     for name in ("content", "summary"):
         parts = item.get(name)
-        if name == "summary" and isinstance(sealed, str) and (thoughts := _unsealed(sealed)):
+        if name == "summary" and isinstance(sealed, str) and (thoughts := _unseal(sealed)):
             return thoughts
         if isinstance(parts, list) and parts:
             return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
@@ -425,12 +428,15 @@ def _thoughts(item: Mapping[str, Any]) -> str:
 
 
 def sealed(thoughts: str) -> str:
-    """Return reasoning in a form that clients send back unread. It is not secret: the answer has it in plain text."""
+    """Encode reasoning in a form that clients send back unread.
+
+    It is not secret: the answer has it in plain text, too.
+    """
     return _SEAL + b64encode(utf8(thoughts)).decode()
 
 
-def _unsealed(content: str) -> str:
-    """Return the sealed reasoning as text; empty if another service sealed it."""
+def _unseal(content: str) -> str:
+    """Decode sealed reasoning. The result is empty if another service sealed it."""
     try:
         return utf8_text(b64decode(content.removeprefix(_SEAL), validate=True)) if content.startswith(_SEAL) else ""
     except (NoBase64, UnicodeDecodeError):
@@ -440,19 +446,19 @@ def _unsealed(content: str) -> str:
 _INPUT: Final = "input"
 """The only parameter of the function that represents a custom tool."""
 SEARCH: Final = "tool_search"
-"""The name of the function that represents a client's search for tools."""
+"""The name of the function that represents a search for tools that the client runs."""
 _TOOLS_IN_ITEMS: Final = ("additional_tools", "tool_search_output")
-"""Items of the input that declare tools."""
+"""Types of input items that declare tools."""
 
 
 class ToolKind(Enum):
-    """The client's kind of a tool, which decides the form of its calls."""
+    """The type of a tool in the client's request. It decides the form of the tool's calls."""
 
     FUNCTION = "function"
     CUSTOM = "custom"
     """A tool that takes text instead of JSON."""
     SEARCH = "tool_search"
-    """A search for tools, which the client then adds to the conversation (Codex)."""
+    """A search for tools. The client adds the tools that it finds to the conversation (Codex)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -472,7 +478,7 @@ class Tool:
         return function_name(self.name, self.namespace)
 
     def function(self) -> dict[str, Any]:
-        """Return the tool as a function of a chat, which has no custom tools and no namespaces."""
+        """Return the tool as a function of a chat. Chats have neither custom tools nor namespaces."""
         described: dict[str, Any] = {"name": self.function_name}
         if self.kind is ToolKind.CUSTOM:
             text = {_INPUT: {"type": "string", "description": "The input of this tool, as plain text."}}
@@ -487,12 +493,15 @@ class Tool:
 
 
 def function_name(name: str, namespace: object) -> str:
-    """Return the name of a tool's function. A chat has one namespace, and OpenAI allows no dots in names."""
+    """Return the name of a tool's function.
+
+    It contains the namespace, because a chat has none. OpenAI allows no dots.
+    """
     return f"{namespace}__{name}" if isinstance(namespace, str) else name
 
 
-def tools_of(values: Mapping[str, Any], left_out: LeftOut) -> list[Tool]:
-    """Return the tools of a request and of its input items. A later tool replaces one of the same name.
+def tools_of(values: Mapping[str, Any], left_out: OmittedParts) -> list[Tool]:
+    """Return the tools of a request and of its input items. If two tools have the same name, the later one is used.
 
     Tools that only OpenAI's own service or its models can use are added to `left_out`. Raises BadRequest.
     """
@@ -505,7 +514,7 @@ def tools_of(values: Mapping[str, Any], left_out: LeftOut) -> list[Tool]:
     return list(tools.values())
 
 
-def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> Iterator[Tool]:
+def _read(tool: Mapping[str, Any], namespace: str | None, left_out: OmittedParts) -> Iterator[Tool]:
     kind, name = tool.get("type"), tool.get("name")
     if kind == "tool_search" and _is_run_by_client(tool):
         yield Tool(SEARCH, None, ToolKind.SEARCH, tool)
@@ -524,7 +533,7 @@ def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> 
 
 
 def _is_run_by_client(search: Mapping[str, Any]) -> bool:
-    """Return whether the client runs a search for tools: it says so, or declares parameters, unlike the server's."""
+    """Return whether the client runs a search for tools: `execution` says so, or only `parameters` are present."""
     execution = search.get("execution")
     return execution == "client" or (execution is None and isinstance(search.get("parameters"), dict))
 
@@ -545,18 +554,18 @@ def _with_grammar(tool: Mapping[str, Any]) -> str:
 
 
 def as_arguments(text: object) -> str:
-    """Return the text of a custom tool's call as the arguments of a function."""
+    """Return the arguments of a function that represents a custom tool with this input text."""
     return dumps({_INPUT: text or ""}).decode()
 
 
 def as_text(arguments: str) -> str:
-    """Return the text in a function's arguments; the arguments themselves if they are malformed or cut off."""
+    """Return the text in a function's arguments. Malformed or incomplete arguments are returned unchanged."""
     read = as_search(arguments)
     text = read.get(_INPUT) if isinstance(read, dict) else None
     return text if isinstance(text, str) else arguments
 
 
 def as_search(arguments: str) -> object:
-    """Return the arguments of a search as an object; the text itself if it is not a JSON object."""
+    """Return the arguments of a search as an object. Arguments that are not a JSON object are returned as text."""
     read = read_object(arguments)
     return arguments if read is None else read

@@ -1,4 +1,4 @@
-"""Reads one decoder's stream and gives each event a meaning. No IO.
+"""Reads one decoder's stream and determines what each event means to the relay. No IO.
 
 An answer is complete only if every choice has a finish reason and the stream ended with `[DONE]`. vLLM 0.18 to 0.30
 ends a choice that was preempted, or that failed before its first token, without any finish chunk. So a clean end of the
@@ -27,26 +27,26 @@ PROMPT_IDS: Final = b'"prompt_token_ids":['
 
 
 class Meaning(Enum):
-    """The meaning of an event for the relay."""
+    """The meaning of one event of a decoder's stream for the relay."""
 
     OTHER = auto()
     """A comment or an unknown object, which is forwarded unchanged."""
     OPENING = auto()
-    """The role chunk, which has no part of the answer."""
+    """The chunk with the role of the message, which has no part of the answer."""
     CONTENT = auto()
     """A part of the answer."""
     USAGE = auto()
     """The usage chunk, without choices."""
     DONE = auto()
-    """The end mark `[DONE]`."""
+    """The end mark `[DONE]` of a stream."""
     ERROR = auto()
-    """The engine's error event."""
+    """An error that the engine reports in its stream."""
     RECOMPUTED = auto()
     """The decoder gave up and asks for a new prefill. The answer is not finished, whatever `finish_reason` says."""
     ABORTED = auto()
     """The decoder stopped working on the answer, because it is being stopped or paused."""
     MALFORMED = auto()
-    """Data that cannot be read, which may hold a part of the answer."""
+    """Data that cannot be parsed. It may have contained a part of the answer."""
 
 
 # Each event reads several of them, and a constant is faster to read than a member of a class.
@@ -62,10 +62,10 @@ MALFORMED: Final = Meaning.MALFORMED
 
 
 class Segment:
-    """The state of one decoder's stream of one or more choices."""
+    """The reader of one decoder's stream, and its state. The stream has one or more choices."""
 
     has_usage_chunk: ClassVar[bool] = True
-    """Whether usage comes in a separate chunk instead of with each event."""
+    """Whether the usage comes in a separate chunk. Otherwise each event has it."""
 
     __slots__ = (
         "data",
@@ -83,22 +83,22 @@ class Segment:
         self.payload: Any = None
         """The parsed data of the last event, without the prompt's token ids; None if it was not JSON."""
         self.data: bytes | None = None
-        """The bytes of that data, also without the prompt's token ids."""
+        """The bytes of the last event's data, without the prompt's token ids; None if there are none."""
         self.prompt_ids: bytes | None = None
         """The token ids of the prompt, as the engine's JSON array; None until they arrive."""
         self.has_engine_members = False
-        """Whether the last event had members that are not for clients. They are removed from `payload`."""
+        """Whether the last event had members that are only for engines. They are removed from `payload`."""
         self.finish_reasons: dict[int, str] = {}
         self.open_choices: set[int] = set()
         self.usage: dict[str, Any] | None = None
         """The last usage seen."""
         self.done = False
         self.is_mute = False
-        """Whether the last chunk had no part of the answer: no text, no token ids, no finish."""
+        """Whether the last chunk had no part of the answer: no text, no token ids, and no finish reason."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice that began has finished, and at least one has."""
+        """Whether every choice that began has finished, and at least one choice has begun."""
         return bool(self.finish_reasons) and not self.open_choices
 
     @property
@@ -151,7 +151,7 @@ class Segment:
         return USAGE if has_usage else OTHER
 
     def forget_event(self) -> None:
-        """Drop the last event, which is no longer needed."""
+        """Drop the last event to free its memory."""
         self.payload = self.data = None
 
     def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:
@@ -185,7 +185,7 @@ class Segment:
 
 
 def is_mute(choice: dict[str, Any]) -> bool:
-    """Return whether a choice of a chunk has no content."""
+    """Return whether a choice of a chunk has no part of the answer."""
     if choice.get("token_ids") or choice.get("text") or choice.get("logprobs"):
         return False
     for name, value in (choice.get("delta") or {}).items():  # noqa: SIM110 - a generator takes longer

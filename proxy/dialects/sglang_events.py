@@ -1,4 +1,4 @@
-"""Reads the events of SGLang's `/generate`, each of which has the whole answer so far."""
+"""Reads the events of SGLang's `/generate`. Each event has the whole answer so far."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
 _FIRST_PAIR: Final = 0x10000
-"""The first character that UTF-16 writes as a pair of surrogates."""
+"""The first character that UTF-16 encodes as a pair of surrogates."""
 _OF_THE_PROMPT: Final = ("id", "prompt_tokens", "cached_tokens")
 
 
 class Events(Segment):
-    """The reader of a stream in which each event has the answer so far, and the last one its finish reason."""
+    """The reader of a stream whose events have the whole answer so far. The last event has the finish reason."""
 
     has_usage_chunk = False
 
@@ -61,7 +61,7 @@ class Events(Segment):
 
 
 class WatchedEvents(Events):
-    """The reader of a watched stream. Each payload is a completion's chunk with the new part of the answer.
+    """The reader of a watched stream. It converts each event to a completion's chunk with the new part of the answer.
 
     The only choice of the chunk also has `meta_info` and the log probabilities of the new tokens.
     """
@@ -75,7 +75,10 @@ class WatchedEvents(Events):
         """Whether the text so far ends in the first half of a surrogate pair."""
 
     def read(self, event: Event) -> Meaning:
-        """See Segment. An event without the whole answer is malformed, because its new part is unknown."""
+        """See Segment.
+
+        An event without the whole answer so far is malformed, because its new part cannot be computed.
+        """
         meaning = super().read(event)
         if meaning not in (Meaning.CONTENT, Meaning.ABORTED):
             return meaning
@@ -96,7 +99,7 @@ class WatchedEvents(Events):
         return meaning
 
     def _other_half(self, text: str) -> str:
-        """Return the second half of the surrogate pair whose first half was read last; empty if there is none."""
+        """Return the second half of a surrogate pair if the text so far ends with the first half; otherwise nothing."""
         if not self._is_half or (character := ord(text[self._text - 1])) < _FIRST_PAIR:
             return ""
         return chr(0xDC00 + (character - _FIRST_PAIR) % 0x400)
@@ -119,12 +122,12 @@ def _chunk(meta: dict[str, Any], text: str, ids: list[Any], logprobs: dict[str, 
 
 
 def _ends_with_high_surrogate(text: str) -> bool:
-    """Whether the last character is the first half of a surrogate pair."""
+    """Return whether the last character is the first half of a surrogate pair."""
     return bool(text) and 0xD800 <= ord(text[-1]) < 0xDC00
 
 
 class AnswerSoFar:
-    """The whole answer so far for a client of `/generate`, assembled from the chunks of a watched answer."""
+    """Assembles the answer so far for a client of `/generate` from the chunks of a watched stream."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -152,7 +155,10 @@ class AnswerSoFar:
         return b""
 
     def cut(self, tokens: int) -> None:
-        """See WatchedWhole. Text is removed only if all tokens are, because the text of repeated tokens is skipped."""
+        """See WatchedWhole.
+
+        Text is removed only if no token is kept, because the text of repeated tokens is skipped.
+        """
         if not tokens:
             self._text, self._meta = "", {}
         del self._ids[tokens:]
@@ -166,6 +172,6 @@ class AnswerSoFar:
 
 
 def finish_of(payload: dict[str, Any]) -> Any:
-    """Return the reason for the end of an answer; None while it goes on."""
+    """Return the finish reason of an answer; None until the answer has ended."""
     meta = payload.get("meta_info")
     return (meta.get("finish_reason") or None) if isinstance(meta, dict) else None

@@ -41,7 +41,7 @@ class SglangGenerate(Dialect):
     methods = ("POST", "PUT")
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-        """See Dialect. Usage is part of every answer."""
+        """See Dialect. SGLang reports usage in every answer."""
         values = document.values
         changes: dict[str, object] = {}
         params = values.get("sampling_params")
@@ -66,7 +66,10 @@ class SglangGenerate(Dialect):
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
-        """Return a unit for each prompt and sample. The prompt tokens are divided equally among them."""
+        """Return one unit for each sample of each prompt.
+
+        The estimated prompt tokens are divided equally among the units.
+        """
         items = sglang.items_of(call.values, max_units)
         tokens = max(1, call.prompt_tokens // sum(item.is_first for item in items))
         return [
@@ -78,24 +81,24 @@ class SglangGenerate(Dialect):
         """See Dialect."""
         return not sglang.is_batch(call.values)
 
-    def new_segment(self) -> Segment:
+    def make_segment(self) -> Segment:
         """See Dialect."""
         return Events()
 
-    def watched_segment(self) -> Segment:
+    def make_watched_segment(self) -> Segment:
         """See Dialect."""
         return WatchedEvents()
 
-    def watched_rendering(self, call: Call) -> UnitRendering | None:
+    def make_watched_rendering(self, call: Call) -> UnitRendering | None:
         """See Dialect."""
         return _UnitRendering(call, None)
 
-    def watched_whole(self, call: Call) -> AnswerSoFar:
+    def make_watched_assembler(self, call: Call) -> AnswerSoFar:
         """See Dialect."""
         return AnswerSoFar()
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """Raise UpstreamError if the whole answer of an engine is an error, or has no finish reason."""
+        """Raise UpstreamError if a complete engine answer is an error or has no finish reason."""
         if error := error_of(values):
             raise response.refuse("reported an error", error.status, error.body, ERROR_HEADERS)
         finish = finish_of(values)
@@ -105,10 +108,10 @@ class SglangGenerate(Dialect):
             raise response.fail(Failure.ABORTED, "stopped working on the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
-        """Return the counts in `meta_info` as usage."""
+        """Return the token counts in `meta_info` in the form of a usage."""
         return sglang.usage_of(values)
 
-    def corrected_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+    def correct_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """See Dialect. The decoder's answer needs no changes here."""
         return {}
 
@@ -116,7 +119,7 @@ class SglangGenerate(Dialect):
         """See Dialect."""
         return _needs_prefiller(call)
 
-    async def completed_members(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+    async def complete_members(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """See Dialect."""
         parts = _parts(call, attempt)
         if parts is None:
@@ -125,13 +128,13 @@ class SglangGenerate(Dialect):
         return {name: value for name, value in completed.items() if value is not values.get(name)}
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """Return the answer; a list of answers for a list of prompts, even for a list of one."""
+        """Return the answer, or a list of answers if the request has a list of prompts, even a list of one."""
         if not sglang.is_batch(call.values):
             return answers[0].body()
         return b"[%b]" % b",".join(answer.body() for answer in answers)
 
-    def rendering(self, call: Call, units: Sequence[Unit]) -> _Rendering:
-        """Return the writer of events with the index of their answer and with the prefiller's parts."""
+    def make_rendering(self, call: Call, units: Sequence[Unit]) -> _Rendering:
+        """Return the writer of the events. It adds the index of the answer, and the prefiller's members."""
         return _Rendering(is_batch=sglang.is_batch(call.values))
 
 
@@ -142,13 +145,13 @@ class _Rendering:
         self._is_batch = is_batch
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """Return the writer of one unit's events. None: the client gets the engine's events unchanged."""
+        """Return the writer of one unit's events; None if the client gets the engine's events unchanged."""
         if not self._is_batch and not _needs_prefiller(unit.call):
             return None
         return _UnitRendering(unit.call, unit.index if self._is_batch else None)
 
-    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """Return nothing, because every event has the usage."""
+    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """Return nothing, because every event already has the usage."""
         return b""
 
     def error_event(self, error: GatewayError) -> bytes:
@@ -157,7 +160,7 @@ class _Rendering:
 
 
 class _UnitRendering:
-    """Writes one unit's events. Events of the decoder wait until the prefiller's answer has arrived."""
+    """Writes one unit's events. It holds back the decoder's events until the prefiller's answer has arrived."""
 
     def __init__(self, call: Call, index: int | None) -> None:
         self._call = call
@@ -165,7 +168,8 @@ class _UnitRendering:
         self._parts: _PrefillerParts | _LonePrefiller | None = None
         self._waiting: list[dict[str, Any]] = []
         self._so_far = AnswerSoFar()
-        """The answer so far, if it is watched. A watched answer needs nothing of the prefiller."""
+        """Assembles the answer so far from the chunks of a watched stream. Other streams do not use it.
+        """
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """See UnitRendering."""
@@ -182,10 +186,10 @@ class _UnitRendering:
         self._waiting.append(payload)
         if self._parts is None:
             return self._events(None)
-        parts = self._parts.so_far
+        parts = self._parts.parts_or_none
         return b"" if parts is None else self._events(parts)
 
-    async def rest(self) -> bytes:
+    async def wait_for_remaining_events(self) -> bytes:
         """See UnitRendering."""
         return self._events(await self._parts.whole()) if self._waiting and self._parts is not None else b""
 
@@ -199,41 +203,41 @@ class _UnitRendering:
 
 
 class _PrefillerParts:
-    """The prefiller's parts of one answer, once they have arrived."""
+    """The members of one answer that only the prefiller reports."""
 
     def __init__(self, answer: PrefillAnswer) -> None:
         self._answer = answer
         self._parts: sglang.PrefilledParts | None = None
 
     @property
-    def so_far(self) -> sglang.PrefilledParts | None:
-        """The prefiller's parts; None until its answer has arrived."""
-        answer = self._answer.so_far
+    def parts_or_none(self) -> sglang.PrefilledParts | None:
+        """The prefiller's members; None until its answer has arrived."""
+        answer = self._answer.body_or_none
         if self._parts is None and answer is not None:
             self._parts = sglang.PrefilledParts(answer)
         return self._parts
 
     async def whole(self) -> sglang.PrefilledParts:
-        """Wait for the prefiller's parts and return them. Raises UpstreamError."""
+        """Wait for the prefiller's members and return them. Raises UpstreamError."""
         await self._answer.whole()
-        parts = self.so_far
+        parts = self.parts_or_none
         assert parts is not None
         return parts
 
 
 class _LonePrefiller:
-    """The prefiller's parts of an answer that a prefiller serves alone."""
+    """The members of an answer that a prefiller serves without a decoder."""
 
     def __init__(self, call: Call) -> None:
         params = call.changes.get("sampling_params", call.values.get("sampling_params"))
-        self.so_far = sglang.LoneAnswer(sglang.output_limit(params))
+        self.parts_or_none = sglang.LoneAnswer(sglang.output_limit(params))
 
     async def whole(self) -> sglang.LoneAnswer:
-        return self.so_far
+        return self.parts_or_none
 
 
 def _parts(call: Call, attempt: AnsweredAttempt) -> _PrefillerParts | _LonePrefiller | None:
-    """Return the prefiller's parts of an answer; None if the decoder's answer needs none."""
+    """Return the prefiller's members of an answer; None if the answer needs none."""
     if not _needs_prefiller(call):
         return None
     return _LonePrefiller(call) if attempt.prefill_answer is None else _PrefillerParts(attempt.prefill_answer)

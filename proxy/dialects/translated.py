@@ -1,4 +1,4 @@
-"""The base of APIs that are translated to chats: bodies become chat bodies, and chat chunks become parts."""
+"""The base of APIs that the gateway translates to chats. Bodies become chat bodies, and chunks become parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.common.errors import BadRequest, UpstreamError
-from proxy.dialects.left_out import LeftOut
+from proxy.dialects.left_out import OmittedParts
 from proxy.dialects.openai import ChatCompletions
 from proxy.wire.chat_members import (
     ToolCall,
@@ -47,14 +47,14 @@ _LAST_SECOND: Final = 253_402_300_800
 
 
 class Translated(ChatCompletions):
-    """An API whose requests are translated to chats with one answer each."""
+    """The base of dialects whose requests are translated to chats with one answer each."""
 
     speaks_as_engines = False
-    done_event = b""  # each API's `ending` writes the last event
+    done_event = b""  # each API's `render_ending` writes the last event
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """Return the call of the translated chat; see Dialect."""
-        left_out = LeftOut()
+        left_out = OmittedParts()
         chat = self.chat(document.values, left_out)
         context = self.answer_context(document.values)
         for name, value in chat.items():
@@ -68,23 +68,23 @@ class Translated(ChatCompletions):
         return replace(call, answer_context=context, left_out=left_out.kinds)
 
     @abstractmethod
-    def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
         """Return the body of the equivalent chat completion. Raises BadRequest.
 
-        Kinds of tools and content that cannot be served are added to `left_out`.
+        Kinds of tools and content that no engine can serve are added to `left_out`.
         """
 
     def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the members of the chat that make its prompt, as in vLLM's TokenizeChatRequest. Raises BadRequest."""
-        chat = self.chat(values, LeftOut())
+        chat = self.chat(values, OmittedParts())
         return {name: chat[name] for name in _OF_THE_PROMPT if name in chat}
 
     def answer_context(self, values: Mapping[str, Any]) -> Any:
-        """Return the facts about the body that the answer needs; see Call."""
+        """Return the facts about the request that are needed to write its answer; see Call."""
         return None
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """See Dialect. Engines are asked for chats, whose members all have a part in the answer."""
+        """See Dialect. The answer is that of a chat, and every member of it contributes to the client's answer."""
         super().check_answer(response, values)
         try:
             Completion.read(values)
@@ -98,15 +98,15 @@ class Translated(ChatCompletions):
 
     @abstractmethod
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
-        """Return a chat completion as an answer of this API."""
+        """Convert a chat completion to an answer of this API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionHead:
-    """The identity of a chat completion. A member of the wrong type counts as missing."""
+    """The ID and time of a chat completion. A member of the wrong type counts as missing."""
 
     name: str
-    """The engine's id without its prefix, which the engine also logs; a random one if the engine sent none."""
+    """The engine's id without its prefix. The engine logs the same id. A random id if the engine sent none."""
     model: str | None
     created: int
     """The time of the answer, in seconds since 1970; 0 if the engine did not report it."""
@@ -124,7 +124,7 @@ class CompletionHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """A chat completion with one choice, with the types of its members checked."""
+    """A chat completion with one choice. The types of its members have been checked."""
 
     head: CompletionHead
     reasoning: str
@@ -160,18 +160,18 @@ def _only_choice(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finish_reason(choice: Mapping[str, Any]) -> str:
-    """Return the reason for the end of an answer. A reason that is not text is converted, so that it can be named."""
+    """Return the finish reason of a choice. A reason that is not text is converted to text for the error message."""
     reason = choice.get("finish_reason")
     return reason if isinstance(reason, str) else str(reason)[:_MAX_REASON]
 
 
 def call_id(call: ToolCall) -> str:
-    """Return the id of a tool call. Clients need one to name the result, so a missing id is drawn."""
+    """Return the id of a tool call. A missing id is replaced by a random one, because clients name results by it."""
     return call.id or f"call_{new_id()}"
 
 
 class PartKind(StrEnum):
-    """The kind of a part of an answer."""
+    """The kind of an answer part."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -180,32 +180,35 @@ class PartKind(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class AnswerPart:
-    """A stretch of reasoning or text of an answer, or one tool call."""
+    """A part of an answer: a stretch of reasoning, a stretch of text, or one tool call."""
 
     index: int
-    """Its position among the parts of the answer; -1 until it begins."""
+    """The position of this part in the answer; -1 until the part begins."""
     kind: PartKind
     call: ToolCall | None = None
-    """The tool call, as far as the engine has written it; None for the other kinds."""
+    """The tool call, as far as the engine has written it; None for reasoning and text."""
     id: str = ""
     """The id of a tool call."""
     name: str = ""
     written: bytearray = field(default_factory=bytearray)
-    """Its text, or the arguments of a tool call, in UTF-8. Dialects that need text only once do not fill it."""
+    """The text of the part, or the arguments of its tool call, in UTF-8.
+
+    Dialects that do not need it again leave it empty.
+    """
     held: list[str] = field(default_factory=list)
-    """Text that waits for the end of an earlier part."""
+    """Texts that wait until an earlier part has ended."""
     has_ended: bool = False
 
     @property
     def text(self) -> str:
-        """`written` as text."""
+        """The content of `written` as text."""
         return utf8_text(self.written)
 
 
 class Parts(ABC):
-    """Cuts a stream of chat chunks into parts. It is the Rendering of a single unit and its UnitRendering.
+    """Cuts a stream of chat chunks into answer parts. It is the Rendering of a single unit, and also its UnitRendering.
 
-    Parts follow each other: a part that begins before a tool call has all of its arguments waits for that call.
+    Each part ends before the next one begins. A part that begins before a tool call is complete waits for that call.
     """
 
     def __init__(self) -> None:
@@ -223,7 +226,7 @@ class Parts(ABC):
         self._parts_of_calls: list[AnswerPart] = []
         self.has_begun = False
         self.unsent: Sequence[bytes] = ()
-        """Events of a chunk from before its unreadable member. They go before the error event."""
+        """Events that precede an unreadable member of the same chunk. They are sent before the error event."""
 
     # Rendering
 
@@ -262,12 +265,12 @@ class Parts(ABC):
             raise
         return b"".join(events)
 
-    async def rest(self) -> bytes:
+    async def wait_for_remaining_events(self) -> bytes:
         """Return nothing, because no event waits for another engine."""
         return b""
 
     @abstractmethod
-    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """See Rendering."""
 
     @abstractmethod
@@ -278,15 +281,15 @@ class Parts(ABC):
 
     @abstractmethod
     def restart(self, attempt: AnsweredAttempt) -> None:
-        """Begin the answer from its start: an engine begins to answer, and the client has nothing yet."""
+        """Begin a new answer. Called when an engine begins to answer and the client has received nothing yet."""
 
     @abstractmethod
     def start_events(self, payload: dict[str, Any]) -> bytes:
-        """Return the events before all parts. `payload` is the first chunk."""
+        """Return the events that precede all parts. `payload` is the first chunk."""
 
     @abstractmethod
     def open_events(self, part: AnswerPart) -> bytes:
-        """Return the events that begin a part."""
+        """Return the events with which a part begins."""
 
     @abstractmethod
     def text_events(self, part: AnswerPart, text: str) -> bytes:
@@ -297,7 +300,7 @@ class Parts(ABC):
 
     @abstractmethod
     def close_events(self, part: AnswerPart) -> bytes:
-        """Return the events that end a part. Each part is closed before the next one is opened."""
+        """Return the events with which a part ends. Each part is closed before the next one is opened."""
 
     def close(self) -> bytes:
         """End the open part and return its events; empty if no part is open."""
@@ -316,7 +319,7 @@ class Parts(ABC):
         return before + self.open_events(part)
 
     def _start(self) -> bytes:
-        """Return the events before all parts, once, when the first part begins."""
+        """Return the events that precede all parts when the first part begins, and nothing later."""
         first, self._first = self._first, None
         if self.has_begun or first is None:
             return b""
@@ -325,7 +328,7 @@ class Parts(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no part has begun."""
+        """Whether no part has begun yet."""
         return self._next_index == 0
 
     def _add_text(self, kind: PartKind, text: str, events: list[bytes]) -> None:
@@ -361,7 +364,7 @@ class Parts(ABC):
             self._advance(events)
 
     def _advance(self, events: list[bytes], *, at_end: bool = False) -> None:
-        """Add the events of waiting parts, up to one that cannot begin or end yet. Raises UnreadableMember."""
+        """Add the events of waiting parts, until a part cannot begin or end yet. Raises UnreadableMember."""
         waiting = self._waiting
         while waiting:
             part, before = waiting[0], self._open
@@ -391,7 +394,7 @@ def event(name: str, data: Mapping[str, Any]) -> bytes:
 
 
 def words(error: GatewayError) -> str:
-    """Return the message of an error: that of the engine's error body if it has one."""
+    """Return the text of an error: the message in the engine's error body if there is one."""
     body = error.body if isinstance(error, UpstreamError) else None
     if body is None:
         return error.message

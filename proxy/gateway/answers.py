@@ -218,13 +218,13 @@ class EngineBody(Answer):
         dialect.check_answer(response, values)
         attempt.note_usage(dialect.usage(values))
         if not dialect.waits_for_prefiller(self.call):
-            self._corrections = dialect.corrected_members(values, attempt)
+            self._corrections = dialect.correct_members(values, attempt)
 
     async def settle(self, attempt: Attempt) -> None:
         """See Answer."""
         if self._dialect.waits_for_prefiller(self.call):
             assert self._answer is not None
-            self._corrections = await self._dialect.completed_members(self.call, dict(self._answer.values), attempt)
+            self._corrections = await self._dialect.complete_members(self.call, dict(self._answer.values), attempt)
 
     def body(self) -> bytes:
         """See Whole."""
@@ -325,12 +325,12 @@ class AssembledBody(_Relayed):
         self._dialect = dialect
         self._values: dict[str, Any] | None = None
         """The parsed body. None until it is requested after the end of an attempt."""
-        self._own = dialect.watched_whole(call)
+        self._own = dialect.make_watched_assembler(call)
         """Assembles the answer for the dialect. None: `_assembly` does."""
         self._assembly = Assembly(has_routed_experts=parts.abilities.has_if_known(ROUTED_EXPERTS))
         delivery = Delivery(
             call,
-            dialect.watched_segment if prompt is None else partial(prompt.segment, call),
+            dialect.make_watched_segment if prompt is None else partial(prompt.segment, call),
             is_observed=True,
             keeps_bytes=prompt is None,
             engine=watching.engine,
@@ -422,7 +422,7 @@ class StreamedAnswer(_Relayed):
             shares_client: Whether other units write to the same stream.
             prompt: See Answer.
         """
-        new_segment = dialect.watched_segment if watching.is_close else dialect.new_segment
+        new_segment = dialect.make_watched_segment if watching.is_close else dialect.make_segment
         delivery = Delivery(
             call,
             new_segment if prompt is None else partial(prompt.segment, call),
@@ -441,6 +441,6 @@ class StreamedAnswer(_Relayed):
         """Write the rest of the answer, which may come from other engines."""
         assert self.writer is not None
         if self._rendering is not None:
-            self.writer.write(await self._rendering.rest())
+            self.writer.write(await self._rendering.wait_for_remaining_events())
         if self._shares_client:
             await self.writer.wait_until_read()  # the other units may run for long

@@ -399,7 +399,7 @@ class Delivery:
         """Return the missing end of an answer: finish reason and usage, unless an engine has sent them."""
         parts = []
         if self.seam is not None and not self.is_finished:
-            for payload, _ in self.seam.ending():
+            for payload, _ in self.seam.make_ending_chunks():
                 self.transcript.take(payload["choices"][0], None)
                 parts.append(self.writer.changed_event(payload, payload["choices"][0]))
         if self.usage is None:

@@ -482,7 +482,7 @@ class Request:
         work = self._work
         assert work is not None
         try:
-            ending = work.ending()
+            ending = work.render_ending()
         except GatewayError:
             raise
         except Exception as error:

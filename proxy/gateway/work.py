@@ -158,12 +158,12 @@ class RequestService:
                 else:
                     answers.append(EngineBody(unit.call, dialect))
             return Work(dialect, call, units, answers)
-        rendering = dialect.rendering(call, units)
+        rendering = dialect.make_rendering(call, units)
         for unit in units:
             watching = self.watching(dialect, unit.call, prompt)
             unit_rendering = rendering.unit(unit)
             if unit_rendering is None and watching.is_close:
-                unit_rendering = dialect.watched_rendering(unit.call)
+                unit_rendering = dialect.make_watched_rendering(unit.call)
             answer = StreamedAnswer(
                 unit.call,
                 dialect,
@@ -312,7 +312,7 @@ class Work:
         answers: list[Answer],
         rendering: Rendering | None = None,
     ) -> None:
-        """Keep the units and answers. `rendering` None: the answer is not streamed."""
+        """Keep the units and answers. `rendering`: the writer of a streamed answer; otherwise None."""
         self.dialect = dialect
         self.call = call
         self.units = units
@@ -330,13 +330,13 @@ class Work:
                 return True
         return False
 
-    def ending(self) -> bytes:
+    def render_ending(self) -> bytes:
         """Return the end of a stream, or the whole body of an answer that is not streamed. Raises GatewayError."""
         if self._rendering is None:
             return self.dialect.whole(self.call, self.units, self.answers)
         answers = self.answers
         usages = [answer.delivery.usage for answer in answers]
-        return self._rendering.ending(usages, answers[-1].delivery.writer.last_payload) + self.dialect.done_event
+        return self._rendering.render_ending(usages, answers[-1].delivery.writer.last_payload) + self.dialect.done_event
 
     def error_event(self, error: GatewayError) -> bytes:
         """Return the event that reports an error in the middle of a stream."""

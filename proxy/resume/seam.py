@@ -132,7 +132,7 @@ class Seam:
         """Text that the guard still keeps back."""
         return "" if self._guard is None else self._guard.withheld_text
 
-    def ending(self) -> list[tuple[dict[str, Any], list[int]]]:
+    def make_ending_chunks(self) -> list[tuple[dict[str, Any], list[int]]]:
         """Return the chunks that end an answer here, because there is no room for more tokens."""
         self._known = ""
         text: dict[str, Any] = {"text": ""} if self._api is not Api.CHAT or self._as_chat else {"delta": {}}

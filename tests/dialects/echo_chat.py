@@ -54,7 +54,7 @@ class EchoChat(ChatCompletions):
         text, tokens = choice["message"]["content"], values["usage"]["completion_tokens"]
         return orjson.dumps({"said": text, "reason": choice["finish_reason"], "tokens": tokens})
 
-    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+    def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """Named events."""
         return _Events()
 
@@ -87,10 +87,10 @@ class _Events:
         self._reason = choice.get("finish_reason") or self._reason
         return b"".join(events)
 
-    async def rest(self) -> bytes:
+    async def wait_for_remaining_events(self) -> bytes:
         return b""
 
-    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         (usage,) = usages
         return _event("bye", {"reason": self._reason, "tokens": (usage or {}).get("completion_tokens")})
 

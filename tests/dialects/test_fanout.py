@@ -292,11 +292,11 @@ def test_usage_chunk_belongs_to_the_merged_stream() -> None:
     units = split_up(chat(n=2))
     merged = MergedStreams(units, has_usage_chunk=True)
     merged.unit(units[0]).render(payload("a", "x"))
-    chunk = data_of(merged.ending([usage(10, 1), usage(10, 2)], payload("b", "y")))
+    chunk = data_of(merged.render_ending([usage(10, 1), usage(10, 2)], payload("b", "y")))
     assert (chunk["id"], chunk["created"], chunk["model"], chunk["choices"]) == ("chatcmpl-a", ord("a"), "m", [])
     assert chunk["usage"] == {"prompt_tokens": 10, "total_tokens": 13, "completion_tokens": 3}
 
 
 def test_without_all_usages_there_is_no_usage_chunk() -> None:
     units = split_up(chat(n=2))
-    assert MergedStreams(units, has_usage_chunk=True).ending([usage(1, 1), None], payload("a", "x")) == b""
+    assert MergedStreams(units, has_usage_chunk=True).render_ending([usage(1, 1), None], payload("a", "x")) == b""

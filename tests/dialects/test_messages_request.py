@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.common.errors import BadRequest
-from proxy.dialects.left_out import LeftOut
+from proxy.dialects.left_out import OmittedParts
 from proxy.dialects.messages_request import chat_of
 
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -19,7 +19,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def chat_and_left_out(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    left_out = LeftOut()
+    left_out = OmittedParts()
     told = chat_of({"model": "m", "max_tokens": 8, "messages": [user("Hi")], **fields}, left_out)
     return told, left_out.kinds
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.common.errors import BadRequest
-from proxy.dialects.left_out import LeftOut
+from proxy.dialects.left_out import OmittedParts
 from proxy.dialects.responses_request import chat_of, sealed
 
 
@@ -16,7 +16,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def chat_and_left_out(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    left_out = LeftOut()
+    left_out = OmittedParts()
     return chat_of({"model": "m", "input": "Hi", **fields}, left_out), left_out.kinds
 
 

@@ -8,7 +8,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.left_out import LeftOut
+from proxy.dialects.left_out import OmittedParts
 from proxy.dialects.messages_request import chat_of as chat_of_messages
 from proxy.dialects.responses_request import chat_of as chat_of_responses
 from proxy.dialects.responses_request import sealed
@@ -103,7 +103,7 @@ def one_result_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @given(st.none() | TEXT, MESSAGES)
 def test_messages_conversation_loses_nothing_in_translation(system: str | None, messages: Any) -> None:
-    chat = chat_of_messages({"model": "m", "max_tokens": 8, "system": system, "messages": messages}, LeftOut())[
+    chat = chat_of_messages({"model": "m", "max_tokens": 8, "system": system, "messages": messages}, OmittedParts())[
         "messages"
     ]
     if system is not None:
@@ -198,7 +198,7 @@ def joined(told: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 @given(ITEMS)
 def test_responses_conversation_loses_nothing_in_translation(items: Any) -> None:
-    chat = chat_of_responses({"model": "m", "input": items}, LeftOut())["messages"]
+    chat = chat_of_responses({"model": "m", "input": items}, OmittedParts())["messages"]
     for message in chat:
         assert set(message) <= {"role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}
     expected = [(each[0], _unseal(each[1])) if each[0] == "reasoning" else each for each in told_by_items(items)]

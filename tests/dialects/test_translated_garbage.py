@@ -177,4 +177,4 @@ def test_body_with_anything_in_it_is_a_chat_or_refused(
     else:
         assert isinstance(call, Call)
         assert isinstance(call.values["messages"], list)
-        dialect.rendering(call, dialect.split(call, Cost(), 8))
+        dialect.make_rendering(call, dialect.split(call, Cost(), 8))

@@ -63,17 +63,17 @@ def _check_request(dialect: Translated, raw: bytes) -> None:
 
 
 def _check_stream(dialect: Translated, call: Call, raw: bytes) -> None:
-    rendering = dialect.rendering(call, dialect.split(call, Cost(), 1))
+    rendering = dialect.make_rendering(call, dialect.split(call, Cost(), 1))
     assert isinstance(rendering, Parts)
     rendering.begin(_ATTEMPT, goes_on=False)
-    segment, output = dialect.new_segment(), []
+    segment, output = dialect.make_segment(), []
     try:
         for event in EventSplitter().feed(raw):
             if segment.read(event) is Meaning.CONTENT:
                 output.append(rendering.render(segment.payload))  # noqa: PERF401 items before an error count
         if not segment.is_finished or not rendering.has_begun:
             return
-        output.append(rendering.ending([segment.usage], {}))
+        output.append(rendering.render_ending([segment.usage], {}))
         is_whole = True
     except UnreadableMember:
         output.append(rendering.error_event(GatewayError("the answer cannot be read")))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.dialects.left_out import LeftOut
+from proxy.dialects.left_out import OmittedParts
 from proxy.dialects.messages_request import chat_of as chat_of_message
 from proxy.dialects.responses_request import chat_of as chat_of_response
 from tests.real.answers import CHAT, late_piece, request
@@ -186,7 +186,7 @@ def test_translated_messages_have_the_prompt_that_the_engine_makes_of_them(
     cluster: Cluster, name: str, show: Show
 ) -> None:
     body = {**ASKED_MESSAGES[name], "max_tokens": 64}
-    show(compare_prompts(cluster, MESSAGES, body, chat_of_message(body, LeftOut())))
+    show(compare_prompts(cluster, MESSAGES, body, chat_of_message(body, OmittedParts())))
 
 
 @pytest.mark.parametrize("name", ASKED_RESPONSES)
@@ -194,7 +194,7 @@ def test_translated_responses_have_the_prompt_that_the_engine_makes_of_them(
     cluster: Cluster, name: str, show: Show
 ) -> None:
     body = {**ASKED_RESPONSES[name], "max_output_tokens": 64}
-    show(compare_prompts(cluster, RESPONSES, body, chat_of_response(body, LeftOut())))
+    show(compare_prompts(cluster, RESPONSES, body, chat_of_response(body, OmittedParts())))
 
 
 def compare_prompts(cluster: Cluster, path: str, body: dict[str, Any], chat: dict[str, Any]) -> str:

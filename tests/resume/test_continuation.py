@@ -195,7 +195,7 @@ def test_answer_for_which_there_is_no_room_is_over(body: dict[str, Any], facts: 
     assert (resumption.action is Action.FINISH) is is_over
     if is_over:
         assert resumption.seam is not None
-        *_, (last, ids) = resumption.seam.ending()
+        *_, (last, ids) = resumption.seam.make_ending_chunks()
         assert last["choices"][0]["finish_reason"] == "length"
         assert ids == []
 

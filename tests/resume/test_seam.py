@@ -346,21 +346,25 @@ def test_engine_that_breaks_off_does_not_end_the_text() -> None:
 
 
 def test_answer_that_ends_for_length() -> None:
-    ((chunk, ids),) = chat_seam(kept=3).ending()
+    ((chunk, ids),) = chat_seam(kept=3).make_ending_chunks()
     expected = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     assert chunk == HEAD | {"choices": [expected]}
     assert ids == []
-    ((chunk, _),) = completion_seam(kept=3).ending()
+    ((chunk, _),) = completion_seam(kept=3).make_ending_chunks()
     assert chunk["choices"][0]["text"] == ""
 
 
 def test_end_brings_what_was_kept_back() -> None:
-    assert texts(completion_seam(kept=3, pending={"content": "lo"}).ending()) == ["lo", ""]
+    assert texts(completion_seam(kept=3, pending={"content": "lo"}).make_ending_chunks()) == ["lo", ""]
     finishes = [
-        chunk["choices"][0]["finish_reason"] for chunk, _ in raw_seam("Hi </th", pending={"content": "Hi"}).ending()
+        chunk["choices"][0]["finish_reason"]
+        for chunk, _ in raw_seam("Hi </th", pending={"content": "Hi"}).make_ending_chunks()
     ]
     assert finishes == [None, "length"]
-    assert deltas(raw_seam("Hi </th", pending={"content": "Hi"}).ending()) == [{"content": "Hi"}, {"content": "</th"}]
+    assert deltas(raw_seam("Hi </th", pending={"content": "Hi"}).make_ending_chunks()) == [
+        {"content": "Hi"},
+        {"content": "</th"},
+    ]
 
 
 # Stop strings

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.dialects.call import measured_prompt
+from proxy.dialects.call import measure_prompt
 from proxy.settings.model import Cost
 from proxy.wire.document import REMOVED, Document
 from proxy.wire.prefix import PrefixKeys, Prompt
@@ -23,7 +23,7 @@ def chat(*contents: Any, **fields: Any) -> dict[str, Any]:
 
 
 def prefix_keys(values: dict[str, Any]) -> PrefixKeys:
-    return measured_prompt(Document(orjson.dumps(values)), Cost())[1].keys
+    return measure_prompt(Document(orjson.dumps(values)), Cost())[1].keys
 
 
 def shared(one: dict[str, Any], other: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Role
-from proxy.dialects.call import Call, measured_prompt
+from proxy.dialects.call import Call, measure_prompt
 from proxy.settings.model import Cost
 from proxy.wire.document import Document
 from proxy.wire.openai import Api
@@ -76,10 +76,10 @@ def _microseconds(
         pool.note_success(member.backend)
     pool.eligible()
     bodies = [Document(_body(messages, sentences, turn)) for turn in range(200)]
-    tokens = [measured_prompt(body, Cost())[0] for body in bodies]
+    tokens = [measure_prompt(body, Cost())[0] for body in bodies]
 
     def call(place: int) -> Call:
-        _, prompt = measured_prompt(bodies[place], Cost())
+        _, prompt = measure_prompt(bodies[place], Cost())
         return Call(Api.CHAT, bodies[place], tokens[place], 256, False, False, prompt=prompt)
 
     least = float("inf")
