@@ -73,11 +73,46 @@ class View:
     lines: Sequence[str]
     """Lines about the gateway."""
     rows: Sequence[Row]
+    keys: Sequence[Sequence[str]] = ()
+    """Displayed texts of client keys, under KEY_HEADINGS. Empty without client keys."""
 
 
 def view(before: Scrape, after: Scrape) -> View:
     """Return the view of the time between two scrapes, and of the state at the second."""
-    return View(tuple(_lines(before, after)), tuple(_rows(before, after)))
+    return View(tuple(_lines(before, after)), tuple(_rows(before, after)), _keys(before, after))
+
+
+KEY_HEADINGS: Final = ("client key", "engines", "flight", "req/s", "limited", "reject", "in/s", "out/s", "p95")
+"""Headings of the columns of client keys: `engines` is the share of engine time, `p95` the time to the first token."""
+_SHOWN_KEYS: Final = 10
+
+
+def _keys(before: Scrape, after: Scrape) -> Sequence[Sequence[str]]:
+    """Return the rows of the client keys with the most engine time."""
+    in_flight = {
+        dict(labels)["key"]: value for labels, value in after.by_labels("pdproxy_key_inflight_requests").items()
+    }
+    seconds = {name: rate(before, after, "pdproxy_key_engine_seconds_total", key=name) for name in in_flight}
+    total_seconds = sum(seconds.values()) or 1.0
+
+    def cells(name: str) -> Sequence[str]:
+        def per_second(metric: str, **labels: str) -> str:
+            return f"{rate(before, after, f'pdproxy_key_{metric}_total', key=name, **labels):,.1f}"
+
+        return (
+            name,
+            f"{100 * seconds[name] / total_seconds:.0f} %",
+            f"{in_flight[name]:,.0f}",
+            per_second("requests"),
+            per_second("requests", result="limited"),
+            per_second("requests", result="rejected"),
+            per_second("tokens", kind="prompt"),
+            per_second("tokens", kind="completion"),
+            _seconds(quantile(before, after, "pdproxy_key_time_to_first_token_seconds", 0.95, key=name)),
+        )
+
+    first = sorted(in_flight, key=lambda name: (-seconds[name], -in_flight[name], name))
+    return [cells(name) for name in first[:_SHOWN_KEYS]]
 
 
 def _lines(before: Scrape, after: Scrape) -> Sequence[str]:
@@ -211,13 +246,17 @@ def rate(before: Scrape, after: Scrape, name: str, **wanted: str) -> float:
     return part / max(after.at - before.at, 1e-9)
 
 
-def quantile(before: Scrape, after: Scrape, name: str, share: float) -> float | None:
+def quantile(before: Scrape, after: Scrape, name: str, share: float, **wanted: str) -> float | None:
     """Return a quantile of a histogram's values between two scrapes, in its unit; None without values.
+
+    Only series with the labels in `wanted` count.
 
     `share`: 0.99 is the 99th percentile. Interpolated as by Prometheus' histogram_quantile.
     """
     buckets: dict[float, float] = {}
     for labels, count in growth(before, after, f"{name}_bucket").items():
+        if not wanted.items() <= dict(labels).items():
+            continue
         bound = float(dict(labels)["le"])
         buckets[bound] = buckets.get(bound, 0.0) + count
     bounds = sorted(buckets)
@@ -239,10 +278,15 @@ def quantile(before: Scrape, after: Scrape, name: str, share: float) -> float | 
 
 def as_text(shown: View) -> str:
     """Return lines without control characters."""
-    table = [HEADINGS, *(row.cells() for row in shown.rows)]
-    widths = [max(len(cells[column]) for cells in table) for column in range(len(HEADINGS))]
-    rows = ("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table)
-    return "\n".join([*shown.lines, "", *rows])
+    lines = [*shown.lines, "", *_aligned([HEADINGS, *(row.cells() for row in shown.rows)])]
+    if shown.keys:
+        lines += ["", *_aligned([KEY_HEADINGS, *shown.keys])]
+    return "\n".join(lines)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
 
 
 def as_table(shown: View) -> RenderableType:
@@ -258,7 +302,14 @@ def as_table(shown: View) -> RenderableType:
     for row in shown.rows:
         style = "" if row.is_well else "yellow" if row.state == "up" else "bold red"
         table.add_row(*(Text(cell) for cell in row.cells()), style=style)
-    return Group(*map(Text, shown.lines), Text(), table)
+    if not shown.keys:
+        return Group(*map(Text, shown.lines), Text(), table)
+    keys = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, heading in enumerate(KEY_HEADINGS):
+        keys.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for cells in shown.keys:
+        keys.add_row(*map(Text, cells))
+    return Group(*map(Text, shown.lines), Text(), table, Text(), keys)
 
 
 # The sub-command: its flags, and the loop of scrapes and output.

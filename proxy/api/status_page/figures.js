@@ -65,10 +65,11 @@ function rate(before, after, name, wanted = {}) {
   return rateOf(before, after, name, (labels) => matches(labels, wanted));
 }
 
-/** Returns a quantile of a histogram between two scrapes, as Prometheus' histogram_quantile does, or null. */
-function quantile(before, after, name, share) {
+/** Returns a quantile of the series with these labels between two scrapes, as Prometheus does, or null. */
+function quantile(before, after, name, share, wanted = {}) {
   const buckets = new Map();
   for (const { labels, grown } of growth(before, after, `${name}_bucket`)) {
+    if (!matches(labels, wanted)) continue;
     const bound = number(labels.le);
     buckets.set(bound, (buckets.get(bound) ?? 0) + grown);
   }

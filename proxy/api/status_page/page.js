@@ -7,7 +7,7 @@ const WINDOW_MS = 60_000;
 const POINTS = 60;
 const KEY = "pdproxy admin key";
 const WANTED =
-  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|request_end_total|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|build_info|instance_(state|inflight|load_tokens|pinned_kv|misfit|requests_total))$/;
+  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|request_end_total|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|build_info|instance_(state|inflight|load_tokens|pinned_kv|misfit|requests_total)|key_(inflight_requests|(requests|tokens|engine_seconds)_total|time_to_first_token_seconds_bucket))$/;
 
 class Refused extends Error {
   constructor(status, words) {
@@ -145,6 +145,7 @@ class Page {
     this._pools = new Map();
     this._tiles = new Map(Object.entries(TILES).map(([name, title]) => [name, new Tile(title, POINTS)]));
     byId("tiles").append(...[...this._tiles.values()].map((tile) => tile.element));
+    this._clients = new Clients();
     this._administration = new Administration();
     this._reachedAt = null;
     this._timer = null;
@@ -207,6 +208,7 @@ class Page {
       byId("pools"),
       [...pools.keys()].map((role) => this._pools.get(role).table.element),
     );
+    this._clients.show(recent, this._before(now, WINDOW_MS), now);
     const version = samplesOf(now, "pdproxy_build_info")[0]?.labels.version ?? "";
     setText(byId("version"), version);
     const { level, sentences } = troubles(now, pools, shown, details?.sources ?? []);

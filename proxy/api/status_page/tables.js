@@ -168,3 +168,56 @@ function remarksOf(one) {
   }
   return remarks.join("; ");
 }
+
+// The client keys
+
+const SHOWN_KEYS = 20;
+
+class Clients {
+  constructor() {
+    this._table = new Table(byId("clients-table"), "Client keys", [
+      { title: "Key", kind: "name" },
+      { title: "Engine time", kind: "number" },
+      { title: "In flight", kind: "number" },
+      { title: "Requests/s", kind: "number" },
+      { title: "Limited/s", kind: "number" },
+      { title: "Rejected/s", kind: "number" },
+      { title: "Prompt tokens/s", kind: "number" },
+      { title: "Answer tokens/s", kind: "number" },
+      { title: "First token, p95", kind: "number" },
+    ]);
+  }
+
+  /** Shows the keys from the scrapes of 10 seconds ago, of a minute ago and of now. */
+  show(recent, minute, now) {
+    const keys = samplesOf(now, "pdproxy_key_inflight_requests").map(({ labels, value }) => ({
+      key: labels.key,
+      inFlight: value,
+      seconds: rate(recent, now, "pdproxy_key_engine_seconds_total", { key: labels.key }),
+    }));
+    const seconds = keys.reduce((sum, one) => sum + one.seconds, 0);
+    keys.sort((a, b) => b.seconds - a.seconds || b.inFlight - a.inFlight || a.key.localeCompare(b.key));
+    this._table.caption = keys.length > SHOWN_KEYS ? `${SHOWN_KEYS} of ${keys.length} client keys` : "Client keys";
+    this._table.show(
+      keys.slice(0, SHOWN_KEYS).map(({ key, inFlight, seconds: own }) => {
+        const per = (name, labels = {}) => perSecond(rate(recent, now, `pdproxy_key_${name}_total`, { key, ...labels }));
+        const first = quantile(minute, now, "pdproxy_key_time_to_first_token_seconds", 0.95, { key });
+        return {
+          key,
+          cells: [
+            key,
+            percent(seconds ? own / seconds : 0),
+            count(inFlight),
+            per("requests"),
+            per("requests", { result: "limited" }),
+            per("requests", { result: "rejected" }),
+            per("tokens", { kind: "prompt" }),
+            per("tokens", { kind: "completion" }),
+            latency(first),
+          ],
+        };
+      }),
+    );
+    setHidden(byId("clients"), keys.length === 0);
+  }
+}

@@ -47,8 +47,37 @@ def test_instance_has_a_row_with_its_problems() -> None:
     assert (row.requests_per_second, row.failures_per_second) == (3.0, 1.0)
 
 
+def of_key(name: str, seconds: float, limited: int, first_tokens: tuple[int, int]) -> list[str]:
+    """Return the series of a client key."""
+    key = f'key="{name}"'
+    fast, every = first_tokens
+    return [
+        f"pdproxy_key_inflight_requests{{{key}}} 3",
+        f'pdproxy_key_engine_seconds_total{{{key},role="decode"}} {seconds}',
+        f'pdproxy_key_requests_total{{{key},result="ok"}} 10',
+        f'pdproxy_key_requests_total{{{key},result="limited"}} {limited}',
+        f'pdproxy_key_tokens_total{{{key},kind="completion"}} 400',
+        f'pdproxy_key_time_to_first_token_seconds_bucket{{{key},le="0.1"}} {fast}',
+        f'pdproxy_key_time_to_first_token_seconds_bucket{{{key},le="1.0"}} {every}',
+        f'pdproxy_key_time_to_first_token_seconds_bucket{{{key},le="+Inf"}} {every}',
+    ]
+
+
+def test_client_keys_with_the_most_engine_time_stand_first() -> None:
+    before = scrape(0.0, *of_key("a", 0, 0, (0, 0)), *of_key("b", 0, 0, (0, 0)))
+    after = scrape(2.0, *of_key("a", 2.0, 0, (8, 8)), *of_key("b", 6.0, 5, (0, 8)))
+    assert view(before, after).keys == [
+        ("b", "75 %", "3", "2.5", "2.5", "0.0", "0.0", "0.0", "955 ms"),
+        ("a", "25 %", "3", "0.0", "0.0", "0.0", "0.0", "0.0", "95 ms"),
+    ]
+    many = [line for number in range(12) for line in of_key(f"k{number}", number, 0, (0, 0))]
+    assert [cells[0] for cells in view(scrape(0.0, "x 1"), scrape(2.0, *many)).keys][:2] == ["k11", "k10"]
+    assert len(view(scrape(0.0, "x 1"), scrape(2.0, *many)).keys) == 10
+
+
 def test_text_and_table_say_the_same() -> None:
-    shown = view(scrape(0.0, "x 1"), scrape(2.0, f"{STATE} 1"))
+    shown = view(scrape(0.0, "x 1"), scrape(2.0, f"{STATE} 1", *of_key("team-a", 1.0, 0, (1, 1))))
+    assert "team-a" in as_text(shown)
     console = Console(width=160, color_system=None)
     with console.capture() as capture:
         console.print(as_table(shown))
