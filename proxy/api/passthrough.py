@@ -136,7 +136,7 @@ _MESSAGES: Final = {
 
 
 @contextmanager
-def _deadline_paused(deadline: asyncio.Timeout) -> Iterator[None]:
+def _pause_deadline(deadline: asyncio.Timeout) -> Iterator[None]:
     """Stop a deadline of the engine while the block runs."""
     loop, when = asyncio.get_running_loop(), deadline.when()
     assert when is not None
@@ -421,7 +421,7 @@ class PassthroughApi:
         record.status, record.is_committed = answer.status, True
         await self._to_client(response.prepare(request))
         async for chunk in answer.content.iter_any():
-            with _deadline_paused(deadline):
+            with _pause_deadline(deadline):
                 await self._to_client(response.write(chunk))
             record.bytes_sent += len(chunk)
             if record.bytes_sent > MAX_ANSWER_BYTES:

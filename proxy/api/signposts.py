@@ -71,7 +71,7 @@ class Signposts:
         """Whether a path is a route of clients."""
         return path in self._paths or path.startswith(self._open)
 
-    def lost(self, request: web.Request) -> web.Response | GatewayError:
+    def make_not_found_answer(self, request: web.Request) -> web.Response | GatewayError:
         """Return a redirect if the path only has too many slashes, or else an error with a hint."""
         path = request.path
         if len(path) > _MAX_PATH:

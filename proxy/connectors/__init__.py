@@ -1,4 +1,4 @@
-"""Protocols that move the KV cache from prefiller to decoder, and the table of them."""
+"""The protocols that move the KV cache from prefiller to decoder, and the table of all connectors."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _PATH: Final = "/v1/metaserver"
 
 
 class AscendLayerwise(Disaggregated):
-    """Decode → callback → prefill, which runs beside the decode leg."""
+    """Opens the decode leg, waits for the decoder's callback, and runs the prefill leg beside the decode leg."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -109,7 +109,10 @@ class AscendLayerwise(Disaggregated):
         handoff: KvHandoff,
         timeline: Timeline,
     ) -> None:
-        """Run the prefill leg after the decoder's callback. Raises UpstreamError if the decoder may wait in vain."""
+        """Wait for the decoder's callback, then run the prefill leg.
+
+        Raises UpstreamError if the decoder would get no KV.
+        """
         try:
             params = await self._called_back(callback, handoff.decoder.backend)
             timeline.enter(Stage.PREFILL)
@@ -151,7 +154,7 @@ class AscendLayerwise(Disaggregated):
 
 
 def _engine_id(call: Call, attempt_id: str) -> str:
-    """Return the id that the engine gives to a request (vLLM `_base_request_id`, and a number for each prompt)."""
+    """Return the ID that the engine gives to a request (vLLM `_base_request_id`, plus a number for each prompt)."""
     return f"chatcmpl-{attempt_id}" if call.api is Api.CHAT else f"cmpl-{attempt_id}-0"
 
 
@@ -161,7 +164,7 @@ _BODY_SECONDS: Final = 10.0
 
 
 class Callbacks:
-    """The attempts of this worker that decoders may call back for, by the engine's id of the request.
+    """The attempts of this worker that wait for a decoder's callback. The key is the engine's ID of the request.
 
     A callback is answered at once and counts once. It is refused if no attempt waits for it, or if its content differs
     from a decoder's callback (MooncakeLayerwiseConnector.update_state_after_alloc). So the data of a stranger never
@@ -173,12 +176,12 @@ class Callbacks:
 
     @property
     def pending(self) -> int:
-        """The number of attempts under way, called back or not."""
+        """The number of attempts under way. It includes attempts whose callback has arrived."""
         return len(self._expected)
 
     @contextmanager
     def expected(self, engine_id: str) -> Iterator[asyncio.Future[Document]]:
-        """Accept callbacks for a request until the end of the block. The future gets the first one."""
+        """Accept callbacks for a request until the end of the block. The first callback becomes the future's result."""
         callback = self._expected[engine_id] = asyncio.get_running_loop().create_future()
         try:
             yield callback
@@ -186,9 +189,9 @@ class Callbacks:
             del self._expected[engine_id]
 
     async def take(self, request: web.Request) -> web.Response:
-        """Answer a decoder's callback at once: a decoder can make 32 at a time, and does not read the answers.
+        """Answer a decoder's callback at once. A decoder makes up to 32 at a time, and does not read the answers.
 
-        It posts up to three times if the connection fails, and only the first callback counts.
+        A decoder posts up to three times if the connection fails, and only the first callback counts.
         """
         try:
             engine_id, params = _parse(await _read(request))
@@ -204,7 +207,7 @@ class Callbacks:
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return the body of a callback, which aiohttp limits to 1 MiB. Raises GatewayError.
+    """Return the body of a callback. aiohttp limits it to 1 MiB. Raises GatewayError.
 
     A callback names each block of the KV cache: a million tokens in blocks of 128 are 60 KB, in each group of layers.
     """
@@ -218,10 +221,10 @@ async def _read(request: web.Request) -> bytes:
 
 
 def _parse(body: bytes) -> tuple[str, Document]:
-    """Return the engine's id of the request, and the whole callback. Raises BadRequest.
+    """Return the engine's ID of the request, and the whole callback. Raises BadRequest.
 
-    The id is 128 random bits that only engines know before the answer begins. So the addresses in a callback with a
-    valid id are trusted. A prefiller crashes without `remote_cached_tokens`, so this member is checked here.
+    The ID is 128 random bits that only engines know before the answer begins. So the addresses in a callback with a
+    valid ID are trusted. A prefiller crashes without `remote_cached_tokens`, so this member is checked here.
     """
     try:
         params = Document(body)

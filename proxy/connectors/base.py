@@ -10,7 +10,7 @@ import orjson
 
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
-from proxy.connectors.leg_driver import opened
+from proxy.connectors.leg_driver import open_attempt
 from proxy.wire.document import InvalidDocument
 from proxy.wire.ids import new_id
 from proxy.wire.openai import OPENAI_APIS, is_given_up
@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 Parsed = TypeVar("Parsed")
 
 new_attempt_id: Final = new_id
-"""The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id, which
-may collide with a live one, is never used."""
+"""Make the X-Request-Id of one attempt. All legs of the attempt have the same ID.
+
+Engines identify KV transfers by it. A client's own ID is never used, because another request may have the same one.
+"""
 
 # No decoder writes an answer more slowly than this.
 _SECONDS_PER_TOKEN: Final = 1.0
@@ -67,20 +69,23 @@ class ConnectorContext:
     metrics: Metrics
     compatibility: CompatibilityMonitor
     background: Background
-    """The owner of tasks that no request waits for."""
+    """Owns tasks that continue after their request has ended."""
     new_journal_writer: Callable[[], JournalWriter] | None = None
-    """Makes a writer to the journal; None if engines send no events of their caches."""
+    """Makes a writer to the journal; None if engines send no events about their KV caches."""
     callback_url: str | None = None
-    """Scheme, host and port of the routes that engines call on this worker; None if the connector has no routes."""
+    """Scheme, host and port at which engines call this worker back; None if the connector has no routes."""
 
 
 class Connector:
-    """One KV-transfer protocol, which runs calls on prefillers and decoders. The defaults suit most protocols."""
+    """One KV-transfer protocol, which runs calls on prefillers and decoders.
+
+    The default methods suit most protocols.
+    """
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
-    """Roles that need a healthy backend before the gateway is ready."""
+    """The roles of which at least one backend must be healthy before the gateway is ready."""
     apis: Sequence[Api] = OPENAI_APIS
-    """The APIs of its engines."""
+    """The APIs that the engines of this protocol serve."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
@@ -89,22 +94,22 @@ class Connector:
         """Raise BadRequest for a call that this protocol cannot serve."""
 
     def splits(self, call: Call) -> bool:
-        """Return whether an attempt serves only one prompt and one sample, so that the gateway splits the call."""
+        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample."""
         return True
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes that engines call. They are served at the context's callback URL."""
+        """Return the routes for requests from engines. They are served at `ConnectorContext.callback_url`."""
         return ()
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the attempt of `open` as legs that the caller sends; see connectors.legs.
+        """Return the legs of an attempt at this call; see connectors.legs. The caller sends them.
 
-        None: the attempt at this call needs a task, and `open` is overridden.
+        None: the attempt needs a task. The connector then overrides `open`.
         """
         return None
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Lease backends as `request` asks, and run the legs up to the decoder's status line.
+        """Lease backends as `request` asks, and run the legs until the decoder's status line has arrived.
 
         The timeline's attempt begins when the backends are leased. Without backends it keeps the previous attempt.
         Leaving the context closes the connections to engines and gives every lease back.
@@ -113,12 +118,12 @@ class Connector:
         legs = self.legs(call, request, timeline)
         if legs is None:
             raise NotImplementedError("a connector has legs, or opens attempts itself")
-        return opened(legs, self._context.upstream)
+        return open_attempt(legs, self._context.upstream)
 
-    def alone(
+    def open_decoder_only_attempt(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt] | None:
-        """Return an attempt by one decoder, which gets no KV cache and computes the prompt.
+        """Return an attempt in which one decoder computes the prompt itself, without a prefiller.
 
         None: the engines of this protocol cannot do that.
         """
@@ -131,7 +136,7 @@ def prefill_seconds(timeouts: Timeouts, call: Call) -> float:
 
 
 def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
-    """Return the time limit for the first byte of an engine that prefills and decodes, in seconds.
+    """Return the time limit for the first byte of an engine that serves a call alone, in seconds.
 
     An answer that is not streamed begins when it is complete, so the limit grows with the tokens that it may have.
     """
@@ -144,26 +149,26 @@ def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
 
 
 async def check_status(response: Response) -> None:
-    """Raise UpstreamError with the engine's status and body unless the answer is a success."""
+    """Raise UpstreamError with the engine's status and body unless the status is a success."""
     if not response.is_success:
         raise refusal(response, await response.read())
 
 
 def refusal(response: EngineResponse, body: bytes) -> UpstreamError:
-    """Return the error for an engine's answer that is not a success."""
+    """Return the error for an engine's answer whose status is not a success."""
     if response.status < 400:
         return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
     return response.refuse(f"answered with status {response.status}", response.status, body, response.headers)
 
 
 class PrefilledChoice(msgspec.Struct):
-    """One choice in the answer of a prefiller."""
+    """One choice of a prefiller's answer."""
 
     finish_reason: Any = None
 
 
 class Prefilled(msgspec.Struct):
-    """The members of a vLLM prefiller's answer that are used. Its token is not."""
+    """The members that the gateway uses of a vLLM prefiller's answer. The generated token is not among them."""
 
     written_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
@@ -174,7 +179,7 @@ class Prefilled(msgspec.Struct):
 
     @property
     def usage(self) -> Any:
-        """The usage, of any JSON type; None if there is none, or if it cannot be written to clients as it was read."""
+        """The usage as any JSON value; None if it is missing, or if clients could not get it exactly as it was read."""
         try:
             return orjson.loads(bytes(self.written_usage))
         except orjson.JSONDecodeError:
@@ -182,10 +187,10 @@ class Prefilled(msgspec.Struct):
 
     @property
     def ended_by_stop(self) -> bool:
-        """Whether the one token of the prefill ended the answer.
+        """Whether the prefiller's only token ended the answer.
 
-        vLLM's connectors keep KV only if the prefill stopped for length (`request_finished` of nixl and mooncake), so a
-        second prefill of this prompt would not keep any either.
+        vLLM's connectors keep KV only if the prefill stopped for length (`request_finished` of nixl and mooncake). So a
+        second prefill of this prompt would not keep KV either.
         """
         return bool(self.choices) and self.choices[0].finish_reason == "stop"
 
@@ -194,7 +199,7 @@ _prefilled_in = msgspec.json.Decoder(Prefilled).decode
 
 
 def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
-    """Return the answer of a vLLM prefiller. Raises UpstreamError unless it has prefilled.
+    """Parse the answer of a vLLM prefiller. Raises UpstreamError if the prefill failed.
 
     Some versions report an error with status 200.
     """
@@ -219,9 +224,9 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
 
 
 def _read_again(response: EngineResponse, body: bytes) -> Prefilled:
-    """Read an answer that msgspec rejects. Raises UpstreamError if it is not a JSON object.
+    """Parse an answer that msgspec rejects. Raises UpstreamError if it is not a JSON object.
 
-    Its token may be half of a surrogate pair, or its choices may not be a list of objects.
+    msgspec rejects an answer whose token is half of a surrogate pair, or whose choices are not a list of objects.
     """
     try:
         values = read_again(body)
@@ -240,7 +245,7 @@ def _read_again(response: EngineResponse, body: bytes) -> Prefilled:
 
 
 def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body: bytes) -> Parsed:
-    """Return an engine's JSON object as `kind` reads it. Raises UpstreamError for any other answer."""
+    """Parse an engine's JSON object as a `kind`. Raises UpstreamError if the body is not such an object."""
     _check_elements(response, body)
     try:
         return kind(body)

@@ -1,7 +1,7 @@
-"""Bootstrap servers. vLLM's MooncakeConnector runs one beside each prefiller, and it lists the prefiller's engines.
+"""The bootstrap servers of vLLM's MooncakeConnector. One runs beside each prefiller, and lists the prefiller's engines.
 
-An instance that anyone added may answer at its address. So answers are limited in size and time and are validated,
-requests carry no credentials, and redirects are not followed.
+Anyone can add an instance, so any program may answer at its address. Answers are limited in size and time and are
+validated, requests carry no credentials, and redirects are not followed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _HEALTH_PATH: Final = "/health"
 
 
 def bootstrap_address(prefiller: Backend, default_port: int) -> str:
-    """Return scheme, host and port of a prefiller's bootstrap server, for this gateway and for decoders."""
+    """Return scheme, host and port of a prefiller's bootstrap server. The gateway and the decoders use this address."""
     return engine_url(prefiller.host, prefiller.bootstrap_port or default_port)
 
 
 Engines = tuple[tuple[int, str], ...]
-"""Data-parallel rank and id of each engine behind a prefiller's address, in the order of the ranks."""
+"""Pairs of data-parallel rank and engine ID, one for each engine behind a prefiller's address, in the order of ranks.
+"""
 
 
 def parse_engines(answer: bytes) -> Engines:
-    """Parse a bootstrap server's answer to `/query`: `{"0": {"engine_id": "…", "worker_addr": {…}}, "1": …}`, by rank.
+    """Parse a bootstrap server's answer to `/query`: `{"0": {"engine_id": "…", "worker_addr": {…}}, …}`, by rank.
 
     The result is empty if no engine has registered yet. Raises ValueError for any other answer.
     """
@@ -69,24 +70,25 @@ def _engine_id(entry: Any) -> str:
 
 @dataclass(slots=True)
 class _Bootstrap:
-    """The last answer of one prefiller's bootstrap server."""
+    """The state of one prefiller's bootstrap server, from its last answer."""
 
     prefiller: Backend
     address: str
     engines: Engines = ()
     problem: tuple[Failure, str] | None = None
-    """The reason why there are no engines; None if there is none."""
+    """Why the engines of this prefiller are not known; None if there is no problem."""
     due: float = 0.0
-    """Time of the next query, on the monotonic clock."""
+    """The time of the next query, in seconds on the monotonic clock."""
     is_its_own: bool = False
-    """Whether a decoder has reached this prefiller through the server."""
+    """Whether a decoder has reached this prefiller through this server, so that the server belongs to the prefiller."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Bootstraps:
-    """The engines behind each prefiller, as one worker knows them.
+    """One worker's knowledge of the engines behind each prefiller.
 
-    A server is queried again periodically, and after failures that a restarted prefiller would explain. While it does
+    A server is queried again periodically, and after failures that a restart of its prefiller would explain. While it
+    does
     not answer, its last answer stays valid.
     """
 
@@ -117,7 +119,7 @@ class Bootstraps:
         self._known: dict[int, _Bootstrap] = {}  # by slot, which are as many as there can be backends
 
     async def engines(self, prefiller: Backend, address: str) -> Engines:
-        """Return the engines of a prefiller. Raises UpstreamError if it cannot be used now."""
+        """Return the engines of a prefiller. Raises UpstreamError if the prefiller cannot be used now."""
         known = self._known.get(prefiller.slot)
         if known is None or known.prefiller != prefiller or known.address != address:
             known = self._known[prefiller.slot] = _Bootstrap(prefiller, address)
@@ -136,12 +138,12 @@ class Bootstraps:
         return known.engines
 
     def forget(self, prefiller: Backend) -> None:
-        """Query the server before the prefiller is used again."""
+        """Require a new query of the server before the prefiller is used again."""
         self._known.pop(prefiller.slot, None)
 
     @contextmanager
-    def forgetting_on_failure(self, prefiller: Backend) -> Iterator[None]:
-        """Forget a prefiller's engines if the block fails, because they may have been replaced. Raises UpstreamError.
+    def forget_on_failure(self, prefiller: Backend) -> Iterator[None]:
+        """Forget a prefiller's engines if the block fails. Other engines may have replaced them. Raises UpstreamError.
 
         If a decoder fails and two prefillers have the same bootstrap server, the failure counts against this prefiller.
         """
@@ -169,7 +171,10 @@ class Bootstraps:
             self._report(prefiller, None)
 
     def _prefiller_with_same_server(self, known: _Bootstrap) -> Backend | None:
-        """Return another prefiller with the same bootstrap server or engines; None if a decoder has met this one."""
+        """Return another prefiller with the same bootstrap server or engines.
+
+        None: there is none, or a decoder has reached this prefiller.
+        """
         if known.is_its_own:
             return None
         same = [backend for backend, address in self._addresses().items() if address == known.address]
@@ -219,12 +224,12 @@ class Bootstraps:
         )
 
     def _lists_own_engine(self, prefiller: Backend, engines: Engines) -> bool:
-        """Return whether a bootstrap server lists the engine id that the prefiller reports, if it reports one."""
+        """Return whether a bootstrap server lists the engine ID that the prefiller reports. True if it reports none."""
         engine_id = self._engine_id(prefiller)
         return engine_id is None or any(listed.partition("_dp")[0] == engine_id for _, listed in engines)
 
     async def _engine_answers(self, prefiller: Backend) -> bool:
-        """Return whether the engine itself answers, with any status."""
+        """Return whether the engine answers a request itself. Any status counts as an answer."""
         try:
             await self._client.get_status(prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)
         except EngineRequestError:
@@ -232,7 +237,10 @@ class Bootstraps:
         return True
 
     async def _query(self, address: str) -> bytes:
-        """Return the answer of a bootstrap server, which needs no key. Raises EngineRequestError, ValueError."""
+        """Send a query to a bootstrap server and return its answer. Raises EngineRequestError, ValueError.
+
+        The query carries no API key.
+        """
         answer = await self._client.get(address, "/query", _ANSWER_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
         if answer.status != 200:
             raise ValueError(f"status {answer.status}")

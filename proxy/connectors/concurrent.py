@@ -1,7 +1,7 @@
-"""Two legs at the same time: the prefill leg runs beside the decode leg, and neither outlives the other's failure.
+"""Runs the prefill leg beside the decode leg. If one leg fails, the other leg ends, too.
 
-The first failure is raised, or the prefiller's if both legs have failed, because a missing KV cache explains whatever
-the decoder reports.
+The first failure is raised. If both legs have failed, the prefiller's is raised, because a missing KV cache explains
+whatever the decoder reports.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def prefill_beside(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
-    """Run the prefill leg beside the block. Leaving the block cancels the leg and waits for it.
+    """Run the prefill leg beside the block. At the end of the block, cancel the leg and wait for it.
 
-    An error of the leg, an UpstreamError unless the program has a defect, is raised where the block waits for it. It
-    replaces an UpstreamError with which the block is left.
+    The error of the leg is raised where the block waits for the leg. It is an UpstreamError unless the program has a
+    defect. If the block ends with an UpstreamError, the error of the leg replaces it.
     """
     task = _start_task(leg)
     try:
@@ -39,7 +39,7 @@ async def prefill_beside(leg: Coroutine[Any, Any, None]) -> AsyncIterator[Prefil
 
 
 class PrefillLeg:
-    """A prefill leg under way."""
+    """A prefill leg that runs beside a decode leg."""
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
@@ -47,11 +47,13 @@ class PrefillLeg:
     async def race(
         self, opening: Coroutine[Any, Any, Response], is_served: Callable[[], bool] = lambda: False
     ) -> Response:
-        """Open the decode leg meanwhile. The caller must enter the response at once, as from `Upstream.open`.
+        """Open the decode leg while the prefill leg runs. The caller must enter the response at once.
 
-        Raises the error of the leg that fails first, and cancels the decode leg. If the prefill leg fails later, the
-        response is aborted with its error, unless `is_served` then returns True: the decoder no longer needs the
-        prefiller. It is called only then, because the decoder's first output may arrive at the same time.
+        Raises the error of the leg that fails first, and cancels the decode leg. If the prefill leg fails later, its
+        error
+        aborts the response, unless `is_served` then returns True: the decoder no longer needs the prefiller. It is
+        called
+        only then, because the decoder's first output may arrive at the same time.
         """
         decode = asyncio.create_task(opening)
         try:
@@ -82,12 +84,12 @@ async def _cancel_task(task: asyncio.Task[Any]) -> None:
 
 
 def _task_error(task: asyncio.Task[Any]) -> BaseException | None:
-    """Return the error of a task that is done; None if it has not failed or was cancelled."""
+    """Return the error of a task that is done; None if the task succeeded or was cancelled."""
     return None if task.cancelled() else task.exception()
 
 
 def _drop_response(decode: asyncio.Task[Response]) -> None:
-    """Drop the response of a leg that was given up."""
+    """Close the response of a decode leg that was given up."""
     if not decode.cancelled() and decode.exception() is None:
         with decode.result():
             pass

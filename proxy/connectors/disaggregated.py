@@ -1,4 +1,4 @@
-"""The base of vLLM's protocols: two legs for most calls, and one engine for calls that cannot be handed over.
+"""The base of vLLM's protocols. Most calls have two legs; one engine serves calls that cannot be handed over.
 
 A prefill leg asks for the prompt's KV cache and for one token, which is discarded.
 """
@@ -11,7 +11,7 @@ import orjson
 
 from proxy.balancer.engines import FORCED_TOOL_PREFILL
 from proxy.connectors.base import Connector
-from proxy.connectors.leg_driver import opened
+from proxy.connectors.leg_driver import open_attempt
 from proxy.connectors.legs import Ranks
 from proxy.connectors.one_engine import RARE, OneEngine, is_search
 from proxy.wire.document import REMOVED
@@ -44,11 +44,11 @@ _CHANGES: Final[dict[str, object]] = {
     "return_token_ids": REMOVED,
 }
 _LIMITED: Final = {"max_completion_tokens": 1}
-"""Changes of requests with this member."""
+"""The changes for a prefill leg in requests that have this member, in addition to `_CHANGES`."""
 
 
 class Disaggregated(Connector):
-    """Prefill on one vLLM engine, decode on another. Protocols implement `legs_of_both` or `open_both`."""
+    """Prefills on one vLLM engine and decodes on another. Protocols implement `legs_of_both` or `open_both`."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -62,17 +62,19 @@ class Disaggregated(Connector):
             self._one_engine.check(call)
 
     def splits(self, call: Call) -> bool:
-        """See Connector. A handoff carries one sequence; a search keeps its sequences on one engine."""
+        """See Connector. A handoff carries one sequence. A beam search keeps all its sequences on one engine."""
         return call.is_ordinary or not is_search(call)
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Open both legs, or that of one engine. See Connector.open."""
+        """Open the prefill leg and the decode leg, or the only leg. See Connector.open."""
         legs = self.legs(call, request, timeline)
-        return self.open_both(call, request, timeline) if legs is None else opened(legs, self._upstream)
+        return self.open_both(call, request, timeline) if legs is None else open_attempt(legs, self._upstream)
 
-    def alone(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Return an attempt by one decoder. See Connector.alone."""
-        return opened(self._one_engine.decoder.legs(call, request, timeline), self._upstream)
+    def open_decoder_only_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Return an attempt that a decoder serves alone. See Connector.open_decoder_only_attempt."""
+        return open_attempt(self._one_engine.decoder.legs(call, request, timeline), self._upstream)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """See Connector.legs."""
@@ -81,11 +83,17 @@ class Disaggregated(Connector):
         return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the legs of a call that can be handed over. None: they need tasks; see `open_both`."""
+        """Return the prefill and decode legs of a call that can be handed over.
+
+        None: they need tasks; see `open_both`.
+        """
         return None
 
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Open both legs of a call that can be handed over, if they need tasks. See Connector.open."""
+        """Open the prefill and decode legs of a call that can be handed over, if they need tasks.
+
+        See Connector.open.
+        """
         raise NotImplementedError
 
 
@@ -100,7 +108,7 @@ class Prefill:
         self._limited = {**changes, **_LIMITED}
 
     def body(self, call: Call, pool: Pool, prefiller: Backend) -> Body:
-        """Return the body of the leg to a prefiller of this pool."""
+        """Return the body of the prefill leg to a prefiller of this pool."""
         values = call.values
         if call.kv_params or "tool_choice" in values:
             return prefill_body(call, pool, prefiller, self._kv_params)
@@ -108,7 +116,7 @@ class Prefill:
 
 
 def prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[str, object]) -> Body:
-    """Return the body of the leg to a prefiller of this pool. `kv_params`: the KV parameters of the protocol."""
+    """Return the body of the prefill leg to a prefiller of this pool. `kv_params`: the protocol's KV parameters."""
     changes = _CHANGES.copy()
     changes["kv_transfer_params"] = {**kv_params, **call.kv_params} if call.kv_params else kv_params
     values = call.values

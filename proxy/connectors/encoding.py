@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import Timeline
 
 MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})
-"""Members of the parts that an encoder works on; `type` may be missing (vLLM `chat_utils.py`)."""
+"""Names of the members that hold media in a part of a message; `type` may be missing (vLLM `chat_utils.py`)."""
 
 # Members of the request that an item's hash depends on (vLLM `MultiModalHasher.hash_kwargs`). An item that was encoded
 # under another hash is not found.
@@ -46,7 +46,7 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 
 
 class Encoding(Connector):
-    """A connector in front of another one, with which it shares its context.
+    """Encodes the media of a call, then lets another connector serve the call. Both have the same context.
 
     Only requests with media need encoders, so readiness does not depend on them.
     """
@@ -61,35 +61,35 @@ class Encoding(Connector):
         self.apis = connector.apis
 
     def check(self, call: Call) -> None:
-        """Raise BadRequest for a call that the other connector cannot serve."""
+        """Raise BadRequest for a call that the inner connector cannot serve."""
         self._connector.check(call)
 
     def splits(self, call: Call) -> bool:
-        """See Connector. The other connector decides."""
+        """See Connector. The inner connector decides."""
         return self._connector.splits(call)
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes of the other connector."""
+        """Return the routes of the inner connector."""
         return self._connector.routes()
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Encode the media, then open the other connector. See Connector.open.
+        """Encode the media, then open the inner connector. See Connector.open.
 
-        A repeated attempt encodes again, because items may have left the cache meanwhile.
+        Each attempt encodes again, because the cache may have lost items since the previous attempt.
         """
         items = media_parts(call)
         if not items:
             return self._connector.open(call, request, timeline)
         return self._open_encoded(call, items, request, timeline)
 
-    def alone(
+    def open_decoder_only_attempt(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt] | None:
-        """Return the other connector's attempt, for calls without media. See Connector.alone."""
-        return self._connector.alone(call, request, timeline)
+        """Return the inner connector's attempt, without a prefiller; None for a call with media. See Connector."""
+        return self._connector.open_decoder_only_attempt(call, request, timeline)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the legs of the other connector; None for a call with media. See Connector.legs."""
+        """Return the legs of the inner connector; None for a call with media. See Connector.legs."""
         return None if media_parts(call) else self._connector.legs(call, request, timeline)
 
     @asynccontextmanager
@@ -167,7 +167,7 @@ class Encoding(Connector):
         return _places_in(answer)
 
     async def _wait_for_encoders(self) -> None:
-        """Wait while all encoders refuse requests, for at most `admission.wait_seconds`."""
+        """Wait while all encoders reject requests, for at most `admission.wait_seconds`."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._context.live.settings.admission.wait_seconds
         while self._encoders.refuse_all() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it
@@ -184,7 +184,7 @@ def _places_in(answer: bytes) -> Mapping[str, object]:
 
 
 def media_parts(call: Call) -> Sequence[Mapping[str, Any]]:
-    """Return the parts of a chat that an encoder works on, in the order of the messages."""
+    """Return the parts of a chat's messages that an encoder must encode, in the order of the messages."""
     messages = call.values.get("messages") if call.api is Api.CHAT else None
     items: list[Mapping[str, Any]] = []
     for message in messages if isinstance(messages, list) else ():

@@ -1,8 +1,8 @@
-"""The handoff of one attempt's KV cache from its prefiller to its decoder, and the consequences of its outcome.
+"""Tracks the handoff of one attempt's KV cache from prefiller to decoder, and acts on its outcome.
 
 The protocol reports when the prefiller has the KV cache for the decoder. The reader of the answer reports the decoder's
-first output. The consequences are the same for all protocols: the prefiller's lease no longer counts the KV, the
-handoff counts for or against the pair of engines, and the releaser gets KV that stays behind.
+first output. All protocols act in the same way: the prefiller's lease no longer counts the KV, the handoff counts for
+or against the pair of engines, and the releaser gets KV that stays behind.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class KvSource(Enum):
     """The source of the decoder's KV cache."""
 
     PREFILLER = "prefiller"
-    """The attempt's prefiller: a failure may concern this pair of engines."""
+    """The prefiller of the attempt. A failure may be a problem between this prefiller and this decoder."""
     STORE = "store"
-    """A store that all engines share: a failure says little about the prefiller."""
+    """A store that all engines share. A failure says little about the prefiller."""
     DECODER = "decoder"
-    """The decoder computes the prompt itself."""
+    """No other engine: the decoder computes the prompt itself."""
 
 
 class KvState(Enum):
-    """The state of the KV cache."""
+    """The state of the KV cache in a handoff."""
 
     COMPUTING = "computing"
     HELD = "held"
-    """The decoder can fetch it, completely or, in some protocols, as far as it is computed."""
+    """The decoder can fetch the KV cache. In some protocols, only a part of it is computed yet."""
     ARRIVED = "arrived"
-    """The decoder has sent output, with this KV cache or without it."""
+    """The decoder has sent output. It may have computed the KV cache itself."""
     LOST = "lost"
     """The decoder gave up before its first output."""
 
@@ -68,7 +68,7 @@ _SETTLED: Final = (KvState.ARRIVED, KvState.LOST)
 
 
 class LocalKv:
-    """The absence of a handoff: the engine that answers computed the KV cache."""
+    """Takes the place of a handoff if the engine that answers has computed the KV cache itself."""
 
     __slots__ = ("_lease",)
 
@@ -76,15 +76,15 @@ class LocalKv:
         self._lease = lease
 
     def arrived(self) -> None:
-        """Record the first output of the engine. May be called again."""
+        """Record the engine's first output. May be called again."""
         self._lease.confirm()
 
     def lost(self) -> None:
-        """Do nothing: the engine gave up before its first output, and no KV cache was handed over."""
+        """Do nothing. Called when the engine gave up before its first output; there is no KV cache to release."""
 
 
 class KvHandoff:
-    """Context manager around both legs. Entering leases a decoder and a prefiller, and begins an attempt with them.
+    """Context manager around both legs of an attempt. Entering leases a decoder and a prefiller and begins the attempt.
 
     If it is left in state HELD, the transfer failed or is no longer wanted. This counts against the pair if the pair
     may have caused it, and the KV that the prefiller keeps is orphaned.
@@ -103,7 +103,7 @@ class KvHandoff:
         timeline: Timeline,
         least_tokens: int = MIN_TOKENS,
     ) -> None:
-        """Create a handoff for an attempt at `call`.
+        """Create the handoff of an attempt at `call`.
 
         `least_tokens`: the handoff of a shorter prompt does not show whether the decoder fetches KV.
         """
@@ -111,14 +111,17 @@ class KvHandoff:
         self.decoder: Lease
         self.source: KvSource = PREFILLER
         self.kv: PrefilledKv | None = None
-        """The KV that the prefiller keeps until the decoder has fetched it; None if nothing would have to be freed."""
+        """The KV that the prefiller keeps until the decoder has fetched it; None if no KV has to be freed."""
         self.failed = set(request.avoid)
-        """Backends that have failed. The releaser uses them only if there is no other."""
+        """Backends that have failed in this attempt. The releaser uses one of them only if there is no other."""
         self.state: KvState = _COMPUTING
         self.on_arrived: Callable[[], None] | None = None
-        """Called by the decoder's first output; None if the protocol does not need it."""
+        """Called at the decoder's first output; None if the protocol does not need it."""
         self.answers_after_transfer = False
-        """Whether the prefiller answers after it has sent the KV, so that the end of the prefill is only predicted."""
+        """Whether the prefiller answers only after it has sent the KV.
+
+        The end of the prefill is then only predicted.
+        """
         self._context = context
         self._call = call
         self._request = request
@@ -129,11 +132,11 @@ class KvHandoff:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the decoder has sent its first output, or has given up."""
+        """Whether the decoder has either sent its first output or given up."""
         return self.state in _SETTLED
 
     def note_prefilled(self, tokens: int | None, cached: int | None) -> None:
-        """Record the end of the prefill, with the prompt's tokens and cached tokens as its answer reports them."""
+        """Record the end of the prefill. The prefiller's answer reports the prompt's tokens and its cached tokens."""
         self._computed_at = self._timeline.clock()
         compatibility = self._context.compatibility
         # Engines that report cached tokens cost no call.
@@ -147,7 +150,7 @@ class KvHandoff:
     def note_kv_held(self, kv: PrefilledKv | None = None) -> None:
         """Record that the prefiller has the KV cache for the decoder. A later failure may be a failure to fetch it.
 
-        `kv`: the KV that the prefiller keeps; None: as set before.
+        `kv`: the KV that the prefiller keeps; None: use the value that was set before.
         """
         if kv is None:
             kv = self.kv
@@ -158,7 +161,7 @@ class KvHandoff:
             self.state = _HELD
 
     def arrived(self) -> None:
-        """Record the decoder's first output. May be called again."""
+        """Record the decoder's first output: the KV cache has arrived. May be called again."""
         if self.state in _SETTLED:
             return
         self.state = _ARRIVED
@@ -183,7 +186,7 @@ class KvHandoff:
             self.on_arrived()
 
     def _note_time(self, prefiller: Backend, decoder: Backend) -> None:
-        """Record the time from the end of the prefill until now."""
+        """Record the seconds since the end of the prefill as the time of this pair's handoff."""
         timeline = self._timeline
         now, began = timeline.clock(), self._computed_at
         if self.answers_after_transfer:
@@ -231,7 +234,7 @@ class KvHandoff:
                 self.decoder.__exit__(kind, error, trace)
 
     def _settle_unfetched(self, error: BaseException | None) -> None:
-        """Settle an attempt that ended with an error, or before the decoder had the KV cache."""
+        """Handle an attempt that ended with an error, or before the decoder had the KV cache."""
         if isinstance(error, UpstreamError):
             if error.failure is Failure.BOOTSTRAP:  # the decoder asked another prefiller, so nothing is kept here
                 return
@@ -243,7 +246,7 @@ class KvHandoff:
             self._context.releaser.note_orphan(self._kept, self.failed)
 
     def _hold_against_pair(self) -> None:
-        """Count a failed handoff against the pair, because either of the two may have caused it."""
+        """Count a failed handoff against the prefiller and the decoder as a pair, because either may have caused it."""
         if self.source is not PREFILLER:
             return
         prefiller, decoder = self.prefiller.backend, self.decoder.backend

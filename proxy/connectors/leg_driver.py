@@ -1,4 +1,4 @@
-"""Sends the legs of one attempt from the callbacks of their connections."""
+"""Sends the legs of one attempt. The callbacks of the connections trigger each next step."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class AttemptOwner(Protocol):
-    """Receives the result of one attempt."""
+    """Receives the outcome of one attempt."""
 
     def on_attempt(self, attempt: Attempt) -> None:
-        """Take the answer of a decoder. `LegDriver.finish`, `fail` or `release` ends the attempt."""
+        """Take the decoder's answer. To end the attempt, call `LegDriver.finish`, `fail` or `release`."""
 
     def on_failure(self, error: NoBackendAvailable | UpstreamError) -> None:
-        """Handle an attempt that failed. All of its leases and connections were given back."""
+        """Handle a failed attempt, whose leases and connections have already been given back."""
 
     def on_defect(self, error: Exception) -> None:
-        """Handle an attempt that ended with an error of this program."""
+        """Handle an attempt that ended because of a defect in this program."""
 
 
 class LegDriver:
-    """Drives one attempt: sends its legs one after the other, or two at the same time."""
+    """Drives one attempt. It sends the legs one after the other, or two legs at the same time."""
 
     __slots__ = ("_connecting", "_connection", "_legs", "_owner", "_response", "_sent", "_upstream")
 
@@ -44,42 +44,42 @@ class LegDriver:
         self._legs: Legs | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._connection: EngineConnection | None = None
-        """The connection to an engine whose answer has not begun."""
+        """The connection to an engine whose answer has not begun; None if no leg waits for an answer."""
         self._sent: Leg | None = None
         self._response: Response | None = None
 
     def start(self, legs: Legs) -> None:
-        """Send the first leg. The owner receives the result, perhaps before this returns."""
+        """Send the first leg. The owner may receive the outcome before this method returns."""
         self._legs = legs
         self._advance(None)
 
     def finish(self) -> None:
-        """End an attempt whose answer was taken."""
+        """End an attempt whose answer was received completely."""
         legs = self._take_legs()
         if legs is not None:
             finish(legs)
 
     def fail(self, error: BaseException) -> None:
-        """End an attempt whose answer failed. Raises the error that counts: `error`, or that of the prefill leg."""
+        """End an attempt whose answer failed. Raises `error`, or the prefill leg's error if that leg has failed."""
         legs = self._take_legs()
         if legs is None:
             raise error
         fail(legs, error)
 
     def release(self, error: BaseException) -> None:
-        """Give up the attempt, whatever it waits for, and give back its leases and connections."""
+        """Give up the attempt in any state. Closes its connections and gives back its leases."""
         self._drop()
         with suppress(type(error)):
             self.fail(error)
 
     def _take_legs(self) -> Legs | None:
-        """Drop the references to the owner and the response, so that no cycle is left to the garbage collector."""
+        """Return the legs and drop the references to the owner and the response, so that no reference cycle remains."""
         legs, self._legs = self._legs, None
         self._owner = self._response = None
         return legs
 
     def _advance(self, result: Any, failed: Exception | None = None) -> None:
-        """Give the legs the result of the last step (None before the first), and take the next step."""
+        """Give the legs the result of the last step, and take the next step. `result` is None for the first step."""
         legs, owner = self._legs, self._owner
         if legs is None or owner is None:
             return
@@ -106,7 +106,7 @@ class LegDriver:
             step.collect(self._on_body)
 
     def _send(self, leg: Leg, connection: EngineConnection | None = None) -> None:
-        """Send a leg on `connection`, or on an idle connection, or on a new one."""
+        """Send a leg on `connection` if there is one, otherwise on an idle or a new connection."""
         upstream = self._upstream
         self._sent = leg
         if connection is None and (connection := upstream.take_idle(leg.backend)) is None:
@@ -123,7 +123,7 @@ class LegDriver:
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
-        """Open a connection and send a leg. `stale`: the error of the same leg on a connection that was stale."""
+        """Open a connection and send a leg. `stale`: the error of this leg on an idle connection that was closed."""
         try:
             connection = await self._upstream.connect(leg.backend)
         except UpstreamError as error:
@@ -135,7 +135,7 @@ class LegDriver:
         self._send(leg, connection)
 
     def _on_whole(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
-        """Take the whole answer of an engine."""
+        """Handle the complete answer of an engine."""
         self._give_back()
         if error is None:
             self._advance((response, body))
@@ -143,7 +143,7 @@ class LegDriver:
             self._on_no_answer(error)
 
     def _on_head(self, error: UpstreamError | None) -> None:
-        """Take the headers of an engine's answer."""
+        """Handle the headers of an engine's answer."""
         if error is None:
             self._connection = None
             self._sent = None  # a long answer would keep its body
@@ -163,14 +163,14 @@ class LegDriver:
         self._advance(None, error)
 
     def _on_body(self, body: bytes, error: UpstreamError | None) -> None:
-        """Take the body that the legs wait for."""
+        """Handle the body of an answer for which the legs wait."""
         if error is None:
             self._advance(body)
         else:
             self._advance(None, error)
 
     def _on_prefill_failure(self, error: Exception) -> None:
-        """End the decode leg of a pair whose prefill leg failed."""
+        """End the decode leg because the prefill leg of the same pair failed."""
         if self._sent is not None:  # the decoder has not answered yet
             self._drop()
             self._advance(None, error)
@@ -178,7 +178,7 @@ class LegDriver:
             abort_decode(self._response, error)
 
     def _drop(self) -> None:
-        """Give up the leg that was sent."""
+        """Give up the leg under way."""
         self._sent = None
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
@@ -192,7 +192,7 @@ class LegDriver:
 
 
 class PrefillBeside:
-    """The prefill leg of a pair. It runs from `start` until it has ended, or until the pair stops it."""
+    """The prefill leg of a pair. It runs from `start` until it ends or the pair stops it."""
 
     __slots__ = ("_connecting", "_connection", "_on_failure", "_pair", "_upstream", "_waiting")
 
@@ -203,7 +203,7 @@ class PrefillBeside:
         self._connecting: asyncio.Task[None] | None = None
         self._connection: EngineConnection | None = None
         self._waiting: asyncio.Future[None] | None = None
-        """The future of the task that waits for the end of this leg."""
+        """The future of the task that waits for the end of this leg; None if no task waits."""
 
     def start(self, leg: Leg) -> None:
         """Send the leg."""
@@ -216,7 +216,7 @@ class PrefillBeside:
             self._send(leg, connection)
 
     async def _ended(self) -> None:
-        """Wait for the end of this leg. Raises the error with which it failed."""
+        """Wait for the end of this leg. Raises the error of the leg if it failed."""
         if self._connecting is not None or self._connection is not None:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -239,7 +239,7 @@ class PrefillBeside:
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     def _on_whole(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
-        """Take the whole answer of the prefiller."""
+        """Handle the complete answer of the prefiller."""
         self._give_back()
         if error is not None:
             self._fail(error)
@@ -275,10 +275,10 @@ class PrefillBeside:
             self._upstream.give_back(connection)
 
 
-class opened:  # noqa: N801 - used as a function
-    """Open an attempt from a coroutine: an async context manager whose value is the Attempt. See Connector.open.
+class open_attempt:  # noqa: N801 - used as a function
+    """Opens an attempt from a coroutine. It is an async context manager whose value is the Attempt; see Connector.open.
 
-    Raises what the legs raise: NoBackendAvailable, UpstreamError.
+    Raises the errors of the legs: NoBackendAvailable, UpstreamError.
     """
 
     def __init__(self, legs: Legs, upstream: Upstream) -> None:
@@ -324,9 +324,9 @@ class opened:  # noqa: N801 - used as a function
 
 
 def abort_decode(response: Response, error: BaseException) -> None:
-    """End the decode leg because the prefill leg failed: the decoder would wait for KV that does not arrive.
+    """End the decode leg because the prefill leg failed. Otherwise the decoder would wait for KV that does not arrive.
 
-    The error of the prefill leg replaces that of the decode leg; see `running` and Pair.
+    The error of the prefill leg replaces that of the decode leg; see `prefill_beside` and Pair.
     """
     if not isinstance(error, UpstreamError):
         error = response.fail(Failure.BROKEN, "the prefill leg failed")

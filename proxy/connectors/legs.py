@@ -1,4 +1,4 @@
-"""The steps of an attempt, without IO: its legs, the ranks they go to, and the Attempt that comes of them.
+"""The steps of one attempt, without IO: the legs, the data-parallel ranks they go to, and the resulting Attempt.
 
 A protocol writes the order of its steps once, as a generator (`Legs`). `leg_driver.LegDriver` performs them.
 """
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 _STREAM: Final = Stage.STREAM  # reading a member off its class takes as long as four calls
 
 RANK_HEADER: Final = "x-data-parallel-rank"
-"""Request header that selects a data-parallel rank (vLLM `_get_data_parallel_rank`, since 0.11).
+"""Name of the request header that selects a data-parallel rank (vLLM `_get_data_parallel_rank`, since 0.11).
 
-vLLM answers 400 for a number of no rank (v1/engine/input_processor.py). An endpoint per rank accepts 0 only.
+vLLM answers 400 to a number that no rank has (v1/engine/input_processor.py). An engine that serves one rank at its
+address accepts only 0.
 """
 
 
 class Handoff(Protocol):
-    """Handles the end of the handoff of an attempt's KV cache."""
+    """Receives the outcome of the handoff of an attempt's KV cache."""
 
     def arrived(self) -> None:
         """See Attempt.kv_arrived. May be called again."""
@@ -43,20 +44,22 @@ class Handoff(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One try at a call: the decoder's open 200 answer, and the leases behind it."""
+    """One attempt at a call whose decoder has answered with status 200, and the attempt's leases."""
 
     response: Response
     timeline: Timeline
     prefiller: Backend | None
     """The prefiller; None if the connector has no prefill leg."""
     has_kv_from_prefiller: bool
-    """Whether the decoder got its KV cache from a prefiller. Its own details of the prompt are wrong then."""
+    """Whether the decoder got its KV cache from a prefiller. If so, the decoder's `prompt_tokens_details` are wrong."""
     handoff: Handoff
     first_token_seconds: float | None = None
-    """Time limit for the decoder's first output where the prefill is still under way. None:
-    timeouts.first_token_seconds, which is shorter."""
+    """Time limit in seconds for the decoder's first output, if the prefill still runs when the decoder answers.
+
+    None: `timeouts.first_token_seconds`, which is shorter.
+    """
     prefill_answer: PrefillAnswer | None = None
-    """The prefiller's answer; None if the client needs nothing of it, or if the prefiller is the only engine."""
+    """The prefiller's answer; None if the client needs nothing from it, or if no other engine takes part."""
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -65,21 +68,22 @@ class Attempt:
 
     @property
     def prompt_details(self) -> dict[str, Any] | None:
-        """The `prompt_tokens_details` that an engine reported and that are true; None if no engine has."""
+        """The correct `prompt_tokens_details`, as an engine reported them; None if no engine reported correct ones."""
         return self.timeline.usage.prompt_details
 
     def note_usage(self, usage: Any) -> None:
         """Record the `usage` of the decoder's answer.
 
-        Its counts of the prompt are used only if the decoder computed the prompt: decoders report KV cache that was
-        handed over as cached.
+        Its counts of the prompt are used only if the decoder computed the prompt. Otherwise decoders report the KV
+        cache
+        from the prefiller as cached.
         """
         self.timeline.usage.add_completion(usage)
         if not self.has_kv_from_prefiller:
             self.timeline.usage.add_prompt(usage)
 
     def kv_arrived(self) -> None:
-        """Record the decoder's first output: it has the KV cache, so the prefiller no longer holds anything for it.
+        """Record the decoder's first output. It shows that the prefiller no longer has to keep the KV cache.
 
         May be called again, by the next reader of the same stream.
         """
@@ -89,7 +93,7 @@ class Attempt:
             self.timeline.enter(_STREAM)
 
     def kv_lost(self) -> None:
-        """Record that the decoder gave up before its first output: it may have failed to fetch the KV cache."""
+        """Record that the decoder gave up before its first output. It may have failed to fetch the KV cache."""
         self.handoff.lost()
         self.timeline.enter(_STREAM)
 
@@ -104,17 +108,17 @@ class Leg:
     headers: Mapping[str, str]
     """Request headers, with lower-case names."""
     answer_seconds: float
-    """Time limit for the beginning of the answer, or for all of it if `wants_whole`."""
+    """Time limit in seconds until the answer begins, or until it is complete if `wants_whole`."""
     resend_if_stale: bool = False
-    """Whether to send the leg again if its idle connection turns out to be closed."""
+    """Whether to send the leg again if the engine had already closed the idle connection."""
     wants_whole: bool = False
-    """Whether the whole answer is wanted instead of its stream; see Legs."""
+    """Whether the driver reads the complete answer before the next step, instead of returning its stream; see Legs."""
     preconnect_to: Backend | None = None
-    """Backend to connect to while this leg runs, because the next leg is likely to go there."""
+    """Backend to which the driver connects while this leg runs; None: to none. The next leg probably goes there."""
 
 
 class Pair:
-    """Two legs at the same time: the prefiller's answer is read beside the decoder's, and if one fails both end.
+    """A prefill leg and a decode leg that run at the same time. If one leg fails, both end.
 
     Enter it with `with` for as long as the decode leg is needed, and yield it first; see Legs. Leaving the block before
     the prefill leg has ended cancels that leg. If the block is left with an UpstreamError after the prefill leg failed,
@@ -126,16 +130,16 @@ class Pair:
     def __init__(self, prefill: Leg, decode: Leg, read: Callable[[EngineResponse, bytes], None]) -> None:
         self._legs: tuple[Leg, Leg] | None = prefill, decode
         self.error: Exception | None = None
-        """The error of the prefill leg, set by the driver: an UpstreamError unless the program has a defect."""
+        """The error of the prefill leg, which the driver sets: an UpstreamError unless the program has a defect."""
         self.stop: Callable[[], object] | None = None
-        """Cancels the prefill leg if it is under way. Set by the driver."""
+        """Cancels the prefill leg; None if it is not under way. The driver sets it."""
         self.ended: Callable[[], Awaitable[None]] | None = None
-        """Waits for the end of the prefill leg and raises its UpstreamError. None: this driver cannot wait."""
+        """Waits for the end of the prefill leg and raises its UpstreamError; None if the driver cannot wait."""
         self.read = read
-        """Reads the prefiller's answer and its body. Raises UpstreamError if the prefill failed."""
+        """Reads the prefiller's answer, which has a head and a body. Raises UpstreamError if the prefill failed."""
 
     def take_legs(self) -> tuple[Leg, Leg]:
-        """Return the prefill leg and the decode leg, once. Keeping them would keep their bodies in memory."""
+        """Return the prefill leg and the decode leg, and forget them to free their bodies. Can be called only once."""
         legs, self._legs = self._legs, None
         assert legs is not None
         return legs
@@ -170,13 +174,13 @@ if TYPE_CHECKING:
 
 
 def finish(legs: Legs) -> None:
-    """End an attempt whose answer was taken."""
+    """End an attempt whose answer was received completely."""
     if next(legs, None) is not None:  # so no exception is made and caught
         raise RuntimeError("an attempt goes on behind its answer")
 
 
 def fail(legs: Legs, error: BaseException) -> None:
-    """End an attempt with the error of its answer, or of the step under way. Raises the error."""
+    """End an attempt with an error: that of its answer, or that of the current step. Raises the error."""
     try:
         legs.throw(error)
     except StopIteration:
@@ -186,19 +190,20 @@ def fail(legs: Legs, error: BaseException) -> None:
 
 @dataclass(slots=True)
 class _Claimed:
-    """The claims on the ranks of one backend."""
+    """The ranks of one backend that legs of this worker use."""
 
     legs: list[int] = field(default_factory=list)
-    """Legs in flight, by rank."""
+    """The number of legs under way, by rank."""
     turn: int = 0
-    """The rank that is preferred among those with equally few legs."""
+    """The rank that is used next if several ranks have equally few legs."""
 
 
 class Ranks:
-    """One worker's claims on data-parallel ranks, that is, on the engines behind one address.
+    """Counts one worker's legs on the data-parallel ranks (that is, the engines) behind each address.
 
-    A vLLM server with several engines chooses among them itself unless a request names a rank. A claim takes the rank
-    with the fewest legs of this worker in flight, and equal ones in turn.
+    A vLLM server with several engines chooses an engine itself unless a request names a rank. A claim takes the rank
+    with
+    the fewest legs of this worker, and takes turns between equal ranks.
     """
 
     def __init__(self) -> None:
@@ -209,7 +214,7 @@ class Ranks:
         return RankClaim(self)
 
     def take(self, backend: Backend, count: int) -> tuple[list[int], int]:
-        """Take a rank out of `count`. Return the backend's legs in flight by rank, and the number of the rank."""
+        """Claim the best rank of a backend with `count` ranks. Return the legs under way by rank, and the rank."""
         claimed = self._backends.setdefault(backend.slot, _Claimed())
         legs = claimed.legs
         legs.extend([0] * (count - len(legs)))
@@ -222,7 +227,7 @@ class Ranks:
 
 
 class RankClaim:
-    """The claim of one leg on a rank of its backend."""
+    """The claim of one leg on one rank of its backend."""
 
     __slots__ = ("_legs", "_rank", "_ranks")
 
@@ -240,15 +245,15 @@ class RankClaim:
         if self._legs is not None:
             self.free()
 
-    def on(self, backend: Backend, count: int) -> int:
-        """Return a rank of this backend, which has `count`. Gives back the rank that the claim had before."""
+    def claim_rank(self, backend: Backend, count: int) -> int:
+        """Claim a rank of this backend, which has `count` ranks, and return it. Any previous rank is given back."""
         self.free()
         self._legs, self._rank = self._ranks.take(backend, count)
         return self._rank
 
     def header(self, backend: Backend, count: int) -> dict[str, str]:
-        """Return the header that selects a rank of this backend; empty if it has only one."""
-        return {RANK_HEADER: str(self.on(backend, count))} if count > 1 else {}
+        """Return the header that selects a rank of this backend; empty if the backend has only one rank."""
+        return {RANK_HEADER: str(self.claim_rank(backend, count))} if count > 1 else {}
 
     def free(self) -> None:
         """Give the rank back before the end of the block. May be called again."""

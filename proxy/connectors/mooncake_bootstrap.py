@@ -1,4 +1,4 @@
-"""vLLM's MooncakeConnector: both legs run at the same time, and the engines meet by a transfer id that pdproxy draws.
+"""vLLM's MooncakeConnector. Both legs run at the same time, and engines match them by a transfer ID that pdproxy draws.
 
 The decoder finds the prefiller's engine through the bootstrap server beside the prefiller, and the prefiller sends the
 KV cache when it is computed. pdproxy asks the bootstrap server for its engines, one per data-parallel rank, because
@@ -68,7 +68,7 @@ class MooncakeBootstrap(Disaggregated):
             handoff.on_arrived = lambda: self._bootstraps.note_reached(prefiller)
             # The status of a streamed answer arrives at once, but nothing more before the end of the prefill.
             answer_seconds = prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
-            with self._bootstraps.forgetting_on_failure(prefiller):
+            with self._bootstraps.forget_on_failure(prefiller):
                 async with prefill_beside(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
                     opening = self._decode(call, decoder, meeting, decode_rank, answer_seconds)
                     with await leg.race(opening, lambda: handoff.is_settled) as response:
@@ -89,7 +89,7 @@ class MooncakeBootstrap(Disaggregated):
         """Choose the engine behind a prefiller's address. Raises UpstreamError."""
         address = self._address(prefiller)
         engines = await self._bootstraps.engines(prefiller, address)
-        return Meeting(new_attempt_id(), address, *engines[rank.on(prefiller, len(engines))])
+        return Meeting(new_attempt_id(), address, *engines[rank.claim_rank(prefiller, len(engines))])
 
     async def _decode(
         self, call: Call, decoder: Backend, meeting: Meeting, rank: RankClaim, answer_seconds: float
@@ -107,7 +107,7 @@ class MooncakeBootstrap(Disaggregated):
     async def _prefill(
         self, call: Call, meeting: Meeting, rank: RankClaim, handoff: KvHandoff, timeline: Timeline
     ) -> None:
-        """Run the prefill leg. Raises UpstreamError if the decoder may wait in vain."""
+        """Run the prefill leg. Raises UpstreamError if the decoder would get no KV."""
         prefiller = handoff.prefiller.backend
         try:
             response, body = await self._upstream.fetch(
@@ -157,7 +157,7 @@ class Meeting:
 
 
 def _kept_kv(call: Call, prefiller: Backend, meeting: Meeting) -> PrefilledKv:
-    """Return the KV that the prefiller keeps for the decoder after its answer."""
+    """Return the KV that the prefiller keeps for the decoder after it has answered."""
     return PrefilledKv(
         prefiller,
         orjson.dumps(meeting.decode_params),

@@ -1,4 +1,4 @@
-"""Requests that one engine serves alone, and those that no handoff can serve.
+"""Serves calls on one engine, and rejects calls that neither one engine nor a handoff can serve.
 
 SingleLeg sends a request to one engine of either role. OneEngine decides which engine of a vLLM deployment serves a
 request that cannot be handed over, or rejects it.
@@ -34,9 +34,10 @@ RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"
 
 
 class SingleLeg:
-    """Sends a call unchanged to one backend of a role. Its answer goes to the client.
+    """Sends a call unchanged to one backend of a role. The client gets the answer of this backend.
 
-    A prefiller gets calls with at most one token to generate. Their load and time limit are those of a prefill.
+    Prefillers serve calls that generate at most one token. The load and time limit of such a call are those of a
+    prefill.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class SingleLeg:
         members: Callable[[str], Mapping[str, object]] | None = None,
         kv: str = "local",
     ) -> None:
-        """Create a leg for the backends of a role.
+        """Create a single leg for the backends of a role.
 
         Args:
             context: The connector's context.
             role: The role whose backends serve the call.
-            ranks: The worker's claims on ranks.
-            members: Returns the protocol's members of the body by the attempt's id; None: it has none.
+            ranks: The ranks that this worker's legs use.
+            members: Returns the members that the protocol adds to the body, given the attempt's ID; None: it adds none.
             kv: The value of `kv` in the access log.
         """
         self._context = context
@@ -123,14 +124,14 @@ class OneEngine:
         self._role(call)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the legs of an attempt, as Connector.legs does; None for a call that can be handed over."""
+        """Return the legs of a call that one engine serves. None: the call can be handed over. See Connector.legs."""
         role = self._role(call)
         if role is None:
             return None
         return (self._prefiller if role is Role.PREFILL else self.decoder).legs(call, request, timeline)
 
     def _role(self, call: Call) -> Role | None:
-        """Return the role that serves a call alone; None: it can be handed over. Raises BadRequest."""
+        """Return the role that serves a call alone; None if the call can be handed over. Raises BadRequest."""
         if RARE.isdisjoint(call.values):
             return None
         problem = _problem(call)
@@ -144,7 +145,7 @@ class OneEngine:
 
 
 def is_search(call: Call) -> bool:
-    """Return whether the answer is chosen among several sequences, which have to be on one engine."""
+    """Return whether the engine chooses the answer among several sequences, which must be on the same engine."""
     if RARE.isdisjoint(call.values):
         return False
     best_of = call.values.get("best_of")
@@ -152,12 +153,12 @@ def is_search(call: Call) -> bool:
 
 
 def asks_for_echoed_logprobs(call: Call) -> bool:
-    """Return whether the answer begins with the prompt and its log probabilities."""
+    """Return whether the client wants the prompt and its log probabilities at the beginning of the answer."""
     return bool(call.values.get("echo")) and call.values.get("logprobs") is not None
 
 
 def echo_error() -> BadRequest:
-    """Return the error of a call that asks for echoed log probabilities and also generates tokens."""
+    """Return the error for a call that asks for echoed log probabilities and also generates tokens."""
     return BadRequest(
         "with prefill/decode disaggregation echo with logprobs is only supported with max_tokens 0 or 1",
         param="echo",
@@ -165,9 +166,9 @@ def echo_error() -> BadRequest:
 
 
 def _problem(call: Call) -> BadRequest | None:
-    """Return the error of a call that cannot be handed over; None if it can be.
+    """Return the reason why a call cannot be handed over, as an error; None if it can be.
 
-    One KV cache cannot carry it, or only the prefiller's discarded answer would have its result.
+    Either one KV cache cannot carry it, or its result would be in the prefiller's answer, which a handoff discards.
     """
     values = call.values
     if values.get("use_beam_search"):

@@ -1,4 +1,4 @@
-"""No disaggregation ("PD mixed"): one pool of engines, each of which prefills and decodes its requests.
+"""No disaggregation ("PD mixed"): every engine prefills and decodes its own requests.
 
 For single-node and data-parallel deployments. Leases, retries and answers are the same as with the PD protocols.
 """
@@ -35,10 +35,12 @@ class Plain(Connector):
         """See Connector. An engine serves all prompts and samples of a call."""
         return False
 
-    def alone(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Open the same attempt as `open`. See Connector.alone."""
+    def open_decoder_only_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Return the same attempt as `open`. See Connector.open_decoder_only_attempt."""
         return self.open(call, request, timeline)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Return the only leg. See Connector.legs."""
+        """Return the only leg of the call. See Connector.legs."""
         return self._leg.legs(call, request, timeline)

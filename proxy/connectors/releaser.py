@@ -1,9 +1,9 @@
-"""KV cache that a prefiller keeps and no decoder fetches: noticed, accounted for, and released where possible.
+"""Finds KV cache that a prefiller keeps and no decoder fetches, counts it, and releases it where possible.
 
 No engine has a request that frees KV. But a decoder that rejects a request makes the prefiller named in it free the KV,
-so the Releaser sends a request that no engine can serve. Other engines free the KV after a time, and until then it is
-accounted for. Engines' KV connectors differ by version and are recognised by their parameters, of which pdproxy reads
-only the presence of members that one connector alone writes.
+so the Releaser sends a request that no engine can serve. Other engines free the KV after a time. Until then, the
+gateway counts it. KV connectors of engines differ by version. pdproxy recognises them by their parameters, of which it
+reads only the presence of members that one connector alone writes.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 
 
 class KvTransfer(StrEnum):
-    """An engine's KV connector, as far as its releases differ."""
+    """The types of KV connectors of engines. Engines of different types release KV in different ways."""
 
     NIXL = "nixl"
     ASCEND_MOONCAKE = "ascend_mooncake"
     """vLLM-Ascend's MooncakeConnectorV1, alias MooncakeConnector."""
     OTHER = "other"
-    """A connector without a release, or an unknown one."""
+    """An unknown connector, or one whose KV cannot be released."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefilledKv:
     """KV that a prefiller keeps for a decoder.
 
-    `params`: its KV parameters, verbatim. `tokens`: an estimate. `headers`: the client's headers that engines get,
-    because the client's credential may be the engines'.
+    `params`: its KV parameters, verbatim. `tokens`: the estimated number of tokens. `headers`: the client's headers for
+    engines, because engines may require the client's credential.
     """
 
     prefiller: Backend
@@ -64,7 +64,7 @@ class PrefilledKv:
     tokens: int
     headers: Mapping[str, str]
     outlives_giving_up: bool = False
-    """Whether the KV stays at the prefiller if a decoder gives up before its first output."""
+    """Whether the prefiller still keeps the KV after a decoder has given up before its first output."""
 
 
 _NIXL: Final = KvTransfer.NIXL  # reading a member off its class takes as long as four calls
@@ -80,16 +80,16 @@ _ABORT_SECONDS: Final = 480.0
 
 
 class KvParams(msgspec.Struct):
-    """The members of a prefiller's KV parameters that are read."""
+    """The members that the gateway reads of a prefiller's KV parameters."""
 
     do_remote_prefill: Any = None
-    """True if the decoder is to fetch KV."""
+    """True if the decoder must fetch KV."""
     tp_size: Any = msgspec.UNSET
     remote_pcp_size: Any = msgspec.UNSET
 
     @property
     def transfer(self) -> KvTransfer:
-        """The connector that wrote them, by a member that only its `request_finished` writes."""
+        """The connector that wrote these parameters, recognised by a member that only its `request_finished` writes."""
         if self.tp_size is not msgspec.UNSET:  # vLLM's nixl/pull_scheduler.py
             return _NIXL
         # vllm-ascend's mooncake_connector.py; neither its mooncake_hybrid_connector.py nor its
@@ -98,17 +98,17 @@ class KvParams(msgspec.Struct):
 
 
 kv_params_in = msgspec.json.Decoder(KvParams).decode
-"""KV parameters as they are written in an answer. Raises msgspec.DecodeError if they are no object."""
+"""Parse the KV parameters in an answer. Raises msgspec.DecodeError if they are not an object."""
 
 
 def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:
-    """Return whether a decoder of this version frees KV by rejecting a request. `decoder`: None if it is unknown."""
+    """Return whether a decoder of this version frees KV when it rejects a request. `decoder` None: it is unknown."""
     release = _RELEASES.get(transfer)
     return release is not None and release.is_in(decoder)
 
 
 def pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
-    """Return the seconds that a prefiller keeps KV that no decoder fetches. `prefiller`: None if it is unknown."""
+    """Return how many seconds a prefiller keeps KV that no decoder fetches. `prefiller` None: it is unknown."""
     has_lease = transfer is _NIXL and NIXL_LEASE.is_in(prefiller)
     return _NIXL_LEASE_SECONDS if has_lease else _ABORT_SECONDS
 
@@ -116,13 +116,12 @@ def pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
 logger = logging.getLogger(__name__)
 
 RELEASE_MODEL: Final = "pdproxy-release-kv"
-"""A model that no engine serves. An engine's own rejection names it."""
+"""The name of a model that no engine serves. Release requests use it, and engines name it when they reject them."""
 
 # A decoder whose request was cancelled may be in the middle of the transfer. If the blocks were freed and written again
 # before it stops, it could keep another prompt's KV in its prefix cache.
 SETTLE_SECONDS: Final = 0.2
-"""Delay between the end of a request and the first attempt to release its KV. The pause before the next attempt is
-twice as long, and doubles each time."""
+"""Seconds between the end of a request and the first attempt to release its KV. The pause then doubles each time."""
 
 # Reading a member off its class takes as long as four calls.
 _COMPUTED: Final = HandoffVerdict.COMPUTED
@@ -147,14 +146,14 @@ class ReleaserParts:
     models: ServedModels
     metrics: Metrics
     settle_seconds: float = SETTLE_SECONDS
-    """Delay before a release."""
+    """Seconds to wait before the first attempt to release KV."""
 
 
 class Releaser(BackgroundOwner):
-    """Accounts for KV that no decoder fetches, and releases it. An async context manager; one per worker.
+    """Counts KV that no decoder fetches, and releases it. An async context manager; one per worker.
 
     A release starts after `settle_seconds`, outlives its request, and does not affect the health of the decoder that
-    gets it. If no decoder answers it is repeated while the KV is pinned, for at most `admission.wait_seconds`, because
+    gets it. If no decoder answers, it is repeated while the KV is pinned, for at most `admission.wait_seconds`, because
     decoders may be restarting. Leaving the context gives pending releases a second to end.
     """
 
@@ -171,22 +170,25 @@ class Releaser(BackgroundOwner):
         self.last_transfer = KvTransfer.OTHER
         """The KV connector of the last prefiller that reported KV for a decoder."""
         self._doubtful: dict[str, tuple[Backend, deque[tuple[Backend, int, KvTransfer, float]]]] = {}
-        """Decoders that are not yet known to fetch KV, by key, each with the KV it was to fetch: prefiller, tokens,
-        connector, and the time of the decoder's answer on the monotonic clock."""
+        """KV that was left to decoders of which it is not known whether they fetch KV, by the decoder's key.
+
+        Each entry has the prefiller, tokens, connector, and the time of the decoder's answer on the monotonic clock.
+        """
         self._pins: dict[tuple[str, KvTransfer], float] = {}
-        """Cached results of `pin_seconds` by key and connector, because every request needs one."""
+        """Cached results of `pin_seconds` in seconds, by prefiller key and connector, because every request needs one.
+        """
         self._pins_of = -1
-        """The change counter of the pool of prefillers when the cache was filled."""
+        """The change counter of the prefiller pool at the time when the cache was filled."""
         self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
 
     @property
     def pending(self) -> int:
-        """The number of releases under way."""
+        """The number of releases that have not ended."""
         return len(self._background)
 
     def note_orphan(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
-        """Account for KV that no decoder is known to have fetched, and release it.
+        """Count KV that probably no decoder has fetched, and release it.
 
         `failed`: backends that are used for the release only if there is no other.
         """
@@ -204,10 +206,10 @@ class Releaser(BackgroundOwner):
     def note_fetch(
         self, kv: PrefilledKv, decoder: Backend, verdict: HandoffVerdict, failed: Collection[Backend]
     ) -> None:
-        """Record the answer of a decoder that was to fetch KV.
+        """Record the answer of a decoder that should have fetched KV.
 
         A decoder that computes prompts again leaves the KV at the prefiller. If it is not known whether this decoder
-        does, the KV is remembered until it is.
+        does so, the KV is remembered until it is known.
         """
         if verdict is _COMPUTED:
             self.note_orphan(kv, {*failed, decoder})
@@ -218,7 +220,7 @@ class Releaser(BackgroundOwner):
             doubtful[1].append((kv.prefiller, kv.tokens, kv.transfer, time.monotonic()))
 
     def look(self) -> None:
-        """Settle the KV of decoders whose verdict is known by now. Must be called periodically."""
+        """Handle the remembered KV of decoders that are now known to fetch KV or not. Must be called periodically."""
         for decoder, doubtful in list(self._doubtful.values()):
             if self._incompatibilities.verdict(decoder) is not HandoffVerdict.UNKNOWN:
                 del self._doubtful[decoder.key]
@@ -234,7 +236,7 @@ class Releaser(BackgroundOwner):
                 self._pinned_kv.pin(prefiller, tokens, until - now)
 
     def note_possible_orphan(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
-        """Account for KV that a prefiller may keep although its answer was lost. It cannot be released."""
+        """Count KV that a prefiller may keep although its answer was lost. Such KV cannot be released."""
         if may_have_pinned(error):
             seconds = self.pin_seconds(prefiller, self.last_transfer)
             self._pinned_kv.pin(prefiller, tokens, seconds, suspected=True)
@@ -260,10 +262,11 @@ class Releaser(BackgroundOwner):
         self._note_result(kv, "released" if released else "failed")
 
     async def _request_release(self, kv: PrefilledKv, failed: set[Backend]) -> bool | None:
-        """Send a decoder a request that names the KV, and return whether the decoder rejected it.
+        """Send a decoder a request that names the KV. Return whether the decoder rejected the request.
 
-        None: another attempt is worthwhile, because no decoder was available, or the one that got the request failed
-        or was busy. It is added to `failed` then.
+        None: another attempt is worthwhile, because no decoder was available, or because the decoder failed or was
+        busy.
+        Such a decoder is added to `failed`.
         """
         # The KV is gone with its prefiller, and a decoder should not try to connect to a missing one.
         prefillers = self._pools.prefill
@@ -296,7 +299,7 @@ class Releaser(BackgroundOwner):
         return response.status == 200 or (response.status in (400, 404) and RELEASE_MODEL.encode() in answer)
 
     def _decoder(self, kv: PrefilledKv, failed: Collection[Backend]) -> Backend:
-        """Return a decoder that can release KV, if possible one that has not failed. Raises NoBackendAvailable."""
+        """Return a decoder that can release this KV, preferably one that has not failed. Raises NoBackendAvailable."""
         decoders = self._pools.decode
         unable = {backend for backend in decoders.eligible() if not self._can_release(backend, kv)}
         try:
@@ -305,12 +308,12 @@ class Releaser(BackgroundOwner):
             return decoders.pick(unable)
 
     def _is_supported(self, kv: PrefilledKv) -> bool:
-        """Return whether a decoder can release this KV; also True if there are no decoders at present."""
+        """Return whether any decoder can release this KV. True also if there are no decoders at present."""
         decoders = self._pools.decode.eligible()
         return not decoders or any(self._can_release(decoder, kv) for decoder in decoders)
 
     def _can_release(self, decoder: Backend, kv: PrefilledKv) -> bool:
-        """Return whether a decoder can release this KV.
+        """Return whether this decoder can release this KV.
 
         A decoder that fetches no KV sends prefillers no messages, and one of another model must not connect to them.
         """
@@ -319,7 +322,7 @@ class Releaser(BackgroundOwner):
         return is_able and not is_computing and not self._models.have_no_common_model(kv.prefiller, decoder)
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
-        """Return the seconds that a prefiller keeps KV that no decoder fetches."""
+        """Return how many seconds a prefiller keeps KV that no decoder fetches."""
         if self._live.settings.kv.pin_seconds is not None:
             return self._live.settings.kv.pin_seconds
         pool = self._pools.prefill
@@ -340,7 +343,7 @@ def may_have_pinned(error: UpstreamError) -> bool:
     """Return whether a prefiller may keep KV although its answer did not arrive.
 
     A failed or rejected prefill keeps nothing. But the answer of a finished prefill may be lost in the engine, which
-    then answers 500 (a forced tool call in vLLM 0.18), or on the way. 503 and 429 are sent before the work.
+    then answers 500 (a forced tool call in vLLM 0.18), or on the way. Engines send 503 and 429 before the work.
     """
     if error.failure is Failure.STATUS:
         return error.engine_status is not None and error.engine_status >= 500 and error.engine_status != 503

@@ -1,8 +1,8 @@
-"""Protocols with one leg after the other: the prefiller answers, then the decoder is called.
+"""Protocols that send one leg after the other: the decode leg follows the prefiller's answer.
 
 KV parameters in the prefiller's answer go to the decoder verbatim, and are used once. The decoder is reserved before
 the prefiller is called, so that KV cache is never pinned while no decoder has room for it. With `kv.skip_prefill` a
-prompt that a decoder alone would finish sooner goes to that decoder.
+prompt goes to a decoder alone if that decoder would finish it sooner.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Sequential(Disaggregated):
     """The base of protocols that send the prefill leg, then the decode leg."""
 
     least_tokens: ClassVar[int] = MIN_TOKENS
-    """Length below which the handoff of a prompt does not show whether the decoder fetches KV."""
+    """Minimum length in tokens of a prompt whose handoff shows whether the decoder fetches KV."""
     source_without_kv: ClassVar[KvSource]
-    """The source of the decoder's KV cache if the prefiller's answer names none."""
+    """The source of the decoder's KV cache if the prefiller's answer has no KV parameters."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -75,7 +75,7 @@ class Sequential(Disaggregated):
         self._releaser = context.releaser
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Return both legs, or a decoder's only for a prompt that is short or that it finishes sooner.
+        """Return both legs, or only a decode leg if the prompt is short or the decoder would finish it sooner.
 
         See Disaggregated.
         """
@@ -165,22 +165,23 @@ class Sequential(Disaggregated):
 
     @abstractmethod
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """Handle a prefill that failed or whose answer was lost."""
+        """Handle a prefill leg that failed, or whose answer was lost."""
 
     @abstractmethod
     def accepts_prefill(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool
     ) -> bool:
-        """Return whether the decode leg follows this prefill. Otherwise the prefill leg is sent again.
+        """Return whether to send the decode leg after this prefill. Otherwise the prefill leg is sent again.
 
-        `has_kv`: the answer names KV to fetch. `asks_again`: another prefill leg is allowed. Raises UpstreamError.
+        `has_kv`: whether the answer names KV to fetch. `asks_again`: whether the prefill leg may be sent again. Raises
+        UpstreamError.
         """
 
     @abstractmethod
     def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
         """Let the decoder compute a prompt whose prefill ended by an end-of-sequence token, so that no KV was kept.
 
-        Raises UpstreamError where decoders may not compute prompts.
+        Raises UpstreamError if decoders may not compute prompts.
         """
 
     # Legs
@@ -215,9 +216,9 @@ class Sequential(Disaggregated):
         return Leg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
 
     def _move_decoder(self, handoff: KvHandoff, error: UpstreamError, timeline: Timeline) -> None:
-        """Move to another decoder after a refused connection, which has not used the KV.
+        """Move to another decoder after a refused connection. The refused request has not used the KV.
 
-        Raises the error if it is another failure, and NoBackendAvailable if there is no other decoder.
+        Raises `error` if it is another failure, and NoBackendAvailable if there is no other decoder.
         """
         if error.failure is not Failure.CONNECT:
             raise error
@@ -228,10 +229,10 @@ class Sequential(Disaggregated):
         self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
 
     def _handoff_seconds(self, kv: PrefilledKv | None, call: Call) -> float:
-        """Return the time limit for the beginning of a decoder's answer, in seconds.
+        """Return the time limit until a decoder's answer begins, in seconds.
 
-        A decoder that fetched later could get blocks that the prefiller has reused. An answer that is not streamed
-        begins only when it is complete.
+        The prefiller may reuse the blocks after this time, so a later fetch could get wrong data. An answer that is not
+        streamed begins only when it is complete.
         """
         timeouts = self._context.live.settings.timeouts
         if not call.stream:
@@ -253,7 +254,7 @@ class Sequential(Disaggregated):
 
 
 def _first_token(timeline: Timeline) -> FirstToken | None:
-    """Return the time of the first token and the seconds since the decode leg was sent; None if they are not known."""
+    """Return the time of the first token, and the seconds since the decode leg was sent; None if they are not known."""
     stages, times = timeline.stages, timeline.times
     if _FIRST_TOKEN not in stages[:-1]:
         return None
@@ -265,7 +266,7 @@ def _first_token(timeline: Timeline) -> FirstToken | None:
 def _kept_kv(answer: Prefilled, call: Call, prefiller: Backend) -> tuple[bytes | None, PrefilledKv | None]:
     """Return a prefiller's `kv_transfer_params` verbatim, and the KV that they name for a decoder.
 
-    The first is None if they are missing or empty, the second if they name no KV to fetch.
+    The parameters are None if they are missing or empty. The KV is None if they name no KV to fetch.
     """
     params = bytes(answer.kv_transfer_params)
     try:
@@ -278,7 +279,7 @@ def _kept_kv(answer: Prefilled, call: Call, prefiller: Backend) -> tuple[bytes |
 
 
 def _decode_body(call: Call, params: bytes | None) -> Body:
-    """Return the body of the decode leg, with the prefiller's `kv_transfer_params` followed by the call's members."""
+    """Return the body of the decode leg: the prefiller's `kv_transfer_params`, followed by the call's own members."""
     if call.kv_params:
         members = orjson.dumps(dict(call.kv_params))
         params = members if params is None else params[:-1] + b"," + members[1:]
@@ -297,13 +298,16 @@ class VllmPull(Sequential):
     source_without_kv = KvSource.DECODER
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """See Sequential. The prefiller may keep KV."""
+        """See Sequential. The prefiller may keep KV after such a failure."""
         self._releaser.note_possible_orphan(error.backend, call.prompt_tokens, error)
 
     def accepts_prefill(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool
     ) -> bool:
-        """See Sequential. An answer without KV parameters is repeated once if `kv.on_missing` says so."""
+        """See Sequential.
+
+        If the answer has no KV parameters, the prefill is repeated once if `kv.on_missing` says so.
+        """
         lease = handoff.prefiller
         self._context.compatibility.note_prefill(lease.backend, has_kv)
         if has_kv:
@@ -319,11 +323,17 @@ class VllmPull(Sequential):
         return False
 
     def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
-        """See Sequential. Long prompts are allowed here, because no prefiller would keep KV and the call would fail."""
+        """See Sequential.
+
+        Long prompts are allowed, too: a second prefill would keep no KV either, and the call would fail.
+        """
         self._let_decoder_compute(answer, is_short=True)
 
     def _let_decoder_compute(self, answer: EngineAnswer, *, is_short: bool) -> None:
-        """Count missing KV by the effect of `kv.on_missing`. Raises UpstreamError if the decoder may not compute it."""
+        """Count an answer without KV by the effect of `kv.on_missing`.
+
+        Raises UpstreamError if the decoder may not compute.
+        """
         on_missing = self._context.live.settings.kv.on_missing
         local = on_missing == "local" or (on_missing == "retry_prefill" and is_short)
         self._metrics.missing_kv_total.labels("local" if local else "error").inc()

@@ -1,4 +1,4 @@
-"""SGLang's protocol: prefiller and decoder get the same request at the same time, and meet in a bootstrap room.
+"""SGLang's protocol: prefiller and decoder get the same request at once and meet in a bootstrap room.
 
 Both bodies are the client's with four more members: host and port of the prefiller's bootstrap server, the room's
 number and the request's id. Only the decoder is asked for token ids. SGLang's prefiller limits itself to one token, so
@@ -65,12 +65,12 @@ class SglangBootstrap(Connector):
         self._prefiller = SingleLeg(context, Role.PREFILL, self._ranks, _fake_bootstrap)
 
     def check(self, call: Call) -> None:
-        """Raise BadRequest for echoed log probabilities, which the decoder does not have."""
+        """Raise BadRequest for echoed log probabilities, because the decoder does not have them."""
         if asks_for_echoed_logprobs(call) and not call.is_all_prompt:
             raise echo_error()
 
     def splits(self, call: Call) -> bool:
-        """See Connector. An engine uses one room for all samples (`_handle_batch_request`, tokenizer_manager.py)."""
+        """See Connector. All samples would share one room (`_handle_batch_request`, tokenizer_manager.py)."""
         return True
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
@@ -123,25 +123,28 @@ class SglangBootstrap(Connector):
         return Leg(legs.prefiller, call.api.path, legs.prefill_body, legs.headers, prefill_seconds(timeouts, call))
 
     def _decode_leg(self, legs: _Legs) -> Leg:
-        """Return the decode leg. Its status line arrives with the first token, from some engines earlier."""
+        """Return the decode leg.
+
+        The decoder's status line arrives with its first token; some engines send it earlier.
+        """
         call = legs.call
         return Leg(legs.decoder, call.api.path, legs.decode_body, legs.headers, self._decode_seconds(call))
 
     def _decode_seconds(self, call: Call) -> float:
-        """Return the time limit for the beginning of a decoder's answer, in seconds, prefill included."""
+        """Return the time limit until a decoder's answer begins, in seconds. It includes the prefill."""
         timeouts = self._context.live.settings.timeouts
         return prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
 
 
 class _Legs:
-    """The two legs of one attempt: their bodies, and the engines that work on them."""
+    """The prefill leg and the decode leg of one attempt: their bodies, and the engines that work on them."""
 
     def __init__(self, call: Call, handoff: KvHandoff, claim: RankClaim, timeline: Timeline, dp_size: int) -> None:
         self.call = call
         self.prefiller = handoff.prefiller.backend
         self.decoder = handoff.decoder.backend
         self.id = new_attempt_id()
-        rank = claim.on(self.prefiller, dp_size)
+        rank = claim.claim_rank(self.prefiller, dp_size)
         members = bootstrap(self.prefiller, self.id, rank, dp_size)
         self.decode_body = self.prefill_body = call.body(members)
         if call.members(_IDS):
@@ -149,7 +152,7 @@ class _Legs:
             self.prefill_body = call.body({**members, **dict.fromkeys(_IDS, REMOVED)})
         self.headers = {**call.headers, "x-request-id": self.id}
         self.at_work = {self.prefiller, self.decoder}
-        """Engines that may have the request and have not ended it."""
+        """Engines that may have received the request and have not ended it."""
         self.answer: bytes | None = None
         """The prefiller's answer; None until it has arrived."""
         self._handoff = handoff
@@ -158,7 +161,10 @@ class _Legs:
         self._decoder_answers = False
 
     def read(self, response: EngineResponse, answer: bytes) -> None:
-        """Read the prefiller's answer: the decoder has the KV cache. Raises UpstreamError if the prefill failed."""
+        """Read the prefiller's answer, which shows that the decoder has the KV cache.
+
+        Raises UpstreamError if it failed.
+        """
         if response.status != 200:
             raise refusal(response, answer)
         if (error := error_in_answer(answer)) is not None:
@@ -173,13 +179,13 @@ class _Legs:
             self._enter_next_stage()
 
     def decoder_answers(self) -> None:
-        """Record the decoder's status line. Some engines send it before they have output."""
+        """Record that the decoder's status line has arrived. Some engines send it before their first output."""
         self._decoder_answers = True
         if self._timeline.stage is Stage.HANDOFF:
             self._enter_next_stage()
 
     def note_failure(self, error: UpstreamError) -> None:
-        """Record that an engine that rejected the request, or was not reached, does not work on it."""
+        """Record which engine does not work on the request, because it rejected it or was not reached."""
         if error.failure in (Failure.CONNECT, Failure.STATUS):
             self.at_work.discard(error.backend)
 
@@ -211,7 +217,7 @@ class _PrefillAnswer:
 
 
 def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> dict[str, object]:
-    """Return the members by which the two engines find each other, and by which the attempt can be aborted.
+    """Return the members by which the two engines find each other and by which pdproxy can abort the attempt.
 
     A room is derived from the random id of the attempt, so no other process uses it. Without a port the engines use
     their own setting (`disaggregation_bootstrap_port`).
@@ -225,7 +231,10 @@ def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> d
 
 
 def _fake_bootstrap(attempt_id: str) -> dict[str, object]:
-    """Return the members of a request to a prefiller alone, which then sends no KV cache and answers at once."""
+    """Return the members for a request to a prefiller without a decoder.
+
+    It then sends no KV cache and answers at once.
+    """
     return {
         "bootstrap_host": _FAKE_HOST,
         "bootstrap_port": None,
@@ -235,22 +244,25 @@ def _fake_bootstrap(attempt_id: str) -> dict[str, object]:
 
 
 def _is_about_prompt(call: Call) -> bool:
-    """Return whether a call asks only for the prompt's log probabilities and at most one token."""
+    """Return whether a call asks only for the log probabilities of the prompt, and for at most one token."""
     if call.api is Api.GENERATE:
         return sglang.asks_only_for_prompt_logprobs(call.members(sglang.ABOUT_PROMPT))
     return asks_for_echoed_logprobs(call) and call.is_all_prompt
 
 
 def room_of_rank(drawn: int, rank: int, dp_size: int) -> int:
-    """Return a room in [1, 2**63) of a data-parallel rank: engines use `room % dp_size` (`follow_bootstrap_room`)."""
+    """Return a room number in [1, 2**63) that belongs to a data-parallel rank.
+
+    Engines choose the rank by `room % dp_size` (`follow_bootstrap_room`).
+    """
     return (1 + drawn % (_ROOMS // dp_size - 1)) * dp_size + rank
 
 
 class Aborts:
-    """Aborts abandoned requests in the background.
+    """Sends engines aborts of abandoned requests in the background.
 
     An engine notices a closed connection only after some seconds, and a lost partner after minutes. Aborts are
-    optional: a note_failure one is not repeated, and beyond a limit of pending aborts none is sent.
+    optional. A failed abort is not repeated, and beyond a limit of pending aborts none is sent.
     """
 
     def __init__(self, upstream: Upstream, background: Background) -> None:
@@ -259,7 +271,7 @@ class Aborts:
         self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
 
     def send(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
-        """Send an engine an abort of this attempt. `headers`: they may contain the credential that engines need."""
+        """Send an engine an abort of this attempt. `headers`: may contain the credential that engines require."""
         if len(self._background) < _MAX_ABORTS_PENDING:
             places = self._places.setdefault(backend, asyncio.Semaphore(_MAX_ABORTS_AT_ONCE))
             self._background.start(self._send(backend, attempt_id, headers, places))

@@ -200,7 +200,7 @@ class Canary:
     async def check_decoder(self, decoder: Backend) -> CanaryResult | None:
         """Have the decoder compute the prompt itself and answer. None: decoders of this protocol cannot do that."""
         call, request, timeline = self._call(None, decoder)
-        opening = self._connector.alone(call, request, timeline)
+        opening = self._connector.open_decoder_only_attempt(call, request, timeline)
         if opening is None:
             return None
         return (await self._send(opening, timeline, CanaryResult(prefiller=None, decoder=decoder)))[0]

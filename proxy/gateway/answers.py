@@ -258,7 +258,7 @@ class _Relayed(Answer):
         writer: ClientWriter | None = None,
         prompt: ChatPrompt | None = None,
     ) -> None:
-        self.call = watching.observed(delivery.call)
+        self.call = watching.make_observable_call(delivery.call)
         self.delivery = delivery
         self.engine = watching.engine
         self.prompt = prompt

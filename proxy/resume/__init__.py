@@ -1,7 +1,7 @@
-"""How an answer whose decoder was lost goes on with another one: decisions only, no IO.
+"""Decides how another decoder continues an answer whose decoder was lost. No IO.
 
-* Transcript: what the client has, and the token ids behind it.
+* Transcript: the part of the answer that the client has, and its token ids.
 * plan: makes a Resumption of a Situation.
 * Seam: joins the stream of the next decoder to the client's stream.
-* Engine: how an engine software tells an answer and takes it up again.
+* Engine: how an engine software reports answers and continues them.
 """

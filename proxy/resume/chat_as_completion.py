@@ -1,6 +1,6 @@
-"""A chat that engines get as a completion, and the completion's chunks as those of a chat. No IO.
+"""Sends a chat to engines as a completion, and converts the completion's chunks to those of a chat. No IO.
 
-A stream of a completion tells token ids where that of a chat does not.
+A completion's stream has token ids in some cases where a chat's stream has none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ODD_SHAPES: Final = (AttributeError, LookupError, TypeError, ValueError)
 
 
 def may_be_completion(engine: Engine, call: Call) -> bool:
-    """Return whether a chat could be a completion, which can be continued from its token ids."""
+    """Return whether engines could get this chat as a completion, which can be continued from its token ids."""
     values = call.values
     return not (
         call.api is not Api.CHAT
@@ -54,9 +54,9 @@ def may_be_completion(engine: Engine, call: Call) -> bool:
 
 
 def as_completion(call: Call, limit: int | None, *, reads_markers: bool) -> dict[str, object]:
-    """Return the changes that make a completion of at most `limit` tokens of a chat.
+    """Return the changes that turn a chat into a completion of at most `limit` tokens.
 
-    `reads_markers`: the text is to have special tokens.
+    `reads_markers`: whether the engine must return the text with its special tokens.
     """
     values = call.values
     changes: dict[str, object] = {name: REMOVED for name in _CHAT_ONLY if name in values or name in call.changes}
@@ -73,25 +73,25 @@ def as_completion(call: Call, limit: int | None, *, reads_markers: bool) -> dict
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatPrompt:
-    """The prompt of a chat as its engines render it, and the facts that a completion instead of the chat needs."""
+    """The prompt of a chat as its engines render it, and the settings that a completion needs to replace the chat."""
 
     engine: Engine
     ids: bytes
-    """Token ids, a JSON array."""
+    """The token ids of the prompt, as a JSON array."""
     tokens: int
-    """How many."""
+    """The number of tokens in the prompt."""
     room: int
-    """Tokens that an answer may have at most, in an engine's context."""
+    """Maximum number of tokens of the answer that fit into an engine's context."""
     sampling: Mapping[str, float]
-    """Sampling options of chats that do not set them."""
+    """The engines' default sampling options for chats."""
     grammar: Grammar
     in_reasoning: bool
-    """The answer begins there."""
+    """Whether the answer begins with reasoning."""
     keeps_length: bool
-    """An answer that ends for length says so even if it calls tools."""
+    """Whether engines report the finish reason `length` even for an answer with tool calls."""
 
     def completion(self, chat: Call) -> Call:
-        """Return the completion that has the same answer."""
+        """Return the completion that has the same answer as this chat."""
         limit = output_limit(chat)
         changes = {
             **self.engine.as_completion(chat, self.sampling),
@@ -101,7 +101,7 @@ class ChatPrompt:
         return replace(chat.changed(changes, prompt_tokens=self.tokens), api=Api.COMPLETIONS)
 
     def segment(self, chat: Call) -> Segment:
-        """Return the reader of its stream."""
+        """Return the reader of the completion's stream."""
         parser = self.grammar.parser(
             in_reasoning=self.in_reasoning,
             calls_tools=calls_tools(chat),
@@ -114,7 +114,7 @@ class ChatPrompt:
 
 
 class _CompletionStream(Segment):
-    """A completion's stream, read as that of the chat that it answers."""
+    """Reads a completion's stream and returns the chunks of the chat that it answers."""
 
     __slots__ = ("_as_chat", "_has_role")
 
@@ -146,11 +146,14 @@ class _CompletionStream(Segment):
 
 
 class CompletionAsChat:
-    """Turns the choices of one completion into those of a chat.
+    """Converts the choices of one completion to choices of a chat.
 
-    `parser` reads the text, and has read that of the answer so far. `calls_tools`: that had tool calls.
-    `top_logprobs`: how many alternatives of each token the chat asks for. `keeps_length`: engines finish a chat by
-    length even if it calls tools. `reasoning_field`: the member of a delta that holds reasoning.
+    `parser`: reads the text; it has already read the answer so far. `calls_tools`: whether the answer so far has tool
+    calls.
+    `top_logprobs`: the number of alternatives that the chat wants for each token. `keeps_length`: whether engines
+    report
+    the finish reason `length` even for an answer with tool calls. `reasoning_field`: the member of a delta with
+    reasoning.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class CompletionAsChat:
         self._hidden_by_tools = ("stop",) if keeps_length else ("stop", "length")
 
     def delta(self, choice: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
-        """Turn the choice of a completion into that of a chat, in place. Return its delta."""
+        """Convert the choice of a completion to that of a chat, in place. Return its delta."""
         text = choice.pop("text", None) or ""
         delta = with_reasoning_as(self._reasoning_field, self._parser.feed(text, finished=is_last))
         choice.pop("prompt_token_ids", None)
@@ -182,16 +185,17 @@ class CompletionAsChat:
 
 
 def with_reasoning_as(name: str, delta: dict[str, Any]) -> dict[str, Any]:
-    """Return a parser's delta with another name for reasoning."""
+    """Return a parser's delta in which the member for reasoning has another name."""
     if name != "reasoning" and "reasoning" in delta:
         delta[name] = delta.pop("reasoning")
     return delta
 
 
 def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
-    """Convert the log probabilities of a completion to those of a chat with `top` alternatives for each token.
+    """Convert the log probabilities of a completion to those of a chat, with `top` alternatives for each token.
 
-    Both begin with the token itself, and a completion names one more (vLLM `_create_completion_logprobs`).
+    The alternatives of both begin with the token itself, and a completion has one more (vLLM
+    `_create_completion_logprobs`).
     """
     alternatives = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
     content = [
@@ -202,7 +206,7 @@ def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
 
 
 def _first(ranked: Iterable[tuple[str, float]], count: int) -> list[tuple[str, float]]:
-    """Return the first `count` entries; -1 means all."""
+    """Return the first `count` entries; all of them if `count` is -1."""
     return list(ranked)[: None if count < 0 else count]
 
 

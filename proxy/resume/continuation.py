@@ -1,4 +1,4 @@
-"""The call that goes on with an answer from its token ids, and the seam for its stream. No IO."""
+"""Makes the call that continues an answer from its token ids, and the seam for its stream. No IO."""
 
 from __future__ import annotations
 
@@ -36,11 +36,17 @@ def from_tokens(
     parser: AnswerParser | None = None,
     so_far: str = "",
 ) -> Resumption:
-    """Return the continuation of an answer whose kept ids are put behind the prompt.
+    """Return the continuation of an answer. The prompt of its call ends with the token ids that are kept.
 
-    `pending`: a chat delta that belongs to these ids and that the client does not have. `parser`: for a chat that goes
-    on as a completion. `so_far`: the text of the kept ids, for a chat whose engine wants to know it. Raises
-    CannotResume.
+    Raises CannotResume.
+
+    Args:
+        situation: The answer to continue.
+        action: How the answer is continued.
+        cut: Where the answer is cut.
+        pending: A chat delta that belongs to the kept ids and that the client does not have yet.
+        parser: The parser for the text of a chat that continues as a completion.
+        so_far: The text of the kept ids, for a chat whose engine needs it.
     """
     call, transcript, kept = situation.call, situation.transcript, cut.kept
     assert transcript.prompt_ids is not None
@@ -94,7 +100,7 @@ def from_tokens(
 
 
 def _native(situation: Situation, prompt_ids: bytes, prompt_tokens: int, kept: int, left: int | None) -> Call:
-    """Return the call of SGLang's `/generate`, whose seeds stay as they are."""
+    """Return the call of SGLang's `/generate` that continues an answer. Its seed stays the same."""
     call = situation.call
     params: dict[str, Any] = {**call.sampling, "max_new_tokens": left}
     if least := min_tokens(call):
@@ -105,7 +111,7 @@ def _native(situation: Situation, prompt_ids: bytes, prompt_tokens: int, kept: i
 
 
 def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
-    """Return the guard that finds stop strings across the seam; None if there can be none."""
+    """Return the guard that looks for stop strings across the seam; None if there can be none."""
     call, transcript = situation.call, situation.transcript
     longest = max(map(len, call.stops), default=0)
     if longest < 2:
@@ -137,7 +143,7 @@ def _as_chat(situation: Situation, parser: AnswerParser, pending: Mapping[str, A
 
 
 def _shared_changes(situation: Situation, kept: int, left: int | None) -> dict[str, object]:
-    """Return the changes that any call has that goes on from token ids."""
+    """Return the changes that every call needs to continue from token ids."""
     values = situation.call.values
     changes: dict[str, object] = {name: REMOVED for name in _OF_THE_PROMPT if name in values}
     if left is not None:

@@ -1,7 +1,7 @@
-"""The cut of an answer: the number of its token ids that need not be generated again. No IO.
+"""Finds the cut of an answer: the number of its token ids that need not be generated again. No IO.
 
-The cut may depend on the text of token ids, which only engines know. Functions that need it are generators: they yield
-the ids and are sent the text.
+The cut may depend on the text of token ids, which only engines know. Functions that need this text are generators: they
+yield the ids and receive the text.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _MAX_HIDDEN: Final = 4
 _MAY_BE_SPECIAL: Final = re.compile(r"<.+>|\[.+\]", re.DOTALL).search
 
 UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
-"""End of a text with an unfinished character. An engine whose prompt ends so repeats all of it (vLLM 0.32)."""
+"""The end of a text with an incomplete character. If a prompt ends so, the engine repeats all of it (vLLM 0.32)."""
 
 T = TypeVar("T")
 Steps = Generator[Sequence[int], str | None, T]
-"""Yields token ids, is sent their text, None if that cannot be had, and returns a T."""
+"""A generator that yields token ids, receives their text (None if it is not available), and returns a T."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The place where an answer is cut: the first `kept` token ids become prompt."""
+    """The place where an answer is cut. The first `kept` token ids become part of the prompt."""
 
     kept: int
     held: str = ""
-    """The end of their text, which the client does not have."""
+    """The last part of the text of the kept ids. The client does not have this part yet."""
     deferred: str = ""
-    """White space behind that, which the client is to get if more text of its kind follows."""
+    """White space after `held`, which the client gets only if more text of the same kind follows."""
     channel: str = "content"
-    """The member of a chat's delta that this text, and what follows, belongs to."""
+    """The member of a chat's delta to which this text and the next text belong."""
     known: str = ""
-    """Text behind that of the kept ids, which the client has: it is generated again."""
+    """Text after that of the kept ids. The client already has it, and the engine generates it again."""
 
 
 def find_cut(
@@ -65,32 +65,32 @@ def find_cut(
     may_lag: bool = False,
     may_hide: bool = False,
 ) -> Steps[Cut]:
-    """Find how many ids to keep. Raises CannotResume.
+    """Find the number of token ids to keep. Raises CannotResume.
 
-    Ids that showed no text are generated again. The text that the client has may lag behind the ids: if it may be the
-    beginning of a stop string, if a chunk had several ids, or if an engine shows a part of a token's text. Then the
+    Ids that showed no text are generated again. The client's text may lag behind the ids for three reasons: it may be
+    the beginning of a stop string, a chunk had several ids, or an engine shows a part of a token's text. Then the
     text of the ids decides.
 
     Args:
-        situation: That of the answer.
+        situation: The answer to cut.
         compare: Returns the part of a text that the client does not have, and the deferred part. Raises Mismatch if the
-            answer cannot be cut behind this text.
-        channel: The member of a delta that the answer broke off in.
+            answer cannot be cut after this text.
+        channel: The member of the delta in which the answer broke off.
         may_lag: Whether the text may lag behind the ids for another reason.
         may_hide: Whether the text may lack special tokens.
     """
     transcript, stops = situation.transcript, situation.call.stops
     may_hold = max(map(len, stops), default=0) > 1
     shown = transcript.content or transcript.reasoning
-    may_lag = may_lag or transcript.settled - transcript.chunk_start > 1 or shown.endswith(UNFINISHED)
+    may_lag = may_lag or transcript.shown_id_count - transcript.chunk_start > 1 or shown.endswith(UNFINISHED)
     if not (may_hold or may_lag):
-        settled = transcript.settled
+        settled = transcript.shown_id_count
         if not situation.engine.shows_half_tokens:
             return Cut(settled, channel=channel)
         end = yield from text_of(transcript, settled, begin=max(0, settled - _IDS_OF_CHARACTER))
         if not end.endswith(UNFINISHED):
             return Cut(settled, channel=channel)
-    kept, least = (len(transcript.ids), 0) if may_hold else (transcript.settled, transcript.chunk_start)
+    kept, least = (len(transcript.ids), 0) if may_hold else (transcript.shown_id_count, transcript.chunk_start)
     # The engine held text back, and so did this gateway where answers were joined before.
     most_held = 2 * max(map(len, stops), default=1) - 2
     hidden: set[int] = set()
@@ -113,7 +113,7 @@ def find_cut(
 
 
 def text_of(transcript: Transcript, kept: int, begin: int = 0, hidden: Collection[int] = ()) -> Steps[str]:
-    """Return the text of an answer's first `kept` ids, from the one at `begin` on, without `hidden` ones.
+    """Return the text of an answer's ids from `begin` until `kept`, without the ids in `hidden`.
 
     Raises CannotResume.
     """
@@ -127,10 +127,10 @@ def text_of(transcript: Transcript, kept: int, begin: int = 0, hidden: Collectio
 
 
 def hidden_ids(transcript: Transcript, kept: int, text: str, shown: str) -> Steps[set[int]]:
-    """Find the special tokens among an answer's first `kept` ids that its text, `shown`, does not have.
+    """Find the special tokens among an answer's first `kept` ids that are missing in `shown`, the client's text.
 
-    Empty if the text has all of them, or if they are not found. `text` is that of the ids. The search for each token
-    halves the answer repeatedly, and takes about ten questions. Raises CannotResume.
+    Empty if no token is missing, or if the missing tokens are not found. `text` is the text of the ids. The search for
+    each token halves the answer repeatedly, and asks for about ten texts. Raises CannotResume.
     """
     hidden: set[int] = set()
     while not _is_prefix(text, shown):
@@ -150,7 +150,7 @@ def hidden_ids(transcript: Transcript, kept: int, text: str, shown: str) -> Step
 
 
 def _is_prefix(text: str, shown: str) -> bool:
-    """Return whether one of two texts is the beginning of the other, except for an unfinished character."""
+    """Return whether one text begins with the other. An incomplete character at the end is ignored."""
     text = text.rstrip(UNFINISHED)
     return shown.startswith(text) or text.startswith(shown)
 

@@ -1,4 +1,4 @@
-"""How engines report answers and continue them: the Engine interface, and vLLM and SGLang. No IO."""
+"""How each engine software reports answers and continues them: the Engine interface, vLLM and SGLang. No IO."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
 
     Has = Callable[[Capability], bool]
-    """Returns whether all engines that may work on an answer have a capability."""
+    """Returns whether all engines that may serve an answer have a capability."""
 
 
 class CannotResume(Exception):
-    """The answer cannot be continued exactly; the text says why."""
+    """The answer cannot be continued exactly. The text of the exception gives the reason."""
 
 
 class WatchLevel(Enum):
-    """How closely a stream is watched, which decides how its answer can be continued."""
+    """How closely a stream is watched. The level decides how its answer can be continued."""
 
     __hash__ = object.__hash__  # that of an Enum is written in Python, and every request looks one up
 
@@ -39,7 +39,7 @@ class WatchLevel(Enum):
 
 
 class Watching:
-    """How one answer is watched, and on whose engines."""
+    """How closely one answer is watched, and the engine software that serves it."""
 
     __slots__ = ("engine", "is_close", "watch")
 
@@ -47,66 +47,69 @@ class Watching:
         self.engine = engine
         self.watch = watch
         self.is_close = watch is not WatchLevel.NOT
-        """Whether it is watched at all."""
+        """Whether the answer is watched."""
 
-    def observed(self, call: Call) -> Call:
-        """Return the call as it is sent to engines."""
-        return self.engine.observed(call, self.watch) if self.is_close else call
+    def make_observable_call(self, call: Call) -> Call:
+        """Return the call that engines get. If the answer is watched, it asks for the token ids that are needed."""
+        return self.engine.make_observable_call(call, self.watch) if self.is_close else call
 
 
 class Engine(ABC):
-    """One engine software. The defaults are vLLM's."""
+    """One engine software. The default methods are those of vLLM."""
 
     stop_member: ClassVar[str] = "stop_reason"
-    """The member of a choice that names the stop string, or the token id, that stopped it."""
+    """Name of the member of a choice that holds the stop string or the token id at which the engine stopped."""
     shows_stop_member: ClassVar[str] = "include_stop_str_in_output"
-    """The member of a request by which the stop string is a part of the answer."""
+    """Name of the request member that makes the stop string a part of the answer."""
     names_stop_always: ClassVar[bool] = False
-    """Every chunk has `stop_member`, and not only the last one."""
+    """Whether every chunk has `stop_member`. Otherwise only the last chunk has it."""
     reports_offsets: ClassVar[bool] = True
-    """The log probabilities of a completion say where in the text each token begins."""
+    """Whether the log probabilities of a completion report the offset in the text at which each token begins."""
     reasoning_field: ClassVar[str] = "reasoning"
-    """The member of a chat's delta that holds reasoning, unless an answer shows another one."""
+    """Name of the delta member that holds reasoning, unless an answer uses another name."""
     wants_text: ClassVar[bool] = False
-    """A chat that goes on from token ids needs the text of its answer so far."""
+    """Whether a chat that continues from token ids needs the text of its answer so far."""
     shows_half_tokens: ClassVar[bool] = False
-    """A token whose last character is not complete shows the text before it."""
+    """Whether a token that ends with an incomplete character already shows its text before that character."""
 
     def __init__(self) -> None:
         self.watching = {watch: Watching(self, watch) for watch in WatchLevel}
-        """Made once, as every request takes one."""
+        """One Watching for each level. They are made once, because every request uses one."""
 
     # Watching
 
     @abstractmethod
     def watch(self, call: Call, has: Has) -> WatchLevel:
-        """Return how closely an answer can be watched without a change of the answer."""
+        """Return how closely the answer of a call can be watched without changing the answer."""
 
     @abstractmethod
-    def observed(self, call: Call, watch: WatchLevel) -> Call:
-        """Return the call that engines get, so that its answer can be watched: streamed, with all generated tokens."""
+    def make_observable_call(self, call: Call, watch: WatchLevel) -> Call:
+        """Return the call that engines get. Its answer is observable: it is streamed, with all generated token ids."""
 
     # Going on
 
     @abstractmethod
     def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
-        """Return whether the same request gives the same answer. The answers are compared all the same."""
+        """Return whether repeating the request gives the same answer. The two answers are compared in any case."""
 
     @abstractmethod
     def is_structured(self, call: Call) -> bool:
-        """Return whether the answer is bound to a grammar, which would start at its beginning again."""
+        """Return whether a grammar restricts the answer. The grammar would start again if the answer is continued."""
 
     def reason_inexact(self, call: Call) -> str | None:
-        """Return why the answer would differ if a part of it became prompt; None: it would not differ."""
+        """Return why the answer would change if a part of it became prompt; None if it would not change."""
         return None
 
     @abstractmethod
     def next_seed(self, seed: int, segment: int) -> int:
-        """Return the seed of the rest of an answer on which `segment` decoders have worked."""
+        """Return the seed with which the next decoder continues.
+
+        `segment`: how many decoders have worked on the answer.
+        """
 
     @abstractmethod
     def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
-        """Return a chat whose prompt is given as token ids.
+        """Return the chat with its prompt as token ids.
 
         Args:
             call: The chat.
@@ -116,27 +119,27 @@ class Engine(ABC):
         """
 
     def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
-        """Return the sampling options of a completion that is to have the answer of a chat.
+        """Return the sampling options that a completion needs to have the same answer as the chat.
 
-        `sampling`: the options of chats that do not set them; None: they are not known. Raises CannotResume.
+        `sampling`: the engine's default options for chats; None: they are not known. Raises CannotResume.
         """
         return {}
 
     # Answers
 
     def shows_stops(self, call: Call) -> bool:
-        """Return whether a stop string is a part of the answer."""
+        """Return whether the stop string of a call is a part of its answer."""
         return bool(call.sampling.get(self.shows_stop_member))
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
-        """Return the only choice of a completion that is not streamed, in the engine's order.
+        """Return the only choice of a completion that is not streamed. Its members are in the engine's order.
 
-        `ending` has its log probabilities, its finish and its token ids.
+        `ending`: its log probabilities, finish reason and token ids.
         """
         return {"index": 0, **text, **ending, "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
 
     def whole_tail(self, fingerprint: str | None, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the members behind the choices of an answer that is not streamed."""
+        """Return the members that follow the choices of an answer that is not streamed."""
         return {"service_tier": None, "system_fingerprint": fingerprint, "usage": usage}
 
 
@@ -176,8 +179,8 @@ class VllmEngine(Engine):
         is_hidden = hides and (call.shows_single_tokens or self.is_structured(call))
         return WatchLevel.NOT if is_hidden else WatchLevel.IDS
 
-    def observed(self, call: Call, watch: WatchLevel = WatchLevel.IDS) -> Call:
-        """See Engine. Costs some bytes per token, and the prompt's ids once."""
+    def make_observable_call(self, call: Call, watch: WatchLevel = WatchLevel.IDS) -> Call:
+        """See Engine. The answer becomes some bytes larger for each token, and once by the ids of the prompt."""
         values = call.values
         options = values.get("stream_options") if call.include_usage else None
         changes: Mapping[str, object] = _OBSERVED
@@ -196,10 +199,10 @@ class VllmEngine(Engine):
         return is_structured(call, _VLLM_GRAMMARS)
 
     def next_seed(self, seed: int, segment: int) -> int:
-        """Return another seed for each part. See Engine.
+        """Return a different seed for each decoder. See Engine.
 
         The same seed would repeat the random numbers of the first part. The state of that sequence is unknown, so any
-        other seed is as good.
+        other seed is equally good.
         """
         return (seed + segment * 0x9E3779B97F4A7C15) % 2**63
 
@@ -228,7 +231,7 @@ _OF_THE_WHOLE: Final = ("echo", "return_hidden_states", "return_routed_experts",
 
 
 class SglangEngine(Engine):
-    """SGLang, by its sources from 0.5.17 to 0.5.23."""
+    """SGLang. Written from its sources from 0.5.17 to 0.5.23."""
 
     stop_member = "matched_stop"
     shows_stop_member = "no_stop_trim"
@@ -253,7 +256,7 @@ class SglangEngine(Engine):
         return WatchLevel.NOT
 
     def _watch_native(self, call: Call, has: Has) -> WatchLevel:
-        """Return the level of `/generate`, whose events always have the ids."""
+        """Return the level for `/generate`. Its events always have token ids."""
         members = call.members(_NATIVE)
         is_told_in_parts = sglang.wants_prefillers_answer(call.members(sglang.ABOUT_PROMPT))
         if any(members.values()) or is_told_in_parts or not (has(TOKEN_IDS) and has(WHOLE_EVENTS)):
@@ -261,7 +264,7 @@ class SglangEngine(Engine):
         prompt = call.members(("text", "input_ids"))
         return WatchLevel.IDS if any(value is not None for value in prompt.values()) else WatchLevel.NOT
 
-    def observed(self, call: Call, watch: WatchLevel) -> Call:
+    def make_observable_call(self, call: Call, watch: WatchLevel) -> Call:
         """See Engine."""
         if watch is WatchLevel.TEXT:
             return call  # a stream with usage needs no change
@@ -327,7 +330,7 @@ class SglangEngine(Engine):
         return {name: sampling.get(name, REMOVED) for name in unset if name in sampling or name in call.values}
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
-        """See Engine. Only clients that asked for ids get them."""
+        """See Engine. Only clients that asked for token ids get them."""
         ids = {"token_ids": ending["token_ids"], "prompt_token_ids": prompt_ids}
         choice = {"index": 0, **text, **{name: value for name, value in ending.items() if name not in ids}}
         return choice | {name: value for name, value in ids.items() if value is not None}
@@ -339,7 +342,7 @@ class SglangEngine(Engine):
 
 SGLANG: Final = SglangEngine()
 ENGINES: Final[Mapping[str, Engine]] = {"vLLM": VLLM, "SGLang": SGLANG}
-"""The engine software that answers can be continued on, by `Identity.kind`."""
+"""The engine software on which answers can be continued, by `Identity.kind`."""
 
 
 # vLLM's limit for a completion that names none, or null (`CompletionRequest`).
@@ -347,7 +350,7 @@ _COMPLETION_TOKENS: Final = 16
 
 
 def output_limit(call: Call) -> int | None:
-    """Return the largest number of tokens that the answer may have; None: as many as fit."""
+    """Return the maximum number of tokens of the answer; None: as many as fit into the engine's context."""
     if call.api is Api.GENERATE:
         return sglang.output_limit(call.sampling)
     values = call.values
@@ -360,7 +363,7 @@ def output_limit(call: Call) -> int | None:
 
 
 def min_tokens(call: Call) -> int:
-    """Return the least number of tokens that the answer must have; 0: it may be empty."""
+    """Return the minimum number of tokens of the answer; 0 if it may be empty."""
     least = call.sampling.get("min_new_tokens" if call.api is Api.GENERATE else "min_tokens")
     return max(0, least) if isinstance(least, int) else 0
 
@@ -371,9 +374,9 @@ def calls_tools(call: Call) -> bool:
 
 
 def is_structured(call: Call, members: Collection[str]) -> bool:
-    """Return whether the answer is bound to a grammar, which would start at its beginning again.
+    """Return whether a grammar restricts the answer. The grammar would start again if the answer is continued.
 
-    `members`: those of the request that name a grammar, in addition to the API's own.
+    `members`: request members that name a grammar, in addition to those of the API.
     """
     values = call.sampling
     form = values.get("response_format")
@@ -389,7 +392,7 @@ def is_structured(call: Call, members: Collection[str]) -> bool:
 
 
 def has_media(call: Call) -> bool:
-    """Return whether a chat's messages have anything but text."""
+    """Return whether a chat's messages contain anything but text."""
     messages = call.values.get("messages")
     contents = [message.get("content") for message in messages or () if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]

@@ -1,4 +1,4 @@
-"""The part of an answer that the client has and that a decoder writes again. No IO."""
+"""Compares a decoder's stream with the part of the answer that the client already has. No IO."""
 
 from __future__ import annotations
 
@@ -12,37 +12,46 @@ TEXTS: Final = ("reasoning", "reasoning_content", "content")
 
 
 class Mismatch(Exception):
-    """The decoder's stream does not continue the client's answer."""
+    """The decoder's stream differs from the part of the answer that the client has."""
 
 
 class Overlap:
-    """The part of an answer that the client has and that is still to be repeated: it shrinks as it is repeated."""
+    """The part of the client's answer that the new decoder has not repeated yet.
+
+    It shrinks while the decoder repeats it.
+    """
 
     def __init__(self, transcript: Transcript) -> None:
         self.ids = transcript.ids.tolist()
-        """Token ids; those that were repeated are removed by `count_repeated`."""
+        """The token ids that are not repeated yet. `count_repeated` removes ids."""
         self._texts = {transcript.reasoning_field: transcript.reasoning, "content": transcript.content}
         self._arguments = [call.arguments for call in transcript.tools]
         self._headers = [(call.id, call.name) for call in transcript.tools]
         self._calls_left = set(range(len(transcript.tools)))
         self._places: dict[object, int] = {}
-        """The place of each repeated call among the calls, by its index: engines also number them with gaps."""
+        """The position of each repeated tool call among the calls, by its index.
+
+        Engines may leave gaps between indices.
+        """
         self._is_past_reasoning = bool(transcript.content or transcript.tools)
 
     @property
     def is_exhausted(self) -> bool:
-        """All of it was count_repeated, apart from token ids."""
+        """Whether the decoder has repeated the whole text and all tool calls. Token ids do not count."""
         return not (any(self._texts.values()) or any(self._arguments) or self._calls_left)
 
     @property
     def unrepeated_content(self) -> str:
-        """The content that was not count_repeated, if that is all that was not; otherwise nothing."""
+        """The content that is not repeated yet. Empty if anything besides content is not repeated yet."""
         rest = self._texts["content"]
         is_rest = not (any(self._arguments) or self._calls_left or sum(map(bool, self._texts.values())) > 1)
         return rest if is_rest else ""
 
     def new_part(self, delta: dict[str, Any]) -> dict[str, Any]:
-        """Return the new part of a delta. Raises Mismatch if the other part differs from the client's answer."""
+        """Return the part of a delta that the client does not have.
+
+        Raises Mismatch if the rest differs from the answer.
+        """
         new = {name: value for name, value in delta.items() if name != "tool_calls" and name not in TEXTS}
         for name in TEXTS:
             if text := delta.get(name):
@@ -71,9 +80,9 @@ class Overlap:
 
 
 def count_repeated(ids: list[int], known: list[int]) -> int:
-    """Return how many of these ids, from the first on, repeat `known` ones, which are removed there.
+    """Count the first ids that repeat `known` ids, and remove these from `known`.
 
-    Raises Mismatch if they are other ids.
+    Raises Mismatch if the ids differ.
     """
     count = min(len(ids), len(known))
     if ids[:count] != known[:count]:
@@ -83,9 +92,9 @@ def count_repeated(ids: list[int], known: list[int]) -> int:
 
 
 def new_part(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a delta with the whole answer so far that the client does not have.
+    """Return the part of a delta that the client does not have. `said` is a delta with the whole answer so far.
 
-    Raises Mismatch if the delta differs from the client's answer, or is shorter.
+    Raises Mismatch if the delta differs from the client's answer or is shorter.
     """
     overlap = Overlap(transcript)
     new = overlap.new_part(said)
@@ -95,7 +104,7 @@ def new_part(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_part_and_missing_end(transcript: Transcript, said: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the same as `beyond`, and the end of the client's content that the delta lacks.
+    """Return the same as `new_part`, and the end of the client's content that the delta lacks.
 
     Raises Mismatch if the delta differs from the client's answer.
     """
@@ -107,9 +116,9 @@ def new_part_and_missing_end(transcript: Transcript, said: dict[str, Any]) -> tu
 
 
 def _differing_ends(text: str, known: str) -> tuple[str, str]:
-    """Return the part of `text` behind `known`, and of `known` behind `text`.
+    """Return the part of `text` after `known`, and the part of `known` after `text`. At least one is empty.
 
-    Raises Mismatch if neither is the beginning of the other.
+    Raises Mismatch if neither text begins with the other.
     """
     count = min(len(text), len(known))
     if text[:count] != known[:count]:

@@ -1,4 +1,4 @@
-"""The plan of an answer whose decoder was lost. No IO.
+"""Plans how an answer continues after its decoder was lost. No IO.
 
 Only token ids continue an answer exactly: text that is tokenised again has other tokens, and a partial answer in the
 messages makes another prompt. The plan depends on the engines, on the request, and on the client's part of the answer.
@@ -32,9 +32,10 @@ _MAX_BYTES_OF_CHARACTER: Final = 4
 
 
 def plan(situation: Situation) -> Steps[Resumption]:
-    """Decide how the answer goes on. Raises CannotResume.
+    """Decide how an answer is continued. Raises CannotResume.
 
-    A generator that yields token ids and is sent their text, None if that cannot be had: most answers need none.
+    This is a generator. It yields token ids and receives their text, or None if that is not available. Most answers
+    need no text.
     """
     if not situation.shown and len(situation.transcript.ids) < _CHEAP_TOKENS:
         return Resumption(Action.RESTART, situation.call)
@@ -107,7 +108,7 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
 
 
 def _continue_raw(situation: Situation) -> Steps[Resumption]:
-    """Return the continuation as a completion, whose text is parsed here."""
+    """Return the continuation as a completion whose text the gateway parses."""
     call, transcript = situation.call, situation.transcript
     grammar = transcript.grammar
     if calls_tools(call) and not grammar.has_tools:
@@ -140,10 +141,10 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
 
 
 def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:
-    """Return whether engines show this chat's text as it is, without special tokens.
+    """Return whether engines show this chat's text unchanged, without special tokens.
 
-    Engines without a reasoning parser do unless the request has tools. Before vLLM had its parser engine (0.27), a
-    reasoning parser left alone what was no reasoning.
+    Engines without a reasoning parser do, unless the request has tools. Before vLLM 0.27, which introduced its parser
+    engine, a reasoning parser left all other text unchanged.
     """
     transcript = situation.transcript
     if transcript.reasoning or transcript.tools or calls_tools(situation.call) or situation.parses_reasoning:
@@ -152,13 +153,13 @@ def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:
 
 
 def _continue_verbatim(situation: Situation) -> Steps[Resumption]:
-    """Return the continuation as a completion whose text is the chat's content."""
+    """Return the continuation as a completion. Its text becomes the chat's content without parsing."""
     cut = yield from _find_verbatim_cut(situation)
     return from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
 
 
 def _find_verbatim_cut(situation: Situation) -> Steps[Cut]:
-    """Find the cut of an answer whose text no parser has read."""
+    """Find the cut of an answer whose text was not parsed."""
     transcript = situation.transcript
     return (yield from find_cut(situation, lambda text: (new_part(transcript, {"content": text}), ""), may_hide=True))
 
@@ -166,9 +167,9 @@ def _find_verbatim_cut(situation: Situation) -> Steps[Cut]:
 def _parse_answer_so_far(
     situation: Situation, text: str, in_reasoning: bool, *, is_cut: bool = False
 ) -> tuple[AnswerParser, dict[str, Any], str]:
-    """Return a parser that has read the answer, the text that the client lacks, and the content that this text lacks.
+    """Parse the answer so far. Return the parser, the delta that the client lacks, and the content that the text lacks.
 
-    `is_cut`: the text may lack content. Raises Mismatch.
+    `is_cut`: whether the text may lack content. Raises Mismatch.
     """
     compare = new_part_and_missing_end if is_cut else lambda transcript, said: (new_part(transcript, said), "")
     for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):
@@ -189,5 +190,5 @@ def _parse_answer_so_far(
 
 
 def _last_channel(transcript: Transcript) -> str:
-    """Return the member of a delta that has the next text, unless a marker comes first."""
+    """Return the delta member to which the next text belongs, unless a marker precedes that text."""
     return "content" if transcript.content or not transcript.reasoning else transcript.reasoning_field

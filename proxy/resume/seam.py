@@ -1,8 +1,9 @@
-"""The seam: how the stream of another decoder continues the client's stream without a trace. No IO.
+"""Joins the stream of another decoder to the client's stream. The client does not notice the change of decoder. No IO.
 
-One id, one role chunk, one finish, one usage: the chunks of a continuing stream are rewritten as those of the first.
-StopGuard finds stop strings that begin before the seam and end behind it. The functions below it change the chunk with
-which a decoder gave up for lack of KV memory: its text counts, its finish does not.
+The client gets one id, one role chunk, one finish reason and one usage. StopGuard finds stop strings that begin before
+the seam and end after it. The other functions change the last chunk of a decoder that gave up for lack of KV memory:
+its
+text counts, its finish reason does not.
 """
 
 from __future__ import annotations
@@ -34,38 +35,40 @@ class SeamPlan:
     transcript: Transcript
     """The client's answer so far."""
     kept: int = 0
-    """How many token ids of the answer were given to the engine as part of its prompt."""
+    """The number of the answer's token ids that the engine got as part of its prompt."""
     pending: Mapping[str, Any] | None = None
-    """A chat delta that belongs to these ids and that the client does not have yet. For completions `content` is the
-    text."""
+    """A chat delta that belongs to the kept ids and that the client does not have yet; None if there is none.
+
+    In completions, `content` is the text.
+    """
     channel: str = "content"
-    """The member of a delta that the answer broke off in."""
+    """The member of the delta in which the answer broke off."""
     guard: StopGuard | None = None
-    """Looks for stop strings in the text of this member. None: there can be none across the seam."""
+    """Looks for stop strings in the text of `channel`; None if no stop string can lie across the seam."""
     deferred: str = ""
-    """White space that is shown if more of this member's text follows."""
+    """White space that is shown only if more text of `channel` follows."""
     swallowed: Sequence[int] = ()
-    """Token ids that the client has seen and the engine generates again."""
+    """Token ids that the client has seen and that the engine generates again."""
     known: str = ""
-    """Text that the client has seen and the engine generates again."""
+    """Text that the client has seen and that the engine generates again."""
     as_chat: CompletionAsChat | None = None
-    """Turns the stream of a completion into that of a chat. None: the stream is of the client's API."""
+    """Converts the stream of a completion to that of a chat; None if the stream is already of the client's API."""
     text_offset: int | None = None
-    """Offset in the text at which the log probabilities of a completion continue. None: the end of its text."""
+    """Offset in the text at which the log probabilities of a completion continue; None: the end of the text."""
     replays: bool = False
     """Whether the stream repeats the answer from its beginning."""
     engine: Engine = VLLM
-    """The software that writes the stream."""
+    """The engine software that writes the stream."""
 
 
 class Seam:
-    """Rewrites the chunks of a continuing stream. One for each continuation."""
+    """Rewrites the chunks of a stream that continues an answer. Each continuation has its own Seam."""
 
     def __init__(self, plan: SeamPlan) -> None:
         self.reads_completion = plan.as_chat is not None
-        """The stream is a completion's, whatever the client asked for."""
+        """Whether the stream is a completion's, even if the client asked for a chat."""
         self.is_stopped = False
-        """A stop string was found across the seam: the answer ends here, whatever the engine goes on to say."""
+        """Whether a stop string was found across the seam. The answer then ends, whatever else the engine sends."""
         transcript, guard = plan.transcript, plan.guard
         self._api = plan.api
         self._head = plan.head
@@ -82,16 +85,16 @@ class Seam:
         self._deferred = plan.deferred
         self._channel = plan.channel
         self.swallowed = list(plan.swallowed)
-        """Ids the client has seen that the engine is still to repeat."""
+        """Token ids that the client has seen and that the engine has not repeated yet."""
         self._as_chat = plan.as_chat
         self._overlap = Overlap(transcript) if plan.replays else None
         self._known = plan.known
         self._engine = plan.engine
 
     def rewrite(self, payload: dict[str, Any], *, recomputed: bool) -> list[tuple[dict[str, Any], list[int]]]:
-        """Return the chunks for the client made of one chunk of the engine, each with its new token IDs.
+        """Convert one chunk of the engine to chunks for the client. Each is returned with its new token ids.
 
-        `recomputed`: the engine breaks off with this chunk. Raises Mismatch.
+        `recomputed`: whether the engine gives up with this chunk. Raises Mismatch.
         """
         choice = dict(payload["choices"][0])
         ids: list[int] = choice.get("token_ids") or []
@@ -129,18 +132,18 @@ class Seam:
 
     @property
     def withheld_text(self) -> str:
-        """Text that the guard still keeps back."""
+        """The text that the guard still holds back."""
         return "" if self._guard is None else self._guard.withheld_text
 
     def make_ending_chunks(self) -> list[tuple[dict[str, Any], list[int]]]:
-        """Return the chunks that end an answer here, because there is no room for more tokens."""
+        """Return the last chunks of an answer that ends here because there is no room for more tokens."""
         self._known = ""
         text: dict[str, Any] = {"text": ""} if self._api is not Api.CHAT or self._as_chat else {"delta": {}}
         choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length", self._engine.stop_member: None}
         return self.rewrite({"choices": [choice]}, recomputed=False)
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the usage of the whole answer, a part of which the engine counted as prompt."""
+        """Return the usage of the whole answer. The engine counted a part of the answer as prompt."""
         tokens = read_counts(usage)
         corrected = {
             **usage,
@@ -178,7 +181,10 @@ class Seam:
         return bare
 
     def _skip_known(self, delta: dict[str, Any], *, is_last: bool) -> None:
-        """Take away what the client has. Raises Mismatch when it is something else, or not all of it."""
+        """Remove the text that the client already has.
+
+        Raises Mismatch if the engine's text differs or ends too early.
+        """
         text = delta.get(self._channel) or ""
         count = min(len(text), len(self._known))
         if text[:count] != self._known[:count] or (is_last and count < len(self._known)):
@@ -212,7 +218,7 @@ def _shift_offsets(logprobs: Any, offset: int) -> None:
 
 
 def _drop_first_logprobs(logprobs: Any, count: int) -> Any:
-    """Log probabilities without those of the first tokens: lists, one entry for each token."""
+    """Return log probabilities without those of the first `count` tokens. Their lists have one entry for each token."""
     if not isinstance(logprobs, dict):
         return logprobs
     return {name: value[count:] if isinstance(value, list) else value for name, value in logprobs.items()}
@@ -235,7 +241,10 @@ def without_tool_calls(choice: dict[str, Any]) -> None:
 
 
 def remove_possible_stop(choices: Sequence[dict[str, Any]], call: Call) -> None:
-    """Remove the end of the text, as the engine kept it back until it gave up: a stop string may begin there."""
+    """Remove the end of the text that may be the beginning of a stop string.
+
+    The engine held it back until it gave up.
+    """
     if call.values.get("include_stop_str_in_output"):
         return
     missing = max(map(len, call.stops), default=1) - 1
@@ -249,10 +258,11 @@ def remove_possible_stop(choices: Sequence[dict[str, Any]], call: Call) -> None:
 
 
 class StopGuard:
-    """Looks for stop strings that begin before the seam and end behind it.
+    """Looks for stop strings that begin before the seam and end after it.
 
-    An engine keeps back text that may be the beginning of a stop string, but the engine that goes on has never seen
-    that text. So the gateway keeps it back instead, until the new text tells.
+    An engine holds back text that may be the beginning of a stop string, but the next engine has never seen that text.
+    So
+    the gateway holds it back until the new text shows whether it is one.
     """
 
     def __init__(
@@ -267,10 +277,15 @@ class StopGuard:
     ) -> None:
         """Store the state of the stop strings at the seam.
 
-        `held`: the text before the seam that the client does not have; `late`: how many characters of it come with
-        the first new text. `before`: what the client has and a stop string may begin in, needed only with
-        `shows_stop`, when the stop string itself is to be shown. `tokens_to_minimum`: how many tokens the answer lacks
-        of its minimum, below which stop strings do not count; negative when it has more, None when it has no minimum.
+        Args:
+            stops: The stop strings.
+            held: The text before the seam that the client does not have.
+            late: The number of characters of this text that arrive with the first new text.
+            before: The client's text in which a stop string may begin. Needed only with `shows_stop`.
+            shows_stop: Whether the stop string is a part of the answer.
+            tokens_to_minimum: The number of tokens that the answer still needs to reach its minimum; stop strings do
+                not
+                count before. Negative if it has more; None if there is no minimum.
         """
         self._stops = stops
         self._longest = max(map(len, stops))
@@ -289,15 +304,21 @@ class StopGuard:
 
     @property
     def withheld_text(self) -> str:
-        """The text that is kept back now."""
+        """The text that is held back now."""
         return "" if self.is_done else self._text[self._sent :]
 
     def add_text(
         self, text: str, *, tokens: int = 0, is_last: bool, own_stop: str | None = None
     ) -> tuple[str, str | None]:
-        """Take new text, of that many tokens: what can be shown now, and the stop string if one lies across the seam.
+        """Add new text. Return the text to show now, and the stop string that lies across the seam, or None.
 
-        With that, or with the last text, the guard is done. `own_stop`: the stop string that the engine ended with.
+        After a stop string, or after the last text, the guard is done.
+
+        Args:
+            text: The new text.
+            tokens: The number of tokens of the new text.
+            is_last: Whether the answer ends with this text.
+            own_stop: The stop string at which the engine ended; None if there is none.
         """
         self._text += text
         self._unstoppable_tokens -= tokens
@@ -317,7 +338,10 @@ class StopGuard:
         return shown, None
 
     def _find(self, own_stop: str | None) -> tuple[int, int, str] | None:
-        """Return the stop string that is complete first, or the first in the list of several (`check_stop_strings`)."""
+        """Return the stop string that is complete first.
+
+        Of several, return the first in the list (`check_stop_strings`).
+        """
         text = self._text if own_stop is None or self._shows_stop else self._text + own_stop
         found = []
         for rank, stop in enumerate(self._stops):

@@ -1,4 +1,4 @@
-"""An answer whose decoder was lost: what decides how it goes on, and the decision. No IO."""
+"""The facts that decide how an answer with a lost decoder continues, and the resulting decision. No IO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ChatTokens(StrEnum):
-    """How the engines take a chat's prompt as token ids."""
+    """How engines accept the prompt of a chat as token ids."""
 
     NATIVE = "native"  # vLLM 0.27 as `kv_transfer_params.prompt_token_ids`, SGLang 0.5.13 as `input_ids`
     ASCEND_PRIVATE = "ascend_private"  # a patch of vllm-ascend 0.26rc (#14389)
@@ -30,49 +30,51 @@ class ChatTokens(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Everything that decides how an answer is continued."""
+    """All facts that decide how an answer is continued."""
 
     engine: Engine
-    """The software that works on it."""
+    """The engine software that serves the answer."""
     call: Call
-    """The call as the client sent it, watched."""
+    """The call as the client sent it, with the changes that make its answer observable."""
     head: Mapping[str, Any]
     """The members that all chunks of the client's stream have in common."""
     transcript: Transcript
     shown: bool
-    """The client has a part of the answer."""
+    """Whether the client has received a part of the answer."""
     shows_ids: bool
-    """The client sees token ids or log probabilities."""
+    """Whether the client's answer has token ids or log probabilities."""
     ahead: Sequence[int]
-    """Token ids the client has seen that are not in the transcript any more."""
+    """Token ids that the client has seen and that are no longer in the transcript."""
     segment: int
-    """Decoders that have worked on the answer."""
+    """The number of decoders that have worked on the answer."""
     keeps_length: bool
-    """Engines finish a chat by length even if it calls tools."""
+    """Whether engines report the finish reason `length` even for a chat that calls tools."""
     chats: ChatTokens
     shows_blanks: bool
-    """Engines are expected to show white space at the end of reasoning at once. The client's text decides."""
+    """Whether engines probably send white space at the end of reasoning at once. The client's text decides."""
     seeds_repeat: bool
-    """The same request with the same seed has the same answer."""
+    """Whether the same request with the same seed has the same answer."""
     max_model_len: int | None
-    """Tokens that fit into a sequence; None when engines do not tell."""
+    """Maximum number of tokens in a sequence; None if engines do not report it."""
     parses_reasoning: bool | None = None
-    """Whether engines have a reasoning parser, which shows special tokens as text. None: that is not known."""
+    """Whether engines have a reasoning parser, which shows special tokens as text; None if it is not known."""
     chat_sampling: Mapping[str, float] | None = None
-    """Sampling options of chats that do not set them; None: they are not known."""
+    """The engines' default sampling options for chats; None if they are not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
     """How an answer is continued.
 
-    `call` None: it ends here, because of its length. `seam` None: it is repeated, because the client has no part of it.
+    `call` None: the answer ends here, because of its length. `seam` None: the answer starts again, because the client
+    has
+    no part of it.
     """
 
     action: Action
     call: Call | None
     seam: Seam | None = None
     kept: int = 0
-    """Token ids of the answer that need not be generated again."""
+    """The number of the answer's token ids that need not be generated again."""
     prompt_ids: bytes | None = None
-    """The prompt that an engine reports if it continues the answer; a JSON array of token ids."""
+    """The prompt that an engine reports if it continues the answer: a JSON array of token ids. None: it restarts."""

@@ -1,4 +1,4 @@
-"""The client's answer so far, over the streams of all decoders: the facts that another decoder needs. No IO."""
+"""Collects the client's answer over the streams of all decoders: the facts that the next decoder needs. No IO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Transcript:
-    """The answer of one choice so far: its text as the client knows it, and the token ids behind it."""
+    """The answer of one choice so far: the client's text and its token ids."""
 
     __slots__ = (
         *("prompt_ids", "tools", "began_in_reasoning", "reasoning_field", "_calls"),
@@ -26,12 +26,12 @@ class Transcript:
     )
 
     def __init__(self, reasoning_field: str = "reasoning") -> None:
-        """`reasoning_field`: what the engine calls reasoning, until the answer shows it."""
+        """Create an empty transcript. `reasoning_field`: the engine's name for reasoning, until the answer shows it."""
         self.prompt_ids: bytes | None = None
         """The prompt's token ids, a JSON array; None until an engine reports them."""
         self.began_in_reasoning = False
         self.reasoning_field = reasoning_field
-        """The member of a delta that has reasoning."""
+        """Name of the delta member that has reasoning."""
         self._calls: ToolCalls | None = None
         self.tools: Sequence[ToolCall] = ()
         """The tool calls, in the order in which they began."""
@@ -41,14 +41,17 @@ class Transcript:
         self._reasoning_ids = 0
         self._reasoned = 0  # `reasoning_ids` before the last chunk of reasoning
         self._offsets: list[int] | None = None
-        """Offsets in the text of the ids, from a completion's log probabilities; None until there are some."""
+        """Offsets of the ids in the text, from a completion's log probabilities; None until an engine has sent some."""
         self._offset_end = 0
         self._grammar: Grammar | None = None  # once it was asked for
         # UTF-8. An io.StringIO of Python 3.11 keeps what it is given, which is ten times as much.
         self._reasoning = bytearray()
         self._content = bytearray()
         self._texts: list[str] | None = None
-        """Texts of noted tokens that are not added yet; None until `noting` was called. It is always the same list."""
+        """Texts of noted tokens that are not added yet; None until `note_lists` was called.
+
+        It is always the same list.
+        """
         self._noted_ids: list[int] | None = None
         self._is_reasoning = False
 
@@ -56,28 +59,28 @@ class Transcript:
 
     @property
     def ids(self) -> array[int]:
-        """Token ids of the answer."""
+        """The token ids of the answer."""
         self.settle()
         return self._ids
 
     @property
-    def settled(self) -> int:
+    def shown_id_count(self) -> int:
         """The number of ids whose text was shown.
 
-        Later ids showed nothing: a marker, the beginning of a tool call, bytes of an incomplete character.
+        Later ids have shown nothing yet: a marker, the beginning of a tool call, or bytes of an incomplete character.
         """
         self.settle()
         return self._settled
 
     @property
     def chunk_start(self) -> int:
-        """The number of ids before the last chunk that showed something."""
+        """The number of ids before the last chunk that showed any text."""
         self.settle()
         return self._chunk_start
 
     @property
     def reasoning_ids(self) -> int:
-        """The number of ids that are reasoning."""
+        """The number of ids that belong to reasoning."""
         self.settle()
         return self._reasoning_ids
 
@@ -100,7 +103,7 @@ class Transcript:
 
     @property
     def grammar(self) -> Grammar:
-        """The grammar of the model, recognised by the prompt."""
+        """The grammar of the model, which is recognised by the prompt."""
         if self._grammar is None:
             if self.prompt_ids is None:
                 return UNRECOGNISED
@@ -109,13 +112,13 @@ class Transcript:
 
     @property
     def has_text(self) -> bool:
-        """Whether the answer has any part that a client can see."""
+        """Whether the answer has anything that a client can see."""
         return bool(self._texts or self._content or self._reasoning or self.tools)
 
     def take(self, choice: dict[str, Any], ids: Any) -> bool:
-        """Add one chunk's choice with its token ids, and return whether it shows anything. Raises UnreadableMember.
+        """Add the choice of one chunk. Return whether the chunk shows anything. Raises UnreadableMember.
 
-        `ids`: the member of the engine's answer, whatever it holds.
+        `ids`: the value of the engine's member for token ids, which may have any type.
         """
         if self._texts:
             self.settle()
@@ -182,7 +185,7 @@ class Transcript:
         self._chunk_start, self._settled = before, len(ids)
 
     def offset_behind(self, kept: int) -> int | None:
-        """Return the offset in the text at which the first `kept` ids end; None if log probabilities do not say."""
+        """Return the offset in the text at which the first `kept` ids end; None without log probabilities."""
         offsets = self._offsets or ()
         if len(offsets) != len(self.ids):
             return None
@@ -195,14 +198,14 @@ class Transcript:
         return min(kept, self._reasoning_ids if is_past_reasoning else self._index_of_end_marker(self._reasoned, kept))
 
     def counted_usage(self) -> dict[str, Any] | None:
-        """Return the answer's usage by its token ids; None if engines do not report them."""
+        """Return the usage of the answer, counted from its token ids; None if engines do not report them."""
         prompt, completion = self.prompt_tokens, len(self.ids)
         if prompt is None or (not completion and self.has_text):
             return None
         return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
     def cut(self, kept: int) -> None:
-        """Forget the ids behind the first `kept` ones."""
+        """Remove the ids after the first `kept` ids."""
         self._reasoning_ids = self.reasoning_among(kept)
         if self._offsets is not None and kept < len(self._offsets):
             self._offset_end = self._offsets[kept]
@@ -243,14 +246,14 @@ class Transcript:
         return shows
 
     def _end_reasoning(self, before: int) -> None:
-        """End the reasoning, whose last ids may be white space that was not shown.
+        """End the reasoning. Its last ids may be white space that was not shown.
 
-        `before`: the number of ids before the chunk with the text after it.
+        `before`: the number of ids before the chunk with the text that follows.
         """
         self._reasoning_ids = self._index_of_end_marker(self._reasoned, max(self._reasoning_ids, before - 1))
 
     def _index_of_end_marker(self, start: int, otherwise: int) -> int:
-        """Return the index of the marker that ends reasoning, from `start` on; `otherwise` if there is none."""
+        """Return the index of the marker that ends reasoning, searched from `start`; `otherwise` if there is none."""
         later = self._ids[start:].tolist()
         ends = [later.index(marker) for marker in self.grammar.reasoning_end_ids if marker in later]
         return start + min(ends) if ends else otherwise

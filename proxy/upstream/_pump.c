@@ -169,7 +169,7 @@ static int read_once(Pump *self, Stream *s) {
     PyObject *owner = Py_NewRef(s->owner);
     long arrivals = s->arrivals;
     clear(self, s);
-    PyObject *done = PyObject_CallMethod(owner, "on_given_back", "y#y#l", self->out + sent, out_bytes - sent,
+    PyObject *done = PyObject_CallMethod(owner, "take_back_socket", "y#y#l", self->out + sent, out_bytes - sent,
                                          self->in + at, size > at ? size - at : 0, arrivals);
     Py_DECREF(owner);
     Py_XDECREF(done);

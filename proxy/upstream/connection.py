@@ -275,7 +275,7 @@ class EngineConnection(FastForward):
             self.transport.pause_reading()
         self._may_pump = self._pumped == CLIENT_IS_SLOW
 
-    def on_given_back(self, unsent: bytes, data: bytes, arrivals: int) -> None:
+    def take_back_socket(self, unsent: bytes, data: bytes, arrivals: int) -> None:
         """Read the socket again, because the pump has found other bytes than tokens, or the client reads slowly.
 
         `unsent`: bytes for the client. `data`: bytes of the engine.

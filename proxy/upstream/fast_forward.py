@@ -204,7 +204,7 @@ class FastForward(asyncio.Protocol):
                 except ValueError:
                     text = ""
         if not text:
-            return not is_part and self._part(tokens, data)
+            return not is_part and self._forward_leading_chunks(tokens, data)
         if (notes := tokens.notes) is not None:
             notes[0].append(text)
             if digits:
@@ -236,7 +236,7 @@ class FastForward(asyncio.Protocol):
     def _pump_later(self, tokens: Tokens) -> None:
         """Let the next tokens be passed on in C, if that is possible then."""
 
-    def _part(self, tokens: Tokens, data: bytes) -> bool:
+    def _forward_leading_chunks(self, tokens: Tokens, data: bytes) -> bool:
         """Pass on the tokens at the beginning of a read that has several chunks, and read the rest. Returns False.
 
         The transport of an engine sends chunks together that are written in one turn of its event loop.

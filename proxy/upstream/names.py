@@ -187,11 +187,11 @@ class Names:
         self._jobs.put((host, name))
         if len(self._threads) < _THREADS:
             # Daemon threads do not delay the end of the process.
-            thread = threading.Thread(target=self._serve, name=f"names-{len(self._threads)}", daemon=True)
+            thread = threading.Thread(target=self._run_look_up_thread, name=f"names-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _serve(self) -> None:
+    def _run_look_up_thread(self) -> None:
         """Look names up in a thread until None arrives."""
         while (job := self._jobs.get()) is not None:
             host, name = job

@@ -34,7 +34,7 @@ class PumpedConnection(Protocol):
 
     transport: asyncio.Transport
 
-    def on_given_back(self, unsent: bytes, data: bytes, arrivals: int) -> None:
+    def take_back_socket(self, unsent: bytes, data: bytes, arrivals: int) -> None:
         """Read the socket again. See EngineConnection."""
 
 

@@ -98,7 +98,7 @@ class Silences:
         """Cancel running checks."""
         await self._background.__aexit__(None, None, None)
 
-    def look(
+    def check_silences(
         self,
         now: float,
         least_seconds: float,

@@ -364,7 +364,7 @@ class Upstream:
             if self._on_stall is not None and self._on_stall(backend):
                 self._end_streams(backend)
         if self._silences is not None and self._silence_seconds and not lost_seconds:
-            self._silences.look(now, self._sweep_seconds, self._silence_seconds, moves.values(), silent)
+            self._silences.check_silences(now, self._sweep_seconds, self._silence_seconds, moves.values(), silent)
         self._close_idle(now)
 
     def _end_streams(self, backend: Backend) -> None:

@@ -200,7 +200,7 @@ async def test_engines_are_asked_for_again_after_a_failure_of_theirs(
     async with BootstrapServer() as server, asking(clock) as bootstraps:
         await bootstraps.engines(PREFILLER, server.address)
         error = UpstreamError(failure, PREFILLER, "it failed", engine_status=status)
-        with pytest.raises(UpstreamError), bootstraps.forgetting_on_failure(PREFILLER):
+        with pytest.raises(UpstreamError), bootstraps.forget_on_failure(PREFILLER):
             raise error
         await bootstraps.engines(PREFILLER, server.address)
         assert len(server.asked) == 1 + doubted
@@ -228,7 +228,7 @@ async def test_shared_bootstrap_server_does_not_count_against_decoder(
         await servers.engines(NEIGHBOUR, other.address)
         if is_met:
             servers.note_reached(PREFILLER)
-        with pytest.raises(UpstreamError) as failed, servers.forgetting_on_failure(PREFILLER):
+        with pytest.raises(UpstreamError) as failed, servers.forget_on_failure(PREFILLER):
             raise UpstreamError(Failure.RESET, DECODER, "it failed")
         assert failed.value.backend == blamed
         assert (failed.value.failure is Failure.BOOTSTRAP) is (blamed is PREFILLER)
@@ -241,7 +241,7 @@ async def test_shared_bootstrap_address_does_not_count_against_decoder(clock: Cl
     async with BootstrapServer() as server, asking(clock, addresses=addresses) as servers:
         addresses |= {PREFILLER: server.address, NEIGHBOUR: server.address if is_same else "http://127.0.0.1:1"}
         await servers.engines(PREFILLER, server.address)
-        with pytest.raises(UpstreamError) as failed, servers.forgetting_on_failure(PREFILLER):
+        with pytest.raises(UpstreamError) as failed, servers.forget_on_failure(PREFILLER):
             raise UpstreamError(Failure.RESET, DECODER, "it failed")
         assert failed.value.backend == (PREFILLER if is_same else DECODER)
 

@@ -25,7 +25,7 @@ def test_ranks_take_turns_when_nothing_is_in_flight() -> None:
     taken = []
     for _ in range(7):
         with ranks.claim() as claim:
-            taken.append(claim.on(ONE, 3))
+            taken.append(claim.claim_rank(ONE, 3))
     assert taken == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -35,26 +35,26 @@ def test_every_backend_has_separate_turns() -> None:
     taken = []
     for backend in (ONE, OTHER) * 3:
         with ranks.claim() as claim:
-            taken.append(claim.on(backend, 2))
+            taken.append(claim.claim_rank(backend, 2))
     assert taken == [0, 0, 1, 1, 0, 0]
 
 
 def test_rank_with_the_fewest_legs_is_taken() -> None:
     ranks = Ranks()
     with ranks.claim() as long:
-        assert long.on(ONE, 2) == 0
+        assert long.claim_rank(ONE, 2) == 0
         taken = []
         for _ in range(3):
             with ranks.claim() as claim:
-                taken.append(claim.on(ONE, 2))
+                taken.append(claim.claim_rank(ONE, 2))
     assert taken == [1, 1, 1]
 
 
 def test_claim_that_moves_gives_back_what_it_left() -> None:
     ranks = Ranks()
     with ranks.claim() as claim:
-        claim.on(ONE, 2)
-        claim.on(OTHER, 2)
+        claim.claim_rank(ONE, 2)
+        claim.claim_rank(OTHER, 2)
         assert legs(ranks, ONE, 2) == [0, 0]
         assert legs(ranks, OTHER, 2) == [1, 0]
         claim.free()
@@ -68,7 +68,7 @@ def test_leg_that_fails_gives_its_rank_back() -> None:
 
     def leg() -> None:
         with ranks.claim() as claim:
-            claim.on(ONE, 2)
+            claim.claim_rank(ONE, 2)
             raise ValueError("it failed")
 
     with pytest.raises(ValueError, match="it failed"):
@@ -90,7 +90,7 @@ def test_no_rank_is_out_of_range_or_overlooked_and_nothing_is_left(steps: list[t
     for which, count in steps:
         claims[which].free()
         before = legs(ranks, ONE, count)
-        rank = claims[which].on(ONE, count)
+        rank = claims[which].claim_rank(ONE, count)
         assert 0 <= rank < count
         assert before[rank] == min(before)
     for claim in claims:

@@ -77,7 +77,7 @@ class PumpedEngine:
         assert unsent == b""
         return left
 
-    def on_given_back(self, unsent: bytes, data: bytes, arrivals: int) -> None:
+    def take_back_socket(self, unsent: bytes, data: bytes, arrivals: int) -> None:
         """See EngineConnection."""
         self.given_back = unsent, data, arrivals
 

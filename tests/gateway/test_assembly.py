@@ -193,7 +193,7 @@ async def test_assembled_answer_equals_that_of_an_engine(what: str, how: str, st
         aiohttp.ClientSession() as session,
     ):
         expected = await ask(session, engine.url, body)
-        stream = await ask(session, engine.url, orjson.loads(joined(VLLM.observed(call_of(body)).body({}))))
+        stream = await ask(session, engine.url, orjson.loads(joined(VLLM.make_observable_call(call_of(body)).body({}))))
     got = put_together(body, stream.body, profile)
     assert comparable(got) == comparable(expected.json)
     assert list(got["choices"][0]) == list(expected.json["choices"][0])
@@ -251,7 +251,9 @@ async def test_incomplete_tool_call_equals_that_of_an_engine() -> None:
         for max_tokens in range(1, 60):
             body = request(Api.CHAT, max_tokens=max_tokens, tools=TOOLS)
             expected = await ask(session, engine.url, body)
-            stream = await ask(session, engine.url, orjson.loads(joined(VLLM.observed(call_of(body)).body({}))))
+            stream = await ask(
+                session, engine.url, orjson.loads(joined(VLLM.make_observable_call(call_of(body)).body({})))
+            )
             choice = put_together(body, stream.body)["choices"][0]
             assert choice["message"] == expected.json["choices"][0]["message"]
             assert choice["finish_reason"] == "length"
@@ -261,7 +263,9 @@ async def test_incomplete_tool_call_equals_that_of_an_engine() -> None:
 async def test_assembled_empty_answer_equals_that_of_an_engine(api: Api) -> None:
     async with SimulatedEngine(first_token_eos=True, **ENGINE) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))
-        stream = await ask(session, engine.url, orjson.loads(joined(VLLM.observed(call_of(request(api))).body({}))))
+        stream = await ask(
+            session, engine.url, orjson.loads(joined(VLLM.make_observable_call(call_of(request(api))).body({})))
+        )
     assert comparable(put_together(request(api), stream.body)) == comparable(expected.json)
 
 

@@ -121,7 +121,7 @@ async def test_client_without_ids_gets_the_bytes_of_an_engine_without_ids(
     }
     async with SimulatedEngine(profile_name=profile, **ENGINE, **STEPS[steps]) as engine:
         plain = await said_by(engine, body)
-        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).body({}))
     assert b'"token_ids":[' in watched
     assert delivered(body, watched) + DONE == plain.replace(NO_KV_PARAMS, b"")
 
@@ -131,7 +131,7 @@ async def test_client_without_include_usage_gets_no_usage(body: dict[str, Any]) 
     body = {**body, "stream": True}
     async with SimulatedEngine(**ENGINE) as engine:
         plain = await said_by(engine, body | WITH_USAGE)
-        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).body({}))
     assert delivered(body, watched) == plain[: plain.rindex(b"data: {")]
 
 
@@ -139,7 +139,7 @@ async def test_client_without_include_usage_gets_no_usage(body: dict[str, Any]) 
 async def test_client_with_ids_gets_all_members_of_the_engine(body: dict[str, Any]) -> None:
     body = {**body, "stream": True, "return_token_ids": True, **WITH_USAGE}
     async with SimulatedEngine(**ENGINE) as engine:
-        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).body({}))
         assert watched == await said_by(engine, body)
     assert delivered(body, watched) + DONE == watched
 
@@ -153,7 +153,7 @@ async def test_client_without_reasoning_gets_the_events_of_an_engine_without_it(
     body = request(Api.CHAT, max_tokens=400, stream=True, include_reasoning=False, **WITH_USAGE, **THINKING, **fields)
     async with SimulatedEngine(profile_name=profile, **ENGINE, **steps) as engine:
         plain = await said_by(engine, body)
-        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).body({}))
     assert b'"reasoning":' in watched
     got = EventSplitter().feed(delivered(body, watched) + DONE)
     expected = EventSplitter().feed(plain)

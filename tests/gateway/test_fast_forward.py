@@ -83,7 +83,7 @@ def delivered(
         if delivery.has_lost_track:  # its transcript is not used any more
             break
     known = delivery.transcript
-    state: list[Any] = [known.content, known.reasoning, known.ids.tolist(), known.settled, known.chunk_start]
+    state: list[Any] = [known.content, known.reasoning, known.ids.tolist(), known.shown_id_count, known.chunk_start]
     state += [known.reasoning_ids, known.reasoning_among(len(known.ids)), known.reasoning_among(1), known.tools]
     state += [known.offset_behind(0), delivery.is_finished, delivery.has_output, delivery.head, segment.finish_reasons]
     return b"".join(client.written), [*state, whole.values(delivery) if whole else None], told

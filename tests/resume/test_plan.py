@@ -59,7 +59,7 @@ def answered(
 
 
 def situation(body: dict[str, Any], ids: Sequence[int], *, in_reasoning: bool = False, **facts: Any) -> Situation:
-    call = VLLM.observed(call_of(body))
+    call = VLLM.make_observable_call(call_of(body))
     return Situation(
         **{
             "engine": VLLM,
@@ -533,7 +533,7 @@ async def resumed(
     `profile`: v0.18, the last that only completions can go on with, or v0.33. `name`: of the request's ids.
     """
     is_old = profile == "v0.18"
-    whole_call = call = VLLM.observed(delivery.call)
+    whole_call = call = VLLM.make_observable_call(delivery.call)
     output = b""
     for segment, engine in enumerate(engines, 1):
         changes = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}

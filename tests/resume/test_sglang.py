@@ -56,8 +56,8 @@ def test_sglang_answers_are_watched_by_token_ids(
 
 def test_chat_that_may_be_replayed_is_asked_for_as_ever() -> None:
     call = call_of(CHAT | GREEDY)
-    assert SGLANG.watching[WatchLevel.TEXT].observed(call) is call
-    body = orjson.loads(joined(SGLANG.watching[WatchLevel.IDS].observed(call_of(COMPLETION)).body({})))
+    assert SGLANG.watching[WatchLevel.TEXT].make_observable_call(call) is call
+    body = orjson.loads(joined(SGLANG.watching[WatchLevel.IDS].make_observable_call(call_of(COMPLETION)).body({})))
     assert body["return_token_ids"] is body["stream"] is True
 
 

@@ -371,7 +371,7 @@ def test_answer_is_its_text_and_its_ids() -> None:
     transcript = told((delta(reasoning="Le"), [1]), (delta(reasoning="t."), [2, 3]), (delta(content="Hi"), [5]))
     assert (transcript.reasoning, transcript.content) == ("Let.", "Hi")
     assert transcript.ids.tolist() == [1, 2, 3, 5]
-    assert (transcript.settled, transcript.chunk_start, transcript.reasoning_ids) == (4, 3, 3)
+    assert (transcript.shown_id_count, transcript.chunk_start, transcript.reasoning_ids) == (4, 3, 3)
     assert transcript.began_in_reasoning
 
 
@@ -389,19 +389,19 @@ def test_ids_that_showed_nothing_are_not_settled(choice: dict[str, Any]) -> None
     assert transcript.take(text("a") if "text" in choice else delta(content="a"), [1])
     assert not transcript.take(choice, [2, 3])
     assert transcript.ids.tolist() == [1, 2, 3]
-    assert (transcript.settled, transcript.chunk_start) == (1, 0)
+    assert (transcript.shown_id_count, transcript.chunk_start) == (1, 0)
 
 
 def test_ids_that_showed_nothing_are_settled_by_the_next_that_do() -> None:
     """The bytes of one character: only the last of them shows it."""
     transcript = told((text("a"), [1]), (text(""), [2]), (text(""), [3]), (text("日"), [4]))
-    assert (transcript.settled, transcript.chunk_start) == (4, 3)
+    assert (transcript.shown_id_count, transcript.chunk_start) == (4, 3)
 
 
 @pytest.mark.parametrize("ids", [None, []])
 def test_answer_without_ids_has_its_text(ids: list[int] | None) -> None:
     transcript = told((delta(content="Hi"), ids))
-    assert (transcript.content, transcript.ids.tolist(), transcript.settled) == ("Hi", [], 0)
+    assert (transcript.content, transcript.ids.tolist(), transcript.shown_id_count) == ("Hi", [], 0)
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -444,7 +444,7 @@ def test_tool_calls_are_put_together() -> None:
         ("functions.g:1", "g", "{}"),
     ]
     assert transcript.has_text
-    assert transcript.settled == 3
+    assert transcript.shown_id_count == 3
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_visible_parts_count_as_text(choice: dict[str, Any], has_text: bool) -> 
 def test_answer_that_is_cut_keeps_its_text() -> None:
     transcript = told((delta(reasoning="Let."), [1, 2, 3]), (delta(content="Hi"), [4]), (delta(), [5, 6]))
     transcript.cut(4)
-    assert (transcript.ids.tolist(), transcript.settled, transcript.chunk_start) == ([1, 2, 3, 4], 4, 4)
+    assert (transcript.ids.tolist(), transcript.shown_id_count, transcript.chunk_start) == ([1, 2, 3, 4], 4, 4)
     assert (transcript.reasoning, transcript.content, transcript.reasoning_ids) == ("Let.", "Hi", 3)
     transcript.cut(2)
     assert transcript.reasoning_ids == 2

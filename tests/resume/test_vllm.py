@@ -16,7 +16,7 @@ from tests.gateway.test_delivery import CHAT, call_of
 
 @pytest.mark.parametrize("body", [request(Api.CHAT), request(Api.COMPLETIONS)], ids=["chat", "completion"])
 def test_observed_answer_is_a_stream_with_ids_and_usage(body: dict[str, Any]) -> None:
-    call = VLLM.observed(call_of(body))
+    call = VLLM.make_observable_call(call_of(body))
     assert call.stream
     assert orjson.loads(joined(call.body({}))) == {
         **body,
@@ -38,11 +38,11 @@ def test_observed_answer_is_a_stream_with_ids_and_usage(body: dict[str, Any]) ->
     ],
 )
 def test_clients_options_hold_if_it_asked_for_usage(options: dict[str, Any], expected: dict[str, Any]) -> None:
-    call = VLLM.observed(call_of({**CHAT, "stream_options": options}))
+    call = VLLM.make_observable_call(call_of({**CHAT, "stream_options": options}))
     assert orjson.loads(joined(call.body({})))["stream_options"] == expected
 
 
 @pytest.mark.parametrize(("value", "is_sent"), [(False, False), (True, True), (None, True)])
 def test_reasoning_is_always_asked_for(value: object, is_sent: bool) -> None:
-    body = orjson.loads(joined(VLLM.observed(call_of({**CHAT, "include_reasoning": value})).body({})))
+    body = orjson.loads(joined(VLLM.make_observable_call(call_of({**CHAT, "include_reasoning": value})).body({})))
     assert ("include_reasoning" in body) is is_sent

@@ -107,7 +107,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     cors = Cors(signposts.is_clients, lambda: basis.settings.listen.cors_origins)
 
     def lost(request: web.Request, status: int) -> web.Response | GatewayError | None:
-        return signposts.lost(request) if status == 404 else cors.preflight(request)
+        return signposts.make_not_found_answer(request) if status == 404 else cors.preflight(request)
 
     app = application(basis)
     app.middlewares.append(drain.middleware)

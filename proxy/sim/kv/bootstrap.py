@@ -44,7 +44,7 @@ class Room:
     def is_empty(self) -> bool:
         return not self.prefills and not self.decoders
 
-    def come(self) -> None:
+    def note_leg_entered(self) -> None:
         """Note that a leg has entered."""
         self.is_broken = self.is_broken or self.prefills > 1 or len(self.decoders) > 1
 
@@ -145,7 +145,7 @@ class BootstrapProtocol(KvProtocol):
         room = self._rooms.setdefault(key, Room())
         decoder = asyncio.get_running_loop().create_future()
         room.decoders.append(decoder)
-        room.come()
+        room.note_leg_entered()
         self._fail_if_broken(room)
         try:
             return web.json_response({"prompt_digest": await decoder})
@@ -159,7 +159,7 @@ class BootstrapProtocol(KvProtocol):
         room = self._rooms.setdefault(key, Room())
         room.prefills += 1
         self._in_rooms[name] = key
-        room.come()
+        room.note_leg_entered()
         self._fail_if_broken(room)
         return room
 
