@@ -59,6 +59,7 @@ _OPEN_LABELS_OF_METRIC = {
     ("pdproxy_key_requests_total", "result"): _quoted(RESULTS),
     ("pdproxy_key_tokens_total", "kind"): _quoted(TOKEN_KINDS),
     ("pdproxy_instance_load_tokens", "kind"): "`compute`, `kv`",
+    ("pdproxy_instance_working_set_tokens", "kind"): "`used`, `limit`",
     ("pdproxy_instance_misfit", "kind"): (
         f"{_quoted(list(IncompatibilityKind))}: see [Warnings about instances](OPERATING.md#warnings-about-instances)"
     ),

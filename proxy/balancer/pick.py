@@ -18,7 +18,7 @@ from proxy.common.backend import Load, Role
 from proxy.wire.prefix import NO_KEYS, PrefixKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from proxy.balancer.engines import EngineFacts
     from proxy.balancer.shared.journal import JournalWriter
@@ -43,16 +43,18 @@ ONLY_CANDIDATE: Final = "only_candidate"
 CACHED_PREFIX: Final = "cached_prefix"
 LEAST_SECONDS: Final = "least_seconds"
 EQUAL: Final = "equal"
+WORKING_SET: Final = "working_set"
 OTHER: Final = "other"
 REASONS: Final = (
     *(TRIAL, PREFERRED, ONLY_CANDIDATE, CACHED_PREFIX, LEAST_SECONDS, EQUAL),
-    *("least_tokens", "round_robin", "power_of_two", "random", "length_groups", OTHER),
+    *(WORKING_SET, "least_tokens", "round_robin", "power_of_two", "random", "length_groups", OTHER),
 )
 """Reasons for a choice.
 
 `trial`: the backend was on probation. `preferred`: an earlier attempt left state there. `only_candidate`: no other was
 eligible. `cached_prefix`: without its cache another one would have been as fast. `least_seconds`: it completes first.
-`equal`: several were equally good. Otherwise the label of a policy that predicts no seconds; `other` for plugins.
+`equal`: several were equally good. `working_set`: the request has waited until the cache of this backend had room for
+its session. Otherwise the label of a policy that predicts no seconds; `other` for plugins.
 """
 
 
@@ -62,7 +64,11 @@ def reason(pick: Pick) -> str:
     if isinstance(basis, str):
         return basis
     policy, candidates, _, snapshot = basis
-    return ONLY_CANDIDATE if len(candidates) == 1 else policy.reason(snapshot, backend)
+    sets = policy.working_sets
+    if len(candidates) == 1 and (sets is None or not sets.is_active):
+        return ONLY_CANDIDATE
+    why = policy.reason(snapshot, backend)
+    return ONLY_CANDIDATE if len(candidates) == 1 and why != WORKING_SET else why
 
 
 def figures(pick: Pick) -> Figures | None:
@@ -279,6 +285,36 @@ class Prediction:
     """Tokens of the prompt that are in the backend's prefix cache."""
 
 
+class SessionLimits(Protocol):
+    """Limits on the sessions that use prefix caches at the same time; see WorkingSets. Sessions are opaque keys."""
+
+    is_active: bool
+    """Whether sessions may have to wait now."""
+    waiting: int
+    """Number of turns that wait. The queue updates it."""
+    shed: int
+    """Changes when sessions may have lost their place."""
+
+    @property
+    def residents(self) -> int:
+        """Number of sessions that have a place."""
+
+    def holds(self, keys: Sequence[int], session_id: str | None, key: str, now: float) -> Any:
+        """Return the session of a prompt that has to wait, or None. `key`: name of the client key."""
+
+    def next_sessions(self, waiting: Iterable[tuple[Any, float]], patience: float, now: float) -> list[Any]:
+        """Return the waiting sessions that may go now. `waiting`: each with the time since when it waits."""
+
+    def admit_regardless(self, session: Any, now: float) -> None:
+        """Give a place to a session that has waited too long."""
+
+    def note_gone(self, session: Any, now: float) -> None:
+        """Note that the client of a waiting turn has left."""
+
+    def take_counts(self) -> tuple[float, float]:
+        """Return the tokens that sessions should have found in caches, and the evicted part, since the last call."""
+
+
 class Tracker:
     """Follows one request on one backend for a policy.
 
@@ -326,6 +362,9 @@ class Policy(ABC):
     """Facts about the candidates of the last choice, for later calls of `reason` and `figures`. It is kept as long as
     the request, so it must be small, and must not be modified."""
 
+    working_sets: SessionLimits | None = None
+    """Working sets that hold back turns of sessions. None: nothing holds them back."""
+
     def __init__(self, context: PolicyContext | None = None) -> None:
         self.context = context or PolicyContext()
 
@@ -370,6 +409,10 @@ class Policy(ABC):
         `snapshot` and `weights`: those of that choice.
         """
         return {"weight": weights}, weights
+
+    def working_set(self, backend: Backend) -> Mapping[str, float]:
+        """Return the tokens that sessions use in the cache of a backend, and their limit, as far as known."""
+        return {}
 
     @property
     def remembered_prefixes(self) -> int:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engines import EngineVersion
     from proxy.balancer.health import Health, Transition
     from proxy.balancer.incompatibilities import CompatibilityMonitor
-    from proxy.balancer.pick import Pick
+    from proxy.balancer.pick import Pick, SessionLimits
     from proxy.balancer.roster import Member, Roster
     from proxy.balancer.shared.scoreboard import LoadRow, PinnedKv, Scoreboard
     from proxy.common.backend import Backend
@@ -326,6 +326,11 @@ class Pool:
         self._refresh()
         candidates = self._chooser.candidates
         return self.policy.soonest_seconds(candidates, request) if candidates else None
+
+    @property
+    def working_sets(self) -> SessionLimits | None:
+        """Working sets of the policy that hold back turns of sessions. None: nothing holds them back."""
+        return self.policy.working_sets
 
     def left_queue(self, request: PickRequest) -> None:
         """Tell the policy that a request has left the queue."""

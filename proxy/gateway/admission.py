@@ -12,7 +12,7 @@ import random
 import time
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from proxy.common.errors import RETRY_AFTER_SECONDS, GatewayError, NoBackendAvailable, Overloaded, overloaded
 from proxy.gateway.queue_order import Deadlines, DrainRate, InTurn, Order, Waiter
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-    from proxy.balancer.pick import PickRequest
+    from proxy.balancer.pick import PickRequest, SessionLimits
     from proxy.balancer.shared.memory import WorkerQueueHead
     from proxy.common.backend import Role
     from proxy.gateway.queue_order import LineUp
@@ -95,6 +95,9 @@ _CHECK_SECONDS: Final = 0.02
 
 # The interval of checks for units that have waited too long for a learned limit.
 _LEARNED_LIMITS_SECONDS: Final = 0.25
+
+# The interval of checks for room in working sets.
+_SESSIONS_SECONDS: Final = 0.1
 
 
 class BodyBuffers:
@@ -192,6 +195,8 @@ class AdmissionParts:
     """Whether engines serve a lower `priority` in the body first."""
     front: WorkerQueueHead | None = None
     """Coordinates the queues of all workers. None: there is no other queue."""
+    working_sets: Callable[[], SessionLimits | None] = lambda: None
+    """Returns the working sets that hold back turns of sessions. None: nothing holds them back."""
 
 
 class AdmissionQueue:
@@ -210,6 +215,15 @@ class AdmissionQueue:
         self._would_take = parts.would_take
         self._hold_seconds = parts.hold_seconds
         self._refusing = parts.refusing
+        self._working_sets = parts.working_sets
+        self._held: dict[Waiter, Any] = {}
+        """The units that wait until there is room for their sessions in a working set, in the order of arrival. They
+        have no place in `_order`."""
+        self._holder: SessionLimits | None = None
+        """The working sets that know the sessions of `_held`."""
+        self._seen_shed = 0
+        self._sessions_at = -math.inf
+        """Clock time of the next check for room in the working sets."""
         self._learned_limits_at = -math.inf
         """Clock time of the next check for units that have waited too long for a learned limit."""
         self._metrics = parts.metrics
@@ -241,7 +255,7 @@ class AdmissionQueue:
     @property
     def waiting(self) -> int:
         """The number of queued units."""
-        return len(self._order)
+        return len(self._order) + len(self._held)
 
     @property
     def running(self) -> int:
@@ -299,7 +313,6 @@ class AdmissionQueue:
             since: Clock time at which the client began to wait.
             on_turn: Called once. With an error, the unit was rejected. With None, it must `enter` and lease at once.
         """
-        self._count_wait()
         waiter = self._join(Entry(self, key, is_patient=False, on_wait=None, request=request, since=since))
         return QueuedUnit(self, waiter, on_turn)
 
@@ -315,9 +328,24 @@ class AdmissionQueue:
         else:
             del self._running[key]
 
-    def admits_at_once(self, request: Callable[[], PickRequest]) -> bool:
+    def admits_at_once(self, key: str, request: Callable[[], PickRequest]) -> bool:
         """Return whether a new unit would be admitted without a wait."""
-        return not self._lines and not self.is_short_of_memory and self._has_room(request)
+        return (
+            not self._lines
+            and not self.is_short_of_memory
+            and self._has_room(request)
+            and self._held_session(request, key) is None
+        )
+
+    def _held_session(self, request: Callable[[], PickRequest], key: str) -> Any:
+        """Return the session of a request that has to wait for room in a working set, or None if it may go."""
+        sets = self._working_sets()
+        if sets is None or not sets.is_active or len(self._held) >= self._limits.max_waiting:
+            return None
+        pick = request()
+        if pick.subject is None:
+            return None
+        return sets.holds(pick.prefix_keys.keys, pick.session, key, self._clock())
 
     def notify(self) -> None:
         """Check soon whether there is room. May be called before the room is free."""
@@ -361,11 +389,22 @@ class AdmissionQueue:
 
     def _give_up(self, waiter: Waiter) -> None:
         """Remove a unit that does not wait any longer."""
-        if waiter.rejection is None:
+        if waiter in self._held:
+            if self._holder is not None:
+                self._holder.note_gone(self._held[waiter], self._clock())
+            self._unhold(waiter)
+        elif waiter.rejection is None:
             self._remove(waiter)
 
     def _join(self, entry: Entry) -> Waiter:
         """Add a unit to the queue, or raise the error that rejects it."""
+        if (
+            entry.request is not None
+            and not entry.is_patient
+            and (session := self._held_session(entry.request, entry.key)) is not None
+        ):
+            return self._hold(entry, session)
+        self._count_wait()
         to_reject = None
         is_full = not entry.is_patient and len(self._queue) >= self._limits.max_waiting
         if is_full:
@@ -384,8 +423,7 @@ class AdmissionQueue:
             self._queue[waiter] = None
             self._deadlines.add(waiter)
             self._metrics.queued_requests.inc()
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._on_timer)
+        self._arm()
         self.notify()  # the free instance may suit this unit best
         if is_full and self._would_take():
             self._skip_learned_limits(next((each for each in self._queue if not each.skips_learned_limits), waiter))
@@ -393,7 +431,91 @@ class AdmissionQueue:
             self._reject(to_reject, queue_full())  # last, so that its turn can pass to another unit
         return waiter
 
-    def _waiter(self, entry: Entry) -> Waiter:
+    def _hold(self, entry: Entry, session: Any) -> Waiter:
+        """Hold a unit back until there is room for its session in a working set."""
+        self._metrics.queue_waits_total.labels("working_set").inc()
+        waiter = self._waiter(entry, is_held=True)
+        if waiter.late_at <= waiter.arrived:
+            raise make_deadline_error(waiter.first_token_seconds or 0.0)
+        self._keep(waiter, session)
+        self._arm()
+        return waiter
+
+    def _keep(self, waiter: Waiter, session: Any) -> None:
+        """Add a unit to those that are held back."""
+        sets = self._working_sets()
+        assert sets is not None
+        sets.waiting += 1
+        self._holder = sets
+        self._held[waiter] = session
+        self._deadlines.add(waiter)
+        self._metrics.queued_requests.inc()
+
+    def _hold_queued(self) -> None:
+        """Hold back the queued units whose sessions have lost their place in a working set."""
+        sets = self._working_sets()
+        if sets is None or not sets.is_active or sets.shed == self._seen_shed:
+            return
+        self._seen_shed = sets.shed
+        for waiter in list(self._queue):
+            pick = waiter.request
+            if pick is None or waiter.turn.done():
+                continue
+            session = sets.holds(pick.prefix_keys.keys, pick.session, waiter.key, self._clock())
+            if session is not None:
+                self._remove(waiter)
+                self._keep(waiter, session)
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._on_timer)
+
+    def _release_sessions(self, now: float) -> None:
+        """Let the units go for whose sessions the working sets have room, or which have waited too long for it."""
+        if now < self._sessions_at:
+            return
+        self._hold_queued()
+        if not self._held:
+            return
+        self._sessions_at = now + _SESSIONS_SECONDS
+        sets, held = self._working_sets(), self._held
+        if sets is None or sets is not self._holder:
+            ready = set(held.values())
+        else:
+            waiting = ((session, waiter.arrived) for waiter, session in held.items())
+            ready = set(sets.next_sessions(waiting, self._limits.session_patience_seconds, now))
+            for waiter, session in held.items():
+                waited = now - waiter.arrived
+                if waited > min(self._limits.session_wait_seconds, (waiter.late_at - waiter.arrived) / 2):
+                    sets.admit_regardless(session, now)
+                    self._metrics.session_waits_overdue_total.inc()
+                    ready.add(session)
+        for waiter in [waiter for waiter, session in held.items() if session in ready]:
+            self._metrics.session_wait_seconds.observe(now - waiter.arrived)
+            self._unhold(waiter)
+            self._order_in(waiter, now)
+
+    def _unhold(self, waiter: Waiter) -> None:
+        del self._held[waiter]
+        if self._holder is not None:
+            self._holder.waiting -= 1
+        self._deadlines.remove(waiter)
+        self._metrics.queued_requests.dec()
+
+    def _order_in(self, waiter: Waiter, now: float) -> None:
+        """Give a unit that was held back its place in the queue. The time until now does not count there."""
+        if waiter.request is not None:
+            waiter.rank_by(self._line_up.work_seconds(waiter.request))
+        waiter.arrived = now
+        if not self._lines:
+            self._on_wait(True)
+        self._order.join(waiter)
+        self._queue[waiter] = None
+        self._deadlines.add(waiter)
+        self._metrics.queued_requests.inc()
+        self.notify()
+
+    def _waiter(self, entry: Entry, is_held: bool = False) -> Waiter:
         request = None if entry.request is None else entry.request()
         first_token_seconds = None if request is None else request.first_token_seconds
         requested = None if request is None else request.priority(lower_first=self._lower_priority_first)
@@ -402,7 +524,7 @@ class AdmissionQueue:
         work = cost = 0.0
         if not self._line_up.holds_queue:
             request = None
-        if request is not None:
+        if request is not None and not is_held:
             work = self._line_up.work_seconds(request)
             cost = work + self._answer_seconds(request)
         now = self._clock()
@@ -450,13 +572,16 @@ class AdmissionQueue:
                 self._front.publish_empty()
             self._drain_rate.stop()
             self._on_wait(False)
-            if self._timer is not None:
+            if self._timer is not None and not self._held:
                 self._timer.cancel()
                 self._timer = None
         self.notify()  # the next unit goes after this one has taken its lease
 
     def _reject(self, waiter: Waiter, rejection: GatewayError) -> None:
-        self._remove(waiter)
+        if waiter in self._held:
+            self._unhold(waiter)
+        else:
+            self._remove(waiter)
         waiter.rejection = rejection
         if not waiter.turn.done():
             waiter.turn.set_result(None)
@@ -472,7 +597,7 @@ class AdmissionQueue:
         if now < self._learned_limits_at or not self._would_take():
             return
         self._learned_limits_at = now + _LEARNED_LIMITS_SECONDS
-        waiting = self.waiting
+        waiting = len(self._order)
         overdue = [
             waiter
             for line in self._lines.values()
@@ -544,9 +669,10 @@ class AdmissionQueue:
                 # A unit that skips learned limits goes before all others, and may wait for twice the time.
                 elif not waiter.skips_learned_limits or waiter.arrived <= latest - wait_seconds:
                     self._reject(waiter, queue_timeout(wait_seconds, self._absent()))
+            self._release_sessions(now)
             self._look()
         finally:  # an error must not stop the timer
-            if self._lines:
+            if self._lines or self._held:
                 self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._on_timer)
 
 
@@ -609,10 +735,13 @@ class Entry:
 
     async def __aenter__(self) -> Self:
         admission, key, request = self._admission, self.key, self.request
-        if not self.has_been_in and (admission._lines or not admission._has_room(request)):
+        if not self.has_been_in and (
+            admission._lines
+            or not admission._has_room(request)
+            or (request is not None and not self.is_patient and admission._held_session(request, key) is not None)
+        ):
             if self._on_wait is not None:
                 self._on_wait()
-            admission._count_wait()
             await admission._wait(self)
         # No other task can run between this point and the first await of the block.
         admission.enter(key)

@@ -105,6 +105,12 @@ class Waiter:
     def __post_init__(self) -> None:
         self.place = self.priority, self.work_seconds + AGEING * self.arrived, next(_ARRIVALS)
 
+    def rank_by(self, work_seconds: float) -> None:
+        """Set the predicted work of a unit that has no place in the queue yet."""
+        self.cost_seconds += work_seconds - self.work_seconds
+        self.work_seconds = work_seconds
+        self.place = self.priority, work_seconds + AGEING * self.arrived, next(_ARRIVALS)
+
     @property
     def rank(self) -> tuple[int, float]:
         """Sort key among the queues of all workers: the priority, then the work and the arrival."""

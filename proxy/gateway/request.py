@@ -157,7 +157,7 @@ class Request:
                 return
             self._timeline = record.timeline()
             pick_request = work.answers[0].call.pick_request
-            if service.admission.admits_at_once(pick_request):
+            if service.admission.admits_at_once(record.key, pick_request):
                 self._begin_attempt(work)
             else:
                 self._timeline.enter(Stage.QUEUE)

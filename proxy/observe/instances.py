@@ -44,6 +44,14 @@ _INSTANCE_GAUGES: Final = (
         "kind",
     ),
     (
+        "working_set_tokens",
+        (
+            "Tokens that the residents of a prefiller need in its cache (`used`), and their learned maximum (`limit`, "
+            "only while there is one), as known to the worker that answers."
+        ),
+        "kind",
+    ),
+    (
         "knee",
         (
             "Number of concurrent requests above which an instance generated fewer tokens per second, as learned by "
@@ -99,6 +107,8 @@ class Instances:
             chooses = pool if self._pool_of is None else self._pool_of(backend)
             if (limit := chooses.policy.most_running(backend)) is not None:
                 gauges["knee"].add_metric(key, limit)
+            for kind, tokens in chooses.policy.working_set(backend).items():
+                gauges["working_set_tokens"].add_metric((*key, kind), tokens)
             _, charged = self._scoreboard.own(backend.slot)
             health = self._health.of(backend)
             gauges["up"].add_metric(key, health.is_confirmed)

@@ -273,9 +273,33 @@ class Metrics:
     queue_waits_total = MetricRow(
         Counter,
         "Requests that had to wait, by the reason: room at a `prefill` or `decode` instance, other queued requests "
-        "(`queue`), or a `better` prefiller than those with room.",
+        "(`queue`), a `better` prefiller than those with room, or room for their session in a prefix cache "
+        "(`working_set`).",
         ("reason",),
-        series=product(("prefill", "decode", "encode", "queue", "better")),
+        series=product(("prefill", "decode", "encode", "queue", "better", "working_set")),
+    )
+    resident_sessions = MetricRow(
+        Gauge,
+        "Sessions that keep their prefix in a cache, as known to the worker that knows most.",
+        multiprocess_mode="livemax",
+    )
+    waiting_sessions = MetricRow(
+        Gauge, "Turns of sessions that wait for room in a prefix cache.", multiprocess_mode="livesum"
+    )
+    resident_tokens_total = MetricRow(
+        Counter,
+        "Prompt tokens that sessions should have found in caches because they are residents (`expected`), and those of "
+        "them that were evicted before (`lost`).",
+        ("kind",),
+        series=product(("expected", "lost")),
+    )
+    session_wait_seconds = MetricRow(
+        Histogram,
+        "Time that turns of sessions waited for room in a prefix cache.",
+        buckets=_STAGE_BUCKETS,
+    )
+    session_waits_overdue_total = MetricRow(
+        Counter, "Turns of sessions that were admitted because they had waited for admission.session_wait_seconds."
     )
     queued_requests = MetricRow(Gauge, "Requests waiting for an instance with room.", multiprocess_mode="livesum")
     prefix_index_keys = MetricRow(

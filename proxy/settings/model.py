@@ -186,6 +186,12 @@ class Admission(Section):
     """Maximum time in the queue, in seconds. After this time the request is rejected with status 503. The same limit
     applies to requests, and to releases of KV cache, that wait for instances that were up and now refuse connections,
     for example during a restart."""
+    session_patience_seconds: Seconds = 30.0
+    """Time in seconds after which a turn that waits for room in the prefix caches takes the place of a session that has
+    had several turns. See balance.working_sets."""
+    session_wait_seconds: Seconds = 180.0
+    """Maximum time that a turn waits for room in the prefix caches, in seconds. After this time it is admitted. No
+    request is rejected because of this wait. See balance.working_sets."""
     max_predicted_wait_seconds: Seconds | None = None
     """Maximum predicted time in the queue, in seconds. Requests that would probably wait longer, or miss the deadline
     in their x-ttft-deadline-ms header, are rejected immediately with status 429 and a Retry-After header. null disables
@@ -201,6 +207,10 @@ class Balance(Section):
     # Descriptions instead of docstrings, because the table of policies has the names.
     prefill_policy: PolicyName = Field(default="least_load", description=f"Policy for prefillers: {policy_names()}.")
     decode_policy: PolicyName = Field(default="least_load", description=f"Policy for decoders: {policy_names()}.")
+    working_sets: bool = True
+    """Let turns of conversations wait while more conversations are open than the prefix caches of prefillers hold, so
+    that the others keep their prefixes. Policy least_load does so after it has seen prefixes evicted before their next
+    use, and stops if that does not help. Requires engines that report cached tokens."""
     prefill_dp_ranks: Positive = 1
     """Number of data-parallel ranks behind the address of each vLLM prefiller. pdproxy selects a rank with the
     X-data-parallel-rank header. With 1, the engine distributes requests itself. Not needed with connector

@@ -13,7 +13,7 @@ from operator import add
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
-from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, Prediction
+from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, WORKING_SET, Prediction
 from proxy.balancer.policies.least_tokens import LeastTokens
 from proxy.balancer.policies.prefill_cost import MIN_CACHED_PROMPT_TOKENS, SECONDS_PER_LOAD, PromptCosts, prompt_costs
 from proxy.balancer.policies.prefiller import Prefiller, Prefillers
@@ -21,15 +21,16 @@ from proxy.balancer.shared.memory import AGEING
 from proxy.common.backend import Load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
+    from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext, Subject
     from proxy.balancer.policies.prefill_cost import Sent
+    from proxy.balancer.policies.working_sets import Session
     from proxy.common.backend import Backend
 
-    _Snapshot = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
-    """The prefillers, their waits and prefill times in seconds, whether several were equal, and the probably cached
-    tokens of each. None: the cache was not looked up."""
+    _Snapshot = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None, bool]
+    """The prefillers, their waits and prefill times in seconds, whether several were equal, the probably cached tokens
+    of each (None: the cache was not looked up), and whether the request has waited for its session."""
 
 # Scores are equal if they differ by less than this share and this time, which is the precision of predictions.
 _TIE_SHARE: Final = 0.05
@@ -69,6 +70,7 @@ class LeastSeconds(LeastTokens):
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self._prefillers = Prefillers(self.context)
+        self.working_sets = self._sets = self._prefillers.working_sets
         self._busy = 0.0
         self._lag = 0.0  # maximum recent lag of the event loop, in seconds
         self._lag_due = -inf  # time of the next update of `_lag`
@@ -76,6 +78,7 @@ class LeastSeconds(LeastTokens):
         self._waiting_seconds: dict[int, float] = {}  # prefill times of waiting prompts, by the same ID
         self._decided: tuple[object, list[Prefiller]] | None = None  # admitted subject and its best prefillers
         self._chosen: _Choice | None = None
+        self._waited: Subject | None = None  # subject that left the queue last
 
     # Choice
 
@@ -92,10 +95,15 @@ class LeastSeconds(LeastTokens):
             prompt = prompt_costs(request)
         waits = self._waits(prefillers, weights, self.context.clock(), _SECONDS_PER_WEIGHT)
         work = self._prefillers.work(prefillers, prompt)
-        place, is_equal = 0, False
+        place, is_equal, has_waited = 0, False, False
+        session = self._resident(prompt, request) if self._sets.is_active else None
+        if session is not None:
+            has_waited = session.is_placed
         if len(candidates) > 1:
             decided, among = self._decided, None
-            if decided is not None and decided[0] is (request.subject or request):
+            if session is not None:
+                among = [prefiller.cached is session.cache for prefiller in prefillers]
+            elif decided is not None and decided[0] is (request.subject or request):
                 among = [prefiller in decided[1] for prefiller in prefillers]
             scores = self._scores(self._with_handoffs(candidates, waits, prompt), work, among)
             place, is_equal = self._soonest(candidates, prefillers, weights, request, prompt, scores)
@@ -104,7 +112,7 @@ class LeastSeconds(LeastTokens):
         if prompt.keys:
             hit, cached = prompt.by_prefiller[prefillers[place]][1], _cached_tokens(prefillers, prompt)
         self._chosen = request, prefillers[place], prompt, hit, work[place]
-        self.snapshot = prefillers, waits, work, is_equal, cached
+        self.snapshot = prefillers, waits, work, is_equal, cached, has_waited
         return candidates[place]
 
     def _soonest(
@@ -154,7 +162,11 @@ class LeastSeconds(LeastTokens):
         _, prefiller, prompt, hit, seconds = self._choice(backend, request)
         self._chosen = None
         compute = round(seconds / SECONDS_PER_LOAD)
-        sent = prefiller.send(prompt, hit, seconds, compute, request.prefill.kv, self.context.clock())
+        now = self.context.clock()
+        sent = prefiller.send(prompt, hit, seconds, compute, request.prefill.kv, now)
+        if prompt.keys:
+            has_waited, self._waited = self._waited is not None and self._waited is request.subject, None
+            sent.resident_tokens = self._sets.note_sent(prefiller.cached, prompt, request.session, sent, has_waited)
         # The charge allows for expected cache hits that fail. The reported prediction does not.
         cached = sent.cached
         expected = self._prefillers.cost.seconds(prompt.tokens - cached, cached) * prefiller.slowness
@@ -163,7 +175,9 @@ class LeastSeconds(LeastTokens):
 
     def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
         """See Policy."""
-        prefillers, waits, _, is_equal, cached = snapshot
+        prefillers, waits, _, is_equal, cached, has_waited = snapshot
+        if has_waited:
+            return WORKING_SET
         if cached is not None:
             place = [prefiller.backend.key for prefiller in prefillers].index(backend.key)
             soon = waits[place] + _TIE_SECONDS
@@ -173,7 +187,7 @@ class LeastSeconds(LeastTokens):
 
     def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
         """See Policy."""
-        _, waits, work, _, cached = snapshot
+        _, waits, work, _, cached, _ = snapshot
         columns: dict[str, Sequence[float]] = {"wait_seconds": waits, "work_seconds": work}
         if cached is not None:
             columns["cached_tokens"] = cached
@@ -181,7 +195,9 @@ class LeastSeconds(LeastTokens):
 
     def forget_cache(self, backend: Backend) -> None:
         """See Policy."""
-        self._prefillers.of(backend).forget_cache()
+        prefiller = self._prefillers.of(backend)
+        prefiller.forget_cache()
+        self._sets.forget(prefiller.cached)
 
     def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
         """Return the least sum of a prefiller's wait and its prefill time for the prompt."""
@@ -189,6 +205,13 @@ class LeastSeconds(LeastTokens):
         loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
         return min(map(float.__add__, waits, self._prefillers.work(prefillers, prompt_costs(request))))
+
+    def working_set(self, backend: Backend) -> Mapping[str, float]:
+        """See Policy."""
+        home = self._sets.sets.get(self._prefillers.of(backend).cached)
+        if home is None:
+            return {}
+        return {"used": home.used_tokens} | ({"limit": home.limit} if home.limit < inf else {})
 
     @property
     def remembered_prefixes(self) -> int:
@@ -212,6 +235,7 @@ class LeastSeconds(LeastTokens):
         """See Policy."""
         subject = id(request.subject or request)
         prompt = self._waiting[subject] = prompt_costs(request)
+        self._sets.note_waiting(prompt.keys, request.session, self.context.clock())
         seconds = self._waiting_seconds[subject] = min(
             self._prefillers.work(self._prefillers.look_up(candidates), prompt)
         )
@@ -219,7 +243,10 @@ class LeastSeconds(LeastTokens):
 
     def left_queue(self, request: PickRequest) -> None:
         """Drop the costs of the prompt."""
-        self._waiting.pop(id(request.subject or request), None)
+        self._waited = request.subject
+        prompt = self._waiting.pop(id(request.subject or request), None)
+        if prompt is not None:
+            self._sets.note_left(prompt.keys, request.session, self.context.clock())
         self._waiting_seconds.pop(id(request.subject or request), None)
 
     def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
@@ -258,10 +285,11 @@ class LeastSeconds(LeastTokens):
             scores, near = self._scores(self._with_handoffs(candidates, waits, prompt), work)
             # If the prompt takes equally long everywhere, waiting for another prefiller gains nothing.
             is_same = max(work) <= min(work) * (1 + _TIE_SHARE)
+            session = self._resident(prompt, request) if self._sets.is_active else None
             best = [
                 prefillers[at]
                 for at, score in enumerate(scores)
-                if score <= near
+                if (score <= near if session is None else prefillers[at].cached is session.cache)
                 and (
                     free[at]
                     or (is_same and is_open[at] and prefillers[at].fits_in_step(prompt.tokens))
@@ -274,6 +302,13 @@ class LeastSeconds(LeastTokens):
             soonest = scores.index(min(scores))
             waits[soonest] += work[soonest]
         return None
+
+    def _resident(self, prompt: PromptCosts, request: PickRequest) -> Session | None:
+        """Return the session of a prompt if it is a resident of one of the candidates."""
+        session = self._sets.find(prompt.keys, request.session, self.context.clock())
+        if session is None or not session.is_resident:
+            return None
+        return session if any(each.cached is session.cache for each in self._prefillers.prefillers) else None
 
     def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
         """Return whether a prefiller may get the next prompt.

@@ -258,6 +258,8 @@ class Sent(Tracker):
     prediction: Prediction | None = None
     answer: tuple[int, int] | None = None
     """Tokens of the prompt and cached tokens among these, as reported. None: they are not reported."""
+    resident_tokens: float = 0.0
+    """Tokens that are in the cache if its session kept its prefix; see WorkingSets. 0: unknown."""
 
     def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """See Tracker."""

@@ -28,6 +28,7 @@ from proxy.balancer.policies.prefill_cost import (
     unpacked,
 )
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
+from proxy.balancer.policies.working_sets import WorkingSets
 from proxy.balancer.shared.scoreboard import SlotReader
 
 if TYPE_CHECKING:
@@ -425,6 +426,7 @@ class Prefillers:
 
     def __init__(self, context: PolicyContext) -> None:
         self.cost = PrefillCost()
+        self.working_sets = WorkingSets(lambda: context.balance is None or context.balance().working_sets)
         self.reader: SlotReader
         """Reads the slots of `candidates`."""
         self._clock = context.clock
@@ -484,6 +486,8 @@ class Prefillers:
         if self._journal is not None:
             self.read_records()  # another worker's answer may show when this prompt began
         now = self._clock()
+        if sent.prompt.keys:
+            self.working_sets.note_end(prefiller.cached, sent, now)
         sample = prefiller.end(sent, served, now, now >= self._next_lesson or prefiller.step is not None)
         if sample is not None:
             self._pending.add((prefiller, sample), now - sample.whole, now)

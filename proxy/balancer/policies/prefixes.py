@@ -336,6 +336,11 @@ class CachedPrefixes:
         """Whether KV events of the engine have shown evictions and so the capacity."""
         return self._count is not None and self._count.evicts > 0
 
+    @property
+    def is_capacity_learned(self) -> bool:
+        """Whether evictions have shown the capacity, by KV events or by answers."""
+        return self.knows_capacity or self._reach.tokens is not None
+
     def follow(self, count: CacheCount, computing: float) -> bool:
         """Apply a count of the engine's KV events, which include the tokens computed for other clients.
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from proxy.gateway.lanes import Serving
     from proxy.listener.drain import DrainManager
     from proxy.listener.http_listener import HttpListener
+    from proxy.observe.metrics import Metrics
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.basis import Basis
     from proxy.process.worker.engines import Engines
@@ -185,7 +186,19 @@ def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) ->
     basis.metrics.settle_first(
         lambda: keys.set(sum(lane.pools.prefill.policy.remembered_prefixes for lane in lanes.all))
     )
+    basis.metrics.settle_first(partial(_count_sessions, basis.metrics, lanes))
     return lanes
+
+
+def _count_sessions(metrics: Metrics, lanes: Lanes) -> None:
+    """Update the metrics of sessions for a scrape."""
+    known = [sets for lane in lanes.all if (sets := lane.pools.prefill.working_sets) is not None]
+    metrics.resident_sessions.set(sum(sets.residents for sets in known))
+    metrics.waiting_sessions.set(sum(sets.waiting for sets in known))
+    for sets in known:
+        expected, lost = sets.take_counts()
+        metrics.resident_tokens_total.labels("expected").inc(expected)
+        metrics.resident_tokens_total.labels("lost").inc(lost)
 
 
 def _suspects(basis: Basis, engines: Engines, pools: Pools) -> Suspects:

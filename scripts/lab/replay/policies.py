@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -14,6 +15,7 @@ from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext, T
 from proxy.balancer.policies.least_tokens import LeastTokens, RoundRobin, make_policy
 from proxy.common.backend import Backend, Load
 from proxy.settings import POLICIES
+from proxy.settings.model import Balance
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine
 
@@ -322,8 +324,8 @@ class ClairvoyantDecode(Policy):
 
 
 OURS: Final = "least_load"
-AFFINITY: Final = OURS
-"""Name of the policy that shows how many sessions fit into the caches."""
+AFFINITY: Final = "affinity"
+"""Name of pdproxy's default without working sets, which shows how many sessions fit into the caches."""
 TODAY: Final = "today"
 """Name of the former default: counting tokens for both roles."""
 CLAIRVOYANT: Final = "clairvoyant"
@@ -338,8 +340,9 @@ def policies(fleet: Fleet, decode_policy: str) -> dict[str, tuple[MakePolicy, Ma
         return Clairvoyant(engines, fleet.prefill_machine.cost, context)
 
     decoding = _blind(partial(ClairvoyantDecode, fleet.decode_machine))
+    affinity = {AFFINITY: (_without_working_sets(OURS), _of_table(decode_policy))}
     today = {TODAY: (_of_table("least_tokens"), _of_table("least_tokens"))}
-    return own | today | others | {CLAIRVOYANT: (knowing, decoding)}
+    return own | affinity | today | others | {CLAIRVOYANT: (knowing, decoding)}
 
 
 def peer_names() -> list[str]:
@@ -349,7 +352,7 @@ def peer_names() -> list[str]:
 
 def policy_names() -> list[str]:
     """Return the names of all policies."""
-    return [*POLICIES, TODAY, *peer_names(), CLAIRVOYANT]
+    return [*POLICIES, AFFINITY, TODAY, *peer_names(), CLAIRVOYANT]
 
 
 def _peers(fleet: Fleet) -> dict[str, tuple[Callable[[PolicyContext], Policy], Callable[[PolicyContext], Policy]]]:
@@ -358,6 +361,11 @@ def _peers(fleet: Fleet) -> dict[str, tuple[Callable[[PolicyContext], Policy], C
 
 def _of_table(name: str) -> MakePolicy:
     return _blind(partial(make_policy, name))
+
+
+def _without_working_sets(name: str) -> MakePolicy:
+    off = Balance(working_sets=False)
+    return lambda context, _engines: make_policy(name, replace(context, balance=lambda: off))
 
 
 def _blind(make: Callable[[PolicyContext], Policy]) -> MakePolicy:

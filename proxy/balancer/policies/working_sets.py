@@ -1,0 +1,617 @@
+"""Working sets: how many conversations may use the prefix caches of prefillers at the same time.
+
+A conversation sends its history again with each turn. If more conversations take turns than the caches hold, each turn
+evicts the prefix that another one is about to need, and all turns are computed from the start. Then it is better that
+some conversations wait while the others keep their prefixes (Denning's working sets).
+
+A session is a chain of prompts, of which each extends an earlier one, or which have the same session ID. It is a
+resident of one prefiller while its prefix should stay in the cache there. `WorkingSets` limits the tokens of residents
+only after residents have lost their prefixes to eviction while the prefillers were busy. The limit shrinks quickly
+while residents lose prefixes, and grows slowly while they do not. It is lifted if it does not raise the hit rate.
+"""
+
+from __future__ import annotations
+
+from math import exp, inf
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from proxy.balancer.policies.prefill_cost import PromptCosts, Sent
+    from proxy.balancer.policies.prefixes import CachedPrefixes
+
+# Maximum number of sessions, and of remembered ends of prompts per session. A client may repeat or fork a turn.
+MAX_SESSIONS: Final = 8192
+_MAX_TAILS: Final = 6
+# Prompts whose tokens are fewer take no notable part of a cache.
+_MIN_TOKENS: Final = 1024
+# So many tokens may be missing without an eviction, because engines find whole blocks.
+_TOLERATED_TOKENS: Final = 2048
+# Weight of a new observation in the share of lost prefixes.
+_LOSS_STEP: Final = 1 / 48
+# Time constant of the tokens per second, in seconds.
+_RATE_SECONDS: Final = 60.0
+# Maximum number of admitted sessions per prefiller whose prompts are not sent yet.
+_MAX_PLACED: Final = 1
+# The limit begins at this share of lost prefixes, and while prefillers are busy for this share of time.
+_THRASHING: Final = 0.15
+_BUSY: Final = 0.85
+# The first limit, as a share of the residents' tokens at that time.
+_FIRST_SHARE: Final = 0.75
+# A limit shrinks by its share of lost prefixes times this factor, at least by the share below, and only if more than
+# that share of prefixes is lost. It grows by a factor if less than another share is lost and it is nearly full.
+_SHRINK: Final = 0.6
+_LEAST_SHRINK: Final = 0.12
+_LOSSES_TO_SHRINK: Final = 0.06
+_GROW: Final = 1.01
+_GROW_CAREFULLY: Final = 1.002
+# A limit grows carefully from this share of the one at which prefixes were lost.
+_CAREFUL_SHARE: Final = 0.92
+_LOSSES_TO_GROW: Final = 0.02
+_FULL: Final = 0.93
+# Times between two changes of a limit, in seconds.
+_SHRINK_SECONDS: Final = 15.0
+_GROW_SECONDS: Final = 5.0
+# A limit is at least this number of tokens.
+_LEAST_LIMIT: Final = 16_384.0
+# The limit ends when no session has waited for this time.
+_UNUSED_SECONDS: Final = 60.0
+# The limit is judged after this time. Prefillers that are not busy must compute this share of the tokens per second of
+# the time before.
+_TRIAL_SECONDS: Final = 90.0
+# The limit is lifted when it has not paid for this time.
+_FAILING_SECONDS: Final = 60.0
+_IDLE_UTILISATION: Final = 0.4
+_LEAST_RATE: Final = 0.7
+# A limit that was lifted does not begin again for this time, which doubles up to the longest.
+_LIFTED_SECONDS: Final = 300.0
+_LONGEST_LIFTED_SECONDS: Final = 3600.0
+# Time constant of the utilisation of prefillers, in seconds.
+_UTILISATION_SECONDS: Final = 20.0
+# A resident gives way only while prefillers are busy for less than this share of time: cold prompts need the rest.
+_MOST_BUSY_TO_SWITCH: Final = 0.7
+# Number of turns that a resident has before it gives way to a session of the same client key.
+_QUANTUM_TURNS: Final = 8
+# A resident counts as idle after this multiple of the time within which most pauses end, which begins with a value and
+# has bounds.
+_IDLE_PAUSES: Final = 1.5
+_FIRST_PAUSE: Final = 10.0
+_MIN_PAUSE: Final = 4.0
+_MAX_PAUSE: Final = 20.0
+# Pauses beyond this time belong to another visit.
+_LONGEST_PAUSE: Final = 300.0
+_PAUSE_QUANTILE: Final = 0.95
+_PAUSE_STEP: Final = 0.05
+# A turn that has arrived is sent, or its client leaves, within this time.
+_LONGEST_WAIT: Final = 300.0
+# One session counts for at most this share of a limit, so that a large one has its turn, too.
+_MOST_OF_A_LIMIT: Final = 0.5
+# Number of waiting sessions of one key that are tried before the next key.
+_LOOKAHEAD: Final = 8
+
+
+class Session:
+    """One conversation."""
+
+    __slots__ = (
+        *("key", "tokens", "shared_tokens", "cache", "is_resident", "is_placed", "idle_since"),
+        *("turns", "sent_at", "session_id", "tails"),
+    )
+
+    def __init__(self, session_id: str | None) -> None:
+        self.key = ""
+        """Name of its client key. Empty: unknown."""
+        self.tokens = 0.0
+        """Tokens of its last prompt."""
+        self.shared_tokens = 0.0
+        """Tokens at its beginning that another session had sent before. They count for that session."""
+        self.cache: CachedPrefixes | None = None
+        """Prefiller of its last prompt, or where it was placed. None: there is none."""
+        self.is_resident = False
+        self.is_placed = False
+        """Whether its next prompt should go to `cache`, where room was made for it."""
+        self.idle_since = 0.0
+        """Time at which its last prompt was computed. In the future while a prompt of it waits or is computed."""
+        self.turns = 0
+        """Turns since it became a resident."""
+        self.sent_at = -inf
+        """Time at which its last prompt was sent."""
+        self.session_id = session_id
+        self.tails: list[int] = []
+        """Keys of the ends of its last prompts, oldest first."""
+
+    @property
+    def own_tokens(self) -> float:
+        """Tokens that only this session needs."""
+        return max(1.0, self.tokens - self.shared_tokens)
+
+
+class WorkingSet:
+    """Residents of one prefiller."""
+
+    __slots__ = ("cache", "residents", "used_tokens", "limit", "ceiling", "placed", "losses", "changed_at", "grown_at")
+
+    def __init__(self, cache: CachedPrefixes) -> None:
+        self.cache = cache
+        self.residents: dict[Session, float] = {}
+        """Residents and the tokens that they are charged with, the least recently used first."""
+        self.used_tokens = 0.0
+        self.limit = inf
+        """Maximum of `used_tokens`."""
+        self.ceiling = inf
+        """The limit grows slowly beyond this number of tokens."""
+        self.placed = 0
+        """Number of placed sessions among the residents."""
+        self.losses = 0.0
+        """Mean recent share of residents that have lost their prefix."""
+        self.changed_at = 0.0
+        """Time at which the limit was lowered."""
+        self.grown_at = 0.0
+        """Time at which the limit was changed."""
+
+    @property
+    def free_tokens(self) -> float:
+        """Tokens for further residents."""
+        return self.limit - self.used_tokens
+
+    def charge(self, session: Session) -> None:
+        """Make a session a resident, or update its tokens. It becomes the most recently used one."""
+        tokens = session.own_tokens
+        self.used_tokens += tokens - self.residents.pop(session, 0.0)
+        self.residents[session] = tokens
+        session.is_resident = True
+
+    def discharge(self, session: Session) -> None:
+        """Remove a resident."""
+        self.used_tokens -= self.residents.pop(session, 0.0)
+        session.is_resident = False
+        session.turns = 0
+        self.unplace(session)
+
+    def unplace(self, session: Session) -> None:
+        """Note that a placed session has sent its prompt, or will not."""
+        if session.is_placed:
+            session.is_placed = False
+            self.placed -= 1
+
+
+class WorkingSets:
+    """Sessions and working sets of all prefillers, as one worker knows them."""
+
+    def __init__(self, is_enabled: Callable[[], bool] = lambda: True) -> None:
+        """Create working sets without limits. `is_enabled`: returns whether limits may begin."""
+        self._is_enabled = is_enabled
+        self.is_active = False
+        """Whether sessions may have to wait now."""
+        self.sets: dict[CachedPrefixes, WorkingSet] = {}
+        self.waiting = 0
+        """Number of turns that wait now. The queue updates it."""
+        self.lifted = 0
+        """Number of times that the limit was lifted, because it did not pay."""
+        self._expected_tokens = self._lost_tokens = 0.0  # since the last call of `take_counts`
+        self.shed = 0
+        """Number of times that a limit was lowered, so that residents may have lost their place."""
+        self._pause = _FIRST_PAUSE  # time within which most pauses end
+        self._by_tail: dict[int, Session] = {}
+        self._by_id: dict[str, Session] = {}
+        self._sessions: dict[Session, None] = {}  # the least recently used first
+        self._tokens = 0.0  # decayed tokens of computed prompts
+        self._tokens_at = 0.0
+        self._busy = 0.0  # decayed seconds of prefill work
+        self._busy_at = 0.0
+        self._began = 0.0  # when the limit began
+        self._rate_limited = 0.0  # tokens per second when the limit was lifted
+        self._rate_before = 0.0  # tokens per second when the limit began
+        self._failing_since = inf  # since when the limit does not pay
+        self._losses = 0.0  # mean share of lost prefixes of all residents since the limit began
+        self._waited_at = 0.0  # when a turn waited last
+        self._believed_from = -inf  # a lifted limit does not begin before
+        self._lifted_seconds = _LIFTED_SECONDS
+
+    def __len__(self) -> int:
+        """Return the number of remembered sessions."""
+        return len(self._sessions)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time after which a resident counts as idle."""
+        return _IDLE_PAUSES * self._pause
+
+    @property
+    def residents(self) -> int:
+        """Number of residents of all prefillers."""
+        return sum(len(home.residents) for home in self.sets.values())
+
+    def take_counts(self) -> tuple[float, float]:
+        """Return the tokens that residents should have found and the part that was evicted, since the last call."""
+        counts = self._expected_tokens, self._lost_tokens
+        self._expected_tokens = self._lost_tokens = 0.0
+        return counts
+
+    # Sessions
+
+    def find(self, keys: Sequence[int], session_id: str | None, now: float) -> Session | None:
+        """Return the session that a prompt continues, or None if it is the first of a session."""
+        tails = self._by_tail
+        for key in reversed(keys):
+            session = tails.get(key)
+            if session is not None:
+                return session
+        if session_id is not None:
+            session = self._by_id.get(session_id)
+            # A chain that runs at the same time is another conversation, for example of a sub-agent.
+            if session is not None and session.idle_since <= now:
+                return session
+        return None
+
+    def note_waiting(self, keys: Sequence[int], session_id: str | None, now: float) -> None:
+        """Note that a prompt has arrived and waits in the queue, so that its session is not idle."""
+        session = self.find(keys, session_id, now)
+        if session is not None:
+            self._arrive(session, now)
+
+    def note_left(self, keys: Sequence[int], session_id: str | None, now: float) -> None:
+        """Note that a prompt has left the queue, to be sent or not."""
+        session = self.find(keys, session_id, now)
+        if session is not None and session.idle_since > now:
+            session.idle_since = now
+
+    def note_gone(self, session: Session, now: float) -> None:
+        """Note that the client of a waiting turn has left."""
+        session.idle_since = now
+
+    def note_sent(
+        self, cache: CachedPrefixes, prompt: PromptCosts, session_id: str | None, sent: Sent, has_waited: bool
+    ) -> float:
+        """Note that a prompt goes to a prefiller.
+
+        Args:
+            cache: The cache of the prefiller.
+            prompt: The prompt.
+            session_id: ID that the client sends with related requests. None: it sends none.
+            sent: The prompt in flight.
+            has_waited: Whether it waited in the queue, so that its client sent it some time ago.
+
+        Returns:
+            Tokens that a resident should find in the cache. 0: the session is not a resident there.
+        """
+        seconds, cached, now = sent.seconds, sent.cached, sent.at
+        self._busy = self._decayed(now) + seconds
+        self._busy_at = now
+        if prompt.tokens < _MIN_TOKENS:
+            return 0.0
+        session = self.find(prompt.keys, session_id, now)
+        expected = 0.0
+        if session is None:
+            session = self._new(session_id)
+            session.shared_tokens = cached
+        else:
+            if not has_waited and not session.is_placed:
+                self._learn_pause(now - session.idle_since)
+            if session.tokens > prompt.tokens:  # its history was replaced
+                session.shared_tokens = min(session.shared_tokens, cached)
+            elif session.is_resident and session.cache is cache and session.sent_at > self._set_of(cache).changed_at:
+                expected = session.tokens
+        before = session.cache
+        if session.is_resident and before is not None and before is not cache:
+            self._set_of(before).discharge(session)
+        elif session.is_placed:
+            self._set_of(cache).unplace(session)
+        session.tokens = float(prompt.tokens)
+        session.cache = cache
+        session.turns += 1
+        session.sent_at = now
+        session.idle_since = now + _LONGEST_WAIT
+        home = self._set_of(cache)
+        if not self.is_active:
+            self._expire(home, now)
+        if session.is_resident or not self.is_active or session.own_tokens <= home.free_tokens:
+            home.charge(session)
+        self._remember(session, prompt.keys)
+        return expected
+
+    def note_end(self, cache: CachedPrefixes, sent: Sent, now: float) -> None:
+        """Note that a prompt has been computed, or has failed."""
+        session = self.find(sent.prompt.keys, None, now)
+        if session is not None:
+            session.idle_since = now
+        if sent.answer is None:
+            return
+        (tokens, cached), expected = sent.answer, sent.resident_tokens
+        self._tokens = self._tokens * exp((self._tokens_at - now) / _RATE_SECONDS) + tokens
+        self._tokens_at = now
+        if expected >= _MIN_TOKENS:
+            home = self._set_of(cache)
+            lost = max(0.0, 1 - (cached + _TOLERATED_TOKENS) / expected)
+            home.losses += _LOSS_STEP * (lost - home.losses)
+            self._losses += _LOSS_STEP * (lost - self._losses)
+            self._expected_tokens += expected
+            self._lost_tokens += lost * expected
+            self._control(home, now)
+
+    def forget(self, cache: CachedPrefixes) -> None:
+        """Forget the residents of a prefiller whose cache is empty."""
+        lost = self.sets.pop(cache, None)
+        if lost is not None:
+            for session in list(lost.residents):
+                lost.discharge(session)
+
+    def _new(self, session_id: str | None) -> Session:
+        session = Session(session_id)
+        if len(self._sessions) >= MAX_SESSIONS:
+            self._drop(next(iter(self._sessions)))
+        self._sessions[session] = None
+        if session_id is not None:
+            self._by_id[session_id] = session
+        return session
+
+    def _drop(self, session: Session) -> None:
+        del self._sessions[session]
+        if session.is_resident and session.cache is not None:
+            self._set_of(session.cache).discharge(session)
+        for key in session.tails:
+            if self._by_tail.get(key) is session:
+                del self._by_tail[key]
+        if session.session_id is not None and self._by_id.get(session.session_id) is session:
+            del self._by_id[session.session_id]
+
+    def _remember(self, session: Session, keys: Sequence[int]) -> None:
+        """Remember the end of a prompt. Its last piece may be partial, so the piece before it counts, too."""
+        self._sessions[session] = self._sessions.pop(session)
+        tails = self._by_tail
+        for key in keys[-2:]:
+            if tails.get(key) is not session:
+                tails[key] = session
+                session.tails.append(key)
+        while len(session.tails) > _MAX_TAILS:
+            key = session.tails.pop(0)
+            if tails.get(key) is session:
+                del tails[key]
+
+    def _arrive(self, session: Session, now: float) -> None:
+        """Note that a turn of a session has arrived and is not sent yet."""
+        self._learn_pause(now - session.idle_since)
+        session.idle_since = now + _LONGEST_WAIT
+
+    def _learn_pause(self, seconds: float) -> None:
+        """Follow the upper tail of pauses by stochastic approximation of a quantile."""
+        if 0 < seconds < _LONGEST_PAUSE:
+            step = _PAUSE_STEP * self._pause
+            self._pause += step * (_PAUSE_QUANTILE if seconds > self._pause else _PAUSE_QUANTILE - 1)
+            self._pause = min(_MAX_PAUSE, max(_MIN_PAUSE, self._pause))
+
+    def _set_of(self, cache: CachedPrefixes) -> WorkingSet:
+        known = self.sets.get(cache)
+        if known is None:
+            known = self.sets[cache] = WorkingSet(cache)
+            if self.is_active:
+                known.limit = max((each.limit for each in self.sets.values() if each is not known), default=inf)
+        return known
+
+    # Limits
+
+    def utilisation(self, now: float) -> float:
+        """Return the recent prefill work relative to the time of all prefillers."""
+        return self._decayed(now) / (_UTILISATION_SECONDS * max(1, len(self.sets)))
+
+    def _decayed(self, now: float) -> float:
+        return self._busy * exp((self._busy_at - now) / _UTILISATION_SECONDS)
+
+    def _rate(self, now: float) -> float:
+        """Return the recent tokens per second of computed prompts."""
+        return self._tokens * exp((self._tokens_at - now) / _RATE_SECONDS) / _RATE_SECONDS
+
+    def _control(self, home: WorkingSet, now: float) -> None:
+        """Begin, change or end the limits, after an observation of a resident."""
+        if not self.is_active:
+            # If less is computed without the limit, it has paid.
+            may_begin = now >= self._believed_from or self._rate(now) < _LEAST_RATE * self._rate_limited
+            if may_begin and home.losses > _THRASHING and self.utilisation(now) > _BUSY:
+                self._begin(now)
+            return
+        since = now - home.changed_at
+        if home.losses > _LOSSES_TO_SHRINK:
+            if since > _SHRINK_SECONDS:
+                home.ceiling = _CAREFUL_SHARE * home.limit
+                self._change(home, home.limit * (1 - max(_LEAST_SHRINK, _SHRINK * home.losses)), now)
+                home.losses = 0.0
+        elif (
+            home.losses < _LOSSES_TO_GROW
+            and self.waiting
+            and now - home.grown_at > _GROW_SECONDS
+            and home.free_tokens < (1 - _FULL) * home.limit
+        ):
+            home.limit *= _GROW if home.limit < home.ceiling else _GROW_CAREFULLY
+            home.grown_at = now
+        if self.waiting:
+            self._waited_at = now
+        elif now - self._waited_at > _UNUSED_SECONDS:
+            self._end()
+            return
+        if now - self._began > _TRIAL_SECONDS and self.waiting:
+            self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        """Lift the limit for some time if it has not paid for a while.
+
+        It pays if residents find their prefixes, and if prefillers are busy or compute as much as before.
+        """
+        is_idle = self.utilisation(now) < _IDLE_UTILISATION and self._rate(now) < _LEAST_RATE * self._rate_before
+        if self._losses < _THRASHING and not is_idle:
+            self._lifted_seconds, self._failing_since = _LIFTED_SECONDS, inf
+            return
+        self._failing_since = min(self._failing_since, now)
+        if now - self._failing_since < _FAILING_SECONDS:
+            return
+        self.lifted += 1
+        self._believed_from = now + self._lifted_seconds
+        self._rate_limited = self._rate(now)
+        self._lifted_seconds = min(_LONGEST_LIFTED_SECONDS, 2 * self._lifted_seconds)
+        self._end()
+
+    def _begin(self, now: float) -> None:
+        """Begin to limit, if evictions have shown the reach of a cache."""
+        if not self._is_enabled() or not any(each.cache.is_capacity_learned for each in self.sets.values()):
+            return
+        self.is_active = True
+        self._began = self._waited_at = now
+        self._rate_before = self._rate(now)
+        self._losses, self._failing_since = 0.0, inf
+        for each in self.sets.values():
+            self._expire(each, now)
+            self._change(each, _FIRST_SHARE * each.used_tokens, now)
+            each.losses = 0.0
+
+    def _change(self, home: WorkingSet, limit: float, now: float) -> None:
+        """Lower the limit. Residents wait until the others fit: those with most turns first."""
+        home.limit, home.changed_at, home.grown_at = max(limit, _LEAST_LIMIT), now, now
+        self.shed += 1
+        if home.used_tokens > home.limit:
+            for session in sorted(home.residents, key=_turns, reverse=True):
+                home.discharge(session)
+                if home.used_tokens <= home.limit:
+                    break
+
+    def _end(self) -> None:
+        self.is_active = False
+        for each in self.sets.values():
+            each.limit = each.ceiling = inf
+            each.losses = 0.0
+
+    def _expire(self, home: WorkingSet, now: float) -> None:
+        """Remove the residents that have been idle for too long."""
+        for session in list(home.residents):
+            if now - session.idle_since <= self.idle_seconds:
+                break
+            home.discharge(session)
+
+    # Admission
+
+    def holds(self, keys: Sequence[int], session_id: str | None, key: str, now: float) -> Session | None:
+        """Return the session of a prompt that has to wait, or None if the prompt may go.
+
+        The first prompt of a session never waits, because it may be the only one.
+        """
+        session = self.find(keys, session_id, now)
+        if session is None:
+            return None
+        session.key = key
+        self._arrive(session, now)
+        if session.is_resident or (not self.waiting and self._place(session, now)):
+            return None
+        self._waited_at = now
+        return session
+
+    def _place(self, session: Session, now: float) -> bool:
+        """Make a session a resident of the prefiller with most room, if there is enough. Return whether it was."""
+        home = max(self.sets.values(), key=_free_tokens, default=None)
+        if home is None:
+            return True
+        if home.placed >= _MAX_PLACED:
+            return False
+        if home.free_tokens < min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit):
+            return False
+        self._settle(session, home, now)
+        return True
+
+    def _settle(self, session: Session, home: WorkingSet, now: float) -> None:
+        session.cache = home.cache
+        session.turns = 0
+        home.charge(session)
+        session.is_placed = True
+        home.placed += 1
+
+    def next_sessions(self, waiting: Iterable[tuple[Session, float]], patience: float, now: float) -> list[Session]:
+        """Return waiting sessions that may go now. They are residents then.
+
+        Args:
+            waiting: Sessions and the times since when they wait, the oldest first.
+            patience: Seconds after which a session takes the place of a resident that has had its turn.
+            now: Time of the clock.
+        """
+        if self.is_active and not self._is_enabled():
+            self._end()
+        if not self.is_active:
+            return [session for session, _ in waiting]
+        by_key: dict[str, list[tuple[Session, float]]] = {}
+        for session, since in waiting:
+            by_key.setdefault(session.key, []).append((session, since))
+        if not by_key:
+            return []
+        used = dict.fromkeys(by_key, 0.0)
+        total = 0.0
+        for home in self.sets.values():
+            total += home.limit
+            for resident, tokens in home.residents.items():
+                if resident.key:
+                    used[resident.key] = used.get(resident.key, 0.0) + tokens
+        share = total / len(used)
+        made: list[Session] = []
+        for key in sorted(by_key, key=used.__getitem__):
+            for session, since in by_key[key][:_LOOKAHEAD]:
+                if session.is_resident:  # another turn of it has been admitted
+                    made.append(session)
+                    continue
+                is_below = used[key] + session.own_tokens <= share
+                if self._place(session, now) or self._replace(
+                    session, is_below, used, share, now - since > patience, now
+                ):
+                    used[key] += session.own_tokens
+                    made.append(session)
+                elif now - since > patience:
+                    break  # the others must not take the room that it waits for
+        return made
+
+    def _replace(
+        self, session: Session, is_below: bool, used: dict[str, float], share: float, is_impatient: bool, now: float
+    ) -> bool:
+        """Let a session take the place of residents that give way. Return whether it has."""
+        may_switch = is_impatient and self.utilisation(now) < _MOST_BUSY_TO_SWITCH
+        for home in sorted(self.sets.values(), key=_free_tokens, reverse=True):
+            if home.placed >= _MAX_PLACED:
+                continue
+            need = min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit) - home.free_tokens
+            leaving = []
+            for resident in sorted(home.residents, key=_turns, reverse=True):
+                if need <= 0:
+                    break
+                idle = now - resident.idle_since
+                if idle < 0 or resident.is_placed:
+                    continue
+                if (
+                    idle > self.idle_seconds
+                    or (is_below and resident.key != session.key and used.get(resident.key, 0.0) > share)
+                    or (may_switch and resident.turns >= _QUANTUM_TURNS)
+                ):
+                    leaving.append(resident)
+                    need -= home.residents[resident]
+            if need <= 0:
+                for resident in leaving:
+                    used[resident.key] = used.get(resident.key, 0.0) - home.residents[resident]
+                    home.discharge(resident)
+                self._settle(session, home, now)
+                return True
+        return False
+
+    def admit_regardless(self, session: Session, now: float) -> None:
+        """Make a session a resident that has waited too long, in place of the residents with most turns."""
+        if session.is_resident:
+            return
+        home = max(self.sets.values(), key=_free_tokens, default=None)
+        if home is None:
+            return
+        for resident in sorted(home.residents, key=_turns, reverse=True):
+            if home.free_tokens >= session.own_tokens:
+                break
+            if resident.idle_since < now and not resident.is_placed:
+                home.discharge(resident)
+        self._settle(session, home, now)
+
+
+def _turns(session: Session) -> int:
+    return session.turns
+
+
+def _free_tokens(home: WorkingSet) -> float:
+    return home.free_tokens

@@ -1,0 +1,385 @@
+"""Working sets: sessions that wait while caches are too small, and each case in which they must not wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies.prefill_cost import PromptCosts, Sent
+from proxy.balancer.policies.prefixes import CachedPrefixes
+from proxy.balancer.policies.working_sets import MAX_SESSIONS, Session, WorkingSets
+from proxy.common.backend import Load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_REQUEST = PickRequest.of(Load())
+_PATIENCE = 30.0
+
+
+class Cache(CachedPrefixes):
+    """A cache whose evictions have shown its capacity."""
+
+    @property
+    def is_capacity_learned(self) -> bool:
+        return self.is_learned
+
+    is_learned = True
+
+
+class Fleet:
+    """Prefillers with caches, and sessions that send turns to them. A prompt takes a second for 10,000 tokens."""
+
+    def __init__(self, caches: int = 1, *, is_learned: bool = True) -> None:
+        self.now = 0.0
+        self.sets = WorkingSets(lambda: self.is_enabled)
+        self.is_enabled = True
+        self.caches = [Cache() for _ in range(caches)]
+        for cache in self.caches:
+            cache.is_learned = is_learned
+
+    def send(
+        self,
+        keys: Sequence[int],
+        tokens: int,
+        *,
+        at: int = 0,
+        cached: float = 0.0,
+        session: str | None = None,
+        ends: bool = True,
+    ) -> Sent:
+        """Send a prompt. `ends`: it is computed at once."""
+        prompt = PromptCosts(_REQUEST, keys, [tokens * (place + 1) / len(keys) for place in range(len(keys))], tokens)
+        seconds = tokens / 10_000
+        sent = Sent(lambda *_: None, 0, 0, prompt, self.now, seconds, cached, (), 0.0, 0, 0.0)
+        sent.resident_tokens = self.sets.note_sent(self.caches[at], prompt, session, sent, False)
+        if ends:
+            self.sets.note_end(self.caches[at], sent, self.now)
+        return sent
+
+    def turn(self, keys: Sequence[int], tokens: int, *, found: float | None = None, at: int = 0) -> None:
+        """Send a prompt and complete it. `found`: share of the expected tokens in the cache. None: not reported."""
+        sent = self.send(keys, tokens, at=at, ends=False)
+        self.now += 1.0
+        if found is not None:
+            sent.note_usage(tokens, round(found * sent.resident_tokens))
+        self.sets.note_end(self.caches[at], sent, self.now)
+
+    def thrash(self, sessions: int = 10, tokens: int = 10_000, turns: int = 12, at: int = 0) -> None:
+        """Let sessions take turns, each of which has lost its prefix, until there is a limit."""
+        for number in range(turns):
+            for session in range(sessions):
+                if self.sets.is_active:
+                    return
+                self.turn(chain(session, number), tokens, found=0.0, at=at)
+
+    def holds(self, keys: Sequence[int], key: str = "-") -> Session | None:
+        return self.sets.holds(keys, None, key, self.now)
+
+    def next(self, *waiting: tuple[Session, float]) -> list[Session]:
+        return self.sets.next_sessions(waiting, _PATIENCE, self.now)
+
+
+def chain(session: int, turn: int) -> list[int]:
+    """Return the keys of a prompt that extends the prompts of the session's earlier turns."""
+    return [session * 1000 + place for place in range(turn + 3)]
+
+
+@pytest.fixture
+def full() -> Fleet:
+    """Return a fleet whose limit has begun, and whose residents use all of it."""
+    fleet = Fleet()
+    fleet.thrash()
+    assert fleet.sets.is_active
+    return fleet
+
+
+def outsider(fleet: Fleet) -> int:
+    """Return a session without room."""
+    return next(number for number in range(10) if not found(fleet, number).is_resident)
+
+
+def found(fleet: Fleet, number: int) -> Session:
+    session = fleet.sets.find(chain(number, 12), None, fleet.now)
+    assert session is not None
+    return session
+
+
+def test_prompt_continues_the_session_whose_last_prompt_it_extends() -> None:
+    fleet = Fleet()
+    fleet.send(chain(1, 0), 5000)
+    fleet.send(chain(2, 0), 5000)
+    assert fleet.sets.find(chain(1, 1), None, 1.0) is fleet.sets.find(chain(1, 0), None, 1.0)
+    assert fleet.sets.find(chain(1, 1), None, 1.0) is not fleet.sets.find(chain(2, 1), None, 1.0)
+    assert fleet.sets.find([7, 8], None, 1.0) is None
+
+
+def test_partial_last_piece_does_not_end_a_session() -> None:
+    fleet = Fleet()
+    fleet.send([1, 2, 3, 99], 5000)
+    assert fleet.sets.find([1, 2, 3, 4, 98], None, 1.0) is not None
+
+
+def test_session_id_joins_a_new_chain_after_compaction() -> None:
+    fleet = Fleet()
+    fleet.send(chain(1, 4), 50_000, session="s")
+    fleet.now = 20.0
+    fleet.send([1, 2], 6000, session="s")
+    assert len(fleet.sets) == 1
+    assert fleet.sets.residents == 1
+    assert next(iter(fleet.sets.sets.values())).used_tokens == 6000
+
+
+def test_parallel_chain_with_the_same_session_id_is_another_session() -> None:
+    fleet = Fleet()
+    fleet.send(chain(1, 4), 50_000, session="s", ends=False)
+    fleet.send(chain(2, 4), 50_000, session="s")
+    assert len(fleet.sets) == 2
+
+
+def test_chain_that_compaction_has_replaced_expires() -> None:
+    fleet = Fleet()
+    fleet.send(chain(1, 4), 50_000)
+    fleet.now = 100.0
+    fleet.send(chain(2, 4), 6000)
+    assert next(iter(fleet.sets.sets.values())).used_tokens == 6000
+
+
+def test_fork_counts_shared_tokens_once() -> None:
+    fleet = Fleet()
+    fleet.send(chain(1, 4), 50_000)
+    fleet.send([1000, 1001, 1002, 77, 78], 52_000, cached=48_000)
+    assert next(iter(fleet.sets.sets.values())).used_tokens == 54_000
+
+
+def test_nothing_waits_when_everything_fits() -> None:
+    fleet = Fleet()
+    for turn in range(50):
+        for session in range(10):
+            fleet.turn(chain(session, turn), 10_000, found=1.0)
+    assert not fleet.sets.is_active
+
+
+def test_nothing_waits_when_engines_report_no_cached_tokens() -> None:
+    fleet = Fleet()
+    for turn in range(50):
+        for session in range(10):
+            fleet.turn(chain(session, turn), 10_000)
+    assert not fleet.sets.is_active
+
+
+def test_nothing_waits_while_the_reach_of_caches_is_unknown() -> None:
+    fleet = Fleet(is_learned=False)
+    fleet.thrash(turns=40)
+    assert not fleet.sets.is_active
+
+
+def test_nothing_waits_while_prefillers_are_idle() -> None:
+    fleet = Fleet()
+    for turn in range(40):
+        for session in range(10):
+            fleet.turn(chain(session, turn), 10_000, found=0.0)
+            fleet.now += 1.0
+    assert not fleet.sets.is_active
+
+
+def test_nothing_waits_when_the_option_is_off() -> None:
+    fleet = Fleet()
+    fleet.is_enabled = False
+    fleet.thrash(turns=40)
+    assert not fleet.sets.is_active
+
+
+def test_waiting_sessions_go_when_the_option_is_turned_off(full: Fleet) -> None:
+    session = full.holds(chain(outsider(full), 12))
+    assert session is not None
+    full.is_enabled = False
+    assert full.next((session, full.now)) == [session]
+    assert not full.sets.is_active
+
+
+def test_single_turns_never_wait(full: Fleet) -> None:
+    """A burst of one-shot requests passes, and none of them takes a place in the working set."""
+    residents = full.sets.residents
+    for number in range(100):
+        keys = [10_000_000 + 10 * number, 10_000_001 + 10 * number]
+        assert full.holds(keys) is None
+        full.send(keys, 50_000)
+    assert full.sets.residents == residents
+
+
+def test_first_turns_are_no_residents_without_room(full: Fleet) -> None:
+    full.send(chain(50, 0), 50_000)
+    assert full.holds(chain(50, 1)) is not None
+
+
+def test_residents_go_and_others_wait(full: Fleet) -> None:
+    number = outsider(full)
+    assert full.holds(chain(number, 12)) is found(full, number)
+    for other in range(10):
+        assert full.holds(chain(other, 12)) is None or not found(full, other).is_resident
+
+
+def test_session_goes_when_a_resident_never_comes_back(full: Fleet) -> None:
+    session = full.holds(chain(outsider(full), 12))
+    assert session is not None
+    assert full.next((session, full.now)) == []
+    full.now += 100.0
+    assert full.next((session, full.now - 1)) == [session]
+
+
+def test_impatient_session_takes_the_place_of_a_resident_with_most_turns(full: Fleet) -> None:
+    session = full.holds(chain(outsider(full), 12))
+    assert session is not None
+    for number in range(10):
+        each = found(full, number)
+        each.turns, each.idle_since = (20 + number if each.is_resident else 0), full.now + 30
+    most = max((found(full, number) for number in range(10)), key=lambda each: each.turns)
+    full.now += 35
+    assert full.next((session, full.now - 20)) == []
+    assert full.next((session, full.now - 40)) == [session]
+    assert not most.is_resident
+
+
+def test_impatient_session_waits_while_residents_have_had_few_turns(full: Fleet) -> None:
+    session = full.holds(chain(outsider(full), 12))
+    assert session is not None
+    for number in range(10):
+        each = found(full, number)
+        each.turns, each.idle_since = 1, full.now + 30
+    full.now += 35
+    assert full.next((session, full.now - 40)) == []
+
+
+def test_resident_between_arrival_and_answer_keeps_its_place(full: Fleet) -> None:
+    session = full.holds(chain(outsider(full), 12))
+    assert session is not None
+    for number in range(10):
+        if found(full, number).is_resident:
+            full.sets.note_waiting(chain(number, 12), None, full.now)
+    full.now += 60
+    assert full.next((session, full.now - 60)) == []
+
+
+def test_session_is_admitted_regardless_after_the_longest_wait(full: Fleet) -> None:
+    session = full.holds(chain(outsider(full), 12))
+    assert session is not None
+    full.sets.admit_regardless(session, full.now)
+    assert session.is_resident
+
+
+def test_key_with_few_sessions_does_not_wait_for_a_key_with_many(full: Fleet) -> None:
+    for number in range(10):
+        found(full, number).key = "many"
+    session = full.holds(chain(outsider(full), 12), "few")
+    assert session is not None
+    full.now += 3
+    assert full.next((session, full.now - 1)) == [session]
+
+
+def test_key_with_many_sessions_does_not_replace_those_of_a_key_with_few(full: Fleet) -> None:
+    number = outsider(full)
+    for other in range(10):
+        found(full, other).key = "few"
+    waiting = full.holds(chain(number, 12), "many")
+    assert waiting is not None
+    waiting.tokens = 1_000_000.0
+    full.now += 3
+    assert full.next((waiting, full.now - 1)) == []
+
+
+def test_conversation_larger_than_a_cache_has_its_turn(full: Fleet) -> None:
+    full.send(chain(60, 0), 5_000_000)
+    full.now += 600
+    session = full.holds(chain(60, 1))
+    assert session is None or full.next((session, full.now - 1)) == [session]
+
+
+def test_placed_session_does_not_lose_its_place_before_its_prompt(full: Fleet) -> None:
+    full.now += 100
+    first, second = (number for number in range(10) if number in (outsider(full), 0) or number < 2)
+    session = full.holds(chain(outsider(full), 12))
+    placed = session or found(full, first)
+    full.sets.admit_regardless(placed, full.now)
+    full.now += 60
+    other = found(full, second if found(full, second) is not placed else first)
+    assert full.next((other, full.now - 50)) in ([], [other])
+    assert placed.is_resident
+
+
+def test_limit_shrinks_while_residents_lose_prefixes(full: Fleet) -> None:
+    home = full.sets.sets[full.caches[0]]
+    before = home.limit
+    residents = [number for number in range(10) if found(full, number).is_resident]
+    for turn in range(12, 20):
+        for number in residents:
+            full.turn(chain(number, turn), 10_000, found=0.0)
+    assert home.limit < 0.9 * before
+
+
+def test_limit_grows_slowly_while_residents_find_prefixes(full: Fleet) -> None:
+    home = full.sets.sets[full.caches[0]]
+    home.limit = before = home.used_tokens
+    full.sets.waiting = 1
+    residents = [number for number in range(10) if found(full, number).is_resident]
+    for turn in range(12, 22):
+        for number in residents:
+            full.turn(chain(number, turn), 10_000, found=1.0)
+    assert before < home.limit < 1.5 * before
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_reach_that_is_wrong_by_a_factor_does_not_decide_the_limit(factor: float) -> None:
+    fleet = Fleet()
+    fleet.caches[0].capacity = factor * 1_000_000
+    fleet.thrash()
+    assert fleet.sets.sets[fleet.caches[0]].limit == pytest.approx(75_000, rel=0.2)
+
+
+def test_limit_that_does_not_help_is_lifted_and_not_believed_again_soon() -> None:
+    fleet = Fleet()
+    fleet.thrash(turns=14)
+    fleet.sets.waiting = 1
+    for turn in range(14, 44):
+        for number in range(10):
+            fleet.turn(chain(number, turn), 10_000, found=0.0)
+        if fleet.sets.lifted:
+            break
+    for number in range(100):
+        fleet.turn(chain(number % 10, 44 + number // 10), 10_000, found=0.0)
+    assert fleet.sets.lifted == 1
+    assert not fleet.sets.is_active
+
+
+def test_limit_ends_when_no_session_waits(full: Fleet) -> None:
+    residents = [number for number in range(10) if found(full, number).is_resident]
+    for turn in range(12, 30):
+        for number in residents:
+            full.turn(chain(number, turn), 10_000, found=1.0)
+    assert not full.sets.is_active
+
+
+def test_prefiller_that_joins_gets_a_limit_and_takes_waiting_sessions(full: Fleet) -> None:
+    session = full.holds(chain(outsider(full), 12))
+    assert session is not None
+    full.caches.append(Cache())
+    full.send([5, 6], 5000, at=1)
+    assert full.next((session, full.now)) == [session]
+    assert session.cache is full.caches[1]
+
+
+def test_prefiller_that_is_emptied_or_leaves_has_no_residents(full: Fleet) -> None:
+    full.sets.forget(full.caches[0])
+    assert full.sets.residents == 0
+    assert full.holds(chain(0, 12)) is None
+
+
+def test_remembered_sessions_are_bounded() -> None:
+    fleet = Fleet()
+    for number in range(MAX_SESSIONS + 100):
+        fleet.now += 0.01
+        fleet.send([10 * number, 10 * number + 1], 2000)
+    assert len(fleet.sets) == MAX_SESSIONS
+    assert fleet.sets.find([0, 1], None, fleet.now) is None

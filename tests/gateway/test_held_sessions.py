@@ -1,0 +1,187 @@
+"""Turns of sessions that wait for room in a working set: when they go, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.replay.fleet import Subject
+from lab.replay.trace import Request
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies.working_sets import Session, WorkingSets
+from proxy.common.backend import Load
+from proxy.common.errors import GatewayError
+from proxy.gateway.admission import AdmissionParts, AdmissionQueue
+from proxy.observe.metrics import Metrics
+from proxy.settings.model import Admission as Limits
+from tests.clock import Clock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Sets(WorkingSets):
+    """Working sets whose limit is active, and in which no session has room until the test makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_active = True
+        self.sessions: dict[int, Session] = {}
+        self.roomy: set[Session] = set()
+
+    def find(self, keys: Sequence[int], session_id: str | None, now: float) -> Session | None:
+        return self.sessions.get(keys[0])
+
+    def new(self, key: int) -> Session:
+        session = self.sessions[key] = Session(None)
+        return session
+
+    def _place(self, session: Session, now: float) -> bool:
+        return False
+
+    def next_sessions(self, waiting: object, patience: float, now: float) -> list[Session]:
+        return [*self.roomy] if self.is_active else [*self.sessions.values()]
+
+
+class Gate:
+    """A queue with room at all instances, in front of which sessions wait."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.clock = Clock()
+        self.metrics = Metrics()
+        self.sets: Sets | None = Sets()
+        self.made = self.sets
+        parts = AdmissionParts(
+            has_room=lambda request=None: True,
+            metrics=self.metrics,
+            clock=self.clock,
+            working_sets=lambda: self.sets,
+        )
+        self.admission = AdmissionQueue(parts, limits)
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.began: list[int] = []
+
+    def send(self, key: int, *, deadline: float | None = None) -> None:
+        subject = Subject(Request(0.0, 5000, 10, (key, key + 1)), first_token_seconds=deadline)
+        pick = PickRequest(Load(), Load(), subject)
+
+        async def unit() -> None:
+            async with self.admission.admit("-", request=lambda: pick):
+                self.began.append(key)
+
+        self.tasks[key] = asyncio.ensure_future(unit())
+
+    async def settle(self) -> None:
+        """Let the timer of the queue run once, and the tasks after it."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.clock.now += 0.2
+        if self.admission._timer is not None:
+            self.admission._timer.cancel()
+            self.admission._on_timer()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    @property
+    def is_empty(self) -> bool:
+        admission = self.admission
+        return not (admission.waiting or admission.running or admission._queue or admission._timer or self.made.waiting)
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate(Limits(session_wait_seconds=180.0, max_waiting=2))
+
+
+async def test_turn_waits_until_its_session_has_room(gate: Gate) -> None:
+    session = gate.made.new(1)
+    gate.send(1)
+    await gate.settle()
+    assert (gate.began, gate.made.waiting, gate.admission.waiting) == ([], 1, 1)
+    gate.made.roomy.add(session)
+    await gate.settle()
+    assert gate.began == [1]
+    assert gate.metrics.queue_waits_total.labels("working_set")._value.get() == 1
+    assert gate.is_empty
+
+
+async def test_other_requests_pass_turns_that_wait_for_their_session(gate: Gate) -> None:
+    gate.made.new(1)
+    gate.send(1)
+    gate.send(2)
+    await gate.settle()
+    assert gate.began == [2]
+    gate.tasks[1].cancel()
+    await gate.settle()
+    assert gate.is_empty
+
+
+async def test_no_turn_is_rejected_because_of_a_working_set(gate: Gate) -> None:
+    """It waits longer than admission.wait_seconds, and goes after admission.session_wait_seconds."""
+    gate.made.new(1)
+    gate.send(1)
+    await gate.settle()
+    gate.clock.now += 170
+    await gate.settle()
+    assert gate.began == []
+    gate.clock.now += 15
+    await gate.settle()
+    await gate.settle()
+    assert gate.began == [1]
+    assert gate.metrics.session_waits_overdue_total._value.get() == 1
+    assert gate.is_empty
+
+
+async def test_turn_with_a_deadline_waits_for_half_of_the_time(gate: Gate) -> None:
+    gate.made.new(1)
+    gate.send(1, deadline=20.0)
+    await gate.settle()
+    gate.clock.now += 11
+    await gate.settle()
+    await gate.settle()
+    assert gate.began == [1]
+    assert gate.is_empty
+
+
+async def test_turns_beyond_the_length_of_the_queue_do_not_wait_for_their_session(gate: Gate) -> None:
+    for key in (1, 3, 5):
+        gate.made.new(key)
+        gate.send(key)
+    await gate.settle()
+    assert gate.began == [5]
+    for task in gate.tasks.values():
+        task.cancel()
+    await gate.settle()
+    assert gate.is_empty
+
+
+async def test_client_that_leaves_gives_its_place_back(gate: Gate) -> None:
+    session = gate.made.new(1)
+    gate.send(1)
+    await gate.settle()
+    gate.tasks[1].cancel()
+    await gate.settle()
+    assert gate.is_empty
+    assert session.idle_since <= gate.clock()
+
+
+async def test_turns_go_when_another_policy_takes_over(gate: Gate) -> None:
+    gate.made.new(1)
+    gate.send(1)
+    await gate.settle()
+    gate.sets = None
+    await gate.settle()
+    await gate.settle()
+    assert gate.began == [1]
+    assert gate.is_empty
+
+
+async def test_turn_whose_deadline_has_passed_is_rejected_at_once(gate: Gate) -> None:
+    gate.made.new(1)
+    gate.send(1, deadline=0.0)
+    await gate.settle()
+    with pytest.raises(GatewayError, match="x-ttft-deadline-ms"):
+        await gate.tasks[1]
+    assert gate.is_empty
