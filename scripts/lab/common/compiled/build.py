@@ -60,7 +60,7 @@ def compiled(*, is_trained: bool = True) -> Path:
     Args:
       is_trained: Whether GCC compiles twice. Once takes half of the time, and a request then takes a tenth more.
     """
-    is_trained = is_trained and _is_gcc()
+    is_trained = _is_gcc() and is_trained
     stamp, made_from = _stamp(is_trained), COMPILED / _STAMP
     if not made_from.is_file() or made_from.read_text() != stamp:
         shutil.rmtree(COMPILED, ignore_errors=True)
@@ -95,9 +95,16 @@ def _build_pump(directory: Path) -> None:
 
 
 def _is_gcc() -> bool:
-    """Return whether the C compiler is GCC. Others count in other ways, and compile once."""
+    """Return whether the C compiler is GCC. Others count in other ways, and compile once.
+
+    Raises NotCompiled if there is no C compiler.
+    """
     compiler = (sysconfig.get_config_var("CC") or "cc").split()
-    version = subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    command = [*compiler, "--version"]
+    try:
+        version = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    except FileNotFoundError:
+        raise NotCompiled(f"there is no C compiler {compiler[0]}: install it, or build the interpreted wheel") from None
     return b"Free Software Foundation" in version.stdout
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import pytest
 
 from lab.common.compiled.backend import get_requires_for_build_wheel, is_set
+from lab.common.compiled.build import NotCompiled, compiled
 from lab.common.compiled.modules import MODULES
 
 ROOT: Final = Path(__file__).parents[4]
@@ -147,6 +148,12 @@ def test_pythons_of_cibuildwheel_are_those_of_the_classifiers() -> None:
     built = {word[2:].removesuffix("-*") for word in PYPROJECT["tool"]["cibuildwheel"]["build"].split()}
     named = {line.rpartition(" ")[2] for line in PYPROJECT["project"]["classifiers"] if " :: Python :: 3." in line}
     assert built == {version.replace(".", "") for version in named}
+
+
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/missing")
+    with pytest.raises(NotCompiled, match=r"there is no C compiler \S+: install it"):
+        compiled()
 
 
 def test_compiled_modules_exist() -> None:
