@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lab.common.processes import HOST
-from lab.test_status_page.site import DOOMED, KEY, MARKUP, Site
+from lab.test_status_page.site import CLIENTS, DOOMED, KEY, MARKUP, Site
 from proxy.tools.top import Scrape, quantile, rate
 
 if TYPE_CHECKING:
@@ -183,6 +183,18 @@ async def agrees_with_top(browser: Browser, site: Site) -> list[str]:
     return problems
 
 
+async def lists_client_keys(browser: Browser, site: Site) -> list[str]:
+    """Check that client keys are listed by their names, the one with the most engine time first."""
+    async with tab(browser, site.admin_url) as shown:
+        await shown.looks(4)
+        rows = await shown.run(
+            "() => [...document.querySelectorAll('#clients-table tbody th')].map((e) => e.textContent)"
+        )
+        problems = unless(rows == [*CLIENTS], f"the client keys are {rows}")
+        problems += unless("sk-" not in await text(shown, "body"), "a client key is shown")
+        return problems + shown.complaints
+
+
 async def requires_admin_key(browser: Browser, site: Site) -> list[str]:
     """Check the page without a key, with a wrong one and with the right one, which must not leak."""
     problems = []
@@ -342,6 +354,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 ALONE: Final[dict[str, Callable[[Browser, Site], Any]]] = {
     "figures are those of top": agrees_with_top,
+    "client keys": lists_client_keys,
     "the admin key": requires_admin_key,
     "failures": lists_failures,
     "markup of engines": escapes_markup,

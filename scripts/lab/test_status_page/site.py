@@ -21,6 +21,8 @@ from proxy.sim.engine import SimulatedEngine
 KEY: Final = "the-admin-key"
 MARKUP: Final = "<img src=x onerror=window.owned=1>"
 """Text of an engine in place of a name or a reason."""
+CLIENTS: Final = ("team-busy", "team-other")
+"""Names of the client keys. The first sends most requests."""
 DOOMED: Final = "doomed"
 """User whose requests every decoder answers with an error."""
 LOST: Final = "lost"
@@ -88,8 +90,11 @@ class Site:
             "messages": [{"role": "user", "content": f"Topic {draw.randrange(6)}: {words}"}],
         }
         headers = {"X_Request_Id": request_id} if request_id else {}
+        request = post(self.connections.port, body, **headers)
+        busy, other = CLIENTS
+        name = busy if draw.random() < 0.8 else other
         with suppress(OSError):
-            await self.connections.ask(post(self.connections.port, body, **headers))
+            await self.connections.ask(request.replace(b"Bearer bench", f"Bearer sk-{name}".encode()))
 
     @asynccontextmanager
     async def busy(self) -> AsyncIterator[None]:
@@ -116,13 +121,15 @@ async def site(directory: Path, *, workers: int = 3) -> AsyncIterator[Site]:
         prefill = await stack.enter_async_context(simulated("prefill", 2, **_ENGINE))
         decode = await stack.enter_async_context(simulated("decode", 4, **_ENGINE))
         port, admin_port = quiet_ports(2)
+        keys_file = directory / "keys.yaml"
+        keys_file.write_text(json.dumps({"keys": [{"name": name, "key": f"sk-{name}"} for name in CLIENTS]}))
         settings: dict[str, Any] = {
             "prefill": addresses(prefill),
             "decode": addresses(decode),
             "workers": workers,
             "listen": {"port": port},
             "admin": {"port": admin_port},
-            "auth": {"admin_key": KEY},
+            "auth": {"admin_key": KEY, "client_keys_file": str(keys_file)},
             "admission": {"max_running_decode": 32},
             "health": {"interval_seconds": 0.5, "fall": 2, "eject_seconds": 60.0},
         }
