@@ -1,6 +1,9 @@
-"""Simulated engines: the demo, the tests and the benchmarks all use these.
+"""Simulated engines for the demo, the tests and the benchmarks.
 
-`engine` is the program and its parts; below it stand `kv`, how KV travels between engines (one file per protocol), and
-`dialects`, what vLLM and SGLang read and write; below those `model`, which makes tokens out of tokens. `Options`,
-`Profile` and `State` are for all of them. `hardware` is how long work takes on which machine, with no engine around.
+* `engine`: the program and its parts.
+* `kv`: how engines transfer KV, one file for each protocol.
+* `dialects`: the requests and answers of vLLM and SGLang.
+* `model`: the deterministic model that generates tokens.
+* `hardware`: the time that work takes on a machine. It needs no engine.
+* `Options`, `Profile` and `State` belong to all of them.
 """

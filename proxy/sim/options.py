@@ -1,4 +1,4 @@
-"""How one simulated engine is configured; every field is a flag of `mock-engine`."""
+"""The configuration of one simulated engine. Every field is a flag of `mock-engine`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LoadFailurePolicy = Literal["fail", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Fixed for the life of an engine. All delays default to zero: as fast as the machine goes."""
+    """The options of one engine, which never change. All delays are zero by default: work takes no time."""
 
     role: SimRole = "both"
     model: str = "sim"
@@ -30,19 +30,23 @@ class Options:
     api_key: str | None = None
     max_model_len: int = 131_072
     default_max_tokens: int = 256
-    """Chat without max_tokens stops here, as with `max_new_tokens` in a model's generation config."""
+    """Maximum tokens of a chat without `max_tokens`, like `max_new_tokens` in a model's generation config."""
     block_size: int = 128
     num_gpu_blocks: int = 100_000
     prefill_ms_per_1k_tokens: float = 0.0
     decode_step_ms: float = 0.0
     decode_step_ms_per_seq: float = 0.0
     machine: str | None = None
-    """Work takes as long as on this one of `hardware.machines.MACHINES`, in batches and KV memory as there, whatever
-    the three delays and `num_gpu_blocks` say. None: as these say.
+    """Name of a machine in `hardware.machines.MACHINES`, whose times, batches and KV memory the engine simulates.
+
+    It overrides the three delays and `num_gpu_blocks`. None: those options apply.
     """
     max_num_seqs: int = 256
     max_num_queued_reqs: int | None = None
-    """Requests that may wait or run. Further ones are refused with 503 (vLLM `--max-num-queued-reqs`). None: any."""
+    """Maximum number of requests that wait or run.
+
+    More are refused with 503 (vLLM `--max-num-queued-reqs`). None: no limit.
+    """
     tokens_per_step: int = 1
     stream_interval: int = 1
     eos_after: int | None = None
@@ -53,48 +57,52 @@ class Options:
     reasoning_parser: str = "kimi_k2"
     tool_call_parser: str = ""
     private_prompt_ids: bool = False
-    """A chat's prompt may be given as `kv_transfer_params._vllm_ascend_recompute_token_ids` (vllm-ascend
-    `patch/recompute_proxy.py`)."""
+    """Whether a chat's prompt may be given in `kv_transfer_params._vllm_ascend_recompute_token_ids`.
+
+    See vllm-ascend `patch/recompute_proxy.py`.
+    """
     dev_mode: bool = False
     """Whether the engine reports its configuration, as with VLLM_SERVER_DEV_MODE=1."""
     ec_role: Literal["", "producer", "consumer"] = ""
-    """Role in the transfer of encoded media, as with ECCPUConnector. Empty: there is no such connector."""
+    """The role in the transfer of encoded media, as with ECCPUConnector. Empty: the engine has no such connector."""
     bidirectional_kv_xfer: bool = False
     """Whether a decoder reports its own KV cache, as with NIXL's option of this name."""
     request_id_headers: bool = False
     request_id_randomization: bool = True
-    """Without it a request whose id is live already is refused, and remote request ids carry no suffix."""
+    """Whether request IDs get a random suffix. If not, the engine refuses a request whose ID is already in use."""
     kv_host: str | None = None
-    """The address prefillers announce for pulling; the listening address unless given."""
+    """The address that prefillers report to decoders; None: the listening address."""
     adapters: list[str] = field(default_factory=list, compare=False)
-    """Names of the adapters (LoRA) that are loaded; `POST /v1/load_lora_adapter` adds one."""
+    """Names of the loaded adapters (LoRA). `POST /v1/load_lora_adapter` adds one."""
     unreachable_ports: frozenset[int] = frozenset()
-    """Ports of prefillers that this decoder cannot reach for pulling."""
+    """Ports of prefillers that this decoder cannot reach when it pulls KV."""
     bootstrap_port: int = 0
-    """A prefiller's second port, in the protocols that have one; 0 takes a free one. For a decoder of SGLang: the port
-    to ask where a request names none, 8998 unless given."""
+    """The second port of a prefiller, if its protocol has one; 0: any free port.
+
+    For a decoder of SGLang: the bootstrap port for requests that name none. Its default is then 8998.
+    """
     dp_size: int = 1
-    """Data-parallel ranks behind the one address of this engine."""
+    """The number of data-parallel ranks at the address of this engine."""
     waiting_seconds: float = 300.0
-    """How long a leg waits for its partner."""
+    """Maximum time that a leg waits for its partner, in seconds."""
     handshake_seconds: float = 14.0
-    """How long a decoder of SGLang looks for a bootstrap server that it does not know."""
+    """Maximum time for which a decoder of SGLang tries to reach an unknown bootstrap server, in seconds."""
     metaserver_delay_seconds: float = 0.0
-    """Layerwise: how long a decoder queues before it calls back."""
+    """Seconds until a decoder of the layerwise protocol calls back."""
     clock_offset_seconds: float = 0.0
-    """How much its clock is ahead."""
+    """Seconds by which the engine's clock is ahead of the host's clock."""
     at_sigterm: AtSigterm = "exit"
-    """Behaviour at SIGTERM: exit at once, or stop like a vLLM engine; see `SimulatedEngine.stop`."""
+    """The behaviour at SIGTERM: exit at once, or stop like a vLLM engine; see `SimulatedEngine.stop`."""
     keep_alive_seconds: float = 75.0
-    """An idle connection is closed after this long."""
+    """Seconds after which the engine closes an idle connection."""
     kv_events_config: str | None = None
-    """JSON, as engines are given it: publisher, endpoint, replay_endpoint, topic."""
+    """JSON in the form that engines accept: publisher, endpoint, replay_endpoint, topic. None: no KV events."""
     store: str | None = None
-    """The directory that stands for a KV store; None has nothing and keeps nothing."""
+    """The directory that simulates a KV store. None: KV is neither stored nor found."""
 
     @property
     def cost(self) -> Cost:
-        """How long work takes."""
+        """Return the cost of work on this engine."""
         if self.machine is not None:
             return MACHINES[self.machine].cost
         return Cost(
@@ -105,7 +113,7 @@ class Options:
 
     @property
     def shape(self) -> Shape | None:
-        """Return a known machine with this block size and at most this number of sequences; None without one."""
+        """Return the machine's shape with this block size and number of sequences; None without a known machine."""
         if self.machine is None:
             return None
         machine = MACHINES[self.machine]

@@ -1,7 +1,7 @@
-"""Version profiles: what differs on the wire between the engine versions a gateway meets.
+"""Profiles of engine versions: how requests and answers differ between the versions that a gateway meets.
 
-A profile names a vLLM version; with the Mooncake connector it stands for the vllm-ascend release built on it. One is
-SGLang, in the version that was read.
+A profile names a vLLM version. With the Mooncake connector it stands for the vllm-ascend release that is based on this
+version. SGLang has its own profiles.
 """
 
 from __future__ import annotations
@@ -15,54 +15,62 @@ PromptIds = Literal["ignored", "replace", "text_only"]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Behaviour of one engine version, as far as versions differ."""
+    """The behaviour of one engine version, where versions differ."""
 
     name: str
     version: str
     connector: ConnectorName
-    """The connector an engine of this version is simulated with unless told otherwise."""
+    """The default connector of an engine of this version."""
     swallows_empty_finish: bool
-    """A choice that ends with no token has no final chunk in a stream (vLLM `chat_completion/serving.py`)."""
+    """Whether a streamed choice that ends without a token has no final chunk (vLLM `chat_completion/serving.py`)."""
     nixl_releases_unused: bool
     mooncake_releases_unused: bool
-    """A rejected or abandoned decode request tells the prefiller to free its blocks."""
+    """Whether a rejected or abandoned decode request makes the prefiller free its blocks."""
     chat_prompt_ids: PromptIds = "ignored"
-    """`kv_transfer_params.prompt_token_ids` in chat: replaces the rendered prompt, or only that of text requests."""
+    """Effect of `kv_transfer_params.prompt_token_ids` in a chat: they replace any prompt, or only one of text."""
     has_parser_engine: bool = True
-    """One state machine reads reasoning and tool calls (vLLM `parser/engine/`); before, two parsers over the text."""
+    """Whether one state machine parses reasoning and tool calls (vLLM `parser/engine/`).
+
+    Older versions have two parsers.
+    """
     counts_reasoning: bool = False
-    """The usage of a chat says how many tokens were reasoning."""
+    """Whether the usage of a chat reports the number of reasoning tokens."""
     offsets_follow_tokens: bool = False
-    """A completion chunk's `text_offset` begins after the tokens reported before; in older versions, after the text."""
+    """Whether `text_offset` of a completion chunk continues after the reported tokens.
+
+    In older versions, after the text.
+    """
     keeps_length_finish: bool = False
-    """Tool calls change only the finish reason "stop"; in older versions any."""
+    """Whether tool calls replace only the finish reason "stop". In older versions they replace any finish reason."""
     has_prompt_text: bool = True
-    """The role chunk has a `prompt_text`."""
+    """Whether the role chunk has the member `prompt_text`."""
     has_routed_experts: bool = False
-    """Whole answers have `metrics`, and their choices `routed_experts`: null unless the engine is started otherwise."""
+    """Whether whole answers have `metrics`, and their choices `routed_experts`. Both are null by default."""
     has_fingerprint: bool = True
     has_json_reset: bool = True
     has_waiting_by_reason: bool = True
     explicit_nulls: bool = False
-    """Completion chunks carry `usage: null` and chunks of a chat may too."""
+    """Whether completion chunks have `usage: null`. Chunks of a chat may have it, too."""
     named_tool_choice_fails: bool = False
-    """The prefill leg of a named `tool_choice` with a reasoning parser pins its KV and then answers 500."""
+    """Whether a prefill leg with a named `tool_choice` and a reasoning parser pins its KV and then answers 500."""
     has_block_size: bool = True
     tells_completion_ids: bool = True
-    """Completions tell token ids if asked, which SGLang ignored before 0.5.17 (PR #30917)."""
+    """Whether completions have token ids if requested. SGLang ignored the request before 0.5.17 (PR #30917)."""
     streams_chat_ids: bool = True
-    """Streams of chats do, too, which SGLang refuses (PR #37365 would bring it)."""
+    """Whether streams of chats have token ids. SGLang rejects such requests (PR #37365 would allow them)."""
     tokenizes_chats: bool = True
-    """`/tokenize` takes chats, SGLang's from 0.5.12 on."""
+    """Whether `/tokenize` accepts chats. SGLang's does from 0.5.12 on."""
     kv_events: Literal["array", "grouped array", "map"] = "map"
-    """How an event is written: its fields in order, up to `medium` or with those that came later; or by their names."""
+    """How KV events are written: as an array up to `medium`, as an array with later fields, or as a map."""
     streams_kv_params: bool = False
-    """Chunks have `kv_transfer_params`: null in each, and in the last one those of the decoder with
-    `bidirectional_kv_xfer` (vllm#40186)."""
+    """Whether chunks have `kv_transfer_params`. They are null except in the last chunk with `bidirectional_kv_xfer`.
+
+    The last chunk then has the decoder's parameters (vllm#40186).
+    """
     tells_kv_events: bool = False
-    """`/kv_event_sources` says where."""
+    """Whether `/kv_event_sources` reports the publishers of KV events."""
     is_sglang: bool = False
-    """It speaks SGLang's dialect; what else a profile says is of vLLM then, and has no effect."""
+    """Whether the engine is SGLang. The members about vLLM then have no effect."""
     nixl_pin_seconds: float = 30.0
 
     def releases_unused(self, connector: ConnectorName) -> bool:

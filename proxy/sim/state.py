@@ -1,4 +1,4 @@
-"""State and events of a simulated engine, and waiting for them.
+"""The state of a simulated engine. Tests can wait for a condition on it.
 
 Every change notifies waiting tests, so tests wait for a condition instead of sleeping.
 """
@@ -20,7 +20,7 @@ _KEPT_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request as it arrived; `body` is None when it was not JSON, header names are in lower case."""
+    """One request as it arrived. `body` is None if it was not JSON. Header names are in lower case."""
 
     method: str
     path: str
@@ -31,7 +31,7 @@ class Seen:
 
 @dataclass(slots=True)
 class State:
-    """Counters of one engine, owned by it; `live` requests are those not answered to the end yet."""
+    """Counters of one engine. `live` requests are those whose answers have not ended."""
 
     live: int = 0
     received: int = 0
@@ -39,7 +39,7 @@ class State:
     aborted: int = 0
     disconnects: int = 0
     refused: int = 0
-    """Requests for which it had no room, or that came while it was paused."""
+    """The number of requests that were refused because the engine was full or paused."""
     tokens_generated: int = 0
     tokens_sent: int = 0
     prompt_tokens: int = 0
@@ -51,16 +51,16 @@ class State:
     prefix_cache_resets: int = 0
     faults_applied: int = 0
     kills: int = 0
-    """How often the engine ended, killed or stopped."""
+    """How often the engine was killed or stopped."""
     encodings: int = 0
-    """Images, recordings and clips that this engine has encoded."""
+    """The number of images, recordings and clips that this engine has encoded."""
     encodings_fetched: int = 0
-    """Images, recordings and clips that it has fetched from an encoder."""
+    """The number of images, recordings and clips that this engine has fetched from an encoder."""
     pinned: int = 0
     waiting_rooms: int = 0
-    """Legs that wait for their partner right now, whatever the protocol calls that."""
+    """The number of legs that now wait for their partner, in any protocol."""
     requests: deque[Seen] = field(default_factory=deque)
-    """The latest ones, within a bound of memory."""
+    """The latest requests. Old ones are dropped to bound the memory."""
     _kept_bytes: int = 0
     _waiters: list[tuple[Condition, asyncio.Future[None]]] = field(default_factory=list)
 
@@ -78,14 +78,14 @@ class State:
             self.changed()
 
     def changed(self) -> None:
-        """Wake those whose condition has come true."""
+        """Wake the tests whose condition now holds."""
         for condition, future in self._waiters:
             if not future.done() and condition(self):
                 future.set_result(None)
 
     @contextmanager
     def waiting_room(self) -> Iterator[None]:
-        """Around what waits for a partner."""
+        """Count a leg as waiting for its partner within the block."""
         self.waiting_rooms += 1
         self.changed()
         try:

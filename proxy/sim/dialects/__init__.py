@@ -1,1 +1,1 @@
-"""What vLLM and SGLang read and write: requests, answers, errors."""
+"""The requests, answers and errors of vLLM and SGLang, for simulated engines."""

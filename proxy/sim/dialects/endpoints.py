@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """How one path reads requests and answers them."""
+    """How the requests to one path are read, and how they are answered."""
 
     read: Callable[..., Ask]
-    """Takes the body, and by name the options and headers. Raises EngineError."""
+    """Reads the body of a request. The options and headers are passed by name. Raises EngineError."""
     answer: type[Answer]
     id_prefix: str = ""
     refusal: Callable[[EngineError], dict[str, Any]]
-    """The body of an error."""
+    """Returns the body of the answer for an error."""
     lament: Callable[[EngineError, str], dict[str, Any]]
-    """The event of an error in the stream of an answer with this id."""
+    """Returns the event for an error in a stream. The text is the ID of the answer."""
     opens_late: bool = False
-    """The status line of a stream waits for its first token (SGLang `_handle_streaming_request`)."""
+    """Whether a stream's status line waits for its first token (SGLang `_handle_streaming_request`)."""
 
 
 def _of_vllm(error: EngineError) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _of_vllm(error: EngineError) -> dict[str, Any]:
 
 
 def flat(error: EngineError) -> dict[str, Any]:
-    """SGLang `entrypoints/openai/protocol.py` ErrorResponse."""
+    """Return an error in SGLang's flat form (`entrypoints/openai/protocol.py`, ErrorResponse)."""
     kind = "BadRequestError" if error.status == 400 else error.kind
     return {"object": "error", "message": error.message, "type": kind, "param": error.param, "code": error.status}
 
@@ -93,10 +93,10 @@ _SGLANG: Final[dict[str, Endpoint]] = {
 
 
 def endpoints(profile: Profile) -> Mapping[str, Endpoint]:
-    """Return the generating endpoints, by path."""
+    """Return the endpoints that generate, by path."""
     return _SGLANG if profile.is_sglang else _VLLM
 
 
 def error_body(error: EngineError, profile: Profile) -> dict[str, Any]:
-    """Return an error in the form of all other routes."""
+    """Return an error in the form that all other routes use."""
     return flat(error) if profile.is_sglang else error.body()

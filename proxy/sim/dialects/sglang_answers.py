@@ -1,7 +1,7 @@
-"""Answers as SGLang writes them: chats, completions and its native `/generate`, whole and in chunks.
+"""Writes answers in the form of SGLang: chats, completions and its native `/generate`, streamed or not.
 
 From SGLang `entrypoints/openai/protocol.py`, `serving_chat.py` and `sse_utils.py`, and `managers/tokenizer_manager.py`.
-What ends a chat's choices comes behind all that they say.
+The finish reasons of a chat's choices follow the content of all choices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def _matched(delta: Delta) -> int | str | None:
-    """Return the cause of the answer's end, including the token of its end."""
+    """Return what ended the answer: a stop string, or the ID of the stop token. None: neither."""
     return END if delta.finish_reason == "stop" and delta.stop_reason is None else delta.stop_reason
 
 
@@ -40,7 +40,7 @@ def _says_nothing(delta: Delta) -> bool:
 
 
 class SglangChat(ChatAnswer):
-    """`/v1/chat/completions`."""
+    """The answers of `/v1/chat/completions`."""
 
     def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
         super().__init__(ask, options, answer_id)
@@ -113,7 +113,7 @@ class SglangChat(ChatAnswer):
 
 
 class SglangCompletion(CompletionAnswer):
-    """`/v1/completions`."""
+    """The answers of `/v1/completions`."""
 
     def events(self, delta: Delta) -> list[bytes]:
         if _says_nothing(delta):
@@ -148,7 +148,10 @@ class SglangCompletion(CompletionAnswer):
 
 
 class GenerateAnswer(Answer):
-    """`/generate`. Every chunk has the answer so far; only the engine that computed the prompt knows its logprobs."""
+    """The answers of `/generate`.
+
+    Every chunk has the answer so far. Only the engine that computed a prompt has its logprobs.
+    """
 
     def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
         super().__init__(ask, options, answer_id)
@@ -211,7 +214,7 @@ def _finish(delta: Delta, tokens: int) -> dict[str, Any] | None:
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """One chunk for each kind of thing that a step has said."""
+    """Return one delta for each kind of content in the additions of a step."""
     parts: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning"):
         parts.append({"reasoning_content": reasoning})
@@ -223,7 +226,7 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reasoning(part: dict[str, Any]) -> dict[str, Any]:
-    """Return the member of a delta that is present even when null."""
+    """Return the delta's member for reasoning. It is present even if it is null."""
     return {"reasoning_content": part.get("reasoning_content")}
 
 

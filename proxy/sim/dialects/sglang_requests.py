@@ -1,7 +1,8 @@
-"""Request bodies of SGLang: those of the OpenAI API and its native `/generate`, read and refused the way it does.
+"""Reads and checks request bodies as SGLang does: those of the OpenAI API, and of its native `/generate`.
 
-Where it meets its partner stands in the body (SGLang `managers/io_struct.py`): `bootstrap_host`, `bootstrap_port` and
-`bootstrap_room`, one of each or a list with one per prompt. One room for several prompts means as many in a row.
+The body says where the engine meets its partner (SGLang `managers/io_struct.py`): `bootstrap_host`, `bootstrap_port`
+and
+`bootstrap_room`, one of each or a list with one per prompt. One room for several prompts means consecutive rooms.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_TOKENS = 128
 _NOBODY = "2.2.2.2"
-"""Address for prefillers that send to no decoder (`FAKE_BOOTSTRAP_HOST`)."""
+"""The bootstrap host in requests to a prefiller without a decoder (`FAKE_BOOTSTRAP_HOST`)."""
 _NOT_READ = ("model", "kv_transfer_params", "continue_final_message")
 _SAMPLING = {
     "max_new_tokens": "max_tokens",
@@ -60,7 +61,7 @@ def _tells_ids(ask: Ask, options: Options) -> bool:
 
 
 def _phase_prompt(body: dict[str, Any]) -> list[int]:
-    """Return the ids by which the parser of a chat given as ids decides whether it begins in reasoning.
+    """Return the IDs by which the parser decides whether a chat that was given as IDs begins in reasoning.
 
     They are those of its messages. With `continue_final_message`, the markers in the last message decide (SGLang
     `parser/reasoning_parser.py`).
@@ -73,7 +74,10 @@ def _phase_prompt(body: dict[str, Any]) -> list[int]:
 
 
 def read_generate(body: Any, *, options: Options, headers: dict[str, str]) -> Ask:
-    """`/generate`: `text` or `input_ids`, one or a list of them; of a list of `sampling_params` the first is taken."""
+    """Read a request to `/generate`, whose `text` or `input_ids` may be a list.
+
+    Of several `sampling_params`, use the first.
+    """
     if not isinstance(body, dict):
         raise _invalid("Input should be a valid dictionary")
     prompt = body.get("text") if body.get("text") is not None else body.get("input_ids")
@@ -100,9 +104,9 @@ def read_generate(body: Any, *, options: Options, headers: dict[str, str]) -> As
 
 
 def _disaggregated(ask: Ask, body: dict[str, Any], options: Options) -> Ask:
-    """Return the request with its rendezvous as `kv_params`.
+    """Return the request with its bootstrap members as `kv_params`.
 
-    A prefiller generates one token, whatever the request says.
+    A prefiller generates one token, even if the request asks for more.
     """
     ranks = {name: body.get(name) for name in ("routed_dp_rank", "disagg_prefill_dp_rank")}
     if ranks["routed_dp_rank"] is None:
@@ -127,7 +131,7 @@ def _check_rank(rank: Any, options: Options) -> None:
 
 
 def _rooms(body: dict[str, Any], prompts: int) -> list[dict[str, Any]]:
-    """One place to meet per prompt."""
+    """Return the bootstrap host, port and room of each prompt."""
     columns = {}
     for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
         given = body.get(name)

@@ -1,4 +1,4 @@
-"""Answers of the OpenAI API as vLLM writes them: chats, completions and their log probabilities.
+"""Writes answers of the OpenAI API in the form of vLLM: chats, completions and their log probabilities.
 
 The order of the fields and the explicit nulls follow vLLM's response models dumped with `exclude_unset`: a field that a
 handler sets is written even if it is null.
@@ -45,7 +45,7 @@ def fingerprint(options: Options) -> str | None:
 
 
 class Collector:
-    """Puts the deltas of a whole answer together, one per choice."""
+    """Merges the deltas of an answer that is not streamed into one delta for each choice."""
 
     def __init__(self, choices: int) -> None:
         self.deltas = [Delta(index, "", []) for index in range(choices)]
@@ -55,7 +55,7 @@ class Collector:
 
 
 class Answer:
-    """What chat and completions have in common: the head of every body and chunk, and the token counts."""
+    """The base of chat and completion answers: the head of every body and chunk, and the token counts."""
 
     kind = ""
     chunk_kind = ""
@@ -100,11 +100,11 @@ class Answer:
         raise NotImplementedError
 
     def completion_details(self, index: int | None = None) -> dict[str, Any]:
-        """Return the details of usage for the tokens of one choice, or of all, in versions that have them."""
+        """Return the usage details for the tokens of one choice or of all choices; empty in versions that have none."""
         return {}
 
     def closing(self, cached_tokens: int) -> list[bytes]:
-        """Yield the events after the last choice: usage if requested, then the end."""
+        """Return the events after the last choice: the usage if requested, then the end mark."""
         if not self.ask.include_usage:
             return [DONE]
         counts = usage(self.prompt_tokens, sum(self.sent_tokens), self._details(cached_tokens))
@@ -158,7 +158,7 @@ class Answer:
 
 
 class Speller:
-    """Texts of one choice's tokens.
+    """Returns the texts of one choice's tokens.
 
     A token within a character has no text, and the last token of the character has all of it (vLLM
     `v1/engine/logprobs.py`).
@@ -218,7 +218,7 @@ def prompt_logprobs(prompt: Sequence[int], top: int, *, unknown: int) -> list[di
 
 
 def _alternatives(token: int, text: str, count: int) -> list[dict[str, Any]]:
-    """Return the sampled token and its printable alternatives."""
+    """Return the sampled token, and alternatives whose text is printable."""
     rivals = [_entry(token, decode([97 + (token + rank) % 26]), rank) for rank in range(1, count)]
     return [_entry(token, text, 0), *rivals][:count]
 
@@ -232,7 +232,7 @@ def _entry(token: int, text: str, rank: int) -> dict[str, Any]:
 
 
 def native_logprobs(token_ids: Sequence[int]) -> list[list[Any]]:
-    """SGLang's triples of logprob, id and text; the text is null unless asked for."""
+    """Return SGLang's triples of logprob, ID and text. The text is null, because it was not requested."""
     return [[_logprob(token, 0), token, None] for token in token_ids]
 
 

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API, read and refused the way vLLM does."""
+"""Reads and checks request bodies of the OpenAI API as vLLM does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRIVATE_PROMPT_IDS = "_vllm_ascend_recompute_token_ids"
 
 
 def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, str]) -> Ask:
-    """Validate a request; raises EngineError as the engine would answer."""
+    """Read and check a request. Raises EngineError with the engine's answer."""
     _check_schema(body, is_chat)
     _check_model(body, options)
     prompts = _chat_prompt(body, options) if is_chat else _completion_prompts(body["prompt"])
@@ -98,7 +98,7 @@ def _make_late_error(message: str, param: str | None = None) -> EngineError:
 
 
 def _invalid(message: str, param: str | None) -> EngineError:
-    """Return the error of the schema, which is raised before the handler runs."""
+    """Return an error of the schema check, which precedes the handler."""
     return EngineError(400, f"1 validation error:\n  {message}", "Bad Request", param)
 
 

@@ -1,4 +1,4 @@
-"""The flags of `pdproxy mock-engine`; each sets one field of `Options`."""
+"""The flags of `pdproxy mock-engine`. Each flag sets one field of `Options`."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
 
 
 def parse_arguments(argv: list[str]) -> tuple[str, int, Options]:
-    """Host, port and options; exits with code 2 and one line on a mistake."""
+    """Parse the flags and return host, port and options. On a mistake, print one line and exit with code 2."""
     values = vars(build_parser().parse_args(argv))
     host, port = values.pop("host"), values.pop("port")
     return host, port, Options(**values)

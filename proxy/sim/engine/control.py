@@ -1,6 +1,6 @@
-"""Everything a simulated engine serves besides generating: health, metrics, models, tokenizer, and its remote control.
+"""The routes of a simulated engine that do not generate: health, metrics, models, tokenizer, and control for tests.
 
-`/_mock/faults` takes fault rules, `/_mock/state` shows what happened.
+`/_mock/faults` adds fault rules, and `/_mock/state` shows the state.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PULLING: Final = {
     "mooncake-pull": "MooncakeConnectorV2",
     "mooncake-hybrid": "MooncakeHybridConnector",
 }
-"""What vLLM and vLLM-Ascend call what moves KV as a simulated engine does, by its protocol or its connector."""
+"""The names that vLLM and vLLM-Ascend give to their KV connectors, by the simulated protocol or connector."""
 _SCALING_PATHS: Final = ("/health", "/is_scaling_elastic_ep")
 
 
 class ControlRoutes:
-    """Reads the engine's state; it changes nothing but fault rules, the prefix cache and adapters."""
+    """The control routes of one engine. They read its state, and change only fault rules, prefix cache and adapters."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -107,7 +107,7 @@ class ControlRoutes:
         return await handler(request)  # type: ignore[no-any-return]
 
     def _out_of_service(self, path: str) -> web.Response | None:
-        """Return the answer of a rank of elastic expert parallelism that is retired or scales.
+        """Return the answer of an elastic expert-parallel rank that is retired or is being scaled; None if it serves.
 
         See vLLM 0.33, `serve/elastic_ep/middleware.py`.
         """
@@ -124,7 +124,7 @@ class ControlRoutes:
         return json_response({"is_scaling_elastic_ep": self._core.faults.has("scaling")})
 
     async def date(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Tell the time as this engine's clock has it."""
+        """Add a Date header with the time of this engine's clock."""
         if offset_seconds := self._core.options.clock_offset_seconds:
             response.headers["Date"] = formatdate(time.time() + offset_seconds, usegmt=True)
 
@@ -196,7 +196,7 @@ class ControlRoutes:
         return json_response({"object": "list", "data": [card, *adapters]})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
-        """List an adapter at once, as vLLM does with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+        """Add an adapter to the list at once, as vLLM does with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
         body, _ = await read_json(request)
         if not isinstance(body, dict) or not isinstance(body.get("lora_name"), str):
             return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.lora_name"))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """Built once per engine start; a restart makes a new one with a new `engine_id`."""
+    """The parts of a simulated engine that its requests share. Each start makes new ones, with a new `engine_id`."""
 
     options: Options
     state: State
@@ -39,15 +39,15 @@ class Core:
     protocol: KvProtocol
     kv_events: KvEventPublisher | None = None
     encoded: set[str] = field(default_factory=set)
-    """Hashes of the media in its encoder cache."""
+    """Hashes of the media in the engine's encoder cache."""
 
     @property
     def used_blocks(self) -> int:
-        """Return the number of KV blocks in use, by running sequences and for decoders."""
+        """Return the number of KV blocks in use: those of running sequences, and those that are kept for decoders."""
         return self.scheduler.used_blocks + self.protocol.blocks_held()
 
     def encode(self, ask: Ask) -> None:
-        """Encode the media of a request, or fetch them from the places that it names."""
+        """Encode the media of a request, or fetch encoded media from the places that the request names."""
         for name in ask.media:
             if name not in self.encoded:
                 self.encoded.add(name)
@@ -57,13 +57,13 @@ class Core:
                 self.state.encodings_fetched += is_remote
 
     def cache_prompt(self, prompt: Sequence[int], salt: str) -> int:
-        """How many of a prompt's tokens are cached. Then, or when it is computed, all of them are."""
+        """Return how many tokens of a prompt are cached, and cache the prompt now or when it is computed."""
         if self.kv_events is not None:
             self.kv_events.expect(block_names(prompt, self.options.block_size, salt), prompt)
         return self.cache.add(prompt, salt)
 
     def new_request_id(self, headers: Mapping[str, str], body: Any) -> str:
-        """Return the id of an answer: that of the header, that of the body, or a new one."""
+        """Return the ID of an answer: the ID in the header, or else in the body, or else a new one."""
         named = body if isinstance(body, dict) else {}
         if self.options.profile.is_sglang:
             given = named.get("rid")
@@ -77,7 +77,7 @@ _SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1
 
 
 class Histogram:
-    """Counts per bucket of a duration in seconds."""
+    """Counts durations in buckets, in seconds."""
 
     __slots__ = ("counts", "sum", "total")
 
@@ -105,7 +105,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Counters for `/metrics` only. All other values are read from the engine's state at a scrape."""
+    """The counters that only `/metrics` shows. All other values are read from the engine's state when it is scraped."""
 
     model: str
     prompt_tokens_by_source: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SOURCES, 0)))

@@ -1,7 +1,7 @@
-"""Fault injection: which requests go wrong, and how.
+"""Injects faults: decides which requests fail, and how.
 
-A rule names an action and which requests it applies to; the rules that apply to one request are its `Plan`. Rules are
-added from a test (`engine.faults.add("reset_after_tokens", tokens=3, times=1)`) or by `POST /_mock/faults`.
+A rule names an action and the requests to which it applies. The rules that apply to one request are its `Plan`. A test
+adds rules by `engine.faults.add("reset_after_tokens", tokens=3, times=1)` or by `POST /_mock/faults`.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class UnknownAction(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One kind of failure, and its conditions, which must all hold.
+    """One kind of failure, and the conditions under which it happens. All conditions must hold.
 
-    Path and request id contain the given text; the request's member `user` has this value; and every n-th match, with
-    this probability, up to this number of times.
+    Path and request ID must contain the given text, and the request's member `user` must have the given value. Of the
+    matching requests, every n-th fails, with this probability, up to this number of times.
     """
 
     action: str
@@ -100,7 +100,7 @@ class Plan:
 
 
 class Faults:
-    """The rules of one engine, with how often each matched and fired."""
+    """The fault rules of one engine. Counts how often each rule matched and how often it caused a failure."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -126,11 +126,14 @@ class Faults:
         self._fired.clear()
 
     def has(self, action: str) -> bool:
-        """Whether there is a rule with this action, for those that hold for all requests until they are cleared."""
+        """Return whether there is a rule with this action.
+
+        For actions that affect all requests until they are cleared.
+        """
         return any(rule.action == action for rule in self._rules)
 
     def plan(self, path: str, request_id: str, user: object = None) -> Plan:
-        """Which rules apply to this request; counts it for `every`, `skip` and `times`."""
+        """Return the rules that apply to this request. Counts the request for `every`, `skip` and `times`."""
         if not self._rules:
             return _NO_FAULTS
         rules: dict[str, Rule] = {}

@@ -1,4 +1,4 @@
-"""The engine's side of one request: its sequences, the KV it fetches and the KV it leaves behind."""
+"""The engine's work on one request: its sequences, the KV that it fetches, and the KV that it leaves behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _OUT_OF_MEMORY = {
 
 
 class Generation:
-    """Runs one `Ask`. `run` returns when every sequence has ended; cancelling it aborts them all."""
+    """Serves one `Ask`. `run` returns when every sequence has ended. Cancelling `run` aborts all sequences."""
 
     def __init__(self, core: Core, ask: Ask, answer_id: str, plan: Plan, on_delta: Callable[[Delta], None]) -> None:
         self.kv_params: dict[str, Any] | None = None
@@ -136,14 +136,14 @@ class Generation:
         self._arriving.append(arrivals.create_task(arrive(sequence)))
 
     def abort(self) -> None:
-        """End every sequence where it is, as the engine does when told to by name."""
+        """End every sequence at its present token, as the engine does for an abort by request ID."""
         for sequence in self.sequences:
             if sequence.is_live:
                 sequence.abort()
                 self._core.scheduler.drop(sequence)
 
     def fail(self) -> None:
-        """End with an internal error, as the engine does when its core has died."""
+        """End with an internal error, as the engine does when its core process has died."""
         message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
         self._end(EngineError(500, message, "InternalServerError"))
 
@@ -187,7 +187,7 @@ class Generation:
         return None
 
     def _prefill(self, sequence: TokenSequence) -> None:
-        """Account for computing a prompt here, less what the prefix cache has."""
+        """Count the computed tokens of a prompt: all tokens that are not in the prefix cache."""
         sequence.cached_tokens = self._core.cache_prompt(sequence.prompt, self._ask.cache_salt)
         sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
         self._core.metrics.count_prompt(computed=sequence.prefill_tokens, cached=sequence.cached_tokens)
@@ -273,7 +273,10 @@ class Generation:
                 self._core.protocol.leave(self._child(sequence))
 
     async def _leave_kv(self) -> None:
-        """Leave what a decoder will fetch: every sample of every prompt, though only the first is ever reported."""
+        """Keep the KV that a decoder will fetch.
+
+        It is kept for every sample, although the answer reports only the first.
+        """
         core = self._core
         if self._leg is Leg.PREFILL and "missing_kv_params" not in self._plan:
             for sequence in self.sequences:
@@ -290,7 +293,10 @@ class Generation:
             self._on_delta(delta)
 
     def _leaves_kv_pinned(self, sequence: TokenSequence) -> bool:
-        """Only an answer cut off at its one token leaves KV, except with the connectors that do not look."""
+        """Return whether a finished sequence leaves KV.
+
+        Most connectors keep KV only if its one token ended it by length.
+        """
         does_not_look = self._core.options.connector == "nixl" or self._core.protocol.meets
         return sequence.finish_reason == "length" or (does_not_look and sequence.finish_reason == "stop")
 

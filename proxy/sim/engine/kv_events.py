@@ -1,4 +1,4 @@
-"""The KV events of a simulated engine, published as engines do: see proxy/wire/kv_events.py for where that is read."""
+"""Publishes the KV events of a simulated engine in the form of real engines. proxy/wire/kv_events.py reads them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ _MEDIUM = "GPU"
 
 
 class KvEventPublisher(Watcher):
-    """Publishes between `start` and `stop`. `endpoint` and `replay_endpoint` are its endpoints while it runs."""
+    """Publishes KV events between `start` and `stop`. Meanwhile `endpoint` and `replay_endpoint` are its addresses."""
 
     def __init__(self, options: Options, bound: KvEventPublisher | None = None) -> None:
-        """`bound`: the one before a restart, whose ports this one takes."""
+        """Create a publisher.
+
+        `bound`: the publisher before a restart, whose ports this one uses; None: there was none.
+        """
         config = msgspec.json.decode(options.kv_events_config or "{}", type=dict[str, Any])
         self.endpoint: str = config.get("endpoint", "tcp://*:5557") if bound is None else bound.endpoint
         self.replay_endpoint: str | None = config.get("replay_endpoint") if bound is None else bound.replay_endpoint
         self.topic: str = config.get("topic", "")
         self.lost = 0
-        """Number of next batches that are not sent, as for a slow subscriber."""
+        """The number of next batches that are not sent, which simulates a slow subscriber."""
         self._shape = options.profile.kv_events
         self._is_sglang = options.profile.is_sglang
         self._block_size = options.block_size
@@ -66,12 +69,12 @@ class KvEventPublisher(Watcher):
 
     @property
     def config(self) -> str:
-        """Return its configuration with the real ports."""
+        """Return the publisher's configuration with the ports that it uses."""
         endpoints = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
         return msgspec.json.encode({"publisher": "zmq", **endpoints, "topic": self.topic}).decode()
 
     def expect(self, names: Sequence[Hashable], ids: Sequence[int]) -> None:
-        """Blocks with these names may be stored, which hold these tokens."""
+        """Remember the tokens of blocks that may be stored later. `names`: the names of the blocks."""
         if len(self._ids) > self._most_ids:
             self._ids.clear()
         size = self._block_size
@@ -98,7 +101,7 @@ class KvEventPublisher(Watcher):
         self._add("AllBlocksCleared", {}, {})
 
     def say(self, payload: bytes) -> None:
-        """Publish this as a batch, whatever it is."""
+        """Publish a payload unchanged as a batch, even if it is malformed."""
         number, self._next = self._next, self._next + 1
         self._buffer.append((number, payload))
         if self.lost:

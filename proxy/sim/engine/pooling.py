@@ -1,6 +1,6 @@
-"""Embeddings and what is made of them: scores, classes, rankings. Invented, and the same for the same text everywhere.
+"""Simulates embeddings, scores, classes and rankings. The values are made up, but equal texts always get equal values.
 
-Shapes as in vLLM `entrypoints/pooling/`: embed, pooling, classify and scoring.
+The bodies follow vLLM `entrypoints/pooling/`: embed, pooling, classify and scoring.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LABELS: Final = ("LABEL_0", "LABEL_1", "LABEL_2")
 _PAIRS: Final = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 _Answer = tuple[str, dict[str, Any], int]
-"""Prefix of the id, members of the answer, and number of tokens read."""
+"""The prefix of the ID, the members of the answer, and the number of prompt tokens."""
 
 
 class PoolingRoutes:
-    """Routes of one engine that do not generate."""
+    """The routes of one engine that generate no text."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -43,7 +43,7 @@ class PoolingRoutes:
         return [web.post("/v1/embeddings", self._answering(self._embed))]
 
     def routes_of_vllm(self) -> list[web.RouteDef]:
-        """Return the routes that only vLLM has, or in other forms."""
+        """Return the routes that only vLLM has, or that have another form in SGLang."""
         score, rerank = self._answering(self._score), self._answering(self._rerank)
         return [
             web.post("/pooling", self._answering(self._pool)),
@@ -133,7 +133,10 @@ class PoolingRoutes:
         return "rerank", {"results": results[:most]}, sum(len(asked) + len(document) for document in documents)
 
     def _prompts(self, body: Mapping[str, Any], given: Any) -> list[list[int]]:
-        """Token ids of one text, or of each of a list; the model's name is checked, too. Raises EngineError."""
+        """Return the token IDs of one text, or of each text in a list.
+
+        Checks the model's name, too. Raises EngineError.
+        """
         as_completion = {"prompt": given, "model": body.get("model"), "max_tokens": 1}
         return read_ask(as_completion, is_chat=False, options=self._core.options, headers={}).prompts
 
@@ -145,7 +148,7 @@ def embedding(prompt: list[int]) -> list[float]:
 
 
 def _encoded(vector: list[float], encoding: str) -> list[float] | str:
-    """Return a vector; as base64, it has 32-bit floats with the lowest byte first."""
+    """Return a vector as numbers, or as base64 of its 32-bit floats in little-endian order."""
     return vector if encoding == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Owns the sequences between `submit` and their end or `abort`."""
+    """Schedules the sequences of an engine from `submit` until their end or `drop`."""
 
     def __init__(self, options: Options, on_step: Callable[[int], None]) -> None:
         self._options = options
@@ -54,12 +54,12 @@ class Scheduler:
 
     @property
     def used_blocks(self) -> int:
-        """Memory for sequences that run is not accounted for here: see MachineScheduler."""
+        """The number of KV blocks in use. Always 0: only MachineScheduler counts the memory of running sequences."""
         return 0
 
     @property
     def preemptions(self) -> int:
-        """Return 0, because no sequence has to make room."""
+        """Return 0, because this scheduler preempts no sequence."""
         return 0
 
     def start(self) -> None:
@@ -73,21 +73,24 @@ class Scheduler:
         self._schedule_tick()
 
     def hold(self, *, prefills: bool = False) -> None:
-        """Give no sequence more than its first token until `go_on`, or with `prefills` no token at all."""
+        """Hold back all tokens after the first of each sequence until `go_on`.
+
+        `prefills`: hold back first tokens, too.
+        """
         self._is_held, self._holds_prefills = True, prefills
 
     def go_on(self) -> None:
-        """Run the sequences that were held."""
+        """Continue the sequences that were held back."""
         self._is_held = self._holds_prefills = False
         self._schedule_tick()
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Queue a sequence. With `on_admitted` it is held, once admitted, until `begin`."""
+        """Queue a sequence. A sequence with `on_admitted` waits after its admission until `begin`."""
         self._waiting.append(sequence)
         self._admit()
 
     def begin(self, sequence: TokenSequence) -> None:
-        """Start the prefill of an admitted sequence; its first token follows when that is done."""
+        """Start the prefill of an admitted sequence. Its first token follows when the prefill is done."""
         if sequence not in self._running:
             return
         seconds = (
@@ -99,7 +102,7 @@ class Scheduler:
         self._schedule_tick()
 
     def drop(self, sequence: TokenSequence) -> None:
-        """Forget a sequence wherever it is: finished, failed or aborted."""
+        """Remove a sequence in any state: queued, running or ended."""
         self._running.discard(sequence)
         for sequences in (self._waiting, self._prefilling, self._decoding):
             if sequence in sequences:
@@ -171,7 +174,7 @@ class Scheduler:
 
 
 class MachineScheduler:
-    """Owns the sequences between `submit` and their end or `drop`, as Scheduler does, and the KV memory."""
+    """Schedules sequences like Scheduler, with the times and the KV memory of real hardware."""
 
     def __init__(self, options: Options, shape: Shape, on_step: Callable[[int], None]) -> None:
         self.batch = Batch(options.cost, shape, on_tokens=self._on_tokens, on_admitted=self._on_admitted, stepwise=True)
@@ -209,7 +212,7 @@ class MachineScheduler:
             self._timer.cancel()
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Queue a sequence. With `on_admitted` it is held, once admitted, until `begin`."""
+        """Queue a sequence. A sequence with `on_admitted` waits after its admission until `begin`."""
         size = self._options.block_size
         work = Work(
             len(sequence.prompt),
@@ -222,7 +225,7 @@ class MachineScheduler:
         self._schedule_tick()
 
     def begin(self, sequence: TokenSequence) -> None:
-        """Go on with an admitted sequence, whose KV has come or is to be computed."""
+        """Continue an admitted sequence. Its KV has arrived, or has to be computed."""
         work = self._works.get(sequence)
         if work is None:
             return
@@ -233,7 +236,7 @@ class MachineScheduler:
         self._schedule_tick()
 
     def drop(self, sequence: TokenSequence) -> None:
-        """Forget a sequence wherever it is: finished, failed or aborted."""
+        """Remove a sequence in any state: queued, running or ended."""
         self._forget(sequence)
         self._schedule_tick()
 
@@ -279,7 +282,7 @@ class MachineScheduler:
 
 
 class MachineCache:
-    """Reports the cached part of prompts, from the KV memory of the hardware."""
+    """Reports which part of a prompt is cached in the KV memory of the hardware."""
 
     def __init__(self, batch: Batch, block_size: int) -> None:
         self._batch = batch
@@ -288,7 +291,7 @@ class MachineCache:
         self.hits = 0
 
     def add(self, ids: Sequence[int], salt: str = "") -> int:
-        """How many of a prompt's tokens are there, never all of them. It comes there when it is computed."""
+        """Return how many tokens of a prompt are cached; at least one never is. Computing the prompt caches it."""
         names = block_names(ids, self._block_size, salt)[: (len(ids) - 1) // self._block_size]
         cached = self._batch.blocks.hit(names) * self._block_size
         self.queries += len(ids)
@@ -299,5 +302,5 @@ class MachineCache:
         self._batch.blocks.forget()
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell it what is cached from now on."""
+        """Notify this watcher of changes of the cache from now on."""
         self._batch.blocks.watcher = watcher

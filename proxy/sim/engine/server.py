@@ -1,4 +1,4 @@
-"""The generation endpoints of a simulated engine, streamed and whole."""
+"""The generation endpoints of a simulated engine, with streamed answers and answers that are not streamed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request that the engine has accepted, and how it is to be answered."""
+    """A request that the engine has accepted, and all that is needed to answer it."""
 
     request: web.Request
     endpoint: Endpoint
@@ -42,7 +42,7 @@ class Exchange:
 
 
 class GenerationRoutes:
-    """`kill` ends the whole engine; it is what the fault of that name does."""
+    """The routes that generate text. `kill` ends the whole engine; the fault of the same name calls it."""
 
     def __init__(self, core: Core, kill: Callable[[], None]) -> None:
         self._core = core
@@ -51,7 +51,7 @@ class GenerationRoutes:
         self._generations: dict[str, Generation] = {}
         self._heedless: set[asyncio.Task[None]] = set()
         self._served: WeakSet[asyncio.Transport] = WeakSet()
-        """Connections on which a request has been begun."""
+        """Connections on which at least one request has begun."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -60,13 +60,13 @@ class GenerationRoutes:
         ]
 
     async def stop(self, app: web.Application) -> None:
-        """End what no client waits for."""
+        """End the answers for which no client waits."""
         for task in self._heedless:
             task.cancel()
         await asyncio.gather(*self._heedless, return_exceptions=True)
 
     def abort(self, beginning: str) -> None:
-        """End the answers whose ids begin like this."""
+        """End the answers whose IDs begin with a text."""
         for answer_id, generation in list(self._generations.items()):
             if answer_id.startswith(beginning):
                 generation.abort()
@@ -77,7 +77,7 @@ class GenerationRoutes:
             generation.fail()
 
     async def _counted(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
-        """Every request is live until its answer ended, one way or another."""
+        """Count a request as live until its answer has ended in any way."""
         state = self._core.state
         body, body_bytes = await read_json(request)
         headers = {name.lower(): value for name, value in request.headers.items()}
@@ -134,7 +134,7 @@ class GenerationRoutes:
             self._live_ids.discard(answer_id)
 
     def _at_capacity(self) -> EngineError | None:
-        """Why it takes no request now; None: it takes one."""
+        """Return the error for a request beyond the engine's capacity; None if the engine accepts a request now."""
         most = self._core.options.max_num_queued_reqs
         if self._core.faults.has("paused"):
             return EngineError(503, "The engine is paused. Retry the request.", "RetryableRequestError")
@@ -207,7 +207,7 @@ class GenerationRoutes:
         return stream.response
 
     async def _run(self, generation: Generation, answer: Answer, plan: Plan) -> None:
-        """Run a handler, so that `abort` can end it."""
+        """Run a handler. `abort` can end it."""
         if "ignore_leaving" in plan:
             task = asyncio.create_task(self._named(generation, answer))
             self._heedless.add(task)

@@ -1,4 +1,4 @@
-"""What SGLang serves besides generating, where it is not as with vLLM: health, loads, information, and aborts."""
+"""The routes of SGLang that do not generate and differ from vLLM's: health, loads, information, and aborts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODES = {"prefill": "prefill", "decode": "decode", "both": "null"}
 
 
 class SglangRoutes:
-    """Routes of SGLang `entrypoints/http_server.py`, the deprecated names among them."""
+    """The routes of SGLang's `entrypoints/http_server.py`, including deprecated ones."""
 
     def __init__(self, core: Core, generations: GenerationRoutes, bootstrap_port: Callable[[], int]) -> None:
         self._core = core
@@ -44,7 +44,10 @@ class SglangRoutes:
         ]
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Count tokens for Anthropic's API, of which SGLang knows no more, so `system` is not read."""
+        """Count the tokens of a request in Anthropic's API.
+
+        `system` is not counted, because SGLang does not read it.
+        """
         body, _ = await read_json(request)
         return json_response({"input_tokens": len(render_chat(body))})
 
@@ -84,7 +87,7 @@ class SglangRoutes:
         return json_response(head | {"num_accelerators": 1, "loads": [self._load(rank) for rank in ranks]})
 
     def _load(self, rank: int) -> dict[str, Any]:
-        """Return the load, in which all running requests belong to rank 0."""
+        """Return the load of a rank. All running requests count for rank 0."""
         scheduler = self._core.scheduler
         options = self._core.options
         return {
@@ -126,7 +129,7 @@ class SglangRoutes:
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
 
     def _token_lines(self, labels: str) -> list[str]:
-        """Return counters of tokens: of all prompts, and of prompts computed here, which excludes fetched ones."""
+        """Return two token counters: of all prompts, and of prompts that were computed here and not fetched."""
         core = self._core
         computed, cached, _ = core.metrics.prompt_tokens_by_source.values()
         modes = {"prefill_compute": computed, "prefill_cache": cached, "decode": core.state.tokens_generated}

@@ -1,6 +1,6 @@
 """A simulated engine, in this process (`SimulatedEngine`) or as a program (`pdproxy mock-engine`).
 
-It speaks the engines' HTTP interface and hands KV to other simulated engines over real sockets.
+It has the HTTP interface of an engine, and transfers KV to other simulated engines over real sockets.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, 
     "store": StoreProtocol,
     "none": NoProtocol,
 }
-"""How KV travels; a new protocol is one file and one line here."""
+"""The KV transfer protocols by name. To add a protocol, add a file and a line here."""
 
 _MAX_BODY_BYTES = 256 * 1024 * 1024
 _ENDING_SECONDS = 10.0
-"""How long answers may take to end at SIGTERM."""
+"""Time limit in seconds for running answers after SIGTERM."""
 
 
 class SimulatedEngine:
-    """An engine on the current event loop, serving between `__aenter__` and `__aexit__`.
+    """A simulated engine on the current event loop. It serves from `__aenter__` to `__aexit__`.
 
-    Options are given by name (see `Options`). `state` counts what happened, `pins` is the KV kept for decoders,
-    `faults` makes requests go wrong. Nothing is left running or open afterwards.
+    Options are given by name (see `Options`). `state` counts events, `pins` is the KV kept for decoders, and `faults`
+    makes
+    requests fail. `__aexit__` ends all tasks and closes all sockets.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class SimulatedEngine:
         self.port = port
         self.options = dataclasses.replace(options or Options(), **fields)
         self.bootstrap_port: int | None = None
-        """Port at which decoders ask this prefiller while it runs, if its protocol has one."""
+        """The port at which decoders ask this prefiller while it runs; None if its protocol has none."""
         self.state = State()
         self.faults = Faults()
         self.kv_events: KvEventPublisher | None = None
-        """What publishes KV events, once it runs, if it is to."""
+        """The publisher of KV events while the engine runs; None if the engine publishes none."""
         self._runner: web.AppRunner | None = None
         self._core: Core | None = None
         self._generations: GenerationRoutes | None = None
@@ -100,7 +101,7 @@ class SimulatedEngine:
 
     @property
     def pins(self) -> dict[str, Pin]:
-        """The KV pinned right now, by remote request id."""
+        """The KV that the engine keeps for decoders, by remote request ID."""
         protocol = self._core.protocol if self._core is not None else None
         return protocol.pins if protocol is not None else {}
 
@@ -113,12 +114,15 @@ class SimulatedEngine:
         return self._core is not None
 
     async def wait_until(self, condition: Condition, timeout_seconds: float = 60.0) -> None:
-        """Wait for a condition on `state`, which is looked at whenever anything changes."""
+        """Wait for a condition on `state`. It is tested again after each change of the state."""
         await self.state.wait_until(condition, timeout_seconds)
 
     @contextmanager
     def held(self, *, prefills: bool = False) -> Iterator[None]:
-        """Within the block no sequence gets more than its first token, or with `prefills` no token at all."""
+        """Hold back all tokens after the first of each sequence within the block.
+
+        `prefills`: hold back first tokens, too.
+        """
         scheduler = self.core.scheduler
         assert isinstance(scheduler, Scheduler)
         scheduler.hold(prefills=prefills)
@@ -188,19 +192,19 @@ class SimulatedEngine:
         return app
 
     def _told_bootstrap_port(self) -> int:
-        """Every engine has one in its configuration, whether it listens there or not."""
+        """Return the bootstrap port in the engine's configuration. It has one even if it does not listen there."""
         return self.bootstrap_port or self.options.bootstrap_port or DEFAULT_PORT
 
     async def _listen(self, runner: web.AppRunner, port: int) -> int:
-        """Serve on a port (0: any), and return which it is."""
+        """Serve on a port and return it. Port 0 means any free port."""
         port = self._reserve(port)
         await web.TCPSite(runner, self.host, port, backlog=4096, reuse_address=True).start()
         return port
 
     def _reserve(self, port: int) -> int:
-        """Bind a port (0: any) without listening, and return it.
+        """Bind a port without listening and return it. Port 0 means any free port.
 
-        A killed engine refuses connections, and no other process gets its port before it is back.
+        A killed engine refuses connections, and no other process gets its port until it starts again.
         """
         if port not in self._reserved:
             family, kind, protocol, _, address = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)[0]
@@ -216,7 +220,7 @@ class SimulatedEngine:
         return port
 
     async def kill(self) -> None:
-        """End as a crash would: every connection reset, the port closed (and kept for it), all pins gone."""
+        """End like a crash: reset every connection, close the port (but keep it bound), and drop all pins."""
         core, runner = self._core, self._runner
         self._core = self._runner = None
         if core is None or runner is None:
@@ -260,9 +264,9 @@ class SimulatedEngine:
             runner.server.pre_shutdown()
 
     async def restart(self) -> None:
-        """Start again on the same port as a new engine, which knows nothing of the KV of the old one.
+        """Start again on the same port as a new engine, which has none of the old engine's KV.
 
-        An engine that a fault has killed is waited for; counters and fault rules are kept.
+        If a fault is killing the engine, wait for its end first. Counters and fault rules are kept.
         """
         await self._end()
         await self.start()
@@ -304,7 +308,7 @@ class SimulatedEngine:
 
 
 async def serve(host: str, port: int, options: Options) -> None:
-    """Run one engine until SIGINT or SIGTERM, or after SIGTERM until its answers have ended, as its options say."""
+    """Run one engine until SIGINT or SIGTERM. If the options say so, SIGTERM lets running answers end first."""
     stopped, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopped.set)

@@ -1,4 +1,4 @@
-"""Reading requests and writing answers: JSON bodies, server-sent events, and broken connections.
+"""Reads requests and writes answers: JSON bodies, server-sent events, and broken connections.
 
 Events go to the transport within the scheduler's step, without a task switch. If the client reads too slowly, deltas
 are merged, as in the engine's output collector, instead of being buffered.
@@ -29,18 +29,21 @@ _HIGH_WATER_BYTES = 64 * 1024
 _RESET_AFTER_SECONDS = 0.02
 
 WAS_CUT = web.RequestKey("was_cut", bool)
-"""Marks requests whose connection the engine itself broke."""
+"""Marks a request whose connection the engine has broken on purpose."""
 
 
 def reset(request: web.Request) -> None:
-    """Cut the connection so that the other side sees a reset, not an end."""
+    """Close the connection with a TCP reset, so that the client sees an error instead of an end."""
     request[WAS_CUT] = True
     if request.transport is not None:
         reset_transport(request.transport)
 
 
 def reset_soon(request: web.Request) -> None:
-    """Reset once the other side had time to read, for a reset throws away what was sent and not yet read."""
+    """Reset the connection a little later.
+
+    An immediate reset would discard sent data that the client has not read yet.
+    """
     asyncio.get_running_loop().call_later(_RESET_AFTER_SECONDS, reset, request)
 
 
@@ -52,15 +55,16 @@ def reset_transport(transport: asyncio.WriteTransport) -> None:
 
 
 async def hang() -> None:
-    """Wait for the client to give up; the handler is cancelled when it does."""
+    """Wait until the client gives up, which cancels the handler."""
     await asyncio.get_running_loop().create_future()
 
 
 class EventStream:
-    """One streamed answer.
+    """Writes one streamed answer.
 
-    The generation calls `on_delta`; `close` sends the rest and the end. The first delta opens the stream if it is not
-    open.
+    The generation calls `on_delta`; `close` sends the remaining deltas and the end. The first delta opens the stream if
+    it
+    is not open.
     """
 
     def __init__(self, request: web.Request, answer: Answer, plan: Plan, headers: dict[str, str]) -> None:
@@ -79,7 +83,7 @@ class EventStream:
         self._pumped: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
-        """Commit the status line: before the first token, as vLLM does."""
+        """Send the status line. vLLM does this before the first token."""
         self.response.content_type = "text/event-stream"
         self.response.charset = "utf-8"
         self.response.enable_chunked_encoding()
@@ -105,7 +109,7 @@ class EventStream:
             self.on_delta(delta)
 
     async def settle(self) -> None:
-        """Wait until the deltas so far have been turned into events."""
+        """Wait until all deltas so far are converted to events."""
         if self._opening is not None:
             await self._opening
 
@@ -122,7 +126,7 @@ class EventStream:
         await self.response.write_eof()
 
     def stop(self) -> None:
-        """End all tasks of the stream, because its handler ends."""
+        """End all tasks of the stream. Called when its handler ends."""
         self._is_left = True
         for task in (self._opening, self._drained):
             if task is not None:
@@ -163,7 +167,7 @@ class EventStream:
             self._drained = asyncio.create_task(self._drain())
 
     def _pump(self) -> None:
-        """One piece per turn of the event loop, so that they leave as separate segments."""
+        """Write one piece in each turn of the event loop, so that the client gets separate TCP segments."""
         if self._pumped is None:
             self._pumped = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_soon(self._write_piece)

@@ -1,11 +1,11 @@
-"""Continuous batching of one engine: admission, steps and preemption. Pure; its owner has the clock.
+"""Simulates continuous batching of one engine: admission, steps and preemption. No clock: its owner passes the time.
 
 As in vLLM's scheduler (v1/core/sched/scheduler.py), each decoding sequence gets a token in every step, and the rest of
 the token budget computes prompts in chunks, in the order of their admission. If a sequence needs a block and none is
 free, the sequence that was admitted last is preempted, and later computes everything again.
 
 Nothing happens within a step, so steps that differ only in length are combined into a run. `stepwise` gives the same
-course in runs of one step.
+results in runs of one step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Steps that are under way. The first takes `first_seconds`, and each one `growth_seconds` more than the last."""
+    """Consecutive steps of one batch. The first takes `first_seconds`; each next one takes `growth_seconds` longer."""
 
     began: float
     steps: int
@@ -39,7 +39,7 @@ class _Run:
         return steps * self.first_seconds + self.growth_seconds * steps * (steps - 1) / 2
 
     def until(self, now: float) -> _Run:
-        """Return the same run, which ends with the current step."""
+        """Return the same run, shortened so that it ends with the step that is under way at `now`."""
         wanted = now - self.began
         first, growth = self.first_seconds, self.growth_seconds
         if growth > 0:
@@ -53,8 +53,9 @@ class _Run:
 class Batch:
     """Continuous batching of one engine.
 
-    `on_admitted` is called for work that awaits KV and has its blocks now, and `on_tokens` for work that has generated
-    more tokens, with their number. Both may submit and drop work.
+    `on_admitted` is called when work that awaits KV has got its blocks. `on_tokens` is called with work that has
+    generated
+    more tokens, and their number. Both may submit and drop work.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Batch:
         self.blocks = KvBlocks(shape.kv_tokens // shape.block_tokens)
         self.busy_seconds = 0.0
         self.computed_tokens = 0
-        """Computed tokens of prompts, including those computed again."""
+        """The number of computed prompt tokens, including tokens that were computed again."""
         self.recomputed_tokens = 0
         """Tokens that were computed again after a preemption."""
         self.preemptions = 0
@@ -92,7 +93,7 @@ class Batch:
 
     @property
     def due(self) -> float | None:
-        """When `advance` is to be called; None: when there is more to do."""
+        """The time of the next call of `advance`; None if no step is under way."""
         return None if self._run is None else self._run.began + self._run.seconds(self._run.steps)
 
     def spent_seconds(self, now: float) -> float:
@@ -108,7 +109,7 @@ class Batch:
             self._interrupt(now)
 
     def arrive(self, work: Work, now: float) -> None:
-        """Note that the awaited KV of admitted work has arrived.
+        """Record that the awaited KV of admitted work has arrived.
 
         The last token is computed again, as in real engines.
         """
@@ -118,13 +119,13 @@ class Batch:
         self._interrupt(now)
 
     def compute(self, work: Work, now: float) -> None:
-        """Note that the awaited KV does not arrive: uncached tokens are computed here."""
+        """Record that the awaited KV of admitted work does not arrive. Its uncached tokens are computed here."""
         work.awaits_kv = False
         work.computed = work.began_behind = work.cached_tokens = len(work.held.named) * self._shape.block_tokens
         self._interrupt(now)
 
     def drop(self, work: Work, now: float) -> None:
-        """Forget work wherever it is, and what it holds."""
+        """Remove work in any state, and release its blocks."""
         if work in self._waiting:
             self._waiting.remove(work)
         if work in self._running:
@@ -139,7 +140,7 @@ class Batch:
             self._interrupt(now)
 
     def advance(self, now: float) -> None:
-        """End the run, take its results, and begin the next one."""
+        """End the current run, apply its results, and begin the next run."""
         run, self._run = self._run, None
         if run is not None:
             self._settle(run)
@@ -147,7 +148,7 @@ class Batch:
             self._begin(now)
 
     def _interrupt(self, now: float) -> None:
-        """Something has changed: the next run begins at the end of the step under way, or now."""
+        """Make the next run begin at the end of the current step, or now. Called when the batch has changed."""
         if self._run is None:
             self._begin(now)
         elif self._run.steps > 1:
@@ -222,7 +223,10 @@ class Batch:
                 work.cached_tokens = work.computed
 
     def _with_room(self) -> list[Work]:
-        """Return the decoding sequences that have a block for their next token; others are preempted for them."""
+        """Return the decoding sequences that have a block for their next token.
+
+        Preempts other sequences if necessary.
+        """
         while True:
             decoding = [work for work in self._running if work.is_decoding]
             if self._count_lacking_blocks(decoding, 1) <= self.blocks.free:
@@ -247,7 +251,7 @@ class Batch:
         return chunks
 
     def _steps(self, decoding: Sequence[Work]) -> int:
-        """How many steps differ in nothing but their length."""
+        """Return the number of next steps that differ only in their length."""
         if any(not work.generated for work in decoding):
             return 1  # when first tokens come is worth knowing
         steps = min(work.answer_tokens - work.generated for work in decoding)

@@ -1,4 +1,4 @@
-"""How long an engine's work takes."""
+"""The time that an engine's work takes, as a formula with fitted coefficients."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of work, by its size. All of it zero: as fast as the machine goes.
+    """Seconds of an engine's work, by its size. If all coefficients are zero, work takes no time.
 
-    A prompt takes S(u, c) = t0 + a·u + b·u·(c + u/2), with u tokens to compute behind c cached ones: every token costs
-    the same but for its attention, which grows with the tokens before it. Chunks of a prompt add up to the same. A
+    A prompt takes S(u, c) = t0 + a·u + b·u·(c + u/2), with u tokens to compute after c cached ones: every token costs
+    the same except for its attention, which grows with the tokens before it. Chunks of a prompt add up to the same. A
     decode step of n sequences that hold K tokens of KV takes p + q·n + r·K, and more by a factor beyond a knee.
     """
 
     prompt: float = 0.0
-    """t0, of each prompt."""
+    """The coefficient t0: seconds for each prompt."""
     prompt_token: float = 0.0
-    """a."""
+    """The coefficient a: seconds for each token to compute."""
     attention: float = 0.0
-    """b, for a token and one before it."""
+    """The coefficient b: seconds of attention for a pair of a token and one token before it."""
     step: float = 0.0
-    """p."""
+    """The coefficient p: seconds for each decode step."""
     step_sequence: float = 0.0
-    """q."""
+    """The coefficient q: seconds for each sequence in a decode step."""
     step_kv_token: float = 0.0
-    """r."""
+    """The coefficient r: seconds for each token of KV in a decode step."""
     knee: int | None = None
     """Number of sequences that decode efficiently together; None: no limit."""
     past_knee: float = 1.0
-    """How much longer a step of more takes."""
+    """The factor by which a step of more sequences takes longer."""
 
     def prefill(self, uncached: int, cached: int = 0) -> float:
-        """S(u, c)."""
+        """Return S(u, c): the seconds for a prompt with `uncached` tokens to compute after `cached` tokens."""
         return self.prompt + self.chunk(uncached, cached)
 
     def chunk(self, tokens: int, before: int) -> float:
-        """Return the time for tokens of a prompt after its first `before`, without the constant time per prompt."""
+        """Return the seconds for some tokens of a prompt after its first `before`, without the constant t0."""
         return tokens * (self.prompt_token + self.attention * (before + tokens / 2))
 
     def decode(self, sequences: int, kv_tokens: int) -> float:
-        """One step of all sequences."""
+        """Return the seconds of one decode step of all sequences."""
         seconds = self.step + self.step_sequence * sequences + self.step_kv_token * kv_tokens
         return seconds if self.knee is None or sequences <= self.knee else seconds * self.past_knee
 

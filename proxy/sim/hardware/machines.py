@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """An engine's hardware and how it is started as a prefiller and as a decoder."""
+    """The hardware of an engine, and the options with which it is started as a prefiller and as a decoder."""
 
     name: str
     cost: Cost
@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something published of a machine, in the unit that `what` names."""
+    """One published measurement of a machine, in the unit that `what` names."""
 
     machine: str
     source: str
@@ -39,7 +39,7 @@ class Figure:
     published: float
     fitted: float
     is_bound: bool = False
-    """Whether the published figure is an upper bound, so that a lower fit is as good."""
+    """Whether the published value is only an upper bound, so that a lower value of the fit is equally good."""
 
     @property
     def error(self) -> float:
@@ -94,7 +94,7 @@ MACHINES: Final[dict[str, Machine]] = {
 
 
 def published() -> Iterator[Figure]:
-    """All there is to compare the fits with."""
+    """Yield all published figures with the values of the fits."""
     name = "kimi-k2-thinking-a3"
     cost, shape = MACHINES[name].cost, MACHINES[name].decode
     source = "vllm-ascend documentation, Kimi-K2-Thinking on 16 A3 dies, 1K/1K, max-num-seqs 12"

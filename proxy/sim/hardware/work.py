@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Blocks of one sequence: `named` blocks in the order of its tokens, and others."""
+    """The blocks of one sequence: `named` blocks in the order of its tokens, and blocks without a name."""
 
     named: list[Hashable] = field(default_factory=list)
     unnamed: int = 0
@@ -28,25 +28,25 @@ class Held:
 
 
 class Watcher(Protocol):
-    """Is notified of changes of the cache, as by KV events."""
+    """Receives changes of the cache, as KV events report them."""
 
     def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
-        """Note that these blocks of one sequence, after that block, can be shared."""
+        """Record that these blocks of one sequence can be shared. They follow the block `parent`."""
 
     def removed(self, name: Hashable) -> None:
-        """Note that a block was evicted."""
+        """Record that a block was evicted."""
 
     def cleared(self) -> None:
-        """All that was cached is gone."""
+        """Record that the whole cache was dropped."""
 
 
 class KvBlocks:
-    """All blocks of one engine. `used + cached <= count` always holds."""
+    """The KV blocks of one engine. `used + cached <= count` always holds."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.evicted = 0
-        """Cached blocks that had to make room."""
+        """The number of cached blocks that were evicted."""
         self.watcher: Watcher | None = None
         self._users: dict[Hashable, int] = {}
         self._cached: OrderedDict[Hashable, None] = OrderedDict()
@@ -67,7 +67,7 @@ class KvBlocks:
         return self.count - self.used
 
     def hit(self, names: Sequence[Hashable]) -> int:
-        """How many of the names, from the first one on, are there without a gap."""
+        """Return how many names, from the first one on, belong to cached blocks without a gap."""
         users, cached = self._users, self._cached
         for index, name in enumerate(names):
             if name not in users and name not in cached:
@@ -75,7 +75,7 @@ class KvBlocks:
         return len(names)
 
     def take(self, names: Sequence[Hashable], blocks: int) -> tuple[Held, int] | None:
-        """Take blocks for one sequence; return them and the number of shared ones, or None without room.
+        """Take blocks for one sequence. Return them and the number of shared blocks; None if too few blocks are free.
 
         `names`: names of blocks that may be shared, from the first one on.
         """
@@ -91,7 +91,7 @@ class KvBlocks:
         return held, hits
 
     def grow(self, held: Held, blocks: int) -> None:
-        """Take more blocks for a sequence. Raises ValueError without room."""
+        """Take more blocks for a sequence. Raises ValueError if too few blocks are free."""
         if blocks > self.free:
             raise ValueError(f"{blocks} blocks of KV memory are wanted and {self.free} are free")
         held.unnamed += blocks
@@ -103,7 +103,7 @@ class KvBlocks:
                 self.watcher.removed(name)
 
     def name(self, held: Held, names: Sequence[Hashable]) -> None:
-        """Share the first blocks of a sequence, because they are computed.
+        """Make the first blocks of a sequence shareable, because they are computed.
 
         `names`: their names, of which only new ones count. A block that another sequence has named in the meantime
         stays an unnamed copy, and so do the blocks after it.
@@ -132,7 +132,7 @@ class KvBlocks:
                 self._cached[name] = None
 
     def forget(self) -> None:
-        """Drop all that is cached and not used."""
+        """Drop all cached blocks that no sequence uses."""
         self._cached.clear()
         if self.watcher is not None:
             self.watcher.cleared()
@@ -140,7 +140,7 @@ class KvBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How an engine was started."""
+    """The options with which an engine was started."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -151,27 +151,27 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One sequence. The batch has it between `submit` and its last token, or `drop`."""
+    """One sequence. It belongs to the batch from `submit` until its last token or `drop`."""
 
     prompt_tokens: int
     answer_tokens: int
     names: Sequence[Hashable] = ()
     """Names of the prompt's full blocks."""
     keeps_kv: bool = False
-    """Its blocks stay used after its end, until they are given back: a decoder will fetch them."""
+    """Whether its blocks stay in use after its end until they are given back, because a decoder will fetch them."""
     awaits_kv: bool = False
-    """Nothing of its prompt is computed here: once admitted it waits for `arrive`."""
+    """Whether its KV comes from another engine. After its admission it then waits for `arrive`."""
     cached_tokens: int = 0
-    """Tokens of the prompt in the cache at the first admission."""
+    """The number of prompt tokens that were cached at the first admission."""
     computed: int = 0
-    """Tokens whose KV is there."""
+    """The number of tokens whose KV is computed or has arrived."""
     generated: int = 0
     is_decoding: bool = False
-    """All of its KV is there but the last token's, which the next step computes."""
+    """Whether only the KV of the last token is missing, which the next step computes."""
     preemptions: int = 0
     held: Held = field(default_factory=Held)
     began_behind: int = 0
-    """Number of computed tokens before its first chunk in the same step."""
+    """The number of tokens that the same step computed before its first chunk."""
 
     @property
     def is_ended(self) -> bool:
@@ -179,10 +179,10 @@ class Work:
 
     @property
     def is_begun(self) -> bool:
-        """Return whether a part of its work is computed."""
+        """Return whether a part of the sequence is computed."""
         return self.computed > self.began_behind
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of prompt and answer so far: the KV that the next token needs."""
+        """Return the number of tokens of prompt and answer so far. The next token needs their KV."""
         return self.prompt_tokens + self.generated

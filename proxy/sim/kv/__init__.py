@@ -1,1 +1,4 @@
-"""How KV travels between simulated engines: one file per protocol. `engine.simulated.PROTOCOLS` names them."""
+"""The KV transfer protocols of simulated engines, one file for each protocol.
+
+`engine.simulated.PROTOCOLS` names them.
+"""

@@ -1,8 +1,8 @@
-"""SGLang's protocol: prefiller and decoder of a request meet in a room, and each needs the other.
+"""Simulates SGLang's protocol: the prefill leg and the decode leg of a request meet in a room, and wait for each other.
 
 Decoders ask the prefiller's bootstrap server, here a second port of the engine, for their room: `POST /_mock/room`
-stands for the whole exchange and is answered when the KV has arrived. The prefiller computes once the decoder is there,
-and answers once the decoder has the KV. A leg without its partner waits, by default 300 s
+stands for the whole exchange and is answered when the KV has arrived. The prefiller computes when the decoder is there,
+and answers when the decoder has the KV. A leg without its partner waits, by default 300 s
 (SGLANG_DISAGGREGATION_WAITING_TIMEOUT), and then fails with 500. A leg does not notice that its partner has left. A
 decoder asks an unknown bootstrap server every second, 15 times, before the leg fails (`_max_ensure_retries` in SGLang's
 disaggregation/decode.py).
@@ -32,25 +32,28 @@ _HANDSHAKE_INTERVAL_SECONDS = 1.0
 
 
 class Room:
-    """A meeting at the prefiller. With two of a kind in it, all fail."""
+    """One bootstrap room at the prefiller. If two prefill legs or two decode legs enter it, all its legs fail."""
 
     def __init__(self) -> None:
         self.prefills = 0
         self.decoders: list[asyncio.Future[int]] = []
         self.is_broken = False
-        """Whether two of a kind have met here, after which the room always fails."""
+        """Whether two legs of the same kind have entered. The room then fails every leg."""
 
     @property
     def is_empty(self) -> bool:
         return not self.prefills and not self.decoders
 
     def note_leg_entered(self) -> None:
-        """Note that a leg has entered."""
+        """Count a leg that has entered the room."""
         self.is_broken = self.is_broken or self.prefills > 1 or len(self.decoders) > 1
 
 
 class BootstrapProtocol(KvProtocol):
-    """Both ends; owns the rooms in which this engine's prefill legs are, by room number and DP rank."""
+    """Simulates both the prefiller's and the decoder's side of SGLang's protocol.
+
+    It owns the rooms of this engine's prefill legs, by room number and data-parallel rank.
+    """
 
     has_bootstrap_port = True
     meets = True
@@ -63,10 +66,10 @@ class BootstrapProtocol(KvProtocol):
         self._ranks: Counter[int] = Counter()
         self._peers = Peers()
         self._reached: set[str] = set()
-        """Bootstrap servers that this decoder knows."""
+        """The bootstrap servers that this decoder has already reached."""
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
-        """Return the leg by the engine's role. Without a role or a partner, there is no disaggregation."""
+        """Return the kind of a request by the engine's role. Without a role or a partner there is no disaggregation."""
         if not params:
             return Leg.ALONE
         return {"prefill": Leg.PREFILL, "decode": Leg.DECODE}.get(self._options.role, Leg.ALONE)
@@ -84,7 +87,7 @@ class BootstrapProtocol(KvProtocol):
             raise _collision(number)
 
     async def keep(self, child: Child) -> dict[str, Any] | None:
-        """Hand the KV to the decoder that is in the room, or to one that comes in time."""
+        """Hand the KV to the decoder that is in the room, or wait for a decoder to enter."""
         key = self._in_rooms[child.request_id]
         room = self._rooms[key]
         with self._state.waiting_room():
@@ -127,7 +130,7 @@ class BootstrapProtocol(KvProtocol):
         return [web.post("/_mock/room", self._admit), web.get("/_mock/bootstrap", self._answer_prefiller)]
 
     def describe(self) -> dict[str, Any]:
-        """`dp_ranks`: how many legs each rank had, by its number."""
+        """Return the state for tests. `dp_ranks`: the number of legs of each rank."""
         return {
             "rooms": len(self._rooms),
             "dp_ranks": {str(rank): count for rank, count in sorted(self._ranks.items())},
@@ -137,7 +140,7 @@ class BootstrapProtocol(KvProtocol):
         await self._peers.close()
 
     async def _admit(self, request: web.Request) -> web.Response:
-        """Admit a decoder until it has the KV or leaves."""
+        """Let a decode leg enter a room until the decoder has the KV or leaves."""
         body = await request.json(loads=orjson.loads)
         number = body["room"]
         rank = number % self._options.dp_size if body["dp_rank"] is None else body["dp_rank"]
@@ -176,7 +179,7 @@ class BootstrapProtocol(KvProtocol):
         self._state.changed()
 
     def _rank(self, child: Child, number: int) -> int:
-        """`follow_bootstrap_room`, unless the request names a rank."""
+        """Return the rank that the request names, or otherwise the rank of its room (`follow_bootstrap_room`)."""
         named = child.params["routed_dp_rank"]
         return number % self._options.dp_size if named is None else int(named)
 
@@ -184,7 +187,7 @@ class BootstrapProtocol(KvProtocol):
         return address(place["bootstrap_host"], place["bootstrap_port"] or self._options.bootstrap_port or DEFAULT_PORT)
 
     async def _shake_hands(self, server: str, child: Child, number: int) -> None:
-        """Learn of a bootstrap server. Raises EngineError when there is none."""
+        """Connect to a bootstrap server for the first time. Raises EngineError if no server answers."""
         try:
             async with asyncio.timeout(self._options.handshake_seconds):
                 while server not in self._reached:
@@ -200,7 +203,7 @@ class BootstrapProtocol(KvProtocol):
             ) from None
 
     async def _answer_prefiller(self, request: web.Request) -> web.Response:
-        """Handle the prefiller's side: answer that there is a bootstrap server."""
+        """Answer a decoder that asks whether this is a bootstrap server."""
         return web.json_response({})
 
     def _question(self, child: Child, number: int) -> dict[str, Any]:
@@ -213,7 +216,7 @@ class BootstrapProtocol(KvProtocol):
             _raise_timeout(number, self._options.waiting_seconds)
 
     async def _wait_in_vain(self, number: int) -> NoReturn:
-        """Wait without success: samples of one prompt share its room, so none of them finds its partner."""
+        """Wait until the time limit. The samples of one prompt share a room, so none of them finds its partner."""
         with self._state.waiting_room():
             await asyncio.sleep(self._options.waiting_seconds)
         _raise_timeout(number, self._options.waiting_seconds)

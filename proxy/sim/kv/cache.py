@@ -1,7 +1,7 @@
-"""KV cache bookkeeping of one simulated engine: pinned blocks, and which prefixes are cached.
+"""Counts the KV cache blocks of one simulated engine: the pinned blocks, and the prefixes that are cached.
 
 No IO and no clock: the owner passes the time. A pin ends exactly once, by a pull, a release or expiry, and is counted
-under the way it ended.
+accordingly.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def blocks_of(tokens: int, block_size: int) -> int:
-    """Return the number of blocks for this number of tokens; the last one may be partly filled."""
+    """Return the number of blocks for this number of tokens. The last block may be partly filled."""
     return -(-tokens // block_size)
 
 
 @dataclass(slots=True)
 class Pin:
-    """KV that a prefiller keeps for a decoder after having answered."""
+    """KV that a prefiller keeps for a decoder after the prefiller has answered."""
 
     request_id: str
     blocks: list[int]
@@ -34,7 +34,10 @@ class Pin:
     prompt_digest: int
     expires_at: float
     announced: bool = False
-    """Whether the parameters were sent to a client. Other pins can only expire."""
+    """Whether a client has received the parameters.
+
+    If not, no decoder can fetch the KV, and the pin can only expire.
+    """
 
 
 @dataclass(slots=True)
@@ -62,13 +65,13 @@ class PinTable:
         return pin
 
     def pull(self, request_id: str, now: float) -> Pin | None:
-        """Hand the blocks to a decoder; returns None if they are not here."""
+        """Return the pin whose blocks a decoder fetches, and remove it; None if there is no such pin."""
         pin = self._take(request_id, now)
         self.pulled += pin is not None
         return pin
 
     def release(self, request_id: str, now: float) -> Pin | None:
-        """Release the blocks, because the decoder does not want them."""
+        """Remove a pin, because the decoder does not want its blocks. Return it; None if there is no such pin."""
         pin = self._take(request_id, now)
         self.released += pin is not None
         return pin
@@ -81,12 +84,12 @@ class PinTable:
         return gone
 
     def next_expiry(self) -> float | None:
-        """All leases are equally long, so the oldest pin is the next to go."""
+        """Return the time of the next expiry; None without pins. Leases are equally long, so the oldest pin is next."""
         return next((pin.expires_at for pin in self.pins.values()), None)
 
     @property
     def leaked(self) -> int:
-        """Pins no decoder can know about."""
+        """The number of pins that no decoder can know about."""
         return sum(not pin.announced for pin in self.pins.values())
 
     def _take(self, request_id: str, now: float) -> Pin | None:
@@ -102,7 +105,7 @@ class PinTable:
 
 
 def block_names(ids: Sequence[int], block_size: int, salt: str = "") -> list[tuple[int, int]]:
-    """Return the names of a prompt's full blocks: the index, and a digest of all tokens up to its end and the salt."""
+    """Return the names of a prompt's full blocks: the index, and a digest of the salt and all tokens until its end."""
     packed = memoryview(pack(ids))
     width = block_size * packed.nbytes // max(1, len(ids))
     names = []
@@ -114,7 +117,7 @@ def block_names(ids: Sequence[int], block_size: int, salt: str = "") -> list[tup
 
 
 class PrefixCache:
-    """Which full blocks of tokens were computed before, least recently used out first."""
+    """Remembers which full blocks of tokens were computed. It forgets the least recently used blocks first."""
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self._block_size = block_size
@@ -125,7 +128,7 @@ class PrefixCache:
         self.hits = 0
 
     def add(self, ids: Sequence[int], salt: str = "") -> int:
-        """Cache a prompt; return how many of its tokens were cached, which is never all of them.
+        """Cache a prompt. Return how many of its tokens were already cached; at least one token never is.
 
         Prompts with different `salt` are different.
         """
@@ -160,5 +163,5 @@ class PrefixCache:
             self._watcher.cleared()
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell it what is cached from now on."""
+        """Notify this watcher of changes of the cache from now on."""
         self._watcher = watcher

@@ -1,9 +1,9 @@
-"""The layerwise protocol of vLLM-Ascend: the decoder calls back, and the prefiller sends it the KV as it computes it.
+"""Simulates vLLM-Ascend's layerwise protocol: the decoder calls back, then the prefiller sends the KV layer by layer.
 
-From vllm-ascend `mooncake_layerwise_connector.py`. A decoder posts what the prefiller has to know to the request's
-`metaserver`, up to three times if the connection fails, looks at no answer, and waits for as long as it takes for the
-prefiller's message that all is sent, here `POST /_mock/done`. That names the request, and both engines have to call it
-the same. The prefiller keeps nothing and does not know whether anybody waits.
+From vllm-ascend `mooncake_layerwise_connector.py`. A decoder posts the data for the prefiller to the request's
+`metaserver`, up to three times if the connection fails, and ignores the answer. It then waits without a limit for the
+prefiller's message that all KV is sent, here `POST /_mock/done`. The message names the request by an ID that must be
+the same at both engines. The prefiller keeps nothing and does not know whether a decoder waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _MAX_CALLS = 3
 
 
 class LayerwiseProtocol(KvProtocol):
-    """Both ends; owns the decode legs that wait here, by the ids of their requests."""
+    """Simulates both the prefiller's and the decoder's side of the layerwise protocol.
+
+    It owns the decode legs that wait for KV, by the IDs of their requests.
+    """
 
     def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
         self.engine_id = str(uuid.uuid4())
@@ -47,11 +50,11 @@ class LayerwiseProtocol(KvProtocol):
         return Leg.PREFILL if params.get("do_remote_decode") else Leg.ALONE
 
     def is_deadly(self, params: Mapping[str, Any]) -> bool:
-        """Return whether the request crashes the engine: its scheduler reads this member without a check."""
+        """Return whether the request crashes the engine, whose scheduler reads this member without a check."""
         return bool(params.get("do_remote_decode")) and "remote_cached_tokens" not in params
 
     async def keep(self, child: Child) -> dict[str, Any] | None:
-        """Tell the decoder that all is sent."""
+        """Tell the decoder that all KV is sent."""
         url = address(child.params["remote_host"], child.params["remote_port"]) + "/_mock/done"
         named = {"request_id": child.request_id, "engine_id": child.params["remote_engine_id"]}
         await self._peers.post(url, named | {"prompt_digest": digest(child.prompt)})
@@ -76,7 +79,7 @@ class LayerwiseProtocol(KvProtocol):
         return [web.post("/_mock/done", self._take)]
 
     def describe(self) -> dict[str, Any]:
-        """Return a description of the state. `strays`: messages about requests that do not wait."""
+        """Return the state for tests. `strays`: the number of messages about requests that do not wait."""
         return {"engine_id": self.engine_id, "calls_failed": self._calls_failed, "strays": self._strays}
 
     async def stop(self) -> None:
@@ -87,7 +90,7 @@ class LayerwiseProtocol(KvProtocol):
         await self._peers.close()
 
     def _call_back(self, child: Child) -> None:
-        """Call back in a thread that outlives the request."""
+        """Send the callback in a thread that continues after the end of the request."""
         call = asyncio.create_task(self._post(str(child.params.get("metaserver")), self._message(child)))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)

@@ -1,4 +1,4 @@
-"""Interface of the KV protocols to the engine, and the two protocols that need no exchange between engines."""
+"""The interface of the simulated KV protocols, and two protocols in which engines exchange no messages."""
 
 from __future__ import annotations
 
@@ -23,90 +23,90 @@ if TYPE_CHECKING:
 
 
 class Leg(Enum):
-    """Kind of a request for this engine."""
+    """The kind of a request in the eyes of this engine."""
 
     ALONE = auto()
     PREFILL = auto()
-    """It leaves KV for a decoder."""
+    """The request leaves KV for a decoder."""
     DECODE = auto()
-    """The KV comes from another engine."""
+    """The request gets its KV from another engine."""
 
 
 class Loaded(Enum):
-    """Result of fetching a prompt's KV from another engine."""
+    """The result of fetching a prompt's KV from another engine."""
 
     YES = auto()
     FAILED = auto()
     ABSENT = auto()
-    """There is no KV, which is no failure: the prompt is computed here."""
+    """There is no KV. This is no failure: the engine computes the prompt itself."""
     FOREIGN = auto()
-    """KV arrived, but that of another prompt: the model will talk nonsense."""
+    """KV of another prompt arrived, so the model will write nonsense."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One sample of one prompt of a request, as engines speak of it among themselves."""
+    """One sample of one prompt of a request. Engines exchange messages about it."""
 
     request_id: str
-    """`chatcmpl-R`, `cmpl-R-0`, and `0_chatcmpl-R` where there are several samples."""
+    """The engine's ID: `chatcmpl-R` for chats, `cmpl-R-0` for completions, `0_chatcmpl-R` with several samples."""
     prompt: Sequence[int]
     prompt_index: int
     samples: int
     params: Mapping[str, Any]
-    """Parameters of the whole request."""
+    """The parameters of the whole request."""
     dp_rank: int | None = None
     cache_salt: str = ""
 
 
 class KvProtocol:
-    """How KV travels between simulated engines; one file per protocol, named in `PROTOCOLS`.
+    """One KV transfer protocol between simulated engines. Each has its own file and is named in `PROTOCOLS`.
 
-    Whatever waits here is cancelled when its request ends. EngineError, where raised, is the request's answer.
+    The end of a request cancels all that waits here. A raised EngineError becomes the answer to the request.
     """
 
     has_bootstrap_port: ClassVar[bool] = False
-    """Prefillers listen on a second port, which decoders ask where a prefiller's KV is."""
+    """Whether prefillers listen on a second port, at which decoders ask for the location of the KV."""
     serves_each_child: ClassVar[bool] = True
-    """Whether each sample has separate KV. If not, one set of parameters names the KV of the first."""
+    """Whether each sample has separate KV. Otherwise one set of parameters names the KV of the first sample."""
     meets: ClassVar[bool] = False
-    """A prefiller waits for the decoder before it computes, and answers when the decoder has the KV."""
+    """Whether a prefiller waits for the decoder before it computes, and answers when the decoder has the KV."""
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
         raise NotImplementedError
 
     def is_deadly(self, params: Mapping[str, Any]) -> bool:
-        """Whether these parameters crash the engine."""
+        """Return whether these parameters crash the engine."""
         return False
 
     async def meet(self, child: Child) -> None:
-        """Wait for the decoder, if the protocol `meets`. Raises EngineError when none comes."""
+        """Wait for the decoder if the protocol `meets`. Raises EngineError if no decoder comes."""
 
     async def keep(self, child: Child) -> dict[str, Any] | None:
-        """Keep or send the KV of a prefilled prompt; return the parameters for a decoder, if any.
+        """Keep or send the KV of a computed prompt. Return the parameters for a decoder, or None if there are none.
 
-        Raises EngineError if it should have been sent and was not.
+        Raises EngineError if the KV should have been sent and was not.
         """
         raise NotImplementedError
 
     def announce(self, params: Mapping[str, Any]) -> None:
-        """Note that the parameters are sent in an answer."""
+        """Record that the client gets these parameters."""
 
     async def load(self, child: Child) -> Loaded:
-        """Get the KV. Raises EngineError if the protocol has its own error for a failure."""
+        """Fetch the KV of a prompt. Raises EngineError if the protocol has its own error for a failure."""
         raise NotImplementedError
 
     def leave(self, child: Child) -> None:
-        """Note the end of a request with a leg, in any way."""
+        """Record the end of a request that has a leg. Called for every end: success, failure and abort."""
 
     async def release(self, params: Mapping[str, Any]) -> None:
-        """Tell the prefiller to release the KV."""
+        """Tell the prefiller to release the KV that these parameters name."""
 
     def routes(self) -> list[web.RouteDef]:
         return []
 
     @property
     def pins(self) -> dict[str, Pin]:
-        """The KV kept for decoders."""
+        """The KV that this engine keeps for decoders, by ID."""
         return {}
 
     def blocks_held(self) -> int:
@@ -116,26 +116,29 @@ class KvProtocol:
         return {}
 
     async def stop(self) -> None:
-        """End what runs beside requests."""
+        """Stop the protocol's timers and tasks."""
 
 
 class Peers:
-    """Connections to other engines, opened when first needed. After `close`, all requests fail."""
+    """Connections to other engines. The first use opens them. After `close`, all requests fail."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
     async def post(self, url: str, body: Any) -> Any:
-        """Return the answer, or None if it has no success status or the engine is not reached. Without a time limit."""
+        """Send a POST and return the answer. None: the status is no success, or the engine is not reached.
+
+        There is no time limit.
+        """
         return await self._ask("POST", url, body)
 
     async def get(self, url: str) -> Any:
-        """Likewise."""
+        """Send a GET and return the answer. None: the status is no success, or the engine is not reached."""
         return await self._ask("GET", url, None)
 
     async def delivers(self, url: str, body: Any) -> bool:
-        """Return whether the other engine answered at all, even with an error."""
+        """Send a POST. Return whether the other engine answered with any status."""
         if self._is_closed:
             return False
         try:
@@ -167,7 +170,7 @@ class Peers:
 
 
 def address(host: object, port: object) -> str:
-    """Return the beginning of a URL; an IPv6 host may have brackets."""
+    """Return the beginning of a URL. The host may be an IPv6 address in brackets."""
     name = str(host)
     return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{port}"
 

@@ -1,7 +1,7 @@
-"""The pull protocol: the prefiller pins its KV and the decoder fetches it over a socket.
+"""Simulates the pull protocol: the prefiller pins its KV, and the decoder fetches it over a socket.
 
-`POST /_mock/pull` on the prefiller stands for the RDMA read and the decoder's DONE message that frees the blocks, so
-params are single-use as they are with Ascend's connectors. The params have the shape of the configured connector.
+`POST /_mock/pull` on the prefiller stands for the RDMA read and the decoder's DONE message that frees the blocks. So
+parameters can be used only once, as with Ascend's connectors. They have the form of the configured connector.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ _NEEDED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id"
 
 
 class PullProtocol(KvProtocol):
-    """Both ends of the pull protocol; owns the pins of this engine and the timer that expires them."""
+    """Simulates both the prefiller's and the decoder's side of the pull protocol.
+
+    It owns the pins of this engine and the timer that expires them.
+    """
 
     serves_each_child = False
 
     def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
         self.engine_id = str(uuid.uuid4())
-        """Another one after every start."""
+        """The ID of this engine, which changes at every start."""
         self.table = PinTable(options.lease_seconds, options.kv_blocks)
         self._options = options
         self._state = state
@@ -49,7 +52,7 @@ class PullProtocol(KvProtocol):
 
     @property
     def _has_roles(self) -> bool:
-        """Return whether `kv_role` has an effect: NixlConnector ignores it.
+        """Return whether `kv_role` has an effect on this engine. NixlConnector ignores it.
 
         In vllm-ascend's connectors, a producer has only the thread that sends KV, and a consumer only the one that
         receives it (`register_kv_caches` in mooncake_connector.py).
@@ -133,7 +136,7 @@ class PullProtocol(KvProtocol):
         await self._peers.close()
 
     async def _ask_prefiller(self, params: Mapping[str, Any], verb: str) -> Any:
-        """Return the prefiller's answer; None if it has no such KV or cannot be reached."""
+        """Send the prefiller a message and return its answer; None if it has no such KV or cannot be reached."""
         if params["remote_port"] in self._options.unreachable_ports:
             return None
         url = address(params["remote_host"], params["remote_port"]) + "/_mock/pull"
@@ -141,7 +144,7 @@ class PullProtocol(KvProtocol):
         return await self._peers.post(url, body)
 
     async def _give(self, request: web.Request) -> web.Response:
-        """Handle the prefiller's side: hand over a pin, once."""
+        """Answer a decoder that fetches a pin. Each pin can be fetched once."""
         body = await request.json(loads=orjson.loads)
         sends = self._options.role != "decode" or not self._has_roles
         is_ours = body.get("remote_engine_id") == self.engine_id and sends

@@ -1,8 +1,9 @@
-"""vLLM's own MooncakeConnector: both legs at once, which meet by their `transfer_id`.
+"""Simulates vLLM's MooncakeConnector: both legs run at the same time, and find each other by their `transfer_id`.
 
 A bootstrap server runs beside each prefiller, here on a second port of the engine. Its answer at `/query` lists the
 engines, one for each data-parallel rank, with an id that changes at every start, and the addresses of its workers. The
-decoder asks there for an unknown engine, and then asks that engine for the transfer, also before the prefill is done.
+decoder asks there for an unknown engine, and then asks that engine for the transfer, perhaps before the prefill is
+done.
 The prefiller's answer has no parameters for the decoder. KV that no decoder fetches is kept as in the pull protocol.
 """
 
@@ -29,7 +30,7 @@ _MAX_UNWANTED = 1000
 
 
 class TransferProtocol(PullProtocol):
-    """Both ends; a pin is named by its transfer."""
+    """Simulates both the prefiller's and the decoder's side. The transfer ID is the key of the pinned KV."""
 
     has_bootstrap_port = True
 
@@ -39,7 +40,8 @@ class TransferProtocol(PullProtocol):
         self._engines: dict[str, str] = {}
         self._unwanted: OrderedDict[str, None] = OrderedDict()
         self._workers: dict[str, str] = {}
-        """The decoder's side: addresses of all engines that were ever reported, by id (vLLM's `_remote_agents`)."""
+        """The addresses of all engines that were ever reported to this decoder, by engine ID (vLLM's `_remote_agents`).
+        """
         self._served = 0
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
@@ -48,7 +50,10 @@ class TransferProtocol(PullProtocol):
         return Leg.PREFILL if params.get("do_remote_decode") and params.get("transfer_id") else Leg.ALONE
 
     def is_deadly(self, params: Mapping[str, Any]) -> bool:
-        """Return whether the request crashes the engine, whose scheduler asserts its role (`mooncake_connector.py`)."""
+        """Return whether the request crashes the engine.
+
+        The engine's scheduler asserts its role (`mooncake_connector.py`).
+        """
         wrong = {"prefill": Leg.DECODE, "decode": Leg.PREFILL}.get(self._options.role)
         return wrong is not None and self.leg(params) is wrong
 
@@ -69,7 +74,7 @@ class TransferProtocol(PullProtocol):
             return self._pulled(await self._ask_prefiller(child.params, "pull", blocks), child)
 
     async def release(self, params: Mapping[str, Any]) -> None:
-        """Release nothing: a transfer continues after the end of its request, so the prefiller gets rid of it."""
+        """Tell the prefiller to drop the KV. The transfer would otherwise continue after the end of its request."""
         if self.leg(params) is Leg.DECODE and await self._ask_prefiller(params, "release") is not None:
             self._state.releases += 1
             self._state.changed()
@@ -78,12 +83,12 @@ class TransferProtocol(PullProtocol):
         return [*super().routes(), web.get("/query", self._tell)]
 
     def describe(self) -> dict[str, Any]:
-        """`dp_ranks`: how many prefill legs each rank had, by its number."""
+        """Return the state for tests. `dp_ranks`: the number of prefill legs of each rank."""
         ranks = {str(rank): count for rank, count in sorted(self._ranks.items())}
         return super().describe() | {"dp_ranks": ranks}
 
     def _rank(self, child: Child) -> int:
-        """Return the rank; without a request for one, ranks take turns."""
+        """Return the rank that the request names. Without one, ranks take turns."""
         self._served += 1
         rank = (self._served - 1) % self._options.dp_size if child.dp_rank is None else child.dp_rank
         self._ranks[rank] += 1
@@ -113,7 +118,7 @@ class TransferProtocol(PullProtocol):
         return await self._peers.post(f"{worker}/_mock/pull", body)
 
     async def _give(self, request: web.Request) -> web.Response:
-        """Handle the prefiller's side: hand over a transfer when it is there.
+        """Answer a decoder that asks for a transfer, as soon as its KV is computed.
 
         A decoder that wants more blocks than there are gets none, and the blocks are kept (vLLM: "P num blocks less
         than D").

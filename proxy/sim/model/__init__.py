@@ -1,1 +1,1 @@
-"""The deterministic model: tokenizer, writer, grammar, and the engines' parser of its text."""
+"""The deterministic model: tokenizer, writer, grammar, and the parser that engines run on its text."""

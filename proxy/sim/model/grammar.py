@@ -1,4 +1,4 @@
-"""Structured output: answers that follow a JSON schema or are one of several choices.
+"""Generates structured output: answers that follow a JSON schema, or are one of several choices.
 
 As in vLLM (`v1/structured_output/`), the grammar starts after the reasoning, and it starts again in every request: if
 the prompt contains part of a document, the engine writes a whole document after it.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Schema = Any
-"""A JSON value: true and false are schemas, too."""
+"""A JSON schema. The values true and false are schemas, too."""
 
 # Below this depth, and beyond this number of values, only required members are generated.
 _SHALLOW: Final = 5
@@ -62,7 +62,7 @@ _COUNTS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", 
 
 
 class Unsupported(ValueError):
-    """No value is known that the schema allows."""
+    """The program knows no value that the schema allows."""
 
 
 def instance(schema: Schema, seed: int) -> Any:
@@ -152,7 +152,7 @@ class _Maker:
         return values
 
     def _option(self, options: list[Schema], seed: int, depth: int) -> Schema:
-        """One of several; where it is deep, one that leads no deeper."""
+        """Return one of several schemas; at a great depth, one that does not nest further."""
         flat = [option for option in options if isinstance(option, dict) and not {"$ref", "items"} & option.keys()]
         return _pick(flat if flat and depth > _SHALLOW else options, seed)
 
@@ -168,7 +168,7 @@ class _Maker:
         return found
 
     def _merged(self, schemas: list[Schema]) -> Schema:
-        """Return a schema with the requirements of all, as far as they do not conflict."""
+        """Return a schema with the requirements of all schemas. Of conflicting requirements, only one is kept."""
         merged: dict[str, Any] = {}
         for schema in schemas:
             if schema is False:
@@ -194,7 +194,7 @@ class _Maker:
 
 
 def _implied(schema: dict[str, Any]) -> str:
-    """Return the type of a schema that names none."""
+    """Return the type that a schema without `type` implies."""
     if {"properties", "required", "additionalProperties"} & schema.keys():
         return "object"
     if {"items", "prefixItems", "minItems"} & schema.keys():
@@ -249,13 +249,13 @@ def _word(seed: int) -> str:
 
 
 Grammar = Any
-"""A JSON schema whose values are written as JSON or, in a tuple, texts of which one is written."""
+"""A JSON schema, whose values are written as JSON; or a tuple of texts, one of which is written."""
 
 _OBJECT: Grammar = {"type": "object"}
 
 
 def read_grammar(body: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of the answer; None: none, or one that is not simulated, such as regular expressions.
+    """Return the grammar of an answer; None if there is none, or if it is not simulated, such as a regular expression.
 
     Raises Unsupported for a grammar that the writer cannot follow.
     """
@@ -284,10 +284,10 @@ def _read(body: Mapping[str, Any]) -> Grammar | None:
 
 
 class GrammarWriter:
-    """Writes the continuation of a token sequence: its reasoning to the end, and then what the grammar allows."""
+    """Writes the continuation of a token sequence: the rest of its reasoning, then a value that the grammar allows."""
 
     def __init__(self, ids: Sequence[int], grammar: Grammar, *, reasons: bool) -> None:
-        """`reasons`: the ids end within reasoning."""
+        """Create a writer. `reasons`: whether `ids` end within reasoning."""
         self._grammar = grammar
         self._reasoning = Writer(ids) if reasons else None
         self._ids = list(ids)
@@ -318,7 +318,7 @@ class GrammarWriter:
 
 
 def _instance(grammar: Grammar, seed: int) -> Any:
-    """One of the values; the one that was tried before, where this one turns out to be none."""
+    """Return the value for a seed; the value for seed 0 if no value is found for this seed."""
     try:
         return instance(grammar, seed)
     except Unsupported:

@@ -1,9 +1,9 @@
-"""Kimi K2 output parsing as vLLM does it: text with markers to reasoning, content and tool-call deltas.
+"""Parses Kimi K2 output as vLLM does: text with markers becomes reasoning, content and tool-call deltas.
 
-The states are those of vLLM `parser/kimi_k2.py`: a tool section ends reasoning, text after the section is suppressed,
-and a marker without a transition in the current state leaks as text, which is what happens when a generation is resumed
-inside a tool section. What else a delta holds depends on the version: the parser engine withholds white space and the
-brace that closes arguments, the older parsers complete arguments that were cut off.
+The states are those of vLLM `parser/kimi_k2.py`: a tool section ends reasoning, and text after the section is dropped.
+A marker without a transition in the current state becomes text. This happens when a generation is resumed inside a tool
+section. Other differences depend on the version: the parser engine withholds white space and the brace that closes
+arguments; the older parsers complete arguments that were cut off.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _HEADER: Final = re.compile(r"(.+:\d+)")
 
 @dataclass(slots=True)
 class _MessageAdditions:
-    """Additions to the message by one piece of text."""
+    """The parts that one piece of text adds to the message."""
 
     content: str = ""
     reasoning: str = ""
@@ -68,9 +68,9 @@ class _MessageAdditions:
 
 
 class KimiParser:
-    """Parses one choice incrementally; each `feed` returns the delta message, None when there is nothing to say.
+    """Parses one choice piece by piece. Each `feed` returns the next delta, or None if there is nothing to report.
 
-    `reads_tools` False is an engine without a tool-call parser, for which tool sections are content.
+    `reads_tools` False: the engine has no tool-call parser, and tool sections are content.
     """
 
     def __init__(self, start: Phase, *, reads_tools: bool = True, is_engine: bool = True) -> None:
@@ -192,7 +192,7 @@ class KimiParser:
             self._made_up_ids += 1
 
     def _finish_call(self, said: _MessageAdditions) -> None:
-        """End the text in the middle of a call."""
+        """Complete a tool call in whose middle the text ends."""
         if self.phase is Phase.ARGUMENTS:
             if self._is_engine:
                 self._end_arguments(said)
@@ -225,9 +225,9 @@ class KimiParser:
 def parse_whole(
     text: str, *, is_thinking: bool, reads_tools: bool = True, is_engine: bool = True
 ) -> tuple[dict[str, Any], bool]:
-    """Return the fields of a message that is not streamed, and whether it calls tools.
+    """Return the message of an answer that is not streamed, and whether it calls tools.
 
-    The prompt is not read, so the content of a generation that was resumed after its reasoning is taken for reasoning.
+    The prompt is not read, so the content of a generation that was resumed after its reasoning counts as reasoning.
     """
     start = Phase.REASONING if is_thinking else Phase.CONTENT
     parser = KimiParser(start, reads_tools=reads_tools, is_engine=is_engine)
@@ -252,7 +252,7 @@ def parse_whole(
 def start_phase(prompt: Sequence[int]) -> Phase:
     """Return the phase in which the generation after a prompt begins.
 
-    The nearest marker decides (`is_reasoning_end`).
+    The last marker of the prompt decides (`is_reasoning_end`).
     """
     for token in reversed(prompt):
         if token == THINK:
@@ -263,7 +263,10 @@ def start_phase(prompt: Sequence[int]) -> Phase:
 
 
 def closing(text: str) -> str:
-    """Return the missing end of a cut JSON text: an end of the string, and brackets; for an empty text, an object."""
+    """Return the text that completes a cut JSON text: the end of a string, and brackets.
+
+    For an empty text, an object.
+    """
     if not text.strip():
         return "{}"
     brackets: list[str] = []
@@ -282,7 +285,7 @@ def closing(text: str) -> str:
 
 
 def _unfinished_marker(text: str) -> int:
-    """How many last characters could be the beginning of a marker."""
+    """Return how many of the last characters may be the beginning of a marker."""
     begin = text.rfind("<")
     if begin < 0 or not any(marker.startswith(text[begin:]) for marker in _MARKERS):
         return 0

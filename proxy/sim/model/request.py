@@ -1,4 +1,4 @@
-"""Generation requests, the samples that they generate, and the errors that engines answer with."""
+"""Generation requests, the samples that they generate, and the errors with which engines answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One validated generation request, prompts already turned into ids."""
+    """One validated generation request. Its prompts are token IDs."""
 
     is_chat: bool
     model: str
@@ -29,12 +29,12 @@ class Ask:
     ignore_eos: bool
     keep_markers: bool
     spaces_markers: bool
-    """Whether markers that are shown stand between spaces; never in a chat, whose parsers want the text as it is."""
+    """Whether spaces surround the markers that are shown. Never in a chat, whose parsers need the exact text."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
     logprobs: int | None
-    """How many alternatives to report per token; None reports no logprobs at all."""
+    """The number of alternatives to report for each token; None: no logprobs."""
     return_token_ids: bool
     echo: bool
     kv_params: dict[str, Any]
@@ -43,7 +43,7 @@ class Ask:
     calls_tools: bool
     names_tool: bool
     grammar: Grammar | None
-    """Grammar of the answer; None without one."""
+    """The grammar of the answer; None if it has none."""
     one_call: bool
     """Whether only the first of several tool calls is reported (`parallel_tool_calls` false)."""
     media: tuple[str, ...] = ()
@@ -51,28 +51,29 @@ class Ask:
     ec_params: dict[str, Any] = field(default_factory=dict)
     """Places of encoded media, by hash (`ec_transfer_params`)."""
     cache_salt: str = ""
-    """Equal prompts with another one have no KV cache in common."""
+    """A salt for the prefix cache. Equal prompts with different salts share no KV cache."""
     echo_only: bool = False
-    """The prompt is all that is shown. One token is generated all the same (vLLM `CompletionRequest`)."""
+    """Whether the answer shows only the prompt. The engine still generates one token (vLLM `CompletionRequest`)."""
     prompt_logprobs: int | None = None
-    """How many alternatives to report per token of the prompt; None reports none."""
+    """The number of alternatives to report for each token of the prompt; None: no logprobs."""
     phase_prompt: list[int] | None = None
-    """Ids in place of a chat's prompt that decide whether the answer begins in reasoning; None: the prompt decides."""
+    """Token IDs that decide, instead of the prompt, whether the answer begins in reasoning; None: the prompt decides.
+    """
     dp_rank: int | None = None
     """The requested data-parallel rank of a vLLM engine; None: the engine chooses."""
     is_batch: bool = False
-    """Whether the answer of SGLang's native API is a list, whatever its length."""
+    """Whether the answer of SGLang's native API is a list, even if it has only one element."""
     prompt_logprobs_from: int = -1
-    """The place in the prompt from which SGLang's native API reports its logprobs; -1: nowhere."""
+    """The position in the prompt from which SGLang's native API reports logprobs; -1: it reports none."""
 
     @property
     def is_parsed(self) -> bool:
-        """Whether the output can hold reasoning or tool calls that a parser separates from the content."""
+        """Whether a parser separates reasoning or tool calls from the content."""
         return self.is_chat and (self.is_thinking or self.calls_tools)
 
 
 class EngineError(Exception):
-    """A request that the engine refuses.
+    """An error with which the engine refuses a request.
 
     `late`: the handler refused it, and not the schema. Only then does an engine with `do_remote_prefill` parameters
     notify the prefiller (vLLM `_with_kv_transfer_rejection_cleanup`).
@@ -102,7 +103,10 @@ class TokenSource(Protocol):
 
 
 class GarbageWriter:
-    """Writer of a decoder that has loaded the KV of another prompt: its text is recognisable, and never right."""
+    """The writer of a decoder that has loaded the KV of another prompt.
+
+    Its text is always wrong and easy to recognise.
+    """
 
     def __init__(self) -> None:
         self._at = -1
@@ -114,9 +118,9 @@ class GarbageWriter:
 
 @dataclass(slots=True)
 class Delta:
-    """Additions of one step to one sample.
+    """The parts that one step adds to one sample.
 
-    Deltas that a slow reader has not taken are merged, as by the engine's collector.
+    Deltas that a slow reader has not taken are merged, as in the engine's output collector.
     """
 
     index: int
@@ -136,7 +140,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A fault that happens once `tokens` tokens exist; the last `merged` of them go out with the recomputed finish."""
+    """A fault that happens when `tokens` tokens exist. The chunk with its finish also has the last `merged` of them."""
 
     kind: str
     tokens: int
@@ -144,9 +148,9 @@ class Strike:
 
 
 class TokenSequence:
-    """One sample of one prompt. Owned by the scheduler between `submit` and its end.
+    """One sample of one prompt. The scheduler owns it from `submit` until its end.
 
-    `step` produces tokens and passes them to `emit`; it returns False when there is nothing more to schedule.
+    `step` generates tokens and passes them to `emit`. It returns False when the sequence needs no further steps.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class TokenSequence:
 
     @property
     def max_tokens(self) -> int:
-        """The longest that it may become."""
+        """The maximum number of tokens of the answer."""
         return self._max_tokens
 
     @property
@@ -200,7 +204,7 @@ class TokenSequence:
         return self.finish_reason is None
 
     def step(self, count: int) -> bool:
-        """Generate up to `count` tokens; False when finished or struck by a fault that stops it."""
+        """Generate up to `count` tokens. Return False if the sequence has finished, or if a fault has stopped it."""
         for _ in range(count):
             if (strike := self._strike) is not None:
                 if len(self.output) == strike.tokens - strike.merged:
@@ -214,12 +218,12 @@ class TokenSequence:
         return self.is_live
 
     def fail(self) -> None:
-        """End with an internal error, as when the KV cannot be loaded."""
+        """End with an internal error, for example because the KV cannot be loaded."""
         self._finish("error")
         self._flush()
 
     def abort(self) -> None:
-        """End here, without a failure."""
+        """End at the present token, without an error."""
         self._finish("abort")
         self._flush()
 

@@ -1,7 +1,8 @@
-"""A tokenizer for simulated engines: one token per byte, plus the special markers of Kimi K2.
+"""The tokenizer of simulated engines: one token for each byte, and the special markers of Kimi K2.
 
-Ids 0-255 are bytes, so a character may span several tokens as it does with real byte-level vocabularies. The markers
-carry Kimi K2's real ids. Prefiller and decoder render a chat to the same ids, which the KV transfer relies on.
+The IDs 0 to 255 are bytes, so a character may consist of several tokens, as in real byte-level vocabularies. The
+markers
+have Kimi K2's real IDs. Prefiller and decoder render a chat to the same IDs, as KV transfer requires.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MARKERS: Final[dict[int, str]] = {
 }
 
 MEDIA_TOKENS: Final = 64
-"""Placeholder tokens of one image, video or audio part."""
+"""The number of placeholder tokens for one image, video or audio part."""
 
 _ROLES: Final = {"user": USER, "assistant": ASSISTANT}
 _IDS: Final = {text: token for token, text in MARKERS.items()}
@@ -58,7 +59,7 @@ _MARKER: Final = re.compile("(" + "|".join(map(re.escape, _IDS)) + ")")
 
 
 def encode(text: str) -> list[int]:
-    """Text to ids; a marker written in the text becomes its id, as with Hugging Face's tokenizers."""
+    """Convert text to token IDs. A marker in the text becomes its ID, as with Hugging Face's tokenizers."""
     ids: list[int] = []
     for part in _MARKER.split(text):
         ids += [_IDS[part]] if part in _IDS else part.encode("utf-8", "surrogatepass")
@@ -66,15 +67,15 @@ def encode(text: str) -> list[int]:
 
 
 def pack(ids: Sequence[int]) -> bytes:
-    """Ids as bytes, the form that digests are computed over."""
+    """Convert token IDs to the bytes from which digests are computed."""
     return array("I", ids).tobytes()
 
 
 class Detokenizer:
-    """Ids to text, incrementally: the bytes of an unfinished character are held until it is complete.
+    """Converts token IDs to text, one at a time. It holds back the bytes of a character that is not complete.
 
-    With `spaced_after`, the token before the first one, markers that are shown stand between spaces, as they do with
-    slow tokenizers unless `spaces_between_special_tokens` is off (vLLM `tokenizers/detokenizer_utils.py`).
+    `spaced_after` is the token before the first one, or None. With it, spaces surround the markers that are shown, as
+    in slow tokenizers unless `spaces_between_special_tokens` is off (vLLM `tokenizers/detokenizer_utils.py`).
     """
 
     __slots__ = ("_decoder", "_is_spaced", "_keep_markers", "_was_marker")
@@ -102,14 +103,14 @@ class Detokenizer:
 
 
 def decode(ids: Iterable[int], *, keep_markers: bool = False) -> str:
-    """All ids to text; an unfinished last character becomes U+FFFD."""
+    """Convert all token IDs to text. An incomplete last character becomes U+FFFD."""
     detokenizer = Detokenizer(keep_markers=keep_markers)
     text = "".join([detokenizer.feed(token) for token in ids])
     return text + detokenizer._decoder.decode(b"", True)
 
 
 def render_chat(body: dict[str, Any], *, media: bool = True) -> list[int]:
-    """Return the ids of a chat request, after Kimi K2's template.
+    """Return the token IDs of a chat request, rendered with Kimi K2's template.
 
     `tools` are declared in a system turn unless `tool_choice` is "none". The generation prompt opens reasoning when
     `chat_template_kwargs.thinking` is true, and otherwise closes it at once. `media=False` drops media parts.

@@ -49,7 +49,7 @@ _ID_BYTES: Final = 4
 
 
 def rest_of_turn(ids: Sequence[int]) -> list[int] | None:
-    """Return the rest of the model's present turn, up to its end; None if the model has no turn."""
+    """Return the rest of the model's present turn in a script, up to its end; None if the model has no turn."""
     if SYSTEM not in ids:
         return None
     packed = pack(ids)
@@ -77,7 +77,7 @@ def _turns(ids: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _written(turn: dict[str, Any], first_call: int, *, thinks: bool) -> list[int]:
-    """All of a turn, from where its reasoning begins or would. Kimi numbers the calls of a conversation."""
+    """Return the tokens of a whole turn, beginning with its reasoning. Kimi numbers the calls of a conversation."""
     ids = [THINK, *(encode(turn.get("think") or "I know my part.") if thinks else ()), THINK_END]
     ids += encode(turn.get("say") or "")
     if calls := turn.get("calls"):
@@ -90,9 +90,9 @@ def _written(turn: dict[str, Any], first_call: int, *, thinks: bool) -> list[int
 
 
 THINKING_TOKENS: Final = 40
-"""Reasoning lasts at least this many tokens, to the end of the word."""
+"""The minimum number of reasoning tokens. Reasoning ends with the next complete word."""
 PREAMBLE_TOKENS: Final = 16
-"""Tokens of content before a section of tool calls, and then `LEAD`."""
+"""The number of content tokens that precede a section of tool calls. `LEAD` follows them."""
 LEAD: Final = b"so:"
 
 _WORDS: Final = tuple(
@@ -109,16 +109,16 @@ _STRUCTURED: Final = frozenset({CALL_BEGIN, ARGUMENT_BEGIN, SECTION_BEGIN, CALL_
 
 
 def digest(ids: Sequence[int]) -> int:
-    """Names a token sequence; two engines holding the same prompt compute the same digest."""
+    """Return the digest of a token sequence. Two engines with the same prompt compute the same digest."""
     return crc32(pack(ids))
 
 
 class Writer:
-    """Writes the continuation of a token sequence, one token per `next()`.
+    """Writes the continuation of a token sequence. Each `next()` returns one token.
 
-    A *decision* is made after every space of plain text and after every marker; the ids since the last one are checked
-    against what would have been written there, so that writing can start in mid-word. Tools are called if the ids
-    declare them, as by a model that reads its prompt.
+    A *decision* is made after every space of plain text and after every marker. The ids since the last decision are
+    compared with the text that the writer would have written there, so writing can start in the middle of a word. Tools
+    are called if the ids declare them, as by a model that reads its prompt.
     """
 
     __slots__ = ("_calls", "_eos_after", "_queue", "_hash", "_marker", "_since", "_tools")
@@ -139,7 +139,7 @@ class Writer:
             self._finish_word(tail)
 
     def next(self, *, may_end: bool = True) -> int:
-        """Return the next token; the end-of-turn token only if `may_end`."""
+        """Return the next token. It is the end-of-turn token only if `may_end`."""
         if not self._queue:
             self._write(self._decide(may_end))
         return self._queue.popleft()
@@ -207,7 +207,7 @@ class Writer:
 
 
 def _last_marker(ids: Sequence[int]) -> int:
-    """Index of the last special token, -1 if there is none."""
+    """Return the index of the last special token; -1 if there is none."""
     if not ids or max(ids) < 256:
         return -1
     return next(index for index in range(len(ids) - 1, -1, -1) if ids[index] > 255)
@@ -232,7 +232,7 @@ def _calls_since_section(ids: Sequence[int]) -> int:
 
 
 def _declared_tools(ids: Sequence[int]) -> tuple[dict[str, Any], ...]:
-    """Return the functions declared in the prompt, at most two; none after a tool's result."""
+    """Return the functions that the prompt declares, at most two; none after a tool's result."""
     tools: tuple[dict[str, Any], ...] = ()
     begin = 0
     for _ in range(ids.count(SYSTEM)):
