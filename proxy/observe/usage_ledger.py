@@ -230,8 +230,9 @@ class UsageKeeper(BackgroundOwner):
     async def _keep_saving(self) -> None:
         while True:
             for usage in await self._try(self._ledger.save_and_take_ended_hours):
-                logger.info("key usage: hour ended", extra={"fields": usage.to_json()})
-                await asyncio.sleep(_SECONDS_BETWEEN_LINES)
+                if usage.key != ANONYMOUS_KEY:
+                    logger.info("key usage: hour ended", extra={"fields": usage.to_json()})
+                    await asyncio.sleep(_SECONDS_BETWEEN_LINES)
             await asyncio.sleep(_EVERY_SECONDS)
 
     def _save(self) -> list[HourUsage]:

@@ -209,7 +209,7 @@ async def test_keeper_saves_at_its_end(path: Path, is_logging: bool) -> None:
 async def test_keeper_logs_one_line_per_key_and_hour(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     before = Process("one", path)
-    for key in ("a", "b"):
+    for key in ("-", "a", "b"):  # requests without a key are in the report only
         before.serve(key)
     before.ledgers[0].save()
     after = Process("two", path, hour=HOUR + 1)
