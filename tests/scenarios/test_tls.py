@@ -103,7 +103,7 @@ async def test_rotation_interrupts_no_stream(
         serial = await _serves_other_than(serial, program, certificates)
         assert decoder.state.live == STREAMS
         # A certificate without its key, and then an expired one, are refused. The old one stays.
-        failures = "reload: refused, and nothing has changed: by a change of listen.tls_"
+        failures = "reload: rejected, nothing has changed: requested by a change of listen.tls_"
         key = pair[1].read_bytes()
         pair[1].write_bytes(key[:100])
         await program.says(failures)
@@ -126,7 +126,7 @@ async def test_sighup_reports_a_certificate_that_cannot_be_used(
         pair[1].unlink()
         program.signal(signal.SIGHUP)
         await program.says(
-            "refused, and nothing has changed: by SIGHUP: listen.tls_key .* cannot be read: no such file"
+            "rejected, nothing has changed: requested by SIGHUP: listen.tls_key .* cannot be read: no such file"
         )
         assert await _serial(program, certificates) == serial
 
