@@ -159,6 +159,8 @@ class Pool:
         """Use a policy for future leases. The previous policy still gets the outcomes of the leases that it picked."""
         self.policy = policy
         self._chooser.use(policy)
+        self.working_sets: SessionLimits | None = policy.working_sets
+        """Working sets of the policy that hold back turns of sessions. None: nothing holds them back."""
         self.holds_queue = self._chooser.holds_queue
         """Whether the policy decides which requests should wait."""
         self.cost_of = policy.cost_of if _overrides(policy, "cost_of") else None
@@ -326,11 +328,6 @@ class Pool:
         self._refresh()
         candidates = self._chooser.candidates
         return self.policy.soonest_seconds(candidates, request) if candidates else None
-
-    @property
-    def working_sets(self) -> SessionLimits | None:
-        """Working sets of the policy that hold back turns of sessions. None: nothing holds them back."""
-        return self.policy.working_sets
 
     def left_queue(self, request: PickRequest) -> None:
         """Tell the policy that a request has left the queue."""

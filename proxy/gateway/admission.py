@@ -195,8 +195,6 @@ class AdmissionParts:
     """Whether engines serve a lower `priority` in the body first."""
     front: WorkerQueueHead | None = None
     """Coordinates the queues of all workers. None: there is no other queue."""
-    working_sets: Callable[[], SessionLimits | None] = lambda: None
-    """Returns the working sets that hold back turns of sessions. None: nothing holds them back."""
 
 
 class AdmissionQueue:
@@ -215,7 +213,6 @@ class AdmissionQueue:
         self._would_take = parts.would_take
         self._hold_seconds = parts.hold_seconds
         self._refusing = parts.refusing
-        self._working_sets = parts.working_sets
         self._held: dict[Waiter, Any] = {}
         """The units that wait until there is room for their sessions in a working set, in the order of arrival. They
         have no place in `_order`."""
@@ -339,7 +336,7 @@ class AdmissionQueue:
 
     def _held_session(self, request: Callable[[], PickRequest], key: str) -> Any:
         """Return the session of a request that has to wait for room in a working set, or None if it may go."""
-        sets = self._working_sets()
+        sets = self._line_up.working_sets
         if sets is None or not sets.is_active or len(self._held) >= self._limits.max_waiting:
             return None
         pick = request()
@@ -443,7 +440,7 @@ class AdmissionQueue:
 
     def _keep(self, waiter: Waiter, session: Any) -> None:
         """Add a unit to those that are held back."""
-        sets = self._working_sets()
+        sets = self._line_up.working_sets
         assert sets is not None
         sets.waiting += 1
         self._holder = sets
@@ -453,7 +450,7 @@ class AdmissionQueue:
 
     def _hold_queued(self) -> None:
         """Hold back the queued units whose sessions have lost their place in a working set."""
-        sets = self._working_sets()
+        sets = self._line_up.working_sets
         if sets is None or not sets.is_active or sets.shed == self._seen_shed:
             return
         self._seen_shed = sets.shed
@@ -478,7 +475,7 @@ class AdmissionQueue:
         if not self._held:
             return
         self._sessions_at = now + _SESSIONS_SECONDS
-        sets, held = self._working_sets(), self._held
+        sets, held = self._line_up.working_sets, self._held
         if sets is None or sets is not self._holder:
             ready = set(held.values())
         else:

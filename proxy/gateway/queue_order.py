@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable, Mapping, Sequence
 
-    from proxy.balancer.pick import PickRequest
+    from proxy.balancer.pick import PickRequest, SessionLimits
     from proxy.common.errors import GatewayError
 
 
@@ -36,6 +36,10 @@ _ARRIVALS: Final = count()
 
 class LineUp(Protocol):
     """Predicts the work of requests, and chooses the next one. The pool of prefillers implements it."""
+
+    @property
+    def working_sets(self) -> SessionLimits | None:
+        """Working sets that hold back turns of sessions. None: nothing holds them back."""
 
     @property
     def holds_queue(self) -> bool:
@@ -55,6 +59,7 @@ class InTurn:
     """Serves requests in the order of their arrival."""
 
     holds_queue: ClassVar[bool] = False
+    working_sets: SessionLimits | None = None
 
     def work_seconds(self, request: PickRequest) -> float:
         """See LineUp. Nothing is predicted."""

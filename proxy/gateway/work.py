@@ -87,7 +87,6 @@ class RequestService:
             would_take=self._would_take,
             hold_seconds=self._hold_seconds,
             refusing=self._refusing_role,
-            working_sets=lambda: pools.prefill.working_sets,
         )
         self.admission = AdmissionQueue(admission_parts, settings.admission)
         self._connector = connector

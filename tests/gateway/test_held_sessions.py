@@ -14,6 +14,7 @@ from proxy.balancer.policies.working_sets import Session, WorkingSets
 from proxy.common.backend import Load
 from proxy.common.errors import GatewayError
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
+from proxy.gateway.queue_order import InTurn
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
@@ -51,13 +52,14 @@ class Gate:
     def __init__(self, limits: Limits) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
-        self.sets: Sets | None = Sets()
-        self.made = self.sets
+        self.made = Sets()
+        self.line_up = InTurn()
+        self.line_up.working_sets = self.made
         parts = AdmissionParts(
             has_room=lambda request=None: True,
             metrics=self.metrics,
             clock=self.clock,
-            working_sets=lambda: self.sets,
+            line_up=self.line_up,
         )
         self.admission = AdmissionQueue(parts, limits)
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -171,7 +173,7 @@ async def test_turns_go_when_another_policy_takes_over(gate: Gate) -> None:
     gate.made.new(1)
     gate.send(1)
     await gate.settle()
-    gate.sets = None
+    gate.line_up.working_sets = None
     await gate.settle()
     await gate.settle()
     assert gate.began == [1]

@@ -39,6 +39,7 @@ class Counter:
     """One place at a time, at one of two windows; a request's seconds are its tokens, its window its KV."""
 
     holds_queue = True
+    working_sets = None
 
     def __init__(self) -> None:
         self.clock = Clock()

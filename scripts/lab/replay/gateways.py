@@ -130,7 +130,6 @@ class Worker:
             clock=clock,
             line_up=pools.prefill,
             front=front,
-            working_sets=lambda: pools.prefill.working_sets,
             would_take=lambda: pools.decode.would_take() and pools.prefill.would_take(),
             fits=lambda request: pools.decode.has_room(lambda: request),
             hold_seconds=lambda *waits: (
