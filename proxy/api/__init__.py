@@ -1,1 +1,1 @@
-"""HTTP in: the routes clients and operators call."""
+"""The HTTP routes that clients and operators call."""

@@ -36,10 +36,10 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class Reload(Protocol):
-    """Reads the configuration again, and applies it unless it is a dry run."""
+    """Reads the configuration again and applies it. A dry run only reads it."""
 
     async def __call__(self, by: str, *, is_dry_run: bool = False) -> ConfigChange:
-        """Return the changes. `by`: the author for the log. Raises SettingsError."""
+        """Return the changes. `by`: the author of the reload, for the log. Raises SettingsError."""
 
 
 class AdminApi:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
-"""Our route, with vLLM's name."""
+"""The gateway's route, which has the same name in vLLM."""
 START_PROFILE: Final = "/start_profile"
 STOP_PROFILE: Final = "/stop_profile"
 """Routes of vLLM and SGLang. vLLM must have been started with a profiler. SGLang takes options in the body."""
@@ -78,7 +78,7 @@ class _Message:
 
 
 class BroadcastApi:
-    """The routes that reach all engines or the selected ones, whatever their states.
+    """The routes that send a request to all engines or to selected ones, in any state of health.
 
     An instance is disabled before it sleeps, and gets the request to sleep after its last answer. It is enabled when it
     has woken up completely.
@@ -148,7 +148,7 @@ class BroadcastApi:
         return backends
 
     async def _send(self, backend: Backend, message: _Message) -> bool:
-        """Send a message to an engine. Return whether the engine has done it."""
+        """Send a message to an engine. Return whether the engine has carried it out."""
         member = backend.role, backend.host, backend.port
         is_disabled_here = False
         if message.path in _SLEEP:
@@ -176,7 +176,7 @@ class BroadcastApi:
         return any(each.backend == backend and each.is_disabled for each in self._roster.members(backend.role))
 
     async def _post(self, backend: Backend, message: _Message) -> tuple[int | None, str]:
-        """Return the status of an engine's answer or None, and the error, which is empty for a status below 300."""
+        """Return the status of an engine's answer (None without an answer) and the error, which is empty below 300."""
         headers = dict(self._keys.headers(backend))
         if message.body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type

@@ -1,4 +1,4 @@
-"""Lets web pages of configured origins use the clients' routes (Fetch standard, "CORS protocol").
+"""Lets web pages of configured origins use the routes for clients (Fetch standard, "CORS protocol").
 
 Otherwise a browser hides the answer from pages of another origin. Administrators' routes are never open to pages.
 Cookies are not used: a page sends a client key or none, as any client.
@@ -35,9 +35,9 @@ class Cors:
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the CORS headers to an answer. Used as the application's `on_response_prepare`."""
-        response.headers.extend(self.fields(request))
+        response.headers.extend(self.make_headers(request))
 
-    def fields(self, request: web.Request) -> list[tuple[str, str]]:
+    def make_headers(self, request: web.Request) -> list[tuple[str, str]]:
         """Return the headers that let a page read the answer to a request."""
         origins = self._origins()
         if not origins or not self._is_clients(request.path):

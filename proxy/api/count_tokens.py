@@ -1,4 +1,4 @@
-"""Counts the tokens of a prompt by the tokenizer of the engines.
+"""Counts the tokens of a prompt with the tokenizer of the engines.
 
 The routes are POST /v1/messages/count_tokens and /v1/responses/input_tokens. The request is turned into a chat, and
 engines count its tokens at `/tokenize`. SGLang before 0.5.12 serves the first of these routes instead.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from aiohttp import web
 
-from proxy.api.questions import counted
+from proxy.api.questions import make_counted_route
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.dialects.adjustments import ModelNames, SystemFirst
 from proxy.dialects.messages import Messages
@@ -58,7 +58,7 @@ _COUNTERS: Final = (
 
 
 class CountTokensApi:
-    """The routes that count tokens. They take no lease, because counting is no load and shows no engine's health."""
+    """The routes that count tokens. They take no lease: counting is no load, and does not show whether engines work."""
 
     def __init__(
         self,
@@ -78,7 +78,8 @@ class CountTokensApi:
         """Return the routes for the application."""
         return [
             web.post(
-                counter.path, counted("tokenizer", partial(self._count, counter), self._client_keys, self._metrics)
+                counter.path,
+                make_counted_route("tokenizer", partial(self._count, counter), self._client_keys, self._metrics),
             )
             for counter in _COUNTERS
         ]
@@ -132,7 +133,7 @@ class CountTokensApi:
         body: bytes,
         headers: Mapping[str, str],
     ) -> int:
-        """Return the count of one engine, by `/tokenize` or the route of old SGLang."""
+        """Return the count of one engine. It is requested at `/tokenize` or at the route of old SGLang."""
         try:
             return await self._counted(backend, _TOKENIZE, body, headers, "count")
         except UpstreamError as error:
@@ -165,7 +166,7 @@ class CountTokensApi:
 
 
 def _pick(lane: Lane, avoid: Sequence[Backend]) -> Backend:
-    """Return an instance of the first role in the way of a prompt that has one. Raises NoBackendAvailable."""
+    """Return an instance of the first role that a prompt passes and that has one. Raises NoBackendAvailable."""
     for pool in lane.all_pools:
         if not set(pool.eligible()) <= set(avoid):
             return pool.pick(avoid)

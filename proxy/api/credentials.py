@@ -1,4 +1,4 @@
-"""Checks the credentials of administrators and clients at the routes.
+"""Checks the credentials of administrators and clients.
 
 An administrator sends the admin key. If there is none, only programs of the gateway's user on this host may administer.
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MAX_CHANGES_AT_ONCE: Final = 10
 _FORWARDED_FOR: Final = "X-Forwarded-For"
 _CLIENT: Final = web.RequestKey("client", object)
-"""The address of the client behind trusted proxies, if there are any."""
+"""Key of the client's address in a request that came through trusted proxies."""
 
 # Headers of reverse proxies, sidecars, content delivery networks and load balancers (RFC 7239, Envoy, nginx, Akamai,
 # Cloudflare, Azure, AWS, Google), and those that browsers add to the requests of a page (Fetch standard).
@@ -47,7 +47,7 @@ _ON_BEHALF: Final = re.compile(
 
 
 class Administrators:
-    """Checks the requests to the routes of administrators."""
+    """Decides whether requests may use the routes for administrators."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Administrators:
         return self.guard(limited)
 
     async def check(self, request: web.Request) -> None:
-        """Raise GatewayError unless the caller may administer."""
+        """Raise GatewayError if the caller may not administer."""
         networks = self._trusted_proxies()
         if networks:
             request[_CLIENT] = client_address(request.remote, request.headers.getall(_FORWARDED_FOR, ()), networks)
@@ -110,8 +110,8 @@ class Administrators:
                 raise GatewayError("this route needs the admin key", code="admin_key_required", status=401)
             return
         remedy = "or configure a listener for administrators on this host (admin.port)"
-        found = self._objection(request)
-        if found is None and (found := await self._objection_to_owner(request)) is not None:
+        found = self._find_objection(request)
+        if found is None and (found := await self._find_objection_to_owner(request)) is not None:
             remedy += ", or set admin.trust_local if no program on this host forwards requests of other clients"
         if found is not None:
             raise GatewayError(
@@ -129,19 +129,19 @@ class Administrators:
             return False
         return True
 
-    async def _objection_to_owner(self, request: web.Request) -> str | None:
-        """Return why a program of another user may have opened the connection, or None if it was this user's."""
+    async def _find_objection_to_owner(self, request: web.Request) -> str | None:
+        """Return why a program of another user may have opened the connection; None if this user's program did."""
         if self._trusts_local():
             return None
         transport = request.transport
-        assert transport is not None  # see _objection
+        assert transport is not None  # see _find_objection
         ends = (transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
         # In a thread, so that streams do not wait, and one at a time, because a host may have many sockets.
         async with self._one_look:
             return await asyncio.to_thread(socket_owner.objection, *ends)
 
-    def _objection(self, request: web.Request) -> str | None:
-        """Return why the caller may not be a program on this host that acts for itself, or None if it is one."""
+    def _find_objection(self, request: web.Request) -> str | None:
+        """Return why the caller may not count as a program on this host that acts for itself; None if it does."""
         if not is_loopback(self._listens_on):
             return f"the gateway listens on {self._listens_on}, which other hosts may reach"
         peer = request.transport.get_extra_info("peername") if request.transport is not None else None
@@ -171,7 +171,7 @@ def client_address(peer: str | None, forwarded: Sequence[str], networks: Sequenc
     used if another host could have written it, or from the first text on that is no address.
 
     Args:
-        peer: Address of the other end of the connection; None: unknown.
+        peer: Address at the other end of the connection; None: unknown.
         forwarded: Values of X-Forwarded-For, in their order.
         networks: Networks of the trusted proxies.
     """
@@ -207,11 +207,11 @@ def _without_port(host: str) -> str:
 
 
 API_KEY: Final = web.RequestKey("api_key", str)
-"""The name of the client key in an identified `web.Request`, or `-` if clients need no key."""
+"""Key of the client key's name in a request, after `identify`. The name is `-` if clients need no key."""
 
 
 class KeyAuth:
-    """Checks the client key at the routes of clients. Probes, metrics and administration have other rules.
+    """Checks the client key at the routes for clients. Probes, metrics and administration have other rules.
 
     The routes check the key after they have begun to record the request, so that the log includes rejected requests.
     """
@@ -234,7 +234,7 @@ class KeyAuth:
         return self._api_keys.enter(key)
 
     def credential(self, request: web.Request) -> str | None:
-        """Return the Authorization header for engines, or None.
+        """Return the Authorization header for engines; None if engines get none.
 
         Only the credential of a client that needed no key of this gateway is passed on. The request must have been
         identified before. Later changes of the keys do not matter.

@@ -1,4 +1,4 @@
-"""The routes that generate text, for requests that aiohttp reads."""
+"""The routes that generate text. They serve the requests that aiohttp parses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ASKS: Final = "X-PDProxy-Debug"
 
 
 def debug_fields(record: RequestRecord) -> Iterator[tuple[str, str]]:
-    """Yield the debug headers, with the numbers of the access log.
+    """Yield the debug headers of an answer, whose values are also in the access log.
 
     The instances are those of the last attempt at the first unit. The stages are the longest of all units.
     """
@@ -66,21 +66,21 @@ class GenerationParts:
     """The parts of one worker for the routes that generate text."""
 
     lanes: Lanes
-    """Instances that serve the same models, and the queues in front of them."""
+    """The lanes. Each has the instances for the same models, and the queues in front of them."""
     keys: KeyAuth
     """Keys of clients, and their limits."""
     drain: DrainManager
     """Counts the requests in flight."""
     observers: Observers
-    """Take the record of each request."""
+    """Receive the record of each request when it has ended."""
     cors: Callable[[], Cors]
     """Returns the rules for pages of other origins."""
     administrators: Administrators
-    """The clients that may request the headers that describe how a request was served."""
+    """Decides which clients may request the debug headers, which describe how a request was served."""
 
 
 class GenerationApi:
-    """The routes that go through the connector."""
+    """The routes whose requests a connector serves on prefillers and decoders."""
 
     def __init__(self, parts: GenerationParts, dialects: Sequence[Dialect], listen: Callable[[], Listen]) -> None:
         """Prepare the routes.
@@ -91,7 +91,7 @@ class GenerationApi:
             listen: Returns the present settings of the listener.
         """
         self.intake: Intake
-        """Set before the first request."""
+        """Reads and checks requests. It must be set before the first request."""
         self._dialects = dialects
         self._lanes = parts.lanes
         self._keys = parts.keys
@@ -102,7 +102,7 @@ class GenerationApi:
         self._listen = listen
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return one for each dialect and method."""
+        """Return one route for each dialect and HTTP method."""
         return [
             web.route(method, dialect.path, partial(self._serve, dialect))
             for dialect in self._dialects
@@ -118,7 +118,7 @@ class GenerationApi:
         return {dialect.path: dialect.request_id_header for dialect in self._dialects}
 
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        """Serve a request, and record it once, however it ends."""
+        """Serve a request, and record its outcome once, after success, failure or a disconnect."""
         record = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
         client = _Client(request, partial(self._fields, request, record))
         try:
@@ -132,7 +132,7 @@ class GenerationApi:
         return client.response
 
     async def _begin(self, dialect: Dialect, request: web.Request, client: _Client, record: RequestRecord) -> None:
-        """Read a request, and serve it. Raises errors that occur before its Request has begun."""
+        """Parse a request, and serve it. Raises the errors that occur before its Request has begun."""
         key = self._keys.identify(request)
         record.key = key.name
         admission = self._lanes.whole.service.admission
@@ -159,17 +159,17 @@ class GenerationApi:
 
     def _fields(self, request: web.Request, record: RequestRecord, shows_debug: bool) -> Iterable[tuple[str, str]]:
         """Return the additional headers of the answer to a request."""
-        return [*self._cors().fields(request), *(debug_fields(record) if shows_debug else ())]
+        return [*self._cors().make_headers(request), *(debug_fields(record) if shows_debug else ())]
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
-        """Return the headers that reach the engines."""
+        """Return the client's headers that engines get."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         credential = self._keys.credential(request)
         return headers if credential is None else {"authorization": credential, **headers}
 
 
 class _Client:
-    """The ClientConnection of a request that aiohttp has read."""
+    """The ClientConnection of a request that aiohttp has parsed."""
 
     def __init__(self, request: web.Request, fields: Callable[[bool], Iterable[tuple[str, str]]]) -> None:
         """`fields`: returns additional headers of the answer. Its argument says whether debug headers are included."""
@@ -177,11 +177,11 @@ class _Client:
         self._fields = fields
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closes = False
-        """Whether the gateway closes the connection and tells the client so."""
+        """Whether the gateway closes the connection after the answer, and announces this to the client."""
         self.shows_debug = False
         """Whether the answer has the debug headers."""
         self.has_begun = False
-        """Whether a Request serves the client."""
+        """Whether a Request already serves the client."""
         self.transport = self._connection.client_transport
         self.knows_chunks = request.version >= HttpVersion11
         self.response = _Written(keeps_alive=bool(request.keep_alive))
@@ -237,14 +237,14 @@ class _Client:
 
 
 class _Written(web.StreamResponse):
-    """Represents an answer that its Request has written to the connection."""
+    """An answer for aiohttp whose bytes a Request has already written to the connection."""
 
     def __init__(self, *, keeps_alive: bool) -> None:
         super().__init__()
         self._keep_alive = keeps_alive
 
     async def prepare(self, request: web.BaseRequest) -> None:
-        """Do nothing."""
+        """Do nothing, because the answer has been written."""
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Do nothing."""
+        """Do nothing, because the answer has been written."""

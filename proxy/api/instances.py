@@ -63,9 +63,9 @@ class InstanceChange:
     send_key: bool
     """Whether added instances may receive the engine key."""
     evacuate_after_seconds: float | None
-    """See Leaving."""
+    """The seconds until the requests of removed instances are evacuated; see Leaving. None: they are not evacuated."""
     weight: int | None
-    """See Member. None: the body has no weight."""
+    """The new weight of the instances; see Member. None: the body has no weight."""
 
 
 def is_dry_run(request: web.Request) -> bool:
@@ -148,11 +148,11 @@ class InstanceParts:
     health: Health
     """Health of the instances, as this worker sees it."""
     health_board: HealthBoard
-    """Health of the instances, as each worker sees it."""
+    """The health of the instances, as each worker sees it separately."""
     incompatibilities: Incompatibilities
-    """Incompatibilities that were found."""
+    """The incompatibilities between instances that were found."""
     joiner: Joiner
-    """Added instances that have not passed a health check yet."""
+    """The added instances that have not passed a health check yet."""
     models: ServedModels
     """Models that instances serve."""
     pool_of: Callable[[Backend], Pool]
@@ -229,7 +229,10 @@ def membership_of(member: Member) -> str:
 def _described(
     backend: Backend, membership: str, state: HealthState = HealthState.UNKNOWN, reason: str | None = None
 ) -> dict[str, Any]:
-    """Return the description of an instance that has not answered yet. Members replace most of its values."""
+    """Return the description of an instance that has not answered yet.
+
+    For members, `_describe` replaces most values.
+    """
     return {
         "role": backend.role,
         "address": backend.name,
@@ -256,7 +259,7 @@ def _described(
 logger = logging.getLogger(__name__)
 
 _State = dict[str, object]
-"""The changeable properties of an instance: `membership` and `weight`."""
+"""The properties of an instance that administrators can change: `membership` and `weight`."""
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
@@ -338,7 +341,7 @@ class InstancesApi:
         return self._answer(request, change, message, changes, warnings)
 
     def _updates(self, role: Role, candidates: Mapping[str, Backend]) -> list[dict[str, object]]:
-        """Return the changes of members that an administrator adds again with other details."""
+        """Return the changes to instances that an administrator adds again with other details."""
         members = {member.backend: member for member in self._roster.members(role) if not member.is_draining}
         existing = [(name, members[each], each) for name, each in candidates.items() if each in members]
         both = [
@@ -348,7 +351,7 @@ class InstancesApi:
         return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 
     def _ignored_details(self, role: Role, candidates: Mapping[str, Backend]) -> list[str]:
-        """Return a warning if instances that are waiting to be added get other details, which are ignored."""
+        """Return a warning if instances that are about to be added get other details. These details are ignored."""
         waiting = {backend: _details(backend) for backend in self._joiner.joining(role)}
         ignored = [name for name, each in candidates.items() if waiting.get(each, _details(each)) != _details(each)]
         return [f"{ignored} are waiting with other details: remove them first to change these."] if ignored else []
@@ -414,14 +417,14 @@ class InstancesApi:
         becomes: Mapping[str, object],
         apply: Callable[[Role, str, int], bool],
     ) -> web.Response:
-        """Change the members that do not drain.
+        """Change the named instances, except those that drain.
 
         Args:
             request: The request of the administrator.
             change: The change.
             verb: Its name in the message.
-            becomes: The properties that the members get.
-            apply: Gives a member these properties.
+            becomes: The properties that the instances get.
+            apply: Gives an instance these properties.
         """
         before = self._states(change)
         there = [e for e in change.endpoints if before[str(e)]["membership"] in ("enabled", "disabled")]
@@ -433,7 +436,7 @@ class InstancesApi:
         return self._answer(request, change, message, _compare(before, there, becomes), warnings, there)
 
     def _warnings(self, role: Role, taken: Sequence[Endpoint], remedy: str) -> list[str]:
-        """Return a warning if a role has no instance left without the ones to be taken away."""
+        """Return a warning if a role would have no instance left after the change."""
         left = {member.backend for member in self._roster.members(role) if member.may_serve}
         left -= {_backend(role, endpoint) for endpoint in taken}
         if not taken or left:
@@ -441,7 +444,7 @@ class InstancesApi:
         return [f"No {role} instance is left: requests that need one are rejected until one is {remedy}."]
 
     def _states(self, change: InstanceChange) -> dict[str, _State]:
-        """Return the states of the named instances. A membership of None means that there is no such instance."""
+        """Return the states of the named instances. A membership of None means that the instance does not exist."""
         members = {member.backend: member for member in self._roster.members(change.role)}
         joining = self._joiner.joining(change.role)
         states: dict[str, _State] = {}
@@ -499,7 +502,7 @@ class InstancesApi:
 def _compare(
     before: Mapping[str, _State], changed: Sequence[Endpoint], becomes: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """Return the differences for each of the instances that change when they get the properties in `becomes`."""
+    """Return how each instance would differ after it gets the properties in `becomes`."""
     both = [(name, before[name], {**before[name], **becomes}) for name in _names(changed)]
     return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 

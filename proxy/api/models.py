@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from aiohttp import web
 
-from proxy.api.questions import ask, bad_answer, counted, no_answer
+from proxy.api.questions import ask, bad_answer, make_counted_route, no_answer
 from proxy.common.errors import UnknownModel, UpstreamError
 from proxy.dialects.adjustments import ModelNames
 
@@ -65,7 +65,7 @@ class ModelsApi:
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes for the application."""
         return [
-            web.get(path, counted("models", answer, self._client_keys, self._metrics))
+            web.get(path, make_counted_route("models", answer, self._client_keys, self._metrics))
             for path, answer in ((_PATH, self._models), (_NAMED, self._model))
         ]
 

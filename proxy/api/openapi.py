@@ -22,7 +22,7 @@ _parameters_of: Final = re.compile(r"\{(\w+)\}").findall
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Description of the routes with one path."""
+    """The description of all routes with one path."""
 
     tag: str
     summary: str
@@ -132,7 +132,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
         query=("limit", "failed", "instance", "model", "key"),
     ),
 }
-"""Descriptions by path. A route without one is described by its path."""
+"""The descriptions by path. For a route that has none, the path itself is the description."""
 
 
 def _object(required: str, **properties: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ _SCHEMAS: Final[Mapping[str, Any]] = {
 
 
 class OpenApi:
-    """The route of the description. Each listener describes its own routes."""
+    """The route that returns the description. Each listener describes its own routes."""
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the route for the application."""

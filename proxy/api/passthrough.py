@@ -1,4 +1,4 @@
-"""Passes requests to one engine, and its answers back, byte for byte.
+"""Passes requests to one engine and its answers back to the client, byte for byte.
 
 The routes are an allow-list, because engines also serve routes that no client should reach. The body of the client is
 read before a backend is leased. So a slow client occupies no engine, the cost is known, and a retry costs nothing.
@@ -67,7 +67,7 @@ class RoleQueue:
 
 
 class _Body(msgspec.Struct):
-    """The members of a body that matter here."""
+    """The members of a body that the gateway uses."""
 
     model: object = None
     priority: object = None
@@ -137,7 +137,7 @@ _MESSAGES: Final = {
 
 @contextmanager
 def _pause_deadline(deadline: asyncio.Timeout) -> Iterator[None]:
-    """Stop a deadline of the engine while the block runs."""
+    """Pause a deadline of the engine while the block runs."""
     loop, when = asyncio.get_running_loop(), deadline.when()
     assert when is not None
     left_seconds = when - loop.time()
@@ -149,7 +149,7 @@ def _pause_deadline(deadline: asyncio.Timeout) -> Iterator[None]:
 
 
 def client_headers(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    """Return the headers of the engine without those of its connection."""
+    """Return the engine's headers for the client, without those that concern only the engine's connection."""
     named = {name.strip().lower() for line in answer.headers.getall("Connection", ()) for name in line.split(",")}
     left_out = _NOT_PASSED_BACK | named
     return CIMultiDict(
@@ -202,7 +202,7 @@ class _Record:
 
 
 class _ClientLost(Exception):
-    """Nothing more can be sent to the client."""
+    """The client cannot receive more bytes."""
 
     def __init__(self, reason: str) -> None:
         """`reason`: the label of the metric."""
@@ -294,7 +294,7 @@ class PassthroughApi:
     def _adapt_body_for_engines(self, request: web.Request, body: bytes, key: ApiKey) -> tuple[bytes, object]:
         """Return the body for engines, and the engines' name of the model or None.
 
-        It has the engines' name of the model, and a priority that the client key allows. If there is no body, the
+        The body has the engines' name of the model, and a priority that the client key allows. If there is no body, the
         query may name the model. The body is not parsed if nothing in it can matter.
 
         Raises:
@@ -319,7 +319,7 @@ class PassthroughApi:
     async def _try_admitted(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
     ) -> web.StreamResponse:
-        """Try until the longest wait is over.
+        """Try to serve a request until it succeeds or the longest wait is over.
 
         Try again after a restart if no engine was reached, and again if all instances have rejected the request.
         """
@@ -347,7 +347,7 @@ class PassthroughApi:
     async def _try_backends(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
     ) -> web.StreamResponse:
-        """Try one backend after the other, within the limits for retries."""
+        """Try backends one after the other, within the limits for retries."""
         load = Load(compute=len(body) // self._live.settings.cost.bytes_per_token + 1)
         pick_request = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
         failed: list[Backend] = []
@@ -415,7 +415,10 @@ class PassthroughApi:
         record: _Record,
         deadline: asyncio.Timeout,
     ) -> web.StreamResponse:
-        """Copy the answer as it arrives. A slow client slows the engine down, and extends its deadline."""
+        """Copy the answer to the client as it arrives.
+
+        A slow client slows the engine down, and extends its deadline.
+        """
         response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.content_length = answer.content_length
         record.status, record.is_committed = answer.status, True

@@ -1,4 +1,4 @@
-"""Answers probes: whether the gateway is alive and ready, the number of engines, and the version."""
+"""Answers probes: whether the gateway is alive and ready, how many engines there are, and the version."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ProbeApi:
         return self._drain.is_draining and not self._drain.has_successor
 
     async def _live(self, request: web.Request) -> web.Response:
-        """Answer always, whatever the engines do."""
+        """Answer that the process is alive. The answer does not depend on engines."""
         return _json({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
@@ -65,7 +65,7 @@ class ProbeApi:
         return _json({"status": "ok"}) if absent is None else error_response(NoBackendAvailable(absent))
 
     def _ready_by_model(self, name: str | None) -> web.Response:
-        """Answer whether a model can be served. `name` None: whether at least one model can."""
+        """Answer whether a model can be served. `name` None: whether at least one model can be served."""
         lanes = self._lanes
         if name:
             absent = {name: lanes.of_alias(name).absent()}

@@ -1,4 +1,4 @@
-"""Queries engines for clients, and returns JSON or an error."""
+"""Sends queries of clients to engines, and returns their JSON or an error."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class QuestionParts:
     """Metrics of this worker."""
 
 
-def counted(
+def make_counted_route(
     api: str,
     answer: Callable[[web.Request], Awaitable[web.Response]],
     client_keys: KeyAuth,
     metrics: Metrics,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a route that applies the limits of the client key, and counts the requests by status.
+    """Make a handler that applies the limits of the client key and counts the requests by status.
 
     Args:
         api: The metric label.
@@ -77,14 +77,14 @@ async def ask(
     timeout_seconds: float,
     what: str,
 ) -> Any:
-    """Return the JSON at a path of an engine. Raises UpstreamError.
+    """Query an engine and return its JSON. Raises UpstreamError.
 
     Args:
         client: The client for engines.
         backend: The engine.
         path: The path, with a query.
         headers: The headers for the engine.
-        timeout_seconds: The longest time of the query.
+        timeout_seconds: The time limit of the query in seconds.
         what: A verb and its object for error messages, such as "list its models".
     """
     try:

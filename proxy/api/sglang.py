@@ -1,4 +1,4 @@
-"""Answers the queries of SGLang's clients for all engines together.
+"""Answers queries of SGLang's clients with the combined data of all engines.
 
 `sglang.bench_serving`, `bench_one_batch_server` and routers expect the format of SGLang's router (mini_lb.py). Only the
 members that such clients read are shown, because SGLang reports its whole command line and environment with its keys.
@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import orjson
 from aiohttp import web
 
-from proxy.api.questions import ask, bad_answer, counted, no_answer
+from proxy.api.questions import ask, bad_answer, make_counted_route, no_answer
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest, UpstreamError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS: Final = 10.0
 _INFO_PATHS: Final = ("/server_info", "/get_server_info")
-"""The path of present engines, and that of engines before 0.5.4."""
+"""The path that engines serve, and the path that engines before 0.5.4 serve."""
 
 _SHOWN: Final = frozenset(
     {
@@ -51,7 +51,7 @@ class SglangApi:
     """The routes of the connector sglang_bootstrap."""
 
     def __init__(self, parts: QuestionParts, pools: Mapping[Role, Pool], probes: ProbeApi) -> None:
-        """`pools`: the pools of both roles. Other parameters: see their classes."""
+        """Prepare the routes. `pools`: the pools of both roles. Other parameters: see their classes."""
         self._pools = pools
         self._client = parts.client
         self._engine_keys = parts.engine_keys
@@ -71,10 +71,10 @@ class SglangApi:
     def _counted(
         self, answer: Callable[[web.Request], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        return counted("sglang", answer, self._client_keys, self._metrics)
+        return make_counted_route("sglang", answer, self._client_keys, self._metrics)
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        """Answer with the configuration of all engines. `internal_states` is that of the decoders."""
+        """Answer with the configuration of all engines. Its member `internal_states` describes only the decoders."""
         infos = await self._ask_all(request, self._info, "its configuration")
         shown = {role: [_shown(info) for _, info in infos[role]] for role in self._pools}
         states = [state for info in shown[Role.DECODE] for state in info["internal_states"]]
@@ -104,7 +104,7 @@ class SglangApi:
         ask_one: Callable[[Backend, str | None], Awaitable[Any]],
         what: str,
     ) -> Mapping[Role, Sequence[tuple[Backend, dict[str, Any]]]]:
-        """Return the answers of all engines that answer. Raises GatewayError if no engine of a role does."""
+        """Return the answers of all engines that answer. Raises GatewayError if a role has no engine that answers."""
         credential = self._client_keys.credential(request)
         backends = [backend for role in self._pools for backend in self._pools[role].eligible()]
         answers = await asyncio.gather(*(ask_one(backend, credential) for backend in backends), return_exceptions=True)
@@ -132,7 +132,7 @@ class SglangApi:
         return await self._ask(backend, old, credential, what)
 
     async def _ask(self, backend: Backend, path: str, credential: str | None, what: str) -> dict[str, Any]:
-        """Return the JSON object that one engine answers with. Raises UpstreamError."""
+        """Return the JSON object with which one engine answers. Raises UpstreamError."""
         headers = self._engine_keys.headers(backend, credential)
         answer = await ask(self._client, backend, path, headers, _TIMEOUT_SECONDS, what)
         if not isinstance(answer, dict):
@@ -141,7 +141,7 @@ class SglangApi:
 
 
 def _shown(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the visible members of an engine's configuration and of its ranks."""
+    """Return the members of an engine's configuration and of its ranks that clients may see."""
     states = [
         {name: value for name, value in state.items() if name in _SHOWN_OF_A_RANK}
         for state in _objects(info, "internal_states")

@@ -47,7 +47,7 @@ _NOT_SERVED: Final = (
 
 
 class Signposts:
-    """Answers `GET /`, and requests without a route."""
+    """Answers `GET /` and requests for paths without a route."""
 
     def __init__(self, routes: Sequence[web.RouteDef], status_page: StatusPage | None = None) -> None:
         """Prepare the answers.
@@ -68,7 +68,7 @@ class Signposts:
         return [web.get("/", self._list)]
 
     def is_clients(self, path: str) -> bool:
-        """Whether a path is a route of clients."""
+        """Return whether a path is a route for clients."""
         return path in self._paths or path.startswith(self._open)
 
     def make_not_found_answer(self, request: web.Request) -> web.Response | GatewayError:
@@ -95,7 +95,7 @@ class Signposts:
         return f"did you mean {mistyped[0]}?" if mistyped else None
 
     def _similar_route(self, path: str) -> str | None:
-        """Return a route with the same end as the path, or a route that begins with the path."""
+        """Return a route that ends like the path, or a route that begins with the path; None if there is none."""
         if path.count("/") == 0 or path == _API:
             return None
         longest_first = sorted(self._paths - {"/"}, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""Which user opened a connection from this host, as Linux reports it in /proc.
+"""Finds out which user opened a connection from this host, as Linux reports it in /proc.
 
 A reverse proxy on this host connects from loopback for any client, and need not add a header. It usually runs as
 another user or in another container, and both can be seen: `/proc/net/tcp` has the user of each socket, and
@@ -30,7 +30,7 @@ class _Owner(NamedTuple):
 
 
 def objection(peer: tuple[Any, ...], local: tuple[Any, ...]) -> str | None:
-    """Return why another user may have opened a connection, or None if the gateway's user did in this container.
+    """Return why another user may have opened a connection; None if the gateway's user did, in this container.
 
     It reads up to one line for each socket of the host, so call it in a thread.
 
@@ -75,7 +75,10 @@ def _as_in_kernel_table(address: tuple[Any, ...], family: socket.AddressFamily) 
 
 
 def _rest_of_line(table: Path, addresses: bytes) -> bytes | None:
-    """Return what follows `addresses` in its line. The lines are not split: there may be a hundred thousand."""
+    """Return the rest of the line that contains `addresses`; None if no line does.
+
+    The table is not split into lines, because it may have a hundred thousand.
+    """
     with open(table, "rb", buffering=0) as file:
         kept = b""
         while chunk := file.read(_CHUNK_BYTES):
@@ -88,7 +91,7 @@ def _rest_of_line(table: Path, addresses: bytes) -> bytes | None:
 
 
 def _unmapped_uid() -> int:
-    """Return the uid by which the kernel shows users that this user namespace does not have."""
+    """Return the uid that the kernel reports for users who do not exist in this user namespace."""
     return int(Path("/proc/sys/kernel/overflowuid").read_bytes())
 
 
@@ -112,7 +115,7 @@ def _is_of_this_container(owner: _Owner) -> bool:
 
 
 def _pids() -> Iterator[int]:
-    """Yield the newest processes first, such as an operator's command, and this process with its many files last."""
+    """Yield the IDs of all processes, the newest first. This process is last, because it has many files."""
     own = os.getpid()
     yield from sorted(
         (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != own), reverse=True

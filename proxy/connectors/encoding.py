@@ -1,4 +1,4 @@
-"""Encode first: every image, recording and clip of a chat goes to an encoder before another connector opens.
+"""Sends every image, recording and clip of a chat to an encoder before another connector opens its legs.
 
 For vLLM with an EC connector (`--ec-transfer-config`). With ECExampleConnector an encoder stores its result in a shared
 cache, where the other engines look it up by the item's hash. With ECCPUConnector (vLLM 0.30) an encoder keeps it and
@@ -85,7 +85,7 @@ class Encoding(Connector):
     def open_decoder_only_attempt(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt] | None:
-        """Return the inner connector's attempt, without a prefiller; None for a call with media. See Connector."""
+        """Return the inner connector's attempt, without a prefiller. The call must have no media. See Connector."""
         return self._connector.open_decoder_only_attempt(call, request, timeline)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
@@ -119,7 +119,7 @@ class Encoding(Connector):
     async def _encode(
         self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend]
     ) -> dict[str, object]:
-        """Encode all items, a limited number at a time, and return the places of the results by hash.
+        """Encode all items, a limited number at a time. Return the places of the results by hash.
 
         The first failure cancels the others and is raised.
         """
@@ -144,7 +144,7 @@ class Encoding(Connector):
     async def _encode_one(
         self, call: Call, item: Mapping[str, Any], request_id: str, avoid: Collection[Backend]
     ) -> Mapping[str, object]:
-        """Encode one item, and return the place of the result, by hash; empty if the engines share a cache.
+        """Encode one item. Return the place of the result by hash; empty if the engines share a cache.
 
         Raises NoBackendAvailable, UpstreamError.
         """

@@ -1,1 +1,1 @@
-"""The HTTP server for clients: connections, deadlines for headers, malformed requests, bodies, replies, the drain."""
+"""The HTTP server for clients: connections, TLS, header deadlines, invalid requests, bodies, replies and drain."""

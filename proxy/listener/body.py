@@ -1,4 +1,4 @@
-"""Read the body of a client request, with limits for its size and time.
+"""Reads the body of a client request, with limits for its size and time.
 
 `100 Continue` is sent only when the body is needed, so requests that are rejected before receive none. At most the
 limit and one piece of a body are in memory. A body that arrived with its headers needs no timer.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from proxy.settings import Listen
 
 AWAITS_CONTINUE: Final = web.RequestKey("awaits_continue", bool)
-"""Set by the listener if the client sends its body only after `100 Continue`."""
+"""Key of a flag in a request: the client sends its body only after `100 Continue`. The listener sets it."""
 
 # A slow start is not an attack: TCP windows grow slowly, and the event loop may be late.
 _GRACE_SECONDS: Final = 5.0
@@ -115,7 +115,7 @@ async def read_body(
 
 
 def deadline_seconds(received_bytes: int, listen: Listen) -> float:
-    """Return the time, from the start of reading, at which more than `received_bytes` must have arrived.
+    """Return the seconds from the start of reading, within which more than `received_bytes` must arrive.
 
     At this time the average rate falls below `body_bytes_per_second`. It is at least 5 s and at most `body_seconds`.
     """

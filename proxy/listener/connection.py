@@ -1,4 +1,4 @@
-"""Client connections that aiohttp reads, with errors of the gateway for invalid requests.
+"""Client connections that aiohttp reads. Invalid requests get errors in the format of the gateway.
 
 aiohttp would answer an invalid request with plain text that quotes it, and log a traceback. The private names
 `_waiter`, `_messages` and `_current_request` of its connection are used here. A test fails when one of them is gone.
@@ -50,13 +50,13 @@ class AiohttpConnection(web.RequestHandler):
         """The transport; it stays set after the connection is lost."""
         self._drained: asyncio.Future[None] | None = None
         self._asks_for_head = False
-        """Whether the data that aiohttp could not read began as a HEAD request."""
+        """Whether the data that aiohttp could not parse began as a HEAD request."""
         self._first: FirstProtocol | None = None
-        """Protocol that had the connection before, and may continue with the next request; None: none."""
+        """The protocol that read the connection before, and that may read the next request; None if there is none."""
 
     @property
     def awaits_request(self) -> bool:
-        """Whether no answer is running, and no part of a request has arrived."""
+        """Whether no answer is under way and no part of a request has arrived."""
         return self._waiter is not None and not self._waiter.done()
 
     @property
@@ -76,14 +76,14 @@ class AiohttpConnection(web.RequestHandler):
         self.leave_idle()
 
     def resume_from(self, first: FirstProtocol, data: bytes) -> None:
-        """Take over from another protocol, beginning with data that is not answered yet."""
+        """Take over from another protocol. `data`: the first bytes that are not answered yet."""
         self.take_over(first.client_transport)
         self.data_received(data)
         if first.is_one_request(data):
             self._first = first
 
     def _is_reclaimed(self, first: FirstProtocol, data: bytes) -> bool:
-        """Return the connection to `first`, if it accepts the data. Returns whether it did."""
+        """Return the connection to `first` if that accepts the data. Returns whether it was returned."""
         transport = self.client_transport
         if not self.awaits_request or transport.get_write_buffer_size() or not first.reclaims(data):
             return False
@@ -138,13 +138,13 @@ class AiohttpConnection(web.RequestHandler):
             self._on_unreadable(unreadable(self._messages[-1][0].exc))
 
     def end(self, error: GatewayError | None = None) -> None:
-        """Close a connection that awaits a request, after sending the error if there is one."""
+        """Close a connection that awaits a request. `error`: is sent before; None: nothing is sent."""
         if error is not None and self.transport is not None:
             self.transport.write(self._front.refuse(self, error, new_id()))
         self.force_close()
 
     def end_after_answer(self) -> None:
-        """Close the connection when no answer is running on it.
+        """Close the connection after the answer under way, or now if there is none.
 
         After `close`, aiohttp ignores all data, even the rest of a body. So `close` is not called before the body is
         complete. The answer to such a request has `Connection: close`.
@@ -192,7 +192,7 @@ class AiohttpConnection(web.RequestHandler):
 
 
 class _FixedBytesResponse(web.StreamResponse):
-    """An answer of fixed bytes, after which the connection closes."""
+    """An answer whose bytes are fixed. The connection closes after it."""
 
     def __init__(self, words: bytes, connection: AiohttpConnection, *, has_body: bool) -> None:
         super().__init__()
@@ -243,15 +243,15 @@ class FirstProtocol(asyncio.Protocol, ABC):
     @property
     @abstractmethod
     def awaits_request(self) -> bool:
-        """Whether no answer is running, and no part of a request has arrived."""
+        """Whether no answer is under way and no part of a request has arrived."""
 
     @abstractmethod
     def end(self, error: GatewayError | None = None) -> None:
-        """Close a connection that awaits a request, after sending the error if there is one."""
+        """Close a connection that awaits a request. `error`: is sent before; None: nothing is sent."""
 
     @abstractmethod
     def end_after_answer(self) -> None:
-        """Close the connection when no answer is running on it."""
+        """Close the connection after the answer under way, or now if there is none."""
 
     @abstractmethod
     def close(self) -> None:
@@ -259,20 +259,20 @@ class FirstProtocol(asyncio.Protocol, ABC):
 
     @abstractmethod
     def cut(self) -> None:
-        """Close the connection at once, and end a running answer."""
+        """Close the connection at once, even during an answer."""
 
     @abstractmethod
     def sweep(self, now: float, keepalive_seconds: float) -> None:
-        """Close the connection if it was idle for `keepalive_seconds`. `now` is the time of the listener."""
+        """Close the connection if it was idle for `keepalive_seconds`. `now`: the listener's clock time."""
 
     @staticmethod
     @abstractmethod
     def is_one_request(data: bytes) -> bool:
-        """Return whether the data is certainly one complete request with nothing after it."""
+        """Return whether the data is surely one complete request with nothing after it."""
 
     @abstractmethod
     def reclaims(self, data: bytes) -> bool:
-        """Return whether it continues with a connection that it handed over.
+        """Return whether this protocol takes back a connection that it handed over.
 
         If so, it receives this data, which begins a request.
         """
@@ -326,7 +326,7 @@ def unreadable(problem: BaseException) -> GatewayError:
 
 
 def refusal_of(request: web.BaseRequest) -> GatewayError | None:
-    """Return the error of a request that aiohttp could read but no route may handle, or None."""
+    """Return the error of a request that aiohttp could parse but that no route may handle; None if there is none."""
     headers, version, target = request.headers, request.version, request.raw_path
     coding = headers.get(hdrs.TRANSFER_ENCODING)
     if version not in _VERSIONS:

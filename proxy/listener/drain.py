@@ -1,4 +1,4 @@
-"""Count the running requests of one worker, and end them when the worker stops.
+"""Counts the running requests of one worker, and ends them when the worker stops.
 
 A request that is cut off ends with an error that its client can read. Its task is cancelled, and the `with drain:`
 block around the work turns the cancellation into the error. A cancellation for another reason stays a cancellation, for
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CutOff(Protocol):
-    """A request that is answered without a task."""
+    """A request that is answered without a task, and that the drain can end."""
 
     def cut_off(self) -> None:
         """End the request with ShuttingDown."""
@@ -51,11 +51,11 @@ class DrainManager:
         return len(self._tasks) + len(self._without_task)
 
     def enter(self, request: CutOff) -> None:
-        """Count a request without a task until `leave`."""
+        """Count a request that has no task, until `leave`."""
         self._without_task.add(request)
 
     def leave(self, request: CutOff) -> None:
-        """Stop counting a request that has ended, or has a task from now on."""
+        """Stop counting a request, because it has ended or gets a task."""
         self._without_task.discard(request)
         if not self._tasks and not self._without_task:
             self._idle.set()
@@ -71,7 +71,7 @@ class DrainManager:
 
     @contextmanager
     def counting(self, task: asyncio.Task[Any]) -> Iterator[None]:
-        """Count a request while its task is in this block."""
+        """Count a request while its task runs this block."""
         self._tasks.add(task)
         try:
             yield
@@ -83,7 +83,7 @@ class DrainManager:
 
     @contextmanager
     def uncounted(self, task: asyncio.Task[Any]) -> Iterator[None]:
-        """Neither count nor cut off a task in this block, because `enter` counts its request."""
+        """Neither count nor cut off a task while it runs this block, because `enter` already counts its request."""
         self._tasks.discard(task)
         try:
             yield
@@ -107,7 +107,7 @@ class DrainManager:
         return count
 
     def __enter__(self) -> None:
-        """Do nothing: cancellations are handled at the end of the block."""
+        """Do nothing. Cancellations are handled at the end of the block."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

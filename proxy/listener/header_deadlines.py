@@ -1,4 +1,4 @@
-"""Track the connections on which the headers of a request are expected, and since when.
+"""Tracks the connections that wait for the headers of a request, and how long they wait.
 
 The time begins when a connection opens, or with the first byte of a further request. It ends with complete headers.
 """
@@ -36,7 +36,7 @@ class HeaderDeadlines(Generic[ConnectionT]):
         return connection in self._heads
 
     def begin(self, connection: ConnectionT) -> None:
-        """Start the time for headers on a connection."""
+        """Start to measure the time until the headers arrive on a connection."""
         self._heads[connection] = _Head(self._clock())
 
     def grow(self, connection: ConnectionT, size_bytes: int) -> int:
@@ -46,12 +46,12 @@ class HeaderDeadlines(Generic[ConnectionT]):
         return head.size_bytes
 
     def end(self, connection: ConnectionT) -> None:
-        """End the time for headers on a connection, if it runs."""
+        """Stop to measure the time for headers on a connection, if it is measured."""
         if self._heads.pop(connection, None) is not None and not self._heads:
             self._nobody.set()
 
     def overdue_connections(self, seconds: float) -> list[tuple[ConnectionT, bool]]:
-        """Return connections whose headers are expected for at least `seconds`, and whether any bytes arrived."""
+        """Return connections that have waited `seconds` for headers, and for each whether any bytes have arrived."""
         due = self._clock() - seconds
         return [
             (connection, head.size_bytes > 0)
@@ -59,7 +59,7 @@ class HeaderDeadlines(Generic[ConnectionT]):
         ]
 
     async def wait_until_empty(self) -> None:
-        """Wait until headers are expected on no connection."""
+        """Wait until no connection waits for headers."""
         while self._heads:
             self._nobody.clear()
             await self._nobody.wait()

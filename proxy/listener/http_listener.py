@@ -1,4 +1,4 @@
-"""Accept client connections, with limits for their number and for idle times.
+"""Accepts client connections, with limits for their number and for idle times.
 
 An HttpListener serves one application with aiohttp. It limits the number of connections and the time for request
 headers, answers invalid requests in the format of the gateway, and can stop accepting without closing open connections.
@@ -64,7 +64,7 @@ _KEEPALIVE_OPTIONS: Final = [
 
 
 class HttpListener:
-    """The listeners of one application. Leaving the `async with` block cuts running answers off.
+    """The listening sockets and connections of one application. Leaving `async with` cuts off running answers.
 
     `clock` is monotonic. Time limits are checked at each tick, so they end up to `tick_seconds` late.
     """
@@ -113,7 +113,7 @@ class HttpListener:
 
     @property
     def connections(self) -> int:
-        """Number of open client connections, with those in a TLS handshake."""
+        """The number of open client connections, including those in a TLS handshake."""
         return len(self._open) + len(self._handshakes)
 
     async def __aenter__(self) -> Self:
@@ -169,7 +169,7 @@ class HttpListener:
                 connection.end_after_answer()
 
     async def stop_accepting(self) -> None:
-        """Stop listening, and close each connection when no answer is running on it.
+        """Stop listening. Close each connection after the answer under way, or now if there is none.
 
         Clients that are already connected, even only to the kernel, still get an answer. Returns when the requests of
         all of them are running, or after a second.
@@ -232,7 +232,7 @@ class HttpListener:
         return True
 
     def hand_to_aiohttp(self, first: FirstProtocol, data: bytes) -> None:
-        """Let aiohttp continue with a connection, beginning with data that is not answered yet."""
+        """Let aiohttp take over a connection. `data`: the first bytes that are not answered yet."""
         transport, connection = first.client_transport, self._connect()
         self._first.discard(first)
         self._open.discard(first)
@@ -241,14 +241,14 @@ class HttpListener:
         connection.resume_from(first, data)
 
     def return_to_first(self, first: FirstProtocol, connection: AiohttpConnection) -> None:
-        """Let the protocol that handed a connection over continue with it."""
+        """Give a connection back to the protocol that handed it to aiohttp."""
         self._open.discard(connection)
         self._open.add(first)
         self._first.add(first)
         first.client_transport.set_protocol(first)
 
     def headers_arrived(self, connection: FirstProtocol) -> None:
-        """End the time for the headers of a request."""
+        """Record that the headers of a request have arrived."""
         self._heads.end(connection.client_transport)
 
     def forget(self, connection: AiohttpConnection | FirstProtocol) -> None:
@@ -268,7 +268,7 @@ class HttpListener:
         return self._heads.grow(connection.client_transport, size_bytes)
 
     def refuse(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> bytes:
-        """Count and log an error that no middleware sees. Returns the bytes of the answer."""
+        """Count and log an error of a request that reaches no middleware. Returns the bytes of the answer."""
         self._heads.end(connection.client_transport)
         reason = replies.rejection(error)
         if reason is not None:
@@ -338,7 +338,7 @@ class HttpListener:
         )
 
     def _make_request(self, message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
-        """Make the request of a message, without an `Expect: 100-continue` header."""
+        """Make a request object from the message that aiohttp has parsed, without an `Expect: 100-continue` header."""
         if message.upgrade:  # the parser drops the bytes after it
             message = message._replace(should_close=True)
         expectation = message.headers.get(hdrs.EXPECT)

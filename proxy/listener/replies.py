@@ -1,4 +1,4 @@
-"""Add a request ID and server name to all answers, and turn errors into answers in the format of OpenAI.
+"""Adds a request ID and the server name to all answers, and turns errors into answers in OpenAI's format.
 
 A GatewayError becomes its status and a JSON body. Errors of engines pass unchanged. Errors of aiohttp, such as 404, 405
 and 413, get the same format. An unexpected exception becomes a 500, with one traceback in the log. Cancellations are
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """Key of the request ID in a `web.Request`."""
 LOST: Final[web.AppKey[Callable[[web.Request, int], web.Response | GatewayError | None]]] = web.AppKey("lost")
-"""Key of a function of an application that answers requests instead of a 404 or 405. It may return None for these."""
+"""Key of an application's function that replaces answers with 404 or 405. It returns None to keep such an answer."""
 ERROR_BODIES: Final[web.AppKey[Mapping[str, Callable[[GatewayError], bytes | None]]]] = web.AppKey("error_bodies")
-"""Key of functions of an application, by path, that return the error body of another API; None: that of OpenAI."""
+"""Key of an application's functions that return the error body of another API, by path. None: OpenAI's body."""
 REQUEST_ID_HEADERS: Final[web.AppKey[Mapping[str, str]]] = web.AppKey("request_id_headers")
-"""Key of header names of an application, by path, for the request ID. X-Request-Id is always sent, too."""
+"""Key of an application's names of the header for the request ID, by path. X-Request-Id is always sent, too."""
 _COMMITTED: Final = web.RequestKey("is_committed", bool)
 
 # Other IDs could break a log line, or a header of a later request.
@@ -77,7 +77,7 @@ _MARKUP: Final = frozenset({"text/html", "application/xhtml+xml", "image/svg+xml
 
 
 def install(app: web.Application, metrics: Metrics) -> None:
-    """Add the middleware to `app`. Middlewares that were added before run around it, later ones inside."""
+    """Add the middleware to `app`. It runs inside middlewares that were added before, and around later ones."""
     app.middlewares.append(_Replies(metrics).middleware)
     app.on_response_prepare.append(_on_prepare)
 
@@ -106,12 +106,12 @@ def error_response(error: GatewayError, body: bytes | None = None) -> web.Respon
 
 
 def can_be_sent(name: str, value: str) -> bool:
-    """Return whether a header of an engine is valid, so that it cannot be read as several headers."""
+    """Return whether a header of an engine can be sent safely: no client can read it as several headers."""
     return bool(_TOKEN.fullmatch(name) and _FIELD_VALUE.fullmatch(value))
 
 
 def closing_error_bytes(error: GatewayError, request_id: str) -> bytes:
-    """Return the bytes of an error answer after which the connection closes."""
+    """Return the bytes of an error answer. The connection closes after it."""
     response = error_response(error)
     if error.status == 405:
         response.headers["Allow"] = ""  # required (RFC 9110 15.5.6); empty means that no method is allowed
@@ -145,17 +145,17 @@ def response_bytes(response: web.Response, request_id: str, *, closes: bool, mor
 
 
 def request_id(request: web.BaseRequest) -> str:
-    """Return the request ID of the client if it is acceptable, otherwise a new one."""
+    """Return the client's request ID if it is valid, otherwise a new one."""
     return accepted_id(request.headers.get("X-Request-Id", ""))
 
 
 def accepted_id(given: str) -> str:
-    """Return the ID if it is acceptable, or a new one if it is not, or is empty."""
+    """Return the given ID if it is valid, otherwise a new one."""
     return given if given and _is_acceptable_id(given) else new_id()
 
 
 def rejection(error: GatewayError) -> str | None:
-    """Return the metric label `reason` of a rejected request, or None for errors that are no rejections."""
+    """Return the metric label `reason` of a rejected request; None if the error is not a rejection."""
     if isinstance(error, UpstreamError):
         return None
     if isinstance(error, Unauthorized):
@@ -166,14 +166,14 @@ def rejection(error: GatewayError) -> str | None:
 
 
 def count_rejection(metrics: Metrics, error: GatewayError) -> None:
-    """Count a request that was rejected before any part of an answer was sent."""
+    """Count a request that was rejected before a part of its answer was sent."""
     reason = rejection(error)
     if reason:
         metrics.rejected_total.labels(reason).inc()
 
 
 def unexpected(method: str, path: str, error: BaseException | None) -> GatewayError:
-    """Log an unexpected exception with its traceback. Return the error for the client.
+    """Log an unexpected exception with its traceback, and return the error for the client.
 
     The text of the exception is removed, because it may quote the prompt, as that of `int("…")` does.
     """
@@ -187,7 +187,7 @@ def unexpected(method: str, path: str, error: BaseException | None) -> GatewayEr
 
 
 def retry_headers(error: GatewayError) -> dict[str, str]:
-    """Return the headers that tell clients, such as the OpenAI SDK, when to retry, or not to."""
+    """Return the headers that tell clients, such as the OpenAI SDK, when to retry or not to retry."""
     seconds = error.retry_after_seconds
     if seconds is not None:
         return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(round(seconds * 1000))}
@@ -198,7 +198,7 @@ def retry_headers(error: GatewayError) -> dict[str, str]:
 
 
 class _PrivateError(Exception):
-    """Replaces an exception in the log whose text may quote the request."""
+    """Replaces an exception in the log, because its text may quote the request."""
 
 
 class _Replies:

@@ -1,4 +1,4 @@
-"""The TLS handshake of a new connection, before a protocol reads its requests.
+"""Performs the TLS handshake of a new connection. After it, a protocol reads the requests.
 
 Each connection takes the context that is in force when it is accepted, so a new certificate disturbs no open one.
 """
@@ -20,7 +20,7 @@ _SHUTDOWN_SECONDS: Final = 2.0
 
 
 class TlsHandshake(asyncio.Protocol):
-    """Performs the handshake of one accepted connection, and then lets another protocol continue.
+    """The handshake of one accepted connection. After it, another protocol takes over.
 
     It takes the socket from the accepted transport before the event loop reads from it, and gives it to a new
     transport with TLS. `start_tls` would lose data that uvloop reads before the handshake begins.
@@ -47,14 +47,14 @@ class TlsHandshake(asyncio.Protocol):
         self._make_protocol = make_protocol
         self._on_end = on_end
         self._socket: socket.socket | None = None
-        """The accepted socket until a transport has it."""
+        """The accepted socket; None once a transport has it."""
         self.client = "-"
         """Address of the client."""
         self.task: asyncio.Task[None] | None = None
-        """The handshake. None: the connection is not made yet."""
+        """The task that performs the handshake; None before the connection is made."""
 
     def cancel(self) -> None:
-        """End the handshake and the connection."""
+        """Cancel the handshake and close the connection."""
         if self.task is not None:
             self.task.cancel()
         if self._socket is not None:

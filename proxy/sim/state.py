@@ -64,7 +64,7 @@ class State:
     _kept_bytes: int = 0
     _waiters: list[tuple[Condition, asyncio.Future[None]]] = field(default_factory=list)
 
-    def saw(self, method: str, path: str, headers: dict[str, str], body: Any, body_bytes: int) -> None:
+    def record_request(self, method: str, path: str, headers: dict[str, str], body: Any, body_bytes: int) -> None:
         self.requests.append(Seen(method, path, headers, body, body_bytes))
         self.received += 1
         self._kept_bytes += body_bytes
@@ -72,7 +72,7 @@ class State:
             self._kept_bytes -= self.requests.popleft().body_bytes
         self.changed()
 
-    def struck(self, faults: int) -> None:
+    def record_faults(self, faults: int) -> None:
         if faults:
             self.faults_applied += faults
             self.changed()

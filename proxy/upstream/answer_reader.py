@@ -1,4 +1,4 @@
-"""Read the answers of engines: common ones by slicing bytes, all others with httptools.
+"""Reads the answers of engines: slices the bytes of common answers, and parses all others with httptools.
 
 Slicing is used because the callbacks of a parser cost more than all other work on a token. The slicing reader accepts a
 subset of HTTP/1 and rejects nothing. At the first byte outside the subset, even inside a body, httptools continues.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_BYTES: Final = 4096
 NO_LINE: Final = bytes(MAX_CHUNK_BYTES + 1)
-"""Bytes with which no chunk of up to MAX_CHUNK_BYTES begins."""
+"""A text with which no chunk of at most MAX_CHUNK_BYTES begins."""
 
 
 def _size_lines() -> list[bytes]:
@@ -30,7 +30,7 @@ def _size_lines() -> list[bytes]:
 
 
 SIZE_LINES: Final = _size_lines()
-"""Size lines by the length of the whole chunk, up to MAX_CHUNK_BYTES. For example, `a\\r\\n` is at 15."""
+"""Size lines by the length of the whole chunk, up to MAX_CHUNK_BYTES. For example, `a\\r\\n` is at index 15."""
 
 _size_line: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n").match
 _part_of_size_line: Final = re.compile(rb"[0-9A-Fa-f]{1,7}\r?").fullmatch
@@ -42,7 +42,7 @@ _END_MARK: Final = b"0\r\n\r\n"
 
 
 class AnswerReader:
-    """Reads the answers on one connection, one after the other."""
+    """Reads the answers on one connection. An answer ends before the next one begins."""
 
     __slots__ = ("_any", "_is_chunked", "_left", "_line", "headers", "is_complete", "keeps_alive", "status")
 
@@ -50,7 +50,7 @@ class AnswerReader:
         self.status = 0
         """Status of the current answer; 0 until its headers have arrived."""
         self.headers: Mapping[str, str] = {}
-        """Headers by lower-case name, without trailers. The last one of equal names counts."""
+        """Headers by lower-case name, without trailers. If a name is repeated, the last value is used."""
         self.is_complete = False
         self.keeps_alive = True
         """Whether the connection can carry another exchange, if the answer is complete."""
@@ -149,7 +149,7 @@ class AnswerReader:
         return b"".join(pieces)
 
     def _read_no_chunk(self, data: bytes, pieces: list[bytes]) -> bytes:
-        """Read the end mark, or the first bytes of a size line. httptools reads everything else.
+        """Read the end mark, or an incomplete size line. httptools reads everything else.
 
         Args:
             data: All bytes after the last chunk.
@@ -165,9 +165,14 @@ class AnswerReader:
         return b"".join(pieces)
 
     def _give_up(self, data: bytes, left: int, pieces: list[bytes]) -> bytes:
-        """Let httptools read the rest of the body. `left` bytes are missing of its length, or of the current chunk.
+        """Let httptools read the rest of the body.
 
-        A made-up beginning of an answer brings the parser to this state. `pieces` of the body were read before.
+        A made-up beginning of an answer brings the parser to the current state.
+
+        Args:
+            data: The bytes that were not read yet.
+            left: The number of bytes that are missing of the body, or of the current chunk.
+            pieces: Parts of the body that were read before.
         """
         connection = b"" if self.keeps_alive else b"Connection: close\r\n"
         if not self._is_chunked:
@@ -205,12 +210,15 @@ _CHUNKED: Final = b"transfer-encoding", b"chunked"
 
 
 class PlainHeaders(Mapping[str, str]):
-    """Header lines as a mapping with lower-case names, parsed at the first use. The last one of equal names counts."""
+    """The header lines as a mapping with lower-case names, parsed at the first use.
+
+    If a name is repeated, the last value is used.
+    """
 
     __slots__ = ("_by_name", "_fields")
 
     def __init__(self, fields: bytes) -> None:
-        """Store the header lines. Each follows the line end of the line before it."""
+        """Store the header lines. Each line is preceded by the line end of the previous line."""
         self._fields = fields
         self._by_name: dict[str, str] | None = None
 
@@ -231,13 +239,13 @@ class PlainHeaders(Mapping[str, str]):
 
 
 class PlainHead(NamedTuple):
-    """Contents of the head of a common answer."""
+    """The status and headers of a common answer, parsed."""
 
     status: int
     """Status of the answer, at least 200."""
     headers: PlainHeaders
     length: int | None
-    """Length of the body in bytes; None: it is chunked."""
+    """Length of the body in bytes; None if the body is chunked."""
     keeps_alive: bool
     """Whether the connection stays open after the answer."""
 
@@ -245,7 +253,7 @@ class PlainHead(NamedTuple):
 # Engines repeat a head for a second, until its date changes. So most heads are found in the cache.
 @lru_cache(maxsize=128)
 def plain_head(head: bytes) -> PlainHead | None:
-    """Parse the bytes before the first blank line. Return None if they are no head of a common answer."""
+    """Parse the bytes before the first blank line. Return None if the answer is not a common one."""
     match = _HEAD.fullmatch(head)
     if match is None:
         return None

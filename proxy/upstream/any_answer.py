@@ -1,4 +1,4 @@
-"""Read every HTTP/1 answer with httptools, including interim answers, trailers and bodies without a length."""
+"""Reads every HTTP/1 answer with httptools, including interim answers, trailers and bodies without a length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AnyAnswer:
         self.status = 0
         """Status of the answer; 0 until the headers have arrived."""
         self.headers: dict[str, str] = {}
-        """Headers by lower-case name, without trailers. The last one of equal names counts."""
+        """Headers by lower-case name, without trailers. If a name is repeated, the last value is used."""
         self.is_complete = False
         self.keeps_alive = False
         """Whether the connection can carry another exchange, if the answer is complete."""

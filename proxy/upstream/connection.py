@@ -1,4 +1,4 @@
-"""A connection to a backend, which passes answers to an Exchange.
+"""The connection to a backend, which passes answers to an Exchange.
 
 An Exchange is called from the read callback of the socket, without futures or tasks. Response is the Exchange for code
 that runs in tasks.
@@ -47,14 +47,14 @@ class Sink(Protocol):
     """Receives the body of an answer. Both methods are called from the read callback of the event loop."""
 
     def received(self, data: bytes, /) -> bool | None:
-        """Receive the body bytes of one read from the socket, in order, never empty.
+        """Receive the body bytes of one read from the socket. They arrive in order and are never empty.
 
         Returns whether they completed a part of the answer, for streams. Comments, heartbeats and incomplete events do
         not count. None means no.
         """
 
     def ended(self, error: UpstreamError | None) -> None:
-        """End the body, once. `error` None: the body is complete."""
+        """Handle the end of the body. Called once. `error` None: the body is complete."""
 
 
 class Exchange(Sink, Protocol):
@@ -67,7 +67,10 @@ class Exchange(Sink, Protocol):
     """
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
-        """Receive the status, at least 200, and the headers by lower-case name. The last one of equal names counts."""
+        """Receive the status (at least 200) and the headers, by lower-case name.
+
+        Of repeated names, the last value is used.
+        """
 
 
 class EngineConnection(FastForward):
@@ -109,7 +112,7 @@ class EngineConnection(FastForward):
         self.complete = True
         """Whether no exchange is running and the connection can carry another."""
         self.is_paused = False
-        """Whether reading is paused, so that flow control slows the engine down."""
+        """Whether reading is paused, so that TCP flow control slows the engine down."""
         self.transport: asyncio.Transport
         """The transport, set by `connection_made`."""
         self.reader = AnswerReader()
@@ -117,21 +120,22 @@ class EngineConnection(FastForward):
         """The running exchange; None before the first one, and after one has ended or was released."""
         self._head_bytes = 0
         self._has_head = False
-        """Whether the exchange has received status and headers."""
+        """Whether the exchange has received the status and headers of its answer."""
         self.quiet_since = 0.0
-        """Clock time of the last check that found a new part of the answer, or of the request."""
+        """Clock time of the last check of silence that found a new part of the answer, or of the start of the request.
+        """
         self._limit_seconds = 0.0
         self._is_stream = False
         self.has_begun = False
-        """Whether part of a streamed answer has arrived, so that the next one is due soon."""
+        """Whether a part of a streamed answer has arrived, so that the next part is due soon."""
         self.moved_seconds = 0.0
-        """Time in which the parts arrived that the last check found; 0: unknown."""
+        """The time in seconds in which the parts that the last check found have arrived; 0: unknown."""
         self._is_timed = False
-        """Whether a check has found parts of the stream, so that later parts are timed."""
+        """Whether a check of silence has found parts of the stream. The time of later parts is then measured."""
         self._pump: Pump | None = None
-        """Passes tokens on in C; None: this process cannot."""
+        """Forwards tokens in C; None if this process cannot."""
         self._pumped = -1
-        """Number of the stream in the pump, which reads the socket; -1: the transport reads it."""
+        """The number of this stream in the pump, which then reads the socket; -1 if the transport reads it."""
 
     # Methods for Upstream
 
@@ -142,7 +146,7 @@ class EngineConnection(FastForward):
 
     @property
     def is_stream(self) -> bool:
-        """Whether a streamed answer is running, whose gaps are limited."""
+        """Whether a streamed answer is under way. The time between its parts is limited."""
         return self._is_stream and not self.complete and not self.closed
 
     def begin(
@@ -174,7 +178,7 @@ class EngineConnection(FastForward):
             self.abort()
 
     def limit_silence(self, seconds: float, has_begun: bool = False) -> None:
-        """Treat the answer as a stream, whose total time is not limited.
+        """Treat the answer as a stream: limit the time between its parts instead of its total time.
 
         It fails with TIMEOUT after `seconds` without a new part. It fails with STALLED if the engine sends
         nothing on all its streams while other engines of its role do. `has_begun`: part of the answer has arrived, see
@@ -216,7 +220,10 @@ class EngineConnection(FastForward):
         return 0
 
     def fail_as_closed(self, message: str) -> None:
-        """Fail the exchange as if the engine had closed the connection. `message` is a predicate about the instance."""
+        """Fail the exchange as if the engine had closed the connection.
+
+        `message`: a predicate such as `is down`.
+        """
         failure = Failure.BROKEN if self._has_head or self._head_bytes else Failure.RESET
         self.abort(self._error(failure, message))
 
@@ -225,7 +232,7 @@ class EngineConnection(FastForward):
         self.abort(self._error(Failure.STALLED, message))
 
     def pass_on(self, tokens: Tokens | None) -> None:
-        """Send the next reads to the client unchanged, with their chunk framing, as long as they are such tokens.
+        """Forward the next reads to the client unchanged, with their chunk framing, while they have this token format.
 
         They count as progress. The exchange receives everything from the first other bytes on. None: it receives
         everything. Nothing happens unless the answer is chunked and all chunks so far are complete.
@@ -247,7 +254,7 @@ class EngineConnection(FastForward):
             self.transport.resume_reading()
 
     def abort(self, error: UpstreamError | None = None) -> None:
-        """Drop the connection at once: the engine sees it and stops working for us."""
+        """Close the connection at once, so that the engine stops working on the request."""
         if not self.closed:
             self._stop_pumping()
             self.closed = True
@@ -258,7 +265,7 @@ class EngineConnection(FastForward):
     # The pump, which reads the socket while tokens are passed on in C
 
     def use_pump(self, pump: Pump) -> None:
-        """Pass tokens on in C."""
+        """Let this pump forward tokens in C."""
         self._pump = pump
 
     def _pump_later(self, tokens: Tokens) -> None:
@@ -292,7 +299,7 @@ class EngineConnection(FastForward):
             self.data_received(data)
 
     def _stop_pumping(self) -> None:
-        """Let the transport read the socket, if the pump does."""
+        """Let the transport read the socket again, if the pump reads it."""
         if self._pumped >= 0:
             assert self._pump is not None
             self.arrivals += self._pump.remove(self._pumped)
@@ -301,7 +308,7 @@ class EngineConnection(FastForward):
                 self.transport.resume_reading()
 
     def _count_pumped(self) -> None:
-        """Count the tokens that the pump has passed on."""
+        """Count the tokens that the pump has forwarded."""
         if self._pumped >= 0:
             assert self._pump is not None
             self.arrivals += self._pump.take_arrivals(self._pumped)
@@ -383,7 +390,7 @@ def upstream_error(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> UpstreamError:
-    """Return an error whose text is safe for clients: it names the role, but not the address.
+    """Return an error whose text is safe for clients. It names the role of the engine, but not its address.
 
     The keywords are the answer of the engine; see UpstreamError.
     """

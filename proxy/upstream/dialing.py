@@ -1,4 +1,4 @@
-"""Connect to one of several addresses of a name: "Happy Eyeballs", RFC 8305.
+"""Connects to one of several addresses of a name, as in "Happy Eyeballs" (RFC 8305).
 
 The attempts start a moment apart, beginning with the address that worked last. The first connection is used. The other
 attempts continue until they connect or fail, because only that distinguishes a dead address from a slow one.
@@ -31,19 +31,24 @@ _MAX_REMEMBERED: Final = 4096
 
 
 class Dialer:
-    """Remembers which addresses accept connections, for one worker.
+    """Connects to names with several addresses, and remembers for one worker which addresses accept connections.
 
     An address counts as dead only while another address of the same name works. Otherwise the engine is down.
     """
 
     def __init__(self, clock: Callable[[], float], is_news: Callable[[str, str], bool]) -> None:
-        """Store the options. `is_news` returns whether the last log message about a subject was another one."""
+        """Store the options.
+
+        Args:
+            clock: Returns the time in seconds.
+            is_news: Returns whether a log message about a subject differs from the last one, so that it must be logged.
+        """
         self._clock = clock
         self._is_news = is_news
         self._worked: dict[tuple[str, int], str] = {}
         """The address that worked last, by name and port, for names with several addresses."""
         self._dead: dict[tuple[str, str], dict[int, float]] = {}
-        """Ports that accept no connections, with the time of the next attempt, by name and address."""
+        """Ports that accept no connections, and the clock time of the next attempt, by name and address."""
         self._losers: set[asyncio.Task[EngineConnection]] = set()
 
     async def close(self) -> None:
@@ -58,7 +63,7 @@ class Dialer:
     ) -> EngineConnection:
         """Connect to one of several addresses. Raises the OSError of the last attempt.
 
-        `seconds` limits each attempt. The caller limits all of them together.
+        `seconds` limits each attempt. The caller limits all attempts together.
         """
         waiting = self._in_order(host, port, addresses)
         stagger_seconds = min(_STAGGER_SECONDS, seconds / (len(addresses) + 1))
@@ -98,7 +103,7 @@ class Dialer:
         return sorted(addresses, key=lambda address: (address != worked, port in self._dead.get((host, address), ())))
 
     def _look_again(self, host: str, port: int, addresses: Sequence[str], connect: Connect, seconds: float) -> None:
-        """Try dead addresses in the background from time to time."""
+        """Connect to dead addresses in the background from time to time."""
         now = self._clock()
         for address in addresses:
             ports = self._dead.get((host, address), {})

@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 _MAX_DIGITS: Final = 9
 _ZERO: Final = 48
 _NINE: Final = 57
-"""The digits 0 and 9 in ASCII."""
+"""The ASCII codes of the digits 0 and 9."""
 _text_of: Final = orjson.loads
 """Reads a JSON string."""
 _PLAIN: Final = bytes(int(byte == 0) if byte < 0x20 or byte in b'"\\' else byte for byte in range(256))
-"""Translation table that changes exactly the texts that JSON writes with escapes."""
+"""A translation table that changes every text which JSON writes with escapes, and no other text."""
 _NULLS: Final = [b"null".ljust(len(b"[]") + digits) for digits in range(_MAX_DIGITS + 1)]
-"""Replacement of an ID with its brackets, by the number of its digits."""
+"""The bytes that replace an ID and its brackets, by the number of the ID's digits."""
 # End of a chunk with one event without carriage returns. It cannot occur inside the event.
 _CHUNK_END: Final = b"\n\n\r\n"
 _SIZE_LINES: Final = SIZE_LINES  # a name of this module is found faster
 
 
 class Output(Protocol):
-    """Connection to a client, to which chunks are written unchanged."""
+    """The connection to a client, to which chunks are written unchanged."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -51,11 +51,11 @@ class Output(Protocol):
 
 
 Notes = tuple[list[str], list[int]]
-"""Texts, and IDs if there are any, of the tokens that were passed on."""
+"""The texts of the tokens that were forwarded, and their IDs if there are any."""
 
 
 class Ticks(Protocol):
-    """Times gaps between tokens."""
+    """Measures the gaps between tokens."""
 
     gap_from: float
     """Time when the measured gap began."""
@@ -63,11 +63,11 @@ class Ticks(Protocol):
     """Returns the time in seconds."""
 
     def sample(self) -> None:
-        """Record the gap, which ends now."""
+        """Record the gap that ends now."""
 
 
 class _TokenSuffix:
-    """Bytes after the text of a token, shared by all streams that have the same ones."""
+    """The bytes after the text of a token. All streams with the same bytes share one object."""
 
     __slots__ = (
         *("behind", "behind_bytes", "between", "between_bytes", "cut_bytes", "hides_ids", "least_digits"),
@@ -77,31 +77,31 @@ class _TokenSuffix:
     def __init__(self, between: bytes | None, behind: bytes, skips: frozenset[int], *, hides_ids: bool) -> None:
         """Prepare the bytes. `between` and `behind` are those of a Shape; the others are those of Tokens."""
         self.between = between
-        """Bytes between text and ID, including the bracket; None: there is no ID."""
+        """The bytes between text and ID, including the opening bracket; None if there is no ID."""
         self.between_bytes = 0 if between is None else len(between)
         self.behind = behind + b"\r\n"
-        """Bytes after the ID, or after the text without an ID, including the end of the chunk."""
+        """The bytes after the ID, or after the text if there is no ID, including the end of the chunk."""
         self.behind_bytes = len(self.behind)
         self.hides_ids = hides_ids and between is not None
         shown = self.behind.replace(NO_KV_PARAMS, b"")
         self.cut_bytes = self.behind_bytes - len(shown)
-        """Bytes by which the chunk becomes shorter without KV parameters."""
+        """The number of bytes by which the chunk becomes shorter when KV parameters are removed."""
         self.shown_behind: bytes | None = None
-        """Bytes that the client receives after the text or `null`; None: the chunk stays unchanged."""
+        """The bytes that the client receives after the text or `null`; None if the chunk stays unchanged."""
         if self.hides_ids:
             self.shown_behind = shown.removeprefix(b"]")
         elif self.cut_bytes:
             self.shown_behind = shown
         self.least_digits = 2 if hides_ids else 1  # there is no room for `null` in `[7]`
         self.skips = skips
-        """IDs of tokens that need more than their text, such as special tokens."""
+        """IDs of tokens that cannot be forwarded, because they need more than their text, such as special tokens."""
 
 
 _rest_of: Final = lru_cache(maxsize=64)(_TokenSuffix)
 
 
 class Tokens:
-    """Format and destination of the tokens of one stream."""
+    """The format of the tokens of one stream, and their destination."""
 
     __slots__ = ("_settle", "head", "index", "notes", "output", "rest", "ticks")
 
@@ -132,17 +132,17 @@ class Tokens:
         self.notes = notes
         self.output = output
         self.index = -1
-        """Index of the last part that was passed on, counted from 0; -1: none."""
+        """The index of the last token that was forwarded, counted from 0; -1 if there is none."""
         self._settle = settle
         self.ticks = ticks
 
     def begin_gap(self) -> None:
-        """Begin to measure the gap after the present part. One gap of eight is measured."""
+        """Begin to measure the gap after the present token. One gap of eight is measured."""
         if (ticks := self.ticks) is not None:
             ticks.gap_from = ticks.now()
 
     def sample(self) -> None:
-        """Record the gap that ends with the present part."""
+        """Record the gap that ends with the present token."""
         if self.ticks is not None:
             self.ticks.sample()
         if not self.index & 8 and self.notes is not None:
@@ -150,24 +150,24 @@ class Tokens:
 
 
 class FastForward(asyncio.Protocol):
-    """Base of connections to engines that passes tokens on, and gives all other bytes to `_read`."""
+    """The base of connections to engines. It forwards tokens, and gives all other bytes to `_read`."""
 
     __slots__ = ("_may_pump", "_tokens", "arrivals")
 
     def __init__(self) -> None:
         self._tokens: Tokens | None = None
-        """Format of the tokens to pass on; None: nothing is passed on."""
+        """The format of the tokens to forward; None if nothing is forwarded."""
         self._may_pump = False
-        """Whether tokens can be passed on in C, and are passed on here."""
+        """Whether tokens are forwarded here and could be forwarded in C."""
         self.arrivals = 0
-        """Parts of a streamed answer since the last check of silence."""
+        """The number of parts of a streamed answer since the last check of silence."""
 
     def _read(self, data: bytes) -> None:
-        """Process bytes that are not passed on. After tokens that were passed on, they begin with a chunk."""
+        """Process bytes that are not forwarded. If tokens were forwarded before, the bytes begin with a chunk."""
         raise NotImplementedError
 
     def data_received(self, data: bytes, is_part: bool = False) -> bool:  # type: ignore[override]
-        """Pass on one token, or give the bytes to `_read`. Returns whether a token was passed on.
+        """Forward one token, or give the bytes to `_read`. Returns whether a token was forwarded.
 
         With `is_part`, other bytes are not processed, and the result is False. Event loops ignore the result.
         """
@@ -234,10 +234,10 @@ class FastForward(asyncio.Protocol):
         return True
 
     def _pump_later(self, tokens: Tokens) -> None:
-        """Let the next tokens be passed on in C, if that is possible then."""
+        """Let the next tokens be forwarded in C, if that is possible then."""
 
     def _forward_leading_chunks(self, tokens: Tokens, data: bytes) -> bool:
-        """Pass on the tokens at the beginning of a read that has several chunks, and read the rest. Returns False.
+        """Forward the tokens at the beginning of a read with several chunks, and process the rest. Returns False.
 
         The transport of an engine sends chunks together that are written in one turn of its event loop.
         """

@@ -1,4 +1,4 @@
-"""Resolve host names of instances, and check their addresses, for all connections to instances.
+"""Resolves host names of instances, and checks their addresses, for all connections to instances.
 
 Names are looked up in separate threads, so slow name servers block nothing else. After the first look-up, the last good
 addresses are used at once, and refreshed in the background when they are older than a few seconds. Callers connect to
@@ -44,27 +44,27 @@ _FORBIDDEN: Final = "its address is not allowed by admin.networks"
 
 
 class AddressProblem(OSError):
-    """No address to connect to. The text is safe for clients: it contains neither host nor address."""
+    """An instance has no address to which the gateway may connect. The text names neither host nor address."""
 
 
 @dataclass(slots=True, eq=False)
 class _Name:
-    """State of one host name. A literal address is a name that is never looked up."""
+    """The state of one host name. A literal address counts as a name that needs no look-up."""
 
     addresses: tuple[str, ...] = ()
     """Addresses of the last successful look-up."""
     allowed: tuple[str, ...] | None = None
-    """Addresses that the rules allow; None: not checked yet."""
+    """Addresses that the rules allow; None if they were not checked yet."""
     due: float = -math.inf
     """Clock time of the next look-up."""
     pending: asyncio.Future[None] | None = None
-    """Done when the running look-up has ended, with or without success; None: no look-up is running."""
+    """A future that ends with the look-up under way, even if the look-up fails; None if none is under way."""
     problem: str = ""
-    """Error of the last look-up; empty: it succeeded."""
+    """The error of the last look-up; empty if it succeeded."""
 
 
 class Names:
-    """Host names and their addresses, for one worker. Leaving the `async with` block ends its threads."""
+    """The host names that one worker uses, and their addresses. Leaving the `async with` block ends its threads."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Names:
             name.allowed = None
 
     def known_addresses(self, host: str) -> tuple[str, ...]:
-        """Return the known addresses in the order to try them; empty: `find` must look the name up.
+        """Return the known addresses in the order in which to try them; empty if `find` must look the name up.
 
         Raises AddressProblem if the host has no allowed address.
         """
@@ -132,7 +132,7 @@ class Names:
         return bool(name.addresses) and address not in name.addresses
 
     async def find(self, host: str) -> tuple[str, ...]:
-        """Return at least one address, in the order to try them. Waits up to 5 s for the first look-up.
+        """Return at least one address, in the order in which to try them. Waits up to 5 s for the first look-up.
 
         Raises AddressProblem.
         """
@@ -149,7 +149,7 @@ class Names:
         return self._allowed(host, name)
 
     def check(self, address: str) -> None:
-        """Raise AddressProblem unless an instance may have this address."""
+        """Raise AddressProblem if no instance may have this address."""
         is_configured = address in self._configured or any(
             address in self._names[host].addresses for host in self._configured if host in self._names
         )
@@ -192,7 +192,7 @@ class Names:
             thread.start()
 
     def _run_look_up_thread(self) -> None:
-        """Look names up in a thread until None arrives."""
+        """Look up names in a thread, until the queue returns None."""
         while (job := self._jobs.get()) is not None:
             host, name = job
             addresses: tuple[str, ...] = ()
@@ -288,10 +288,10 @@ _NUMBERS: Final = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+)
 
 
 class AddressRules:
-    """Decides which addresses instances may have that are added at run time."""
+    """Decides which addresses are allowed for instances that are added at run time."""
 
     def __init__(self, networks: Sequence[str]) -> None:
-        """Store the allowed networks, such as `10.0.0.0/8`. Raises ValueError for an invalid one."""
+        """Store the allowed networks, such as `10.0.0.0/8`. Raises ValueError for an invalid network."""
         self._networks = tuple(ipaddress.ip_network(network) for network in networks)
 
     def allows(self, address: str) -> bool:

@@ -1,4 +1,4 @@
-"""Passing tokens on in C, if the extension module is built; see `_pump.c`.
+"""Forwards tokens in C, if the extension module is built; see `_pump.c`.
 
 The socket of a stream moves from the event loop to the pump while it carries tokens of a known shape, and comes back
 with the first other bytes. In the compiled build this takes about half of the user CPU time of a token.
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from proxy.upstream.fast_forward import Tokens
 
 CLIENT_IS_SLOW: Final = -2
-"""Bytes for the client are queued, so tokens in C would overtake them."""
+"""The result of `Pump.add` if bytes for the client are queued. Tokens that C forwards would overtake them."""
 
 
 def is_built() -> bool:
-    """Return whether the extension module is there."""
+    """Return whether the C extension module is installed."""
     return _pump is not None
 
 
@@ -39,7 +39,7 @@ class PumpedConnection(Protocol):
 
 
 class Pump:
-    """The streams of one worker whose tokens are passed on in C. Must be closed."""
+    """The streams of one worker whose tokens are forwarded in C. It must be closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -47,7 +47,7 @@ class Pump:
         loop.add_reader(self._native.fileno(), self._native.run)
 
     def close(self) -> None:
-        """Stop. The caller has removed all streams."""
+        """Stop the pump. The caller has removed all streams before."""
         self._loop.remove_reader(self._native.fileno())
 
     def add(self, connection: PumpedConnection, tokens: Tokens) -> int:
@@ -74,13 +74,13 @@ class Pump:
         return arrivals
 
     def remove(self, number: int) -> int:
-        """Give a stream back, and return the same as `take_arrivals`."""
+        """Give the socket of a stream back to the event loop. Returns the same as `take_arrivals`."""
         arrivals: int = self._native.remove(number)
         return arrivals
 
 
 def format_of(tokens: Tokens) -> tuple[object, ...]:
-    """Return the arguments of the extension module's `add` about tokens."""
+    """Return the arguments for the extension module's `add` that describe the tokens."""
     texts, ids = (None, None) if tokens.notes is None else tokens.notes
     rest = tokens.rest
     return (
@@ -90,7 +90,7 @@ def format_of(tokens: Tokens) -> tuple[object, ...]:
 
 
 def _descriptor(transport: Any) -> int:
-    """Return the descriptor of a TCP transport; -1: it has TLS, or is no transport of the event loop."""
+    """Return the file descriptor of a TCP transport; -1 if it uses TLS or another event loop."""
     if not hasattr(transport, "get_extra_info") or transport.get_extra_info("sslcontext") is not None:
         return -1
     descriptor: int = transport.get_extra_info("socket").fileno()

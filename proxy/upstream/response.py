@@ -1,4 +1,4 @@
-"""Answers of engines as they arrive."""
+"""The answers of engines, from their first bytes until their end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 
 
 class EngineResponse:
-    """Base of answers of engines."""
+    """The base of the answers of engines."""
 
     __slots__ = ("_mask_key", "backend", "headers", "status")
 
@@ -30,7 +30,7 @@ class EngineResponse:
         self.status = 0
         """Status of the answer; 0 until its headers have arrived."""
         self.headers: Mapping[str, str] = {}
-        """Headers by lower-case name. The last one of equal names counts."""
+        """Headers by lower-case name. If a name is repeated, the last value is used."""
 
     @property
     def is_success(self) -> bool:
@@ -42,13 +42,13 @@ class EngineResponse:
         return upstream_error(failure, self.backend, message)
 
     def unreadable(self, message: str) -> UpstreamError:
-        """Return the error for an answer with members that cannot be read; see UpstreamError."""
+        """Return the error for an answer with members of an unexpected form; see UpstreamError."""
         error = self.fail(Failure.BAD_ANSWER, message)
         error.is_unreadable = True
         return error
 
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
-        """Return the error for an error answer of the engine. The client receives its body without the gateway key."""
+        """Return the error for an engine's error answer. The client receives its body without the gateway key."""
         failure = Failure.RECOMPUTED if lacks_kv_memory(status, body) else Failure.STATUS
         if body is not None:
             body = self._mask_key(body)
@@ -113,7 +113,7 @@ class Response(EngineResponse):
         self._connection = connection
         self._arrived: list[bytes] = []
         self.received: Callable[[bytes], bool | None] = self._arrived.append
-        """The `received` of the attached Sink. Before one is attached, the body is kept."""
+        """The method `received` of the attached Sink. Until a Sink is attached, it keeps the body."""
         self._on_end: Callable[[UpstreamError | None], None] | None = None
         self._on_body: Callable[[bytes, UpstreamError | None], None] | None = None
         self._size = 0  # of a body that is collected
@@ -130,7 +130,7 @@ class Response(EngineResponse):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole body has arrived, so that the current call of the Sink has its end."""
+        """Whether the whole body has arrived. The current call of the Sink then has the end of the body."""
         return self._connection.reader.is_complete
 
     @property
@@ -177,7 +177,7 @@ class Response(EngineResponse):
         self._connection.pause(True)
 
     def resume(self) -> None:
-        """Read again after `pause`."""
+        """Read from the engine again after `pause`."""
         self._connection.pause(False)
 
     def pass_on(self, tokens: Tokens | None) -> None:

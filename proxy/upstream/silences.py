@@ -1,4 +1,4 @@
-"""Find out whether an engine still works on answers that have fallen silent.
+"""Finds out whether an engine still works on an answer when nothing more of it arrives.
 
 An engine that was stopped may keep its connections open without sending anything. vLLM 0.32 does so at SIGTERM: the
 engine core has ended and the port is closed, but the API server waits for answers that will never arrive. An engine may
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from proxy.upstream.connection import EngineConnection
 
 _LOST_AFTER_GAPS: Final = 5.0
-"""Silence, in usual gaps, after which an answer is lost if its engine accepts no connections."""
+"""The length of a silence, in usual gaps between parts, after which the gateway opens a test connection."""
 _CHECKED_AFTER_GAPS: Final = 20.0
-"""Silence, in usual gaps, after which the progress of an engine is checked."""
+"""The length of a silence, in usual gaps between parts, after which the progress of an engine is checked."""
 _SHARE_BETWEEN_READINGS: Final = 0.1
 """Time between two readings of the metrics of an engine, as a share of `silence_seconds`."""
 _GAPS_BETWEEN_READINGS: Final = 3.0
 _TEST_SECONDS: Final = 2.0
 _REMEMBERED_SECONDS: Final = 3600.0
 _REFUSED: Final = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EHOSTDOWN})
-"""Errors that show that no process listens on a port. Other errors may have their cause on this host."""
+"""Errors which show that no process listens on a port. Other errors may have their cause on this host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,7 +70,7 @@ class StreamProgress:
 class _WatchedBackend:
     pace: Pace = field(default_factory=Pace)
     seen_at: float = 0.0
-    """Clock time of the last stream or silence of the backend."""
+    """Clock time at which the backend was last seen with a stream or a silence."""
     check_at: float = 0.0
     """Clock time of the next check of progress, at the earliest."""
     is_checked: bool = False
@@ -85,7 +85,7 @@ class Silences:
     """Checks the silent exchanges of one worker."""
 
     def __init__(self, checks: SilenceChecks, busy: Callable[[], Iterable[EngineConnection]]) -> None:
-        """Store the checks. `busy` returns the connections with an exchange under way."""
+        """Store the checks. `busy`: returns the connections on which an exchange is under way."""
         self._checks = checks
         self._busy = busy
         self._watched: dict[Backend, _WatchedBackend] = {}
@@ -170,7 +170,10 @@ class Silences:
     def _open_test_connection(
         self, backend: Backend, address: str | None, silences: list[Silence], *, is_still: bool
     ) -> None:
-        """Open a test connection to an engine with silent answers. `is_still`: none of its streams progresses."""
+        """Open a test connection to an engine with silent answers.
+
+        `is_still`: whether none of its streams progresses.
+        """
         place = backend, address
         if place in self._tested:
             return

@@ -1,4 +1,4 @@
-"""Open, reuse, check and close the connections of a worker to all backends."""
+"""Opens, reuses, checks and closes the connections of one worker to all backends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UpstreamOptions:
     """Limits and callbacks of an Upstream."""
 
     stall_seconds: float = 30.0
-    """Silence after which a backend is stalled, if others of its role send."""
+    """The silence in seconds after which a backend counts as stalled, if other backends of its role send something."""
     on_stall: Callable[[Backend], bool] | None = None
     """Called with a stalled backend. Its streams fail if the call returns True. None: no backend is stalled."""
     silence_seconds: float = 10.0
@@ -53,11 +53,11 @@ class UpstreamOptions:
     silence_checks: SilenceChecks | None = None
     """Checks why an answer is silent; None: silent answers are not checked."""
     on_work: Callable[[Backend], None] = lambda backend: None
-    """Called at each check with each backend that has sent part of a stream."""
+    """Called at each check of silence with each backend that has sent a part of a stream."""
     is_news: Callable[[str, str], bool] = lambda subject, word: True
-    """Returns whether the last log message about a subject was another one, in all workers."""
+    """Returns whether a log message about a subject differs from the last one that any worker has logged about it."""
     uses_pump: Callable[[], bool] = lambda: True
-    """Returns whether new connections pass tokens on in C, if the extension module is built."""
+    """Returns whether new connections forward tokens in C, if the extension module is built."""
     tls: EngineTls | None = None
     """TLS to engines; None: engines with TLS cannot be reached."""
     sweep_seconds: float | None = None
@@ -100,12 +100,12 @@ class Upstream:
         """Idle connections by the key of the backend."""
         self._busy: set[EngineConnection] = set()
         self._distrusted: dict[Role, float] = {}
-        """Clock time until which no connection of a role is reused, because one was closed at its reuse."""
+        """Clock time until which no connection of a role is reused, because the engine had closed a reused one."""
         self._preconnecting: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
         """The event loop, set by `__aenter__`."""
         self._pump: Pump | None = None
-        """Passes tokens on in C; None: the module is not built."""
+        """Forwards tokens in C; None if the module is not built."""
         self._swept_at = options.clock()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -143,7 +143,7 @@ class Upstream:
 
     @property
     def busy_connections(self) -> int:
-        """Number of running exchanges."""
+        """The number of exchanges that are under way."""
         return len(self._busy)
 
     async def open(
@@ -255,7 +255,7 @@ class Upstream:
         return None
 
     def give_back(self, connection: EngineConnection) -> None:
-        """Take back a connection. An unfinished exchange ends without further calls to it."""
+        """Take back a connection. An exchange that has not ended is given up, without further calls to it."""
         self._busy.discard(connection)
         if not connection.complete or connection.closed or connection.is_paused:
             connection.release()
@@ -266,7 +266,7 @@ class Upstream:
         self._idle.setdefault(connection.backend.key, []).append(connection)
 
     def preconnect(self, backend: Backend) -> None:
-        """Open a connection in advance, unless one is idle. The exchange that needs it handles a failure."""
+        """Open a connection in advance, unless one is idle. If this fails, the next exchange handles the failure."""
         idle = self._idle.get(backend.key)
         if not idle or idle[-1].usable_until <= self._clock():
             task = self._loop.create_task(self._preconnect(backend))
@@ -314,7 +314,7 @@ class Upstream:
         return EngineConnection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)
 
     def in_exchange(self, backend: Backend) -> int:
-        """Return the number of running exchanges with a backend."""
+        """Return the number of exchanges with a backend that are under way."""
         return sum(connection.backend == backend and not connection.closed for connection in self._busy)
 
     def evacuate(self, backend: Backend, at_most: int) -> None:
@@ -412,7 +412,7 @@ class RequestHeads:
         """Store the credentials for engines."""
         self._keys = keys
         self._beginnings: dict[tuple[str, str, str | None], str] = {}
-        """The constant beginnings of heads, by everything that they depend on, so that they need no update."""
+        """The constant beginnings of heads, by everything on which they depend, so that they never need an update."""
 
     def render(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
         """Return the head of a POST with a JSON body. `headers`: see Upstream.open."""

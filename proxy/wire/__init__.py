@@ -1,1 +1,1 @@
-"""Formats on the wire. No IO in here."""
+"""The formats of the data that engines, clients and the gateway exchange. No IO."""

@@ -1,4 +1,4 @@
-"""Read the members of a chat answer in every form that engines are known to write. No IO."""
+"""Reads the members of a chat answer in every form that engines are known to write. No IO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RAW_ARGUMENTS: Final = "raw_arguments"
-"""Name of the only member of the object that replaces arguments that are not a JSON object."""
+"""The name of a member for tool arguments that are not a JSON object. It holds their text."""
 
 _MAX_TOOL_CALLS: Final = 4096
 _IN_STRING: Final = re.compile(rb'["\\]')
@@ -112,11 +112,11 @@ class ToolCall:
     """A tool call as far as the engine has written it."""
 
     number: int
-    """Position among the calls of the answer, in the order in which the calls began."""
+    """The position of this call among the calls of the answer, in the order in which they began."""
     index: int | None
-    """The `index` that the engine gave the call; None: it gave none."""
+    """The `index` that the engine gave to the call; None if it gave none."""
     id: str
-    """ID from the engine; empty if it gave none."""
+    """The ID that the engine gave to the call; empty if it gave none."""
     name: str
     written: bytearray = field(default_factory=bytearray)
     """The arguments so far, in UTF-8."""
@@ -138,7 +138,7 @@ class ToolCall:
 
 
 class ToolCalls:
-    """Collects the fragments of the tool calls of one answer, in any order.
+    """Collects the fragments of the tool calls of one answer. Fragments of different calls may be mixed.
 
     The `index` of a fragment names its call. Some engines give several calls one index and different ids. Some send no
     index or no id, and some repeat the name or send a new id in every fragment.
@@ -215,7 +215,7 @@ def whole_calls(value: object) -> Sequence[ToolCall]:
 
 
 def with_names(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
-    """Return the calls. Raises UnreadableMember if one has no name."""
+    """Return the same calls. Raises UnreadableMember if a call has no name."""
     for call in calls:
         if not call.name:
             raise UnreadableMember("a tool call has no name")
@@ -223,7 +223,7 @@ def with_names(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
 
 
 def _index(value: object) -> int | None:
-    """Return the index of a fragment in any spelling, or None without one. Raises UnreadableMember."""
+    """Return the index of a fragment, which may be a number or text; None if it has none. Raises UnreadableMember."""
     if value is None or type(value) is int:
         return value
     if isinstance(value, float) and value.is_integer():
@@ -248,14 +248,14 @@ def _id(value: object) -> str:
 
 
 def arguments_text(value: object) -> str:
-    """Return the arguments of a call, or a fragment of them, as text. Engines may also send the object itself."""
+    """Return the arguments of a call, or a fragment of them, as text. Some engines send an object instead of text."""
     if type(value) is str:
         return value
     return "" if value is None else dumps(value).decode()
 
 
 def is_object(arguments: str | bytes | bytearray) -> bool:
-    """Return whether arguments are a JSON object for every parser."""
+    """Return whether every JSON parser reads these arguments as an object."""
     try:
         return isinstance(orjson.loads(arguments), dict)
     except orjson.JSONDecodeError:
@@ -293,9 +293,9 @@ def as_object(arguments: str) -> str:
 
 
 class LegalStrings:
-    """Escapes control characters inside strings of tool-call arguments that arrive in fragments.
+    """Escapes control characters in strings of tool-call arguments. The arguments arrive in fragments.
 
-    Models write them, but JSON forbids them, so the parsers of clients would reject the arguments.
+    Models write such characters, but JSON forbids them, so the parsers of clients would reject the arguments.
     """
 
     __slots__ = ("_followed", "_nesting", "_written")

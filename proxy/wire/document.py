@@ -1,4 +1,4 @@
-"""Change members of a JSON object without building or serialising the rest of it.
+"""Changes members of a JSON object without building or serialising the rest of it.
 
 A request may have a prompt of kilobytes, or megabytes of base64, that the gateway does not read. All bytes are checked,
 but a member becomes a Python object only when it is read. A changed copy consists of slices of the original bytes, so
@@ -26,13 +26,13 @@ REMOVED: Final = object()
 """New value for `Document.with_changes` that removes the member."""
 
 JOINED_BYTES: Final = 64 * 1024
-"""Longest object whose changed copy is one piece. The copy of a longer one refers to the original bytes."""
+"""Maximum length in bytes of an object whose changed copy is one piece. Longer copies share bytes with the original."""
 
 Body = bytes | list[bytes | memoryview]
-"""The bytes of a request, or the pieces of a long one, in order."""
+"""The body of a request: its bytes, or the pieces of a long body in order."""
 
 SHORT_BYTES: Final = 4 * 1024
-"""Longest object that is read as a whole, because that costs less than finding its members."""
+"""Maximum length in bytes of an object that is parsed completely, because that costs less than finding its members."""
 _BRACKET: Final = ord("[")
 
 
@@ -88,7 +88,7 @@ class Document:
 
     @property
     def read_values(self) -> list[Any]:
-        """Values that have become Python objects so far."""
+        """Return the values that have already become Python objects."""
         values = self.values
         return list(values.values()) if isinstance(values, dict) else values.read
 
@@ -103,7 +103,7 @@ class Document:
         return values.get(name), text_bytes
 
     def is_list_of_prompts(self, name: str) -> bool:
-        """Return whether a member is an array that does not begin with a whole number, as token ids do."""
+        """Return whether a member is an array that does not begin with a whole number. Token ids begin with one."""
         values = self.values
         if isinstance(values, Members) and name in values and not values.is_read(name):
             written = values.view(name)
@@ -112,7 +112,10 @@ class Document:
         return isinstance(value, list) and not (value and isinstance(value[0], int))
 
     def count_token_ids(self, name: str) -> int | None:
-        """Count the token ids in a member without reading them. Return None if it was read, or is no such list."""
+        """Count the token ids in a member without reading them.
+
+        None if the member was read already, or has no token ids.
+        """
         values = self.values
         if isinstance(values, Members) and name in values and not values.is_read(name):
             return count_token_ids(values.view(name))
@@ -188,14 +191,14 @@ class Document:
         return b"".join(pieces) if len(source) <= JOINED_BYTES else pieces
 
     def _copied(self) -> dict[str, Any]:
-        """Return a copy of the values of an object without `_spans`."""
+        """Return a copy of the values. Used for objects without `_spans`."""
         values = self.values
         assert isinstance(values, dict)
         return values.copy()
 
 
 def _change(members: dict[str, Any], changes: Mapping[str, object]) -> None:
-    """Replace, add or leave out members of an object, as `Document.with_changes` describes."""
+    """Replace, add or remove members of an object, as `Document.with_changes` describes."""
     # The compiler reads a dict several times as fast as another mapping, and each leg of each request comes here.
     for name, value in (changes if isinstance(changes, dict) else dict(changes)).items():
         if value is REMOVED:
@@ -205,7 +208,7 @@ def _change(members: dict[str, Any], changes: Mapping[str, object]) -> None:
 
 
 def pieces_of(body: Body) -> Sequence[bytes | memoryview]:
-    """Return the pieces of a body, in the order in which to write them."""
+    """Return the pieces of a body in the order in which they are sent."""
     return (body,) if isinstance(body, bytes) else body
 
 
@@ -215,12 +218,15 @@ def length_of(body: Body) -> int:
 
 
 def joined(body: Body) -> bytes:
-    """Return a body in one piece."""
+    """Return a body as one piece."""
     return body if isinstance(body, bytes) else b"".join(body)
 
 
 def _refusal(raw: bytes | bytearray) -> InvalidDocument:
-    """Return the error for a body that cannot be read. It has a position only, because a prompt must not be shown."""
+    """Return the error for a body that cannot be read.
+
+    It names only the position, because it must not quote the prompt.
+    """
     try:
         value = load(raw)
     except orjson.JSONDecodeError as error:
@@ -258,7 +264,7 @@ def count_token_ids(value: memoryview) -> int | None:
 
 
 class LongAnswer:
-    """A whole answer of an engine of which only the end is changed.
+    """A complete engine answer in which only members at the end are changed.
 
     Finding all members of a long answer would take longer than everything else that is done with it. Raises
     InvalidDocument if it is not a JSON object.

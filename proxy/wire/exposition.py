@@ -1,4 +1,4 @@
-"""Read the sources of KV cache, the work done and the number of ranks from the `/metrics` of an engine.
+"""Parses the sources of KV cache, the completed work and the number of ranks in an engine's `/metrics`.
 
 Engines write 100 KB and more. Only about three lines for each data-parallel rank are parsed.
 """
@@ -35,7 +35,7 @@ def parse_prompt_tokens(exposition: bytes) -> PromptTokens | None:
 
 
 def parse_expired_leases(exposition: bytes) -> float | None:
-    """Return how often a prefiller freed KV that no decoder fetched in time; None: the engine does not report it.
+    """Return how many times a prefiller freed KV because no decoder fetched it in time; None: it reports no count.
 
     The NixlConnector of vLLM counts this since the engine started (kv_connector/v1/nixl/stats.py). The
     MooncakeConnector only logs it. SGLang has no leases: both legs of a request fail together.

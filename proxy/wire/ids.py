@@ -1,4 +1,4 @@
-"""Random ids: of requests, and of the attempts that are made for them."""
+"""Makes random IDs for requests, and for the attempts at each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _block: list[str] = []
 
 
 def new_id() -> str:
-    """128 random bits as 32 hexadecimal digits: it cannot be guessed, and no other process has it."""
+    """Return 128 random bits as 32 hexadecimal digits.
+
+    The ID cannot be guessed, and no other process has the same one.
+    """
     if not _block:
         drawn = os.urandom(_ID_BYTES * _IDS_AT_ONCE).hex()
         _block.extend(drawn[start : start + 2 * _ID_BYTES] for start in range(0, len(drawn), 2 * _ID_BYTES))

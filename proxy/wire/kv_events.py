@@ -1,4 +1,4 @@
-"""Decode the events that engines publish about their KV blocks, in both formats.
+"""Decodes the events that engines publish about their KV blocks, in both formats.
 
 vLLM (vllm/distributed/kv_events.py) and SGLang (python/sglang/srt/disaggregation/kv_events.py) send batches of events,
 in msgpack: `[ts, events, data_parallel_rank]`, or a map with these names in some versions of vLLM. An event was an
@@ -25,23 +25,23 @@ VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0.
 
 
 class BlocksStored(NamedTuple):
-    """Consecutive full blocks of one sequence are in the cache now."""
+    """The event that consecutive full blocks of one sequence are now in the cache."""
 
     hashes: Sequence[BlockHash]
     parent: BlockHash | None
     """Hash of the block before the first one; None: the first one begins the sequence."""
     block_tokens: int
-    """Tokens in each block. It may be 0 for tiers below the device."""
+    """The number of tokens in each block. It may be 0 for tiers below the device."""
     medium: str | None
     """Tier of the cache: `GPU`, or one below it. None means `GPU`."""
     group: int | None
     """Group of layers, in models with several kinds of attention; None: there are no groups."""
     is_whole: bool
-    """False if blocks are kept for part of a sequence only, as with sliding windows and Mamba."""
+    """Whether blocks are kept for whole sequences. False for parts only, as with sliding windows and Mamba."""
 
 
 class BlocksRemoved(NamedTuple):
-    """Blocks that are no longer in this medium."""
+    """The event that blocks are no longer in this medium."""
 
     hashes: Sequence[BlockHash]
     medium: str | None
@@ -49,11 +49,11 @@ class BlocksRemoved(NamedTuple):
 
 
 class AllCleared(NamedTuple):
-    """The cache is empty now."""
+    """The event that the cache is now empty."""
 
 
 class Unreadable(NamedTuple):
-    """An event that cannot be read, or of an unknown kind."""
+    """An event that cannot be decoded, or whose type is unknown."""
 
     why: str
 
@@ -158,7 +158,7 @@ def _is_map(packed: bytes) -> bool:
 
 
 class EventPublisher(NamedTuple):
-    """Ports and topic on which one rank of an engine publishes. The host is that of the engine."""
+    """The ports and the topic at which one rank of an engine publishes events. The host is the engine's host."""
 
     port: int
     replay_port: int | None
@@ -200,7 +200,7 @@ def configured_sources(info: object) -> list[EventPublisher] | None:
 
 
 def of_ranks(ranks: int, port: int, replay_port: int | None, topic: str) -> list[EventPublisher]:
-    """Return a publisher for each rank, each on the next port, as both engines assign them.
+    """Return one publisher for each rank. Each rank uses the next port, as both engines assign them.
 
     See ZmqEventPublisher.offset_endpoint_port. Raises ValueError if there are too few ports.
     """

@@ -1,4 +1,4 @@
-"""Find the members of a JSON object, and read each value only when it is used.
+"""Finds the members of a JSON object, and reads each value only when it is used.
 
 msgspec returns the bytes of each value and checks their syntax. This takes a third of the time of building objects, and
 no memory for them. This module checks what msgspec does not: UTF-8, and repeated names.
@@ -97,7 +97,7 @@ class Members(Mapping[str, Any]):
         return len(self._values)
 
     def keys(self) -> KeysView[str]:
-        """Return the names without a call for each."""
+        """Return the names, without a Python call for each name."""
         return self._values.keys()
 
     def _read(self, name: str) -> Any:
@@ -111,7 +111,7 @@ class Members(Mapping[str, Any]):
 
     @property
     def read(self) -> list[Any]:
-        """Values that have become Python objects so far."""
+        """Return the values that have already become Python objects."""
         return [value for value in self._values.values() if value is not _UNREAD]
 
     def is_read(self, name: str) -> bool:
@@ -119,7 +119,7 @@ class Members(Mapping[str, Any]):
         return self._values[name] is not _UNREAD
 
     def update(self, values: Mapping[str, object]) -> None:
-        """Replace the values of members. Their bytes stay."""
+        """Replace the values of members. The original bytes do not change."""
         self._values.update(values)
 
     def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
@@ -192,7 +192,7 @@ def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
 
 
 def _expect(sign: str, text: str, at: int) -> int:
-    """Return the position after a required character and blanks. Raises ValueError if it is missing."""
+    """Return the position after a required character and the blanks around it. Raises ValueError if it is missing."""
     at = _skip(text, at)
     if text[at] != sign:
         raise ValueError("another character is expected here")
@@ -293,9 +293,9 @@ _CONTINUES, _CONTINUED = 0x80, 0xC0  # range of UTF-8 bytes that do not begin a 
 
 
 def excerpt(raw: bytes | bytearray, start: int, end: int) -> tuple[Any, Callable[[str], int]]:
-    """Return the value of a part of a valid JSON text, and a function that returns the UTF-8 length of its strings.
+    """Return the value in a part of a valid JSON text, and a function that returns the UTF-8 length of its strings.
 
-    Long strings lack their middles. Names of up to some kilobytes are complete.
+    The middle of long strings is missing in the value. Names of up to some kilobytes are complete.
     """
     if end - start <= LONG_BYTES:
         return load(memoryview(raw)[start:end]), text_bytes

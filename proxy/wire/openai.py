@@ -1,4 +1,4 @@
-"""Fields of OpenAI requests and answers that the gateway reads or writes. All other fields pass through unchanged."""
+"""The fields of OpenAI requests and answers that the gateway reads or writes. It passes all other fields unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Api(StrEnum):
-    """Generation endpoints of engines, which use prefill and decode. The value is the metric label."""
+    """The generation endpoints of engines. The value is the metric label."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -24,7 +24,7 @@ class Api(StrEnum):
     """The native endpoint of SGLang."""
 
     path: str
-    """Path of the route, the same on the gateway and on engines."""
+    """The path of the route, which is the same on the gateway and on engines."""
 
 
 Api.CHAT.path = "/v1/chat/completions"
@@ -51,8 +51,10 @@ RESERVED_FIELDS: Final = frozenset(
         "rid",
     }
 )
-"""Fields that control KV transfer or routing inside engines. They are removed from client requests, because they could
-point a decoder at any host, or collide with another request."""
+"""Fields that control KV transfer or routing inside engines. The gateway removes them from clients' requests.
+
+They could point a decoder at any host, or collide with another request.
+"""
 
 ORDINARY_FIELDS: Final = frozenset(
     {
@@ -62,8 +64,10 @@ ORDINARY_FIELDS: Final = frozenset(
         *("reasoning_effort", "metadata", "store", "service_tier", "prompt_cache_key", "session_id"),
     }
 )
-"""Fields that nearly all requests are limited to. Checks for rare fields can skip these requests; see
-`Call.is_ordinary`."""
+"""The fields that nearly all requests use. Checks for rare fields skip requests with no other fields.
+
+See `Call.is_ordinary`.
+"""
 
 DONE: Final = b"[DONE]"
 DONE_EVENT: Final = b"data: [DONE]\n\n"
@@ -143,7 +147,7 @@ def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None
 WHOLE: Final = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "repetition"})
 """Finish reasons of complete answers."""
 GIVEN_UP: Final = frozenset({"abort", "error"})
-"""Finish reasons of answers that the engine abandoned: at SIGTERM, `/pause`, `/sleep`, or after a failure."""
+"""Finish reasons of answers that the engine gave up: at SIGTERM, `/pause`, `/sleep`, or after a failure."""
 
 
 def is_given_up(reason: Any) -> bool:
@@ -153,14 +157,14 @@ def is_given_up(reason: Any) -> bool:
 
 
 def is_whole(reason: Any) -> bool:
-    """Return whether the reason is one of a complete answer."""
+    """Return whether the finish reason is that of a complete answer."""
     return isinstance(reason, str) and reason in WHOLE
 
 
 # Usage: token counts of one unit, combined from the answers to all of its legs and attempts
 
 PromptCounts = tuple[int | None, int | None]
-"""Tokens of a prompt, and how many of them were in the prefix cache. None: the engine did not report the number."""
+"""The number of tokens of a prompt, and how many were in the prefix cache; None for a number that is not reported."""
 # A larger number is negative in an engine that counts without a sign. It would hide all later counts in a sum.
 _MAX_TOKENS: Final = 1 << 40
 
@@ -177,7 +181,7 @@ class UsageCounts(NamedTuple):
 
 
 def read_counts(usage: Any) -> UsageCounts:
-    """Read the usage member of an answer, whatever an engine has put in its place."""
+    """Read the usage member of an answer. Its value may be anything."""
     if not isinstance(usage, dict):
         return UsageCounts(None, None, None, None)
     prompt_details, completion_details = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
@@ -203,12 +207,12 @@ class Usage:
     counts_reasoning: bool | None = None
     """Whether the prefiller counts reasoning tokens, as the decoder then does in a chat. None: it sent no usage."""
     is_resumed: bool = False
-    """The current attempt continues an answer that another attempt began, so its prompt is not that of the client."""
+    """Whether this attempt continues the answer of another attempt. Its prompt is then not the client's prompt."""
 
     def add_prompt(self, usage: Any) -> PromptCounts:
         """Record the prompt counts of a usage member, and return them.
 
-        The first report counts: later attempts find in the prefix cache what the first one computed.
+        Only the first report counts, because the first attempt fills the prefix cache for later ones.
         """
         counts = tokens, cached = prompt_counts_of(usage)
         if self.prompt_details is None and not self.is_resumed and isinstance(usage, dict):
@@ -249,27 +253,30 @@ def _count(value: object) -> int | None:
 ENGINE_MEMBERS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _REMOVAL: Final = dict.fromkeys(sorted(ENGINE_MEMBERS), REMOVED)
 NO_KV_PARAMS: Final = b',"kv_transfer_params":null'
-"""The member as vLLM writes it into each chunk. Inside a JSON string its quotes would be escaped."""
+"""The empty `kv_transfer_params` that vLLM writes into each chunk. Inside a JSON string its quotes would be escaped."""
 
 
 def has_engine_members(payload: dict[str, Any]) -> bool:
-    """Return whether an answer, or an event of one, has a member for engines only."""
+    """Return whether an answer, or one event of it, has a member that is only for engines."""
     return "kv_transfer_params" in payload or "ec_transfer_params" in payload
 
 
 def names_engine_members(written: bytes) -> bool:
-    """Return whether JSON text may have a member for engines only."""
+    """Return whether a JSON text may have a member that is only for engines."""
     return b'kv_transfer_params"' in written or b'ec_transfer_params"' in written
 
 
 def remove_engine_members(payload: dict[str, Any]) -> None:
-    """Remove the members for engines only from an answer, or an event of one."""
+    """Remove the members that are only for engines from an answer or from one event of it."""
     for name in ENGINE_MEMBERS:
         payload.pop(name, None)
 
 
 def without_engine_members(data: bytes) -> bytes:
-    """Return a JSON object without the members for engines only. The bytes of all other members stay."""
+    """Return a JSON object without the members that are only for engines.
+
+    The bytes of all other members stay the same.
+    """
     shown = data.replace(NO_KV_PARAMS, b"")
     if shown is not data and not names_engine_members(shown):
         return shown

@@ -1,4 +1,4 @@
-"""Compute keys of the prefixes of a prompt, which estimate what the prefix caches of engines hold.
+"""Computes keys of the prefixes of a prompt, which estimate the content of the prefix caches of engines.
 
 The prompt is cut into pieces. The key of a piece also depends on all pieces before it, like the block hashes of vLLM
 (`hash_block_tokens`). So comparing keys finds the longest common prefix of two prompts. A piece has at least 512 bytes,
@@ -71,7 +71,7 @@ _messages_in = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class PrefixKeys(NamedTuple):
-    """Keys of the pieces of a prompt, and the size of each prefix. Both are empty without a single prompt.
+    """The keys of the pieces of a prompt, and the size of each prefix. Both are empty if there are several prompts.
 
     `keys[i]` is a hash of 64 bits of the prompt up to the end of piece `i`, the same in all processes and on all hosts.
     `sizes[i]` is the length of that prefix in bytes of JSON.
@@ -85,7 +85,7 @@ NO_KEYS: Final = PrefixKeys()
 
 
 class Prompt:
-    """The prompt of a request body. Its keys are computed at the first use, once for all calls that share it."""
+    """The prompt of a request body. Its keys are computed at the first use, for all calls that share the prompt."""
 
     __slots__ = ("_changes", "_document", "_has_media", "_has_reasoning", "_keys")
 
@@ -118,7 +118,7 @@ class Prompt:
 
     @property
     def keys(self) -> PrefixKeys:
-        """Keys of the prefixes. The first use takes about 20 µs for 64 KiB of text."""
+        """The keys of the prompt's prefixes. Computing them takes about 20 µs for 64 KiB of text."""
         if self._keys is None:
             self._keys = self._computed()
         return self._keys
@@ -185,7 +185,7 @@ def _drop_old_reasoning(messages: memoryview) -> bytes:
 
 
 def _without_media(text: bytes) -> bytes:
-    """Return the text without the middles of pictures and recordings."""
+    """Return the text without the middle of each picture and recording."""
     for mark in _MEDIA_STARTS:
         pieces: list[bytes] = []
         start = 0

@@ -1,4 +1,4 @@
-"""Read and write JSON that orjson rejects, as the parser of Python does.
+"""Reads and writes JSON that orjson rejects, in the same way as Python's parser.
 
 Engines are written in Python. Its parser accepts more than the grammar allows: half of a surrogate pair (an emoji that
 was cut in two), `NaN` and `Infinity`, and whole numbers of more than 64 bits. orjson is tried first, because it reads
@@ -15,13 +15,13 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 _MAX_INT_DIGITS: Final = 4300
-"""Digits of the longest whole number that Python reads. Longer ones would take quadratic time."""
+"""Maximum number of digits of a whole number that Python reads. Longer numbers would take quadratic time."""
 _MAX_DEPTH: Final = 1000
-"""Deepest nesting of arrays and objects, about that of orjson. The limit of Python depends on its version."""
+"""Maximum nesting of arrays and objects, about that of orjson. The limit of Python depends on its version."""
 
 
 def _whole_number(digits: str) -> float:
-    """Return a float for a number that is too long, as orjson does for all numbers of more than 64 bits."""
+    """Return a whole number as a float, as orjson does for all numbers of more than 64 bits."""
     return int(digits) if len(digits) < _MAX_INT_DIGITS else float(digits)
 
 
@@ -72,7 +72,7 @@ def check_depth(value: Any) -> None:
 
 
 def dumps(value: Any) -> bytes:
-    """Write JSON that every parser can read: half of a surrogate pair becomes an escape.
+    """Write JSON that every parser can read. Half of a surrogate pair becomes an escape.
 
     Raises orjson.JSONEncodeError for a value that cannot be written, or is nested too deeply.
     """
@@ -137,7 +137,10 @@ _INEXACT: Final = float(2**63)
 
 
 def whole_number(value: object) -> object:
-    """Return a value as a whole number, or unchanged beyond 64 bits. Raises ValueError for any other value."""
+    """Return a value as a whole number.
+
+    A number of more than 64 bits is unchanged. Raises ValueError for other values.
+    """
     if type(value) is int or (isinstance(value, float) and _INEXACT <= abs(value) < math.inf):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Read and write requests, answers and errors of the native API of SGLang.
+"""Reads and writes requests, answers and errors of the native API of SGLang.
 
 The formats are from SGLang: `managers/io_struct.py` (requests), `managers/tokenizer_manager.py` (answers), and
 `mini_lb.py` of its router (merging the answers of both legs).
@@ -32,10 +32,10 @@ RESERVED_FIELDS: Final = RESERVED_OPENAI_FIELDS | {
     "received_time",
     "return_bytes",
 }
-"""Fields for routers, or internal to the engine. They are removed from the requests of clients."""
+"""Fields for routers, and internal fields of the engine. The gateway removes them from clients' requests."""
 
 WHOLE_NUMBERS: Final = frozenset({"max_new_tokens", "min_new_tokens", "n", "beam_width"})
-"""Members of `sampling_params` that are whole numbers and affect the gateway."""
+"""Names of the members of `sampling_params` that are whole numbers and that the gateway uses."""
 
 DEFAULT_OUTPUT_TOKENS: Final = 128
 """Default of `max_new_tokens`."""
@@ -50,7 +50,7 @@ _PER_PROMPT: Final = (
     *("multi_item_delimiter_indices", "token_indices_to_pool"),
 )
 OUTPUT_LOGPROBS: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-"""Members of `meta_info` with an entry for each token of the answer."""
+"""Members of `meta_info` that have one entry for each token of the answer."""
 _INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 
 
@@ -58,12 +58,12 @@ _INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_t
 
 
 class Item(NamedTuple):
-    """One prompt and one sample of a request."""
+    """One sample of one prompt of a request."""
 
     changes: dict[str, object]
     """Members that differ from those of the request."""
     is_first: bool
-    """Whether it is the first sample of its prompt."""
+    """Whether this is the first sample of its prompt."""
 
 
 def prompt_of(values: Mapping[str, Any]) -> Any:
@@ -103,7 +103,7 @@ def output_limit(sampling_params: Any) -> int:
 
 
 def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
-    """Split a request into single prompts and samples, in the order of the answers. Raises BadRequest.
+    """Return one item for each sample of each prompt, in the order of the answers. Raises BadRequest.
 
     The item of a request with one prompt and one sample has no changes.
     """
@@ -125,11 +125,11 @@ def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
 
 
 ABOUT_PROMPT: Final = ("return_logprob", "logprob_start_len", "return_routed_experts", "sampling_params")
-"""Members that decide whether a part of the answer comes from the prefiller only."""
+"""Members that decide whether the answer needs a part that only the prefiller reports."""
 
 
 def wants_prefillers_answer(values: Mapping[str, Any]) -> bool:
-    """Return whether a part of the requested answer comes from the prefiller only."""
+    """Return whether the answer needs a part that only the prefiller reports."""
     return bool(values.get("return_logprob") and _asks_for_input(values)) or bool(values.get("return_routed_experts"))
 
 
@@ -194,14 +194,17 @@ def usage_of(payload: Any) -> dict[str, Any] | None:
 
 
 class PrefilledParts:
-    """Log probabilities and experts of the prompt, which the answer of the prefiller adds to that of the decoder."""
+    """The log probabilities and experts of the prompt.
+
+    Only the prefiller reports them, so they are added to the answer.
+    """
 
     def __init__(self, answer: bytes) -> None:
         metas = (payload.get("meta_info") for payload in payloads_of(answer) if isinstance(payload, dict))
         self._meta: dict[str, Any] = next((meta for meta in metas if isinstance(meta, dict)), {})
 
     def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer of the decoder, or one event of it, with these parts."""
+        """Return the decoder's answer, or one event of it, with the prefiller's parts added."""
         meta = payload.get("meta_info")
         if not isinstance(meta, dict):
             return payload
@@ -217,7 +220,10 @@ class PrefilledParts:
 
 
 def _joined_experts(of_prompt: str, of_all: str) -> str:
-    """Return the experts of a prompt, followed by those of its answer. Text other than base64 is returned unchanged."""
+    """Return the experts of a prompt, followed by those of its answer.
+
+    If a text is not base64, it is returned unchanged.
+    """
     try:
         first, second = b64decode(of_prompt), b64decode(of_all)
     except ValueError:
@@ -226,7 +232,7 @@ def _joined_experts(of_prompt: str, of_all: str) -> str:
 
 
 class LoneAnswer:
-    """Changes the answer of a prefiller that no decoder continues to that of an ordinary engine.
+    """Converts the answer of a prefiller without a decoder to the form of an ordinary engine's answer.
 
     A prefiller returns one token even if none was requested, and does not count it in the finish reason (seen with
     SGLang 0.5.23).
@@ -255,7 +261,7 @@ class LoneAnswer:
 # Errors inside answers with status 200, of the OpenAI API and the native API of SGLang
 
 ERROR_HEADERS: Final[Mapping[str, str]] = {"content-type": "application/json"}
-"""Headers of the body of an EngineError."""
+"""The headers of an error whose body is that of an EngineError."""
 
 
 class EngineError(NamedTuple):
@@ -266,7 +272,10 @@ class EngineError(NamedTuple):
     body: bytes
     """A JSON object with the member `error`."""
     is_wish: bool = False
-    """Whether an operator aborted the request by its ID, or paused the engine: the engine did not fail."""
+    """Whether an operator caused the error, by aborting the request or by pausing the engine.
+
+    The engine did not fail.
+    """
 
 
 # Messages of SGLang 0.5.21 and later in `managers/schedule_batch.py`, with status 503 and 500.

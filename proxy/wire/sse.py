@@ -1,4 +1,4 @@
-"""Split a byte stream into server-sent events, each with the exact bytes in which it arrived.
+"""Splits a byte stream into server-sent events, each with the exact bytes in which it arrived.
 
 The events do not depend on how the network cuts the bytes. The parser follows the WHATWG grammar as far as engines and
 proxies use it: LF, CRLF and CR line ends, comments, and several `data` lines. It expects no byte-order mark.
@@ -25,7 +25,7 @@ class Event:
     def __init__(self, data: bytes | None, raw: bytes | None = None) -> None:
         """Store the data and the bytes of an event. `raw` None: the bytes are `data: `, the data and a blank line."""
         self.data = data
-        """The data field; None without one, as in a comment or heartbeat."""
+        """The data field; None if the event has none, such as a comment or a heartbeat."""
         self._raw = raw
 
     @property
@@ -131,7 +131,7 @@ class EventSplitter:
 
 
 def _has_blank_line(before: int, chunk: bytes) -> bool:
-    """Return whether the chunk, with the byte `before` in front, has two line feeds in a row.
+    """Return whether two line feeds are adjacent in the chunk, or where `before` and the chunk meet.
 
     Searching one byte is much faster than searching two.
     """
@@ -146,7 +146,7 @@ def _has_blank_line(before: int, chunk: bytes) -> bool:
 
 
 def _data_of(text: bytes) -> bytes | None:
-    """Return the data field of the lines of an event, several joined by LF, or None without one."""
+    """Return the data field of an event: its `data` lines, joined by LF. None if it has none."""
     data = []
     for line in _LINE_END.split(text):
         if line == b"data":
@@ -171,23 +171,23 @@ _plain_text: Final = re.compile(rb'[^"\\\x00-\x1f]+(?=")').match
 
 
 class Shape:
-    """The bytes around the text, and around the token ID if there is one, that the events of a stream share."""
+    """The bytes that the events of a stream have in common: all bytes except the text and the token ID."""
 
     __slots__ = ("behind", "between", "head", "is_reasoning")
 
     def __init__(self, head: bytes, between: bytes | None, behind: bytes, *, is_reasoning: bool) -> None:
         self.head = head
-        """Bytes before the text, including its opening quote."""
+        """The bytes before the text, including its opening quote."""
         self.between = between
-        """Bytes between text and ID: from the closing quote to the opening bracket. None: there is no ID."""
+        """The bytes between text and ID, from the closing quote to the opening bracket; None if there is no ID."""
         self.behind = behind
-        """Bytes after the ID, or after the text without an ID."""
+        """The bytes after the ID, or after the text if there is no ID."""
         self.is_reasoning = is_reasoning
         """Whether the text is the reasoning of a chat."""
 
     @classmethod
     def of(cls, raw: bytes) -> Shape | None:
-        """Return the shape of a whole event with one text and at most one token ID, or None for any other event."""
+        """Return the shape of an event with one text and at most one token ID; None for any other event."""
         texts, ids = [*_TEXT_BEGINS.finditer(raw)], [*_IDS_BEGIN.finditer(raw)]
         before, _, behind = raw.rpartition(NO_KV_PARAMS)
         has_engine_members = names_engine_members(before if behind == _END else raw)
@@ -206,5 +206,5 @@ class Shape:
         return cls(raw[:begin], raw[text.end() : number.start()], raw[number.end() :], is_reasoning=is_reasoning)
 
     def has_same_frame(self, raw: bytes) -> bool:
-        """Return whether an event begins and ends like this one."""
+        """Return whether an event begins and ends with the same bytes as this shape."""
         return raw.startswith(self.head) and raw.endswith(self.behind)

@@ -1,4 +1,4 @@
-"""Estimate the time to read a JSON text and its size in memory, before it is read.
+"""Estimates the time to parse a JSON text, and the memory of its objects, before it is parsed.
 
 Three bytes, `[],`, become a Python object of 72 bytes that takes as long to read as a kilobyte of a picture. So the
 estimate counts the bytes with which elements begin or end. That is many times faster than reading the text.
@@ -13,14 +13,16 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 LONG_BYTES: Final = 1024 * 1024
-"""A text of this length takes at least a millisecond to read. A shorter text takes at most 30 ms."""
+"""The length in bytes from which a text takes at least a millisecond to parse. Shorter texts take at most 30 ms."""
 
 MAX_ANSWER_ELEMENTS: Final = 8 * 1024 * 1024
-"""More elements than any answer of an engine, or event of one, has. Log probabilities have the most: in the format of
-OpenAI 70 elements for a token with five alternatives."""
+"""A number of elements that no answer of an engine, or event of one, reaches.
+
+Log probabilities have the most: in the format of OpenAI 70 elements for a token with five alternatives.
+"""
 
 SLIGHT_BYTES: Final = 1024
-"""A text of at most this length is not weighed, because it takes no more memory than a connection."""
+"""Maximum length in bytes of a text that is not weighed, because it takes no more memory than a connection."""
 # Texts are searched for the middles of long strings in steps of this size.
 _STEP_BYTES: Final = 64 * 1024
 # Characters of JSON outside of strings.
@@ -32,7 +34,7 @@ _MANY_BYTES: Final = 64 * 1024
 
 
 class Weight(NamedTuple):
-    """Upper bounds of how often the bytes that make a text costly occur outside of strings."""
+    """Upper bounds of the number of those bytes outside of strings that make a text costly to parse."""
 
     commas: int
     quotes: int
@@ -42,7 +44,7 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Time to read the text, in units of 30 ns, the time of a number.
+        """The time to parse the text, in units of 30 ns, which is the time of one number.
 
         A string or name counts 8, an array or object 16. This includes the work of the gateway on messages and prompts.
         """
@@ -50,12 +52,12 @@ class Weight(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the Python objects, without the text of strings."""
+        """The memory of the Python objects in bytes, without the text of strings."""
         return 40 * self.commas + 30 * self.quotes + 120 * self.brackets
 
 
 def weigh(raw: bytes) -> Weight:
-    """Return an upper bound of the weight of a text. Only the middles of long strings are left out."""
+    """Return an upper bound of the weight of a text. Bytes in the middle of long strings are not counted."""
     commas = quotes = brackets = escapes = 0
     for start in range(0, len(raw), _STEP_BYTES):
         end = start + _STEP_BYTES
@@ -74,7 +76,7 @@ def is_within_string(raw: bytes | bytearray, start: int, end: int) -> bool:
 
 
 def upper_bounds(raw: bytes) -> tuple[int, int]:
-    """Return upper bounds of `elements` and `memory_bytes`, in a part of the time of `weigh`.
+    """Return upper bounds of `elements` and `memory_bytes`. This is faster than `weigh`.
 
     Quotes and escapes, which are frequent in prose, are not counted. Each byte may be a quote, and at most two strings
     are before each comma.
@@ -88,12 +90,12 @@ def upper_bounds(raw: bytes) -> tuple[int, int]:
 
 
 def is_light(raw: bytes, limit: int) -> bool:
-    """Return whether a text is too short for more elements than `limit`. Two bytes, `[]`, count 16."""
+    """Return whether a text is too short to have more than `limit` elements. Two bytes, `[]`, count 16."""
     return 8 * len(raw) <= limit
 
 
 def weigh_closely(raw: bytes, limit: int) -> Weight:
-    """Return the weight of a text, without the content of strings except escapes. Slower than `weigh`.
+    """Return the weight of a text. In strings, only escapes are counted. Slower than `weigh`.
 
     Counting may stop when there are more elements than `limit`.
     """
@@ -117,7 +119,7 @@ def is_heavier(raw: bytes, limit: int) -> bool:
 
 
 def without_escapes(raw: bytes) -> bytes:
-    """Return a text of the same length in which every quote begins or ends a string."""
+    """Return a text of the same length in which every quote is the beginning or the end of a string."""
     return raw.replace(b"\\\\", b"  ").replace(b'\\"', b"  ") if b"\\" in raw else raw
 
 
@@ -153,7 +155,7 @@ def object_bytes(raw: bytes, value: Any) -> int:
 
 
 def wide_bytes(raw: bytes, value: Any) -> int:
-    """Return the memory of strings beyond one byte for each character.
+    """Return the additional memory in bytes of strings whose characters need more than one byte.
 
     Python stores all characters of a string with the width of the widest one, so one emoji makes a string four times
     as large. A text with too many objects counts as one such string. A short text counts as 0.
@@ -179,5 +181,5 @@ def wide_bytes(raw: bytes, value: Any) -> int:
 
 
 def _count(raw: bytes, sign: bytes, start: int, end: int) -> int:
-    """Count a byte. A search that finds none takes a tenth of the time of counting."""
+    """Count how often a byte occurs. A search that finds nothing takes a tenth of the time of counting."""
     return raw.count(sign, start, end) if raw.find(sign, start, end) >= 0 else 0

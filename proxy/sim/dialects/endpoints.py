@@ -29,7 +29,7 @@ class Endpoint:
     id_prefix: str = ""
     refusal: Callable[[EngineError], dict[str, Any]]
     """Returns the body of the answer for an error."""
-    lament: Callable[[EngineError, str], dict[str, Any]]
+    error_event: Callable[[EngineError, str], dict[str, Any]]
     """Returns the event for an error in a stream. The text is the ID of the answer."""
     opens_late: bool = False
     """Whether a stream's status line waits for its first token (SGLang `_handle_streaming_request`)."""
@@ -63,14 +63,14 @@ _VLLM: Final[dict[str, Endpoint]] = {
         answer=ChatAnswer,
         id_prefix="chatcmpl-",
         refusal=_of_vllm,
-        lament=lambda error, _: error.body(),
+        error_event=lambda error, _: error.body(),
     ),
     "/v1/completions": Endpoint(
         read=partial(read_ask, is_chat=False),
         answer=CompletionAnswer,
         id_prefix="cmpl-",
         refusal=_of_vllm,
-        lament=lambda error, _: error.body(),
+        error_event=lambda error, _: error.body(),
     ),
 }
 _SGLANG: Final[dict[str, Endpoint]] = {
@@ -78,17 +78,17 @@ _SGLANG: Final[dict[str, Endpoint]] = {
         read=partial(read_openai, is_chat=True),
         answer=SglangChat,
         refusal=flat,
-        lament=lambda error, _: {"error": flat(error)},
+        error_event=lambda error, _: {"error": flat(error)},
         opens_late=True,
     ),
     "/v1/completions": Endpoint(
         read=partial(read_openai, is_chat=False),
         answer=SglangCompletion,
         refusal=flat,
-        lament=lambda error, _: {"error": flat(error)},
+        error_event=lambda error, _: {"error": flat(error)},
         opens_late=True,
     ),
-    "/generate": Endpoint(read=read_generate, answer=GenerateAnswer, refusal=_native, lament=_aborted),
+    "/generate": Endpoint(read=read_generate, answer=GenerateAnswer, refusal=_native, error_event=_aborted),
 }
 
 

@@ -30,7 +30,7 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     }
 
 
-def _matched(delta: Delta) -> int | str | None:
+def _find_stop_cause(delta: Delta) -> int | str | None:
     """Return what ended the answer: a stop string, or the ID of the stop token. None: neither."""
     return END if delta.finish_reason == "stop" and delta.stop_reason is None else delta.stop_reason
 
@@ -76,7 +76,7 @@ class SglangChat(ChatAnswer):
         called = bool(self._parsers) and self._parsers[delta.index].called_tools
         reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
         choice = {"index": delta.index, "delta": {"reasoning_content": None}, "logprobs": None}
-        return choice | {"finish_reason": reason, "matched_stop": _matched(delta)}
+        return choice | {"finish_reason": reason, "matched_stop": _find_stop_cause(delta)}
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice]}
@@ -106,7 +106,7 @@ class SglangChat(ChatAnswer):
                     "message": message | {"tool_calls": said.get("tool_calls") or None},
                     "logprobs": choice["logprobs"],
                     "finish_reason": choice["finish_reason"],
-                    "matched_stop": _matched(delta),
+                    "matched_stop": _find_stop_cause(delta),
                 }
             )
         return _whole(self, choices, sequences)
@@ -132,7 +132,7 @@ class SglangCompletion(CompletionAnswer):
         if shown["logprobs"] is not None:
             shown["logprobs"]["text_offset"] = [-1] * len(shown["logprobs"]["tokens"])
         ids = {name: choice[name] for name in ("token_ids", "prompt_token_ids") if choice[name] is not None}
-        return shown | {"matched_stop": _matched(delta)} | ids
+        return shown | {"matched_stop": _find_stop_cause(delta)} | ids
 
     def closing(self, cached_tokens: int) -> list[bytes]:
         return _last(self, self.chunk_kind)
@@ -210,7 +210,7 @@ def _finish(delta: Delta, tokens: int) -> dict[str, Any] | None:
             return {"type": "length", "length": tokens}
         case "abort":
             return {"type": "abort", "message": "Abort", "status_code": None, "err_type": None}
-    return {"type": "stop", "matched": _matched(delta)}
+    return {"type": "stop", "matched": _find_stop_cause(delta)}
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:

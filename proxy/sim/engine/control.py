@@ -93,9 +93,9 @@ class ControlRoutes:
             return await handler(request)  # type: ignore[no-any-return]
         headers = {name.lower(): value for name, value in request.headers.items()}
         body, body_bytes = await read_json(request)
-        self._core.state.saw(request.method, path, headers, body, body_bytes)
+        self._core.state.record_request(request.method, path, headers, body, body_bytes)
         plan = self._core.faults.plan(path, headers.get("x-request-id", ""))
-        self._core.state.struck(len(plan))
+        self._core.state.record_faults(len(plan))
         if rule := plan.get("slow_headers"):
             await asyncio.sleep(rule.seconds)
         if "hang_before_headers" in plan:

@@ -100,7 +100,7 @@ class KvEventPublisher(Watcher):
     def cleared(self) -> None:
         self._add("AllBlocksCleared", {}, {})
 
-    def say(self, payload: bytes) -> None:
+    def publish(self, payload: bytes) -> None:
         """Publish a payload unchanged as a batch, even if it is malformed."""
         number, self._next = self._next, self._next + 1
         self._buffer.append((number, payload))
@@ -124,7 +124,7 @@ class KvEventPublisher(Watcher):
     def _flush(self) -> None:
         events, self._events = self._events, []
         if not self._pub.closed:
-            self.say(msgspec.msgpack.encode([time.time(), events, 0]))
+            self.publish(msgspec.msgpack.encode([time.time(), events, 0]))
 
     async def _replay(self, router: zmq.asyncio.Socket) -> None:
         topic, none = ([], []) if self._shape == "array" else ([self.topic.encode()], [b""])

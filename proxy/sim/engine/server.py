@@ -82,7 +82,7 @@ class GenerationRoutes:
         body, body_bytes = await read_json(request)
         headers = {name.lower(): value for name, value in request.headers.items()}
         state.live += 1
-        state.saw(request.method, request.path, headers, body, body_bytes)
+        state.record_request(request.method, request.path, headers, body, body_bytes)
         try:
             response = await self._answer(request, headers, body, endpoint)
             state.finished += 1
@@ -100,7 +100,7 @@ class GenerationRoutes:
         core = self._core
         request_id = core.new_request_id(headers, body)
         plan = core.faults.plan(request.path, request_id, body.get("user") if isinstance(body, dict) else None)
-        core.state.struck(len(plan))
+        core.state.record_faults(len(plan))
         if plan and (refused := await self._fail_early(request, plan)):
             return refused
         if request.transport is not None:
@@ -200,7 +200,7 @@ class GenerationRoutes:
                 await stream.settle()
                 closing = self._closing(answer, plan, generation.cached_tokens)
             except EngineError as error:
-                closing = [event(endpoint.lament(error, answer.answer_id)), DONE]
+                closing = [event(endpoint.error_event(error, answer.answer_id)), DONE]
             await stream.close(closing)
         finally:
             stream.stop()

@@ -182,7 +182,7 @@ class SimulatedEngine:
         pooling = PoolingRoutes(core)
         app.add_routes([*control.routes(), *pooling.routes()])
         if self.options.profile.is_sglang:
-            app.add_routes(SglangRoutes(core, generations, self._told_bootstrap_port).routes())
+            app.add_routes(SglangRoutes(core, generations, self._configured_bootstrap_port).routes())
         else:
             app.add_routes([*control.routes_of_vllm(), *pooling.routes_of_vllm()])
         app.add_routes(core.protocol.routes())
@@ -191,7 +191,7 @@ class SimulatedEngine:
         app.on_cleanup.append(generations.stop)
         return app
 
-    def _told_bootstrap_port(self) -> int:
+    def _configured_bootstrap_port(self) -> int:
         """Return the bootstrap port in the engine's configuration. It has one even if it does not listen there."""
         return self.bootstrap_port or self.options.bootstrap_port or DEFAULT_PORT
 

@@ -91,7 +91,7 @@ class LayerwiseProtocol(KvProtocol):
 
     def _call_back(self, child: Child) -> None:
         """Send the callback in a thread that continues after the end of the request."""
-        call = asyncio.create_task(self._post(str(child.params.get("metaserver")), self._message(child)))
+        call = asyncio.create_task(self._post(str(child.params.get("metaserver")), self._make_callback(child)))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
@@ -102,7 +102,7 @@ class LayerwiseProtocol(KvProtocol):
         self._calls_failed += 1
         self._state.changed()
 
-    def _message(self, child: Child) -> dict[str, Any]:
+    def _make_callback(self, child: Child) -> dict[str, Any]:
         host, port = self._address()
         block_size = self._options.block_size
         return {

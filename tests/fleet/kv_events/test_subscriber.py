@@ -42,7 +42,7 @@ async def test_ranks_of_an_instance_are_reported_together_and_only_changes() -> 
             ranks = list(subscriber._subscriptions.values())
             for subscription, publisher in zip(ranks, (one, other), strict=True):
                 await wait_for_subscription(subscription, publisher)
-                publisher.say(stored(1))
+                publisher.publish(stored(1))
                 await wait_for_tokens(subscription, SIZE)
             (report,) = subscriber.reports()
             assert (report.count, report.events) == ((2 * SIZE, 2 * SIZE, False, 0), {"stored": 2})
@@ -76,14 +76,14 @@ async def test_endpoint_that_cannot_be_opened_does_not_affect_others() -> None:
             (rank,) = subscriber._subscriptions.values()
             await wait_for_subscription(rank, publisher)
             for number in range(20):
-                publisher.say(stored(number))
+                publisher.publish(stored(number))
             await wait_for_tokens(rank, 20 * SIZE)
-            publisher.say(removed(*range(10)))
+            publisher.publish(removed(*range(10)))
             await until(lambda: _received(rank).blocks.count.evicts, "evictions")
             (report,) = subscriber.reports()
             assert report.count[:3] == (20 * SIZE, rank.blocks.count.reach, False)
             subscriber.subscribe_to([source_of(publisher)])
-            publisher.say(removed(10))
+            publisher.publish(removed(10))
             await until(lambda: _received(rank).events, "another event")
             (report,) = subscriber.reports()
             assert report.count[2]
@@ -118,11 +118,11 @@ async def test_long_replay_is_read_while_it_arrives(monkeypatch: pytest.MonkeyPa
         with running([source_of(publisher)]) as reports:
             first = asyncio.create_task(asyncio.to_thread(next, reports))
             while not first.done():
-                publisher.say(stored(1))
+                publisher.publish(stored(1))
                 await asyncio.sleep(0.001)
             publisher.lost = 100
             for _ in range(101):
-                publisher.say(stored(1))
+                publisher.publish(stored(1))
             words: Counter[str] = Counter()
             while not words:
                 words.update((await asyncio.to_thread(next, reports)).gaps)

@@ -52,7 +52,7 @@ async def wait_for_subscription(subscription: Subscription, publisher: KvEventPu
     before = subscription._next
 
     def has_subscribed() -> bool:
-        publisher.say(msgspec.msgpack.encode([0.0, [], 0]))
+        publisher.publish(msgspec.msgpack.encode([0.0, [], 0]))
         subscription.receive()
         return subscription._next != before
 
@@ -90,7 +90,7 @@ async def test_lost_messages_are_replayed(context: zmq.Context[zmq.Socket[bytes]
             for lost in (0, 2, 0, 3, 1):
                 publisher.lost = lost
                 for number in range(lost + 1):
-                    publisher.say(stored(number))
+                    publisher.publish(stored(number))
             await wait_for_tokens(subscription, 11 * SIZE)
             assert subscription.gaps["lost"] == 0
             assert subscription.gaps["replayed"]
@@ -106,11 +106,11 @@ async def test_blocks_are_dropped_when_messages_are_lost_for_good(
             publisher.replay_endpoint = publisher.replay_endpoint or replay
             with closing(Subscription(context, source_of(publisher))) as subscription:
                 await wait_for_subscription(subscription, publisher)
-                publisher.say(stored(1))
+                publisher.publish(stored(1))
                 await wait_for_tokens(subscription, SIZE)
                 publisher.lost = 5
                 for number in range(6):
-                    publisher.say(stored(number))
+                    publisher.publish(stored(number))
                 await wait_for_tokens(subscription, 2 * SIZE)
                 assert subscription.gaps == {"lost": 1}
                 assert subscription.blocks.count.reach == SIZE
@@ -144,8 +144,8 @@ async def test_gap_without_a_replay_endpoint_counts_as_lost(context: zmq.Context
         with closing(Subscription(context, source_of(publisher))) as subscription:
             await wait_for_subscription(subscription, publisher)
             publisher.lost = 1
-            publisher.say(stored(1))
-            publisher.say(stored(2))
+            publisher.publish(stored(1))
+            publisher.publish(stored(2))
             await wait_for_tokens(subscription, SIZE)
             assert (subscription.gaps, subscription.unopened) == ({"lost": 1}, "tcp://no host:1: Invalid argument")
 
@@ -155,12 +155,12 @@ async def test_restarted_publisher_has_nothing_cached(context: zmq.Context[zmq.S
         subscription = Subscription(context, source_of(publisher))
         publisher._next = 10_000  # the restarted publisher has a lower number when it is received
         await wait_for_subscription(subscription, publisher)
-        publisher.say(stored(1))
+        publisher.publish(stored(1))
         await wait_for_tokens(subscription, SIZE)
     with closing(subscription):
         async with publishing(CONFIG, before=publisher) as restarted:
             await wait_for_subscription(subscription, restarted)
-            restarted.say(stored(1))
+            restarted.publish(stored(1))
             await wait_for_tokens(subscription, 2 * SIZE)
             assert subscription.gaps == {"started_anew": 1}
             assert subscription.blocks.count == (2 * SIZE, SIZE, False, 1)
@@ -173,9 +173,9 @@ async def test_unreadable_message_does_not_affect_others(
     async with publishing(CONFIG) as publisher:
         with closing(Subscription(context, source_of(publisher))) as subscription:
             await wait_for_subscription(subscription, publisher)
-            publisher.say(payload)
+            publisher.publish(payload)
             publisher._pub.send_multipart((b"", b"1", b"2", b"3"))
-            publisher.say(stored(1))
+            publisher.publish(stored(1))
             await wait_for_tokens(subscription, SIZE)
             assert subscription.events == {"unreadable": 2, "stored": 1}
             assert subscription.unreadable
@@ -188,7 +188,7 @@ async def test_messages_of_other_topics_are_ignored(context: zmq.Context[zmq.Soc
             closing(Subscription(context, source_of(publisher, "events"))) as wrong,
         ):
             await wait_for_subscription(right, publisher)
-            publisher.say(stored(1))
+            publisher.publish(stored(1))
             await wait_for_tokens(right, SIZE)
             assert not wrong.receive()
             assert wrong._next is None

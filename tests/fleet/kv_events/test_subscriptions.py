@@ -121,7 +121,7 @@ async def test_unreadable_events_are_logged_once(deploy: Deploy, caplog: pytest.
     publisher = gateway.prefillers[0].kv_events
     assert publisher is not None
     for _ in range(3):
-        publisher.say(b"\xc1")
+        publisher.publish(b"\xc1")
         before = unreadable(gateway)
         await until(lambda before=before: unreadable(gateway) > before, "what cannot be read")
     assert len([line for line in caplog.messages if "cannot be read" in line]) == 1
@@ -183,7 +183,7 @@ async def test_engine_with_unreadable_events_is_not_called_silent(
     assert publisher is not None
     async with asyncio.timeout(60):
         while "cannot be read" not in caplog.text:
-            publisher.say(b"\xc1")
+            publisher.publish(b"\xc1")
             await asyncio.sleep(0.005)
     assert (await gateway.ask(prompt(1, words=30))).status == 200  # of which no block is full
     assert set(kinds(gateway)) == {"unreadable"}
