@@ -277,7 +277,7 @@ class PassthroughApi:
                 return await self._try_admitted(queue, path, request, body, record)
 
     async def _queue_of(self, model: object) -> RoleQueue:
-        """Return the queue for a model, which has the engines' name. Raises the errors of Lanes.of."""
+        """Return the queue for a model, which has the engines' name. Raises the errors of Lanes.get_lane."""
         lanes = self._lanes
         if not lanes.models.is_mixed:
             return self._whole_queue

@@ -180,7 +180,7 @@ def finish(legs: Legs) -> None:
 
 
 def fail(legs: Legs, error: BaseException) -> None:
-    """End an attempt with an error: that of its answer, or that of the current step. Raises the error."""
+    """End an attempt with the error of its answer or of the current step. Raises the error."""
     try:
         legs.throw(error)
     except StopIteration:

@@ -264,7 +264,7 @@ class Call:
         )
 
     def in_context(self, context: Mapping[str, str]) -> Call:
-        """Return a copy of this call whose trace context is that of these headers, instead of the client's."""
+        """Return a copy of this call with the trace context in these headers, instead of the client's."""
         others = {name: value for name, value in self.headers.items() if name not in CONTEXT_HEADERS}
         return replace(self, headers={**others, **context})
 

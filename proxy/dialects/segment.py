@@ -42,7 +42,7 @@ class Meaning(Enum):
     ERROR = auto()
     """An error that the engine reports in its stream."""
     RECOMPUTED = auto()
-    """The decoder gave up and asks for a new prefill. The answer is not finished, whatever `finish_reason` says."""
+    """The decoder gave up and asks for a new prefill. The answer is not finished, even if it has a `finish_reason`."""
     ABORTED = auto()
     """The decoder stopped working on the answer, because it is being stopped or paused."""
     MALFORMED = auto()

@@ -41,7 +41,7 @@ class AiohttpConnection(web.RequestHandler):
     __slots__ = ("_asks_for_head", "_drained", "_first", "_front", "client_transport", "on_full")
 
     def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
-        """Store the listener. `options` are those of `aiohttp.web.RequestHandler`."""
+        """Store the listener. `aiohttp.web.RequestHandler` describes the options."""
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
         self._front = front
         self.on_full: Callable[[], None] | None = None

@@ -83,7 +83,7 @@ def install(app: web.Application, metrics: Metrics) -> None:
 
 
 def error_response(error: GatewayError, body: bytes | None = None) -> web.Response:
-    """Return the answer for an error: that of the engine if there is one, otherwise that of the gateway.
+    """Return the answer for an error: the engine's own answer if there is one, otherwise the gateway's.
 
     `body` replaces the body, for other APIs; None: the body of the engine, or the OpenAI format.
     """

@@ -1,4 +1,4 @@
-"""Sends a chat to engines as a completion, and converts the completion's chunks to those of a chat. No IO.
+"""Sends a chat to engines as a completion, and converts the completion's chunks to chat chunks. No IO.
 
 A completion's stream has token ids in some cases where a chat's stream has none.
 """
@@ -172,7 +172,7 @@ class CompletionAsChat:
         self._hidden_by_tools = ("stop",) if keeps_length else ("stop", "length")
 
     def delta(self, choice: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
-        """Convert the choice of a completion to that of a chat, in place. Return its delta."""
+        """Convert a completion's choice to a chat's choice, in place. Return its delta."""
         text = choice.pop("text", None) or ""
         delta = with_reasoning_as(self._reasoning_field, self._parser.feed(text, finished=is_last))
         choice.pop("prompt_token_ids", None)
@@ -192,7 +192,7 @@ def with_reasoning_as(name: str, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
-    """Convert the log probabilities of a completion to those of a chat, with `top` alternatives for each token.
+    """Convert a completion's log probabilities to the form of a chat, with `top` alternatives for each token.
 
     The alternatives of both begin with the token itself, and a completion has one more (vLLM
     `_create_completion_logprobs`).

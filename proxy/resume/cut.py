@@ -54,7 +54,7 @@ class Cut:
     channel: str = "content"
     """The member of a chat's delta to which this text and the next text belong."""
     known: str = ""
-    """Text after that of the kept ids. The client already has it, and the engine generates it again."""
+    """The text after the text of the kept ids. The client already has it, and the engine generates it again."""
 
 
 def find_cut(

@@ -52,7 +52,7 @@ class SeamPlan:
     known: str = ""
     """Text that the client has seen and that the engine generates again."""
     as_chat: CompletionAsChat | None = None
-    """Converts the stream of a completion to that of a chat; None if the stream is already of the client's API."""
+    """Converts a completion's stream to a chat's stream; None if the stream already has the client's format."""
     text_offset: int | None = None
     """Offset in the text at which the log probabilities of a completion continue; None: the end of the text."""
     replays: bool = False
@@ -68,7 +68,7 @@ class Seam:
         self.reads_completion = plan.as_chat is not None
         """Whether the stream is a completion's, even if the client asked for a chat."""
         self.is_stopped = False
-        """Whether a stop string was found across the seam. The answer then ends, whatever else the engine sends."""
+        """Whether a stop string was found across the seam. The answer then ends, even if the engine sends more."""
         transcript, guard = plan.transcript, plan.guard
         self._api = plan.api
         self._head = plan.head
@@ -218,7 +218,7 @@ def _shift_offsets(logprobs: Any, offset: int) -> None:
 
 
 def _drop_first_logprobs(logprobs: Any, count: int) -> Any:
-    """Return log probabilities without those of the first `count` tokens. Their lists have one entry for each token."""
+    """Return log probabilities without the first `count` tokens. Their lists have one entry for each token."""
     if not isinstance(logprobs, dict):
         return logprobs
     return {name: value[count:] if isinstance(value, list) else value for name, value in logprobs.items()}

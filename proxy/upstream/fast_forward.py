@@ -120,7 +120,7 @@ class Tokens:
 
         Args:
             shape: The bytes that all tokens share.
-            notes: Receives the text and ID of each token; see Transcript.noting. None: they are not needed.
+            notes: Receives the text and ID of each token; see Transcript.note_lists. None: they are not needed.
             settle: Called when the notes have grown long.
             output: Connection to the client; None: the answer is only kept.
             ticks: Measures gaps; None: they are not measured.

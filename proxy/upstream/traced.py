@@ -26,7 +26,7 @@ class TracedUpstream(Upstream):
     """An Upstream whose connections record legs."""
 
     def __init__(self, traces: Traces, *given: Any, **named: Any) -> None:
-        """Store the traces of the running sampled requests. The other arguments are those of Upstream."""
+        """Store the traces of the running sampled requests. Upstream describes the other arguments."""
         super().__init__(*given, **named)
         self._traces = traces
 

@@ -428,7 +428,7 @@ class RequestHeads:
         return (head + "\r\n").encode("utf-8", "surrogateescape")  # as aiohttp decoded the headers of the client
 
     def _begin(self, host: str, path: str, authorization: str | None) -> str:
-        """Render the beginning of a head. `authorization` None: that of the client; empty: none."""
+        """Render the beginning of a head. `authorization` None: the client's is sent; empty: none is sent."""
         if len(self._beginnings) >= _MAX_KNOWN:
             self._beginnings.clear()
         head = (

@@ -157,7 +157,7 @@ def is_given_up(reason: Any) -> bool:
 
 
 def is_whole(reason: Any) -> bool:
-    """Return whether the finish reason is that of a complete answer."""
+    """Return whether a finish reason shows that the answer is complete."""
     return isinstance(reason, str) and reason in WHOLE
 
 

@@ -61,7 +61,7 @@ class Item(NamedTuple):
     """One sample of one prompt of a request."""
 
     changes: dict[str, object]
-    """Members that differ from those of the request."""
+    """The members that this item changes in the request."""
     is_first: bool
     """Whether this is the first sample of its prompt."""
 
@@ -220,7 +220,7 @@ class PrefilledParts:
 
 
 def _joined_experts(of_prompt: str, of_all: str) -> str:
-    """Return the experts of a prompt, followed by those of its answer.
+    """Return the experts of a prompt, followed by the experts of its answer.
 
     If a text is not base64, it is returned unchanged.
     """
@@ -261,7 +261,7 @@ class LoneAnswer:
 # Errors inside answers with status 200, of the OpenAI API and the native API of SGLang
 
 ERROR_HEADERS: Final[Mapping[str, str]] = {"content-type": "application/json"}
-"""The headers of an error whose body is that of an EngineError."""
+"""The HTTP headers that are sent with the body of an EngineError."""
 
 
 class EngineError(NamedTuple):

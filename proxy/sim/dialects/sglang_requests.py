@@ -1,4 +1,4 @@
-"""Reads and checks request bodies as SGLang does: those of the OpenAI API, and of its native `/generate`.
+"""Reads and checks request bodies as SGLang does, for the OpenAI API and for its native `/generate`.
 
 The body says where the engine meets its partner (SGLang `managers/io_struct.py`): `bootstrap_host`, `bootstrap_port`
 and

@@ -153,7 +153,7 @@ def _logprobs(body: dict[str, Any], is_chat: bool) -> int | None:
 
 
 def _prompt_logprobs(body: dict[str, Any], logprobs: int | None) -> int | None:
-    """Return the number of logprobs of an echoed prompt, which equals that of the answer."""
+    """Return the number of logprobs for each token of an echoed prompt. The answer has the same number."""
     count = body.get("prompt_logprobs")
     if count is None:
         return logprobs if body.get("echo") else None

@@ -43,7 +43,7 @@ class Core:
 
     @property
     def used_blocks(self) -> int:
-        """Return the number of KV blocks in use: those of running sequences, and those that are kept for decoders."""
+        """Return the number of KV blocks that running sequences use or that are kept for decoders."""
         return self.scheduler.used_blocks + self.protocol.blocks_held()
 
     def encode(self, ask: Ask) -> None:
