@@ -118,7 +118,7 @@ class BroadcastApi:
     def _handler(self, path: str) -> Handler:
         async def send_to_all(request: web.Request) -> web.Response:
             body = await read_body(request, _BODY, option=None)
-            backends = self._selected(request.query)
+            backends = self._select_backends(request.query)
             count = "all" if len(backends) == len(self._backends()) else len(backends)
             logger.info("broadcast: sent to %s instances: %s", count, path, extra={"fields": {"by": author(request)}})
             query = [(name, value) for name, value in request.query.items() if name not in _SELECTORS]
@@ -137,7 +137,7 @@ class BroadcastApi:
     def _backends(self) -> list[Backend]:
         return [backend for pool in self._pools.values() for backend in pool.backends()]
 
-    def _selected(self, query: MultiMapping[str]) -> list[Backend]:
+    def _select_backends(self, query: MultiMapping[str]) -> list[Backend]:
         """Return the backends that a query selects. Raises BadRequest for an unknown role or instance."""
         backends = self._backends()
         for name, of in _SELECTORS.items():

@@ -45,7 +45,7 @@ class Cors:
         fields: list[tuple[str, str]] = []
         if ANY not in origins:
             fields.append((hdrs.VARY, hdrs.ORIGIN))  # in every answer, so that caches do not mix them up
-        if (origin := self._allowed(request)) is not None:
+        if (origin := self._find_allowed_origin(request)) is not None:
             fields.append((hdrs.ACCESS_CONTROL_ALLOW_ORIGIN, origin))
             fields.append((hdrs.ACCESS_CONTROL_EXPOSE_HEADERS, _SHOWN))
         return fields
@@ -54,7 +54,7 @@ class Cors:
         """Return the answer to a preflight request, or None if the request or its origin does not qualify."""
         names = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         is_asking = request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-        if not is_asking or not _is_list_of_names(names) or self._allowed(request) is None:
+        if not is_asking or not _is_list_of_names(names) or self._find_allowed_origin(request) is None:
             return None
         headers = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
@@ -63,7 +63,7 @@ class Cors:
         }
         return web.Response(status=204, headers=headers)
 
-    def _allowed(self, request: web.Request) -> str | None:
+    def _find_allowed_origin(self, request: web.Request) -> str | None:
         """Return the origin for the answer, or None if it is not allowed or the request has none."""
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or not self._is_clients(request.path):

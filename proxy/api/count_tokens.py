@@ -135,15 +135,17 @@ class CountTokensApi:
     ) -> int:
         """Return the count of one engine. It is requested at `/tokenize` or at the route of old SGLang."""
         try:
-            return await self._counted(backend, _TOKENIZE, body, headers, "count")
+            return await self._request_count(backend, _TOKENIZE, body, headers, "count")
         except UpstreamError as error:
             is_sglang = self._settings().connector_traits.engine != "vLLM"
             is_refused = error.is_clients_fault or error.failure is Failure.BAD_ANSWER
             if not (is_sglang and counter.is_in_old_sglang and is_refused):
                 raise
-        return await self._counted(backend, counter.path, dumps(values), headers, "input_tokens")
+        return await self._request_count(backend, counter.path, dumps(values), headers, "input_tokens")
 
-    async def _counted(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], member: str) -> int:
+    async def _request_count(
+        self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], member: str
+    ) -> int:
         """Return the count in a member of an engine's answer. Raises UpstreamError."""
         seconds = self._settings().timeouts.prefill_seconds
         response, answer = await self._upstream.fetch(

@@ -145,7 +145,7 @@ class GenerationApi:
             document = read(raw)
             if is_long:
                 await asyncio.sleep(0)  # let other requests send the tokens that have arrived
-            call = self.intake.call(dialect, document, self._passed_on(request), key)
+            call = self.intake.call(dialect, document, self._select_engine_headers(request), key)
             held.resize(memory_bytes(raw, document.read_values))
             del raw, document  # the call keeps what it needs
             record.stream, record.model = call.stream, call.model
@@ -161,7 +161,7 @@ class GenerationApi:
         """Return the additional headers of the answer to a request."""
         return [*self._cors().make_headers(request), *(debug_fields(record) if shows_debug else ())]
 
-    def _passed_on(self, request: web.Request) -> dict[str, str]:
+    def _select_engine_headers(self, request: web.Request) -> dict[str, str]:
         """Return the client's headers that engines get."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         credential = self._keys.credential(request)

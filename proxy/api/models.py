@@ -70,20 +70,20 @@ class ModelsApi:
         ]
 
     async def _models(self, request: web.Request) -> web.Response:
-        models = await self._merged(self._client_keys.credential(request))
+        models = await self._merge_models(self._client_keys.credential(request))
         names = ModelNames(self._settings().models.aliases)
         aliases = [{**models[served], "id": alias} for alias, served in names.exact.items() if served in models]
         return _json({"object": "list", "data": [*models.values(), *aliases]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        models = await self._merged(self._client_keys.credential(request))
+        models = await self._merge_models(self._client_keys.credential(request))
         name = request.match_info["model"]
         model = models.get(ModelNames(self._settings().models.aliases).engine_name(name))
         if model is None:
             raise UnknownModel()
         return _json({**model, "id": name})
 
-    async def _merged(self, credential: str | None) -> dict[str, dict[str, Any]]:
+    async def _merge_models(self, credential: str | None) -> dict[str, dict[str, Any]]:
         """Return the models of all engines by id."""
         if credential == self._cached_for and time.monotonic() < self._cached_until:
             return self._cached

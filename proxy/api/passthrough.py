@@ -159,7 +159,7 @@ def client_headers(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
     )
 
 
-async def _refusal(backend: Backend, answer: aiohttp.ClientResponse) -> UpstreamError:
+async def _make_refusal(backend: Backend, answer: aiohttp.ClientResponse) -> UpstreamError:
     """Return the error for a status that is not 2xx. Redirects are not followed."""
     message = f"{backend.role} instance answered with status {answer.status}"
     if answer.status < 400:
@@ -169,11 +169,11 @@ async def _refusal(backend: Backend, answer: aiohttp.ClientResponse) -> Upstream
     return UpstreamError(Failure.STATUS, backend, message, engine_status=answer.status, body=body, headers=headers)
 
 
-def _too_large(backend: Backend) -> UpstreamError:
+def _make_too_large_error(backend: Backend) -> UpstreamError:
     return upstream_error(Failure.BAD_ANSWER, backend, "the engine's answer is too large")
 
 
-def _failed(backend: Backend, error: EngineRequestError | TimeoutError) -> UpstreamError:
+def _make_exchange_error(backend: Backend, error: EngineRequestError | TimeoutError) -> UpstreamError:
     """Return the error for a failed exchange. A TimeoutError means that it took too long."""
     if isinstance(error, TimeoutError):
         return upstream_error(Failure.TIMEOUT, backend, "the engine did not answer in time")
@@ -277,7 +277,7 @@ class PassthroughApi:
                 return await self._try_admitted(queue, path, request, body, record)
 
     async def _queue_of(self, model: object) -> RoleQueue:
-        """Return the queue for a model, which has the engines' name. Raises the errors of Lanes.get_lane."""
+        """Return the queue for a model, which has the engines' name. Raises the errors of Lanes.find."""
         lanes = self._lanes
         if not lanes.models.is_mixed:
             return self._whole_queue
@@ -400,12 +400,12 @@ class PassthroughApi:
         try:
             async with asyncio.timeout(self._live.settings.timeouts.prefill_seconds) as deadline, exchange as answer:
                 if not 200 <= answer.status < 300:
-                    raise await _refusal(backend, answer)
+                    raise await _make_refusal(backend, answer)
                 if (answer.content_length or 0) > MAX_ANSWER_BYTES:
-                    raise _too_large(backend)
+                    raise _make_too_large_error(backend)
                 return await self._relay(request, answer, backend, record, deadline)
         except (EngineRequestError, TimeoutError) as error:
-            raise _failed(backend, error) from None
+            raise _make_exchange_error(backend, error) from None
 
     async def _relay(
         self,
@@ -428,7 +428,7 @@ class PassthroughApi:
                 await self._to_client(response.write(chunk))
             record.bytes_sent += len(chunk)
             if record.bytes_sent > MAX_ANSWER_BYTES:
-                raise _too_large(backend)
+                raise _make_too_large_error(backend)
         await self._to_client(response.write_eof())
         record.broken = None
         return response

@@ -62,13 +62,13 @@ class SglangApi:
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes for the application."""
         return [
-            *(web.get(path, self._counted(self._server_info)) for path in _INFO_PATHS),
-            web.get("/v1/loads", self._counted(self._loads)),
+            *(web.get(path, self._make_route(self._server_info)) for path in _INFO_PATHS),
+            web.get("/v1/loads", self._make_route(self._loads)),
             # A ready instance has just generated a token for its health check.
             web.get("/health_generate", self._probes.ready),
         ]
 
-    def _counted(
+    def _make_route(
         self, answer: Callable[[web.Request], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         return make_counted_route("sglang", answer, self._client_keys, self._metrics)

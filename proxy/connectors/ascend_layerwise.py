@@ -114,7 +114,7 @@ class AscendLayerwise(Disaggregated):
         Raises UpstreamError if the decoder would get no KV.
         """
         try:
-            params = await self._called_back(callback, handoff.decoder.backend)
+            params = await self._wait_for_callback(callback, handoff.decoder.backend)
             timeline.enter(Stage.PREFILL)
             answer = await self._ask_prefiller(call, headers, params, handoff.prefiller.backend)
         except UpstreamError:
@@ -129,7 +129,7 @@ class AscendLayerwise(Disaggregated):
         if not handoff.is_settled:
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
-    async def _called_back(self, callback: asyncio.Future[Document], decoder: Backend) -> Document:
+    async def _wait_for_callback(self, callback: asyncio.Future[Document], decoder: Backend) -> Document:
         callback_seconds = self._context.live.settings.layerwise.callback_seconds
         try:
             async with asyncio.timeout(callback_seconds):

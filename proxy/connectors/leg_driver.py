@@ -208,14 +208,14 @@ class PrefillBeside:
     def start(self, leg: Leg) -> None:
         """Send the leg."""
         pair = self._pair
-        pair.stop, pair.ended = self._stop, self._ended
+        pair.stop, pair.ended = self._stop, self._wait_for_end
         connection = self._upstream.take_idle(leg.backend)
         if connection is None:
             self._connecting = asyncio.create_task(self._connect(leg))
         else:
             self._send(leg, connection)
 
-    async def _ended(self) -> None:
+    async def _wait_for_end(self) -> None:
         """Wait for the end of this leg. Raises the error of the leg if it failed."""
         if self._connecting is not None or self._connection is not None:
             self._waiting = asyncio.get_running_loop().create_future()

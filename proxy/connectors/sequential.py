@@ -319,7 +319,9 @@ class VllmPull(Sequential):
             self._let_decoder_compute(answer, is_short=is_short)
             return True
         self._metrics.missing_kv_total.labels("retry_prefill").inc()
-        self.move_lease(lease, handoff.failed, _missing_kv(answer))  # the same prefiller again if there is no other
+        self.move_lease(
+            lease, handoff.failed, _make_missing_kv_error(answer)
+        )  # the same prefiller again if there is no other
         return False
 
     def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
@@ -338,12 +340,12 @@ class VllmPull(Sequential):
         local = on_missing == "local" or (on_missing == "retry_prefill" and is_short)
         self._metrics.missing_kv_total.labels("local" if local else "error").inc()
         if not local:
-            missing = _missing_kv(answer)
+            missing = _make_missing_kv_error(answer)
             missing.code = "kv_handoff_failed"
             raise missing
 
 
-def _missing_kv(answer: EngineAnswer) -> UpstreamError:
+def _make_missing_kv_error(answer: EngineAnswer) -> UpstreamError:
     return answer.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
 
 

@@ -96,7 +96,7 @@ def _tools(values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
     if functions:
         return {"tools": functions, "tool_choice": "auto" if choice is None else choice}
     if choice == "required" and values.get("tools"):
-        raise _not_served(next(iter(objects(values["tools"], "tools"))).get("type"))
+        raise _make_not_served_error(next(iter(objects(values["tools"], "tools"))).get("type"))
     return {}
 
 
@@ -104,7 +104,7 @@ def _read_tool_choice(choice: Mapping[str, Any], functions: list[dict[str, Any]]
     """Return the functions that the model may call, and the value of the chat's `tool_choice`."""
     match choice.get("type"):
         case "tool_search" if not any(function["function"]["name"] == SEARCH for function in functions):
-            raise _not_served("tool_search")
+            raise _make_not_served_error("tool_search")
         case "function" | "custom" | "tool_search":
             return functions, {"type": "function", "function": {"name": _chosen(choice)}}
         case "allowed_tools":
@@ -113,10 +113,10 @@ def _read_tool_choice(choice: Mapping[str, Any], functions: list[dict[str, Any]]
             left = [tool for tool in functions if tool["function"]["name"] in allowed]
             mode = choice.get("mode") or "auto"
             if mode == "required" and tools and not left:
-                raise _not_served(tools[0].get("type"))
+                raise _make_not_served_error(tools[0].get("type"))
             return left, mode
         case kind:
-            raise _not_served(kind)
+            raise _make_not_served_error(kind)
 
 
 def _chosen(choice: Mapping[str, Any]) -> str:
@@ -128,7 +128,7 @@ def _chosen(choice: Mapping[str, Any]) -> str:
     return function_name(name, choice.get("namespace"))
 
 
-def _not_served(kind: object) -> BadRequest:
+def _make_not_served_error(kind: object) -> BadRequest:
     return BadRequest(
         f"tool_choice demands a tool of type {kind_name(kind)}, which no engine here can serve: "
         "use functions or custom tools, which the client runs",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from proxy.gateway.intake import is_one_request, read_head
 from proxy.listener.connection import FirstProtocol
-from proxy.listener.replies import accepted_id
+from proxy.listener.replies import choose_request_id
 from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class FastConnection(FirstProtocol):
             self._misses += 1
             return False
         self._misses = 0
-        request_id = accepted_id(head.fields.get("x-request-id", ""))
+        request_id = choose_request_id(head.fields.get("x-request-id", ""))
         label = self._intake.dialects[head.path].label
         request.start(self._intake.parts.observers.begin(label, request_id, head.passed_on, since))
         return True

@@ -106,7 +106,7 @@ class RequestParts:
 
     def error_of_exception(self, dialect: Dialect, error: BaseException) -> GatewayError:
         """Log an unexpected error, and return the error for the client."""
-        return replies.unexpected("POST", dialect.path, error)
+        return replies.report_unexpected("POST", dialect.path, error)
 
     def _date_lines(self) -> bytes:
         """Return the header lines `Date` and `Server`."""

@@ -132,7 +132,7 @@ class AiohttpConnection(web.RequestHandler):
         super().data_received(data)
         if self.awaits_request:
             if data and self._front.on_head(self, len(data)) > _MAX_HEAD_BYTES:
-                self.end(malformed("the headers are too long", status=431))
+                self.end(make_malformed_error("the headers are too long", status=431))
         elif self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
             self._asks_for_head = data.startswith(b"HEAD ")
             self._on_unreadable(unreadable(self._messages[-1][0].exc))
@@ -182,7 +182,9 @@ class AiohttpConnection(web.RequestHandler):
             words = self._front.refuse(self, unreadable(exc), request_id)
             asks_for_head = self._asks_for_head
         else:
-            words = replies.closing_error_bytes(replies.unexpected(request.method, request.path, exc), request_id)
+            words = replies.closing_error_bytes(
+                replies.report_unexpected(request.method, request.path, exc), request_id
+            )
         if request.writer.output_size:
             raise ConnectionResetError("a part of another answer is out")
         if asks_for_head:  # its answer is only a head (RFC 9110 9.3.2)
@@ -305,7 +307,7 @@ _is_host: Final = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*").fullmatch  # 
 _CREDENTIALS: Final = (hdrs.AUTHORIZATION, "X-Api-Key", "X-Admin-Key")
 
 
-def malformed(reason: str, status: int = 400) -> GatewayError:
+def make_malformed_error(reason: str, status: int = 400) -> GatewayError:
     """Return the error for a request that is not valid HTTP."""
     return GatewayError(f"the request is not valid HTTP/1.1: {reason}", code=MALFORMED, status=status)
 
@@ -314,15 +316,15 @@ def unreadable(problem: BaseException) -> GatewayError:
     """Return the error for a request that aiohttp could not read."""
     for kind, words in _WORDS:
         if isinstance(problem, kind):
-            return malformed(words, status=431 if kind is LineTooLong else 400)
+            return make_malformed_error(words, status=431 if kind is LineTooLong else 400)
     message = problem.message if isinstance(problem, HttpProcessingError) else ""
     message, separator, _ = message.partition(":\n\n")  # a quotation follows the message of llhttp
     if not separator and not _has_no_quotation(message):
-        return malformed("it cannot be read")
+        return make_malformed_error("it cannot be read")
     reason = " ".join(message.split())
     if reason.startswith("Too many headers"):
-        return malformed(reason, status=431)
-    return malformed(reason, status=505 if reason.endswith("Invalid HTTP version") else 400)
+        return make_malformed_error(reason, status=431)
+    return make_malformed_error(reason, status=505 if reason.endswith("Invalid HTTP version") else 400)
 
 
 def refusal_of(request: web.BaseRequest) -> GatewayError | None:
@@ -330,22 +332,22 @@ def refusal_of(request: web.BaseRequest) -> GatewayError | None:
     headers, version, target = request.headers, request.version, request.raw_path
     coding = headers.get(hdrs.TRANSFER_ENCODING)
     if version not in _VERSIONS:
-        return malformed("the version is not 1.1 or 1.0", status=505)
+        return make_malformed_error("the version is not 1.1 or 1.0", status=505)
     if coding is not None and coding.lower() != "chunked":
         # llhttp accepts any list that ends in chunked, and proxies before the gateway may not.
-        return malformed("the transfer encoding is not chunked", status=501)
+        return make_malformed_error("the transfer encoding is not chunked", status=501)
     if coding is not None and version == HttpVersion10:
-        return malformed("HTTP/1.0 has no transfer encodings")  # RFC 9112 6.1
+        return make_malformed_error("HTTP/1.0 has no transfer encodings")  # RFC 9112 6.1
     if not _is_host(headers.get(hdrs.HOST, "")):
-        return malformed("the Host header is not valid")
+        return make_malformed_error("the Host header is not valid")
     for name in _CREDENTIALS:
         if len(headers.getall(name, ())) > 1:
-            return malformed("it has more than one credential of the same kind")
+            return make_malformed_error("it has more than one credential of the same kind")
     if request.method == hdrs.METH_CONNECT:
         return GatewayError("this gateway does not support CONNECT", code="method_not_allowed", status=405)
     # RFC 9112 3.2.2 has every server accept the absolute form. Only its path counts: no URL is made of the rest.
     if not (target.startswith("/") or target == "*" or target.lower().startswith(("http://", "https://"))):
-        return malformed("the request target is not valid")
+        return make_malformed_error("the request target is not valid")
     if hdrs.EXPECT in headers:  # 100-continue was removed before
         return GatewayError(
             "the only expectation that this gateway meets is 100-continue", code="expectation_failed", status=417

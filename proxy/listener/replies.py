@@ -146,10 +146,10 @@ def response_bytes(response: web.Response, request_id: str, *, closes: bool, mor
 
 def request_id(request: web.BaseRequest) -> str:
     """Return the client's request ID if it is valid, otherwise a new one."""
-    return accepted_id(request.headers.get("X-Request-Id", ""))
+    return choose_request_id(request.headers.get("X-Request-Id", ""))
 
 
-def accepted_id(given: str) -> str:
+def choose_request_id(given: str) -> str:
     """Return the given ID if it is valid, otherwise a new one."""
     return given if given and _is_acceptable_id(given) else new_id()
 
@@ -172,7 +172,7 @@ def count_rejection(metrics: Metrics, error: GatewayError) -> None:
         metrics.rejected_total.labels(reason).inc()
 
 
-def unexpected(method: str, path: str, error: BaseException | None) -> GatewayError:
+def report_unexpected(method: str, path: str, error: BaseException | None) -> GatewayError:
     """Log an unexpected exception with its traceback, and return the error for the client.
 
     The text of the exception is removed, because it may quote the prompt, as that of `int("…")` does.
@@ -220,7 +220,7 @@ class _Replies:
         except Exception as error:
             if isinstance(error, ConnectionError) and _client_has_left(request):
                 return web.Response(status=499)  # the client does not receive it
-            return self._refuse(request, unexpected(request.method, request.path, error))
+            return self._refuse(request, report_unexpected(request.method, request.path, error))
         finally:
             logs.request_id.reset(token)
 

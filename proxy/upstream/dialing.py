@@ -65,7 +65,7 @@ class Dialer:
 
         `seconds` limits each attempt. The caller limits all attempts together.
         """
-        waiting = self._in_order(host, port, addresses)
+        waiting = self._order_addresses(host, port, addresses)
         stagger_seconds = min(_STAGGER_SECONDS, seconds / (len(addresses) + 1))
         racing: dict[asyncio.Task[EngineConnection], str] = {}
         failed: dict[str, OSError] = {}
@@ -97,7 +97,7 @@ class Dialer:
             for task, address in racing.items():
                 self._add_loser(task, host, port, address)
 
-    def _in_order(self, host: str, port: int, addresses: Sequence[str]) -> list[str]:
+    def _order_addresses(self, host: str, port: int, addresses: Sequence[str]) -> list[str]:
         """Return the address that worked last, then the others, with dead ones at the end."""
         worked = self._worked.get((host, port))
         return sorted(addresses, key=lambda address: (address != worked, port in self._dead.get((host, address), ())))

@@ -124,7 +124,7 @@ class Names:
         Raises AddressProblem if the host has no allowed address.
         """
         name = self._get_and_refresh(host)
-        return self._allowed(host, name) if name.addresses else ()
+        return self._find_allowed_addresses(host, name) if name.addresses else ()
 
     def is_former_address(self, host: str, address: str) -> bool:
         """Return whether the name is known to have other addresses now."""
@@ -146,7 +146,7 @@ class Names:
             )  # other callers may wait for it, so it is not cancelled
         if not name.addresses:
             raise AddressProblem(name.problem or "timed out")
-        return self._allowed(host, name)
+        return self._find_allowed_addresses(host, name)
 
     def check(self, address: str) -> None:
         """Raise AddressProblem if no instance may have this address."""
@@ -171,7 +171,7 @@ class Names:
         name = self._names[host] = _Name((host,), due=math.inf) if is_literal(host) else _Name()
         return name
 
-    def _allowed(self, host: str, name: _Name) -> tuple[str, ...]:
+    def _find_allowed_addresses(self, host: str, name: _Name) -> tuple[str, ...]:
         if host in self._configured:
             return name.addresses
         if name.allowed is None:

@@ -83,7 +83,7 @@ class Document:
         except TooManyMembers as error:
             raise InvalidDocument(str(error)) from None
         except NotAnObject:
-            raise _refusal(raw) from None
+            raise _make_unreadable_error(raw) from None
         self._raw = raw
 
     @property
@@ -138,7 +138,7 @@ class Document:
         """Apply `first`, then `second`, as `with_changes` does."""
         if self._spans is not None:
             return self.with_changes({**first, **second})
-        members = self._copied()
+        members = self._copy_values()
         _change(members, first)
         _change(members, second)
         return dumps(members)
@@ -150,7 +150,7 @@ class Document:
         """
         if self._spans is not None:
             return self.with_changes({**changes, name: orjson.Fragment(value)})
-        members = self._copied()
+        members = self._copy_values()
         _change(members, changes)
         members[name] = orjson.Fragment(value)
         return dumps(members)
@@ -161,7 +161,7 @@ class Document:
         `dumps` writes the new values; `orjson.Fragment` inserts bytes. Separators between unchanged neighbours stay.
         """
         if self._spans is None:
-            members = self._copied()
+            members = self._copy_values()
             _change(members, changes)
             return dumps(members)
         source = memoryview(self._raw)
@@ -190,7 +190,7 @@ class Document:
             pieces.append(b"}")
         return b"".join(pieces) if len(source) <= JOINED_BYTES else pieces
 
-    def _copied(self) -> dict[str, Any]:
+    def _copy_values(self) -> dict[str, Any]:
         """Return a copy of the values. Used for objects without `_spans`."""
         values = self.values
         assert isinstance(values, dict)
@@ -222,7 +222,7 @@ def joined(body: Body) -> bytes:
     return body if isinstance(body, bytes) else b"".join(body)
 
 
-def _refusal(raw: bytes | bytearray) -> InvalidDocument:
+def _make_unreadable_error(raw: bytes | bytearray) -> InvalidDocument:
     """Return the error for a body that cannot be read.
 
     It names only the position, because it must not quote the prompt.

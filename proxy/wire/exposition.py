@@ -30,8 +30,8 @@ def parse_prompt_tokens(exposition: bytes) -> PromptTokens | None:
     tokens in `sglang:realtime_tokens_total{mode}`; all other prompt tokens came from a prefiller.
     """
     if b"vllm:" in exposition:
-        return _of_vllm(exposition)
-    return _of_sglang(exposition) if b"sglang:" in exposition else None
+        return _read_vllm_tokens(exposition)
+    return _read_sglang_tokens(exposition) if b"sglang:" in exposition else None
 
 
 def parse_expired_leases(exposition: bytes) -> float | None:
@@ -69,7 +69,7 @@ _WORK: Final = tuple(
 )
 
 
-def _of_vllm(exposition: bytes) -> PromptTokens | None:
+def _read_vllm_tokens(exposition: bytes) -> PromptTokens | None:
     counts = [
         _sum(exposition, b"vllm:prompt_tokens_by_source_total", b'source="%b"' % source)
         for source in (b"external_kv_transfer", b"local_compute", b"local_cache_hit")
@@ -84,7 +84,7 @@ def _of_vllm(exposition: bytes) -> PromptTokens | None:
     return PromptTokens(transferred, max(0.0, all_tokens - transferred - cached), cached)
 
 
-def _of_sglang(exposition: bytes) -> PromptTokens | None:
+def _read_sglang_tokens(exposition: bytes) -> PromptTokens | None:
     all_tokens = _sum(exposition, b"sglang:prompt_tokens_total")
     computed = _sum(exposition, b"sglang:realtime_tokens_total", b'mode="prefill_compute"')
     decoded = _sum(exposition, b"sglang:realtime_tokens_total", b'mode="decode"')

@@ -161,7 +161,7 @@ def parse_like_python(raw: bytes | bytearray) -> tuple[dict[str, Any], Spans]:
         check_depth(values)
     except (ValueError, IndexError, RecursionError):
         raise NotAnObject from None
-    return values, spans if len(text) == len(raw) else _in_bytes(spans, text)
+    return values, spans if len(text) == len(raw) else _to_byte_positions(spans, text)
 
 
 def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
@@ -176,12 +176,12 @@ def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
         if not isinstance(name, str):
             raise ValueError("a name is not a string")
         if name in values:
-            raise _named_twice()
+            raise _make_repeated_name_error()
         start = _expect(":", text, end)
         values[name], end = _value_at(text, start)
         spans[name] = key, start, end
         if len(spans) > _MAX_MEMBERS:
-            raise _too_many()
+            raise _make_too_many_error()
         at = _skip(text, end)
         closes = text[at] == "}"
         if not closes:
@@ -205,7 +205,7 @@ def _skip(text: str, at: int) -> int:
     return at if found is None else found.end()
 
 
-def _in_bytes(spans: Spans, text: str) -> Spans:
+def _to_byte_positions(spans: Spans, text: str) -> Spans:
     """Convert positions in a text to positions in its UTF-8 bytes."""
     found: dict[str, tuple[int, int, int]] = {}
     at = size = 0
@@ -241,7 +241,7 @@ def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
     key, and the object must end after the last one. This holds only if no name is repeated.
     """
     if len(members) > _MAX_MEMBERS:
-        raise _too_many()
+        raise _make_too_many_error()
     spans: dict[str, tuple[int, int, int]] = {}
     end = 0
     to_value, stands_at = _TO_VALUE.match, raw.startswith
@@ -249,11 +249,11 @@ def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
         found = to_value(raw, end)
         key, start = _to_value_behind_escapes(raw, end, name) if found is None else found.span(1)
         if not stands_at(value, start):
-            raise _named_twice()
+            raise _make_repeated_name_error()
         end = start + len(value)
         spans[name] = key, start, end
     if raw[end:].strip(b" \t\r\n,{") != b"}":
-        raise _named_twice()
+        raise _make_repeated_name_error()
     return spans
 
 
@@ -263,7 +263,7 @@ def _to_value_behind_escapes(raw: bytes | bytearray, position: int, name: str) -
     spelled = without_escapes(bytes(raw[key : key + 2 + _MAX_SPELLING_BYTES * len(name)]))
     key_end = spelled.find(b'"', 1)
     if key_end < 0 or not spelled.startswith(b'"'):
-        raise _named_twice()
+        raise _make_repeated_name_error()
     return key, _end(_BEHIND_KEY, raw, key + key_end + 1)
 
 
@@ -273,11 +273,11 @@ def _end(pattern: re.Pattern[bytes], raw: bytes | bytearray, position: int) -> i
     return found.end()
 
 
-def _too_many() -> TooManyMembers:
+def _make_too_many_error() -> TooManyMembers:
     return TooManyMembers(f"the body has more than {_MAX_MEMBERS} members")
 
 
-def _named_twice() -> TooManyMembers:
+def _make_repeated_name_error() -> TooManyMembers:
     return TooManyMembers("the body names a member twice")
 
 

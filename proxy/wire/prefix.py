@@ -120,10 +120,10 @@ class Prompt:
     def keys(self) -> PrefixKeys:
         """The keys of the prompt's prefixes. Computing them takes about 20 µs for 64 KiB of text."""
         if self._keys is None:
-            self._keys = self._computed()
+            self._keys = self._compute_keys()
         return self._keys
 
-    def _computed(self) -> PrefixKeys:
+    def _compute_keys(self) -> PrefixKeys:
         texts = self._texts()
         if not texts:
             return NO_KEYS

@@ -215,11 +215,11 @@ class PrefilledParts:
                 merged[name] = first + second
         first, second = self._meta.get("routed_experts"), meta.get("routed_experts")
         if isinstance(first, str) and isinstance(second, str):
-            merged["routed_experts"] = _joined_experts(first, second)
+            merged["routed_experts"] = _join_experts(first, second)
         return {**payload, "meta_info": {**meta, **merged}}
 
 
-def _joined_experts(of_prompt: str, of_all: str) -> str:
+def _join_experts(of_prompt: str, of_all: str) -> str:
     """Return the experts of a prompt, followed by the experts of its answer.
 
     If a text is not base64, it is returned unchanged.

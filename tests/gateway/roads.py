@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.gateway import fast_connection as connection
-from proxy.listener.replies import accepted_id
+from proxy.listener.replies import choose_request_id
 from tests.recorded.conversation import Conversation
 from tests.recorded.course import course
 
@@ -28,9 +28,9 @@ class Roads:
 
         def counted(given: str) -> str:
             self._fast += 1
-            return accepted_id(given)
+            return choose_request_id(given)
 
-        monkeypatch.setattr(connection, "accepted_id", counted)  # the first that is done when one has begun
+        monkeypatch.setattr(connection, "choose_request_id", counted)  # the first that is done when one has begun
 
     async def take(self, talk: Talk, *, is_fast: int | None = None, settings: dict[str, Any], **fields: Any) -> None:
         """Have a conversation on both roads, and compare the courses and the log.

@@ -35,7 +35,7 @@ class Endpoint:
     """Whether a stream's status line waits for its first token (SGLang `_handle_streaming_request`)."""
 
 
-def _of_vllm(error: EngineError) -> dict[str, Any]:
+def _make_vllm_error_body(error: EngineError) -> dict[str, Any]:
     return error.body()
 
 
@@ -52,7 +52,7 @@ def _native(error: EngineError) -> dict[str, Any]:
     return {"error": told}
 
 
-def _aborted(error: EngineError, answer_id: str) -> dict[str, Any]:
+def _make_abort_event(error: EngineError, answer_id: str) -> dict[str, Any]:
     reason = {"type": "abort", "message": error.message, "status_code": error.status, "err_type": error.kind}
     return {"text": "", "output_ids": [], "meta_info": {"id": answer_id, "finish_reason": reason}}
 
@@ -62,14 +62,14 @@ _VLLM: Final[dict[str, Endpoint]] = {
         read=partial(read_ask, is_chat=True),
         answer=ChatAnswer,
         id_prefix="chatcmpl-",
-        refusal=_of_vllm,
+        refusal=_make_vllm_error_body,
         error_event=lambda error, _: error.body(),
     ),
     "/v1/completions": Endpoint(
         read=partial(read_ask, is_chat=False),
         answer=CompletionAnswer,
         id_prefix="cmpl-",
-        refusal=_of_vllm,
+        refusal=_make_vllm_error_body,
         error_event=lambda error, _: error.body(),
     ),
 }
@@ -88,7 +88,7 @@ _SGLANG: Final[dict[str, Endpoint]] = {
         error_event=lambda error, _: {"error": flat(error)},
         opens_late=True,
     ),
-    "/generate": Endpoint(read=read_generate, answer=GenerateAnswer, refusal=_native, error_event=_aborted),
+    "/generate": Endpoint(read=read_generate, answer=GenerateAnswer, refusal=_native, error_event=_make_abort_event),
 }
 
 

@@ -119,7 +119,7 @@ class Generation:
                 if first_only and sequence.index:
                     self._prefill(sequence)
                 else:
-                    sequence.on_admitted = partial(self._admitted, sequence, arrivals)
+                    sequence.on_admitted = partial(self._on_admitted, sequence, arrivals)
             for sequence in self.sequences:
                 self._core.scheduler.submit(sequence)
             try:
@@ -131,7 +131,7 @@ class Generation:
                 for task in self._arriving:
                     task.cancel()
 
-    def _admitted(self, sequence: TokenSequence, arrivals: asyncio.TaskGroup) -> None:
+    def _on_admitted(self, sequence: TokenSequence, arrivals: asyncio.TaskGroup) -> None:
         arrive = self._fetch if self._leg is Leg.DECODE else self._meet
         self._arriving.append(arrivals.create_task(arrive(sequence)))
 
@@ -172,7 +172,7 @@ class Generation:
             prompt,
             ask,
             GarbageWriter() if is_garbage else writer,
-            self._emitted,
+            self._on_emitted,
             max_tokens=min(limit, options.max_model_len - len(prompt)),
             stream_interval=options.stream_interval,
             ends_at_once=options.first_token_eos,
@@ -223,7 +223,7 @@ class Generation:
             self._core.state.prompt_tokens += len(sequence.prompt)
         self._core.scheduler.begin(sequence)
 
-    def _emitted(self, delta: Delta) -> None:
+    def _on_emitted(self, delta: Delta) -> None:
         if not self._first_token_at > self._queued_at:
             self._first_token_at = asyncio.get_running_loop().time()
         self._core.state.recomputed += delta.stop_reason == "recomputed"

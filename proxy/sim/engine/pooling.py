@@ -40,19 +40,19 @@ class PoolingRoutes:
         self._core = core
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/v1/embeddings", self._answering(self._embed))]
+        return [web.post("/v1/embeddings", self._make_handler(self._embed))]
 
     def routes_of_vllm(self) -> list[web.RouteDef]:
         """Return the routes that only vLLM has, or that have another form in SGLang."""
-        score, rerank = self._answering(self._score), self._answering(self._rerank)
+        score, rerank = self._make_handler(self._score), self._make_handler(self._rerank)
         return [
-            web.post("/pooling", self._answering(self._pool)),
-            web.post("/classify", self._answering(self._classify)),
+            web.post("/pooling", self._make_handler(self._pool)),
+            web.post("/classify", self._make_handler(self._classify)),
             *(web.post(path, score) for path in ("/score", "/v1/score")),
             *(web.post(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         ]
 
-    def _answering(
+    def _make_handler(
         self, make: Callable[[Mapping[str, Any]], _Answer]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def answer(request: web.Request) -> web.Response:
@@ -85,7 +85,7 @@ class PoolingRoutes:
             raise _invalid("Input should be 'float' or 'base64'", "body.encoding_format")
         prompts = self._prompts(body, body.get("input"))
         data = [
-            {"index": index, "object": kind, member: _encoded(embedding(prompt), encoding)}
+            {"index": index, "object": kind, member: _encode_vector(embedding(prompt), encoding)}
             for index, prompt in enumerate(prompts)
         ]
         return prefix, {"data": data}, sum(map(len, prompts))
@@ -147,7 +147,7 @@ def embedding(prompt: list[int]) -> list[float]:
     return [crc32(bytes((index,)), seed) / 2**31 - 1.0 for index in range(_WIDTH)]
 
 
-def _encoded(vector: list[float], encoding: str) -> list[float] | str:
+def _encode_vector(vector: list[float], encoding: str) -> list[float] | str:
     """Return a vector as numbers, or as base64 of its 32-bit floats in little-endian order."""
     return vector if encoding == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 

@@ -55,7 +55,7 @@ class GenerationRoutes:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post(path, partial(self._counted, endpoint=endpoint))
+            web.post(path, partial(self._count_live_request, endpoint=endpoint))
             for path, endpoint in endpoints(self._core.options.profile).items()
         ]
 
@@ -76,7 +76,7 @@ class GenerationRoutes:
         for generation in list(self._generations.values()):
             generation.fail()
 
-    async def _counted(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
+    async def _count_live_request(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
         """Count a request as live until its answer has ended in any way."""
         state = self._core.state
         body, body_bytes = await read_json(request)
@@ -105,7 +105,7 @@ class GenerationRoutes:
             return refused
         if request.transport is not None:
             self._served.add(request.transport)
-        if (reason := self._at_capacity()) is not None:
+        if (reason := self._find_capacity_error()) is not None:
             core.state.refused += 1
             return refusal(reason, endpoint)
         try:
@@ -133,7 +133,7 @@ class GenerationRoutes:
         finally:
             self._live_ids.discard(answer_id)
 
-    def _at_capacity(self) -> EngineError | None:
+    def _find_capacity_error(self) -> EngineError | None:
         """Return the error for a request beyond the engine's capacity; None if the engine accepts a request now."""
         most = self._core.options.max_num_queued_reqs
         if self._core.faults.has("paused"):

@@ -183,7 +183,7 @@ class Batch:
 
     def _begin(self, now: float) -> None:
         preemptions = self.preemptions
-        decoding = self._with_room()
+        decoding = self._make_room()
         self._grow(decoding, 1)
         is_short = self.preemptions > preemptions
         if not is_short:
@@ -222,7 +222,7 @@ class Batch:
             else:
                 work.cached_tokens = work.computed
 
-    def _with_room(self) -> list[Work]:
+    def _make_room(self) -> list[Work]:
         """Return the decoding sequences that have a block for their next token.
 
         Preempts other sequences if necessary.

@@ -91,18 +91,18 @@ class _Maker:
             return _pick(schema["enum"], seed)
         if "$ref" in schema:
             rest = {name: value for name, value in schema.items() if name != "$ref"}
-            return self.make(self._merged([self._target(schema["$ref"]), rest]), seed, depth + 1)
+            return self.make(self._merge([self._target(schema["$ref"]), rest]), seed, depth + 1)
         if "allOf" in schema:
             rest = {name: value for name, value in schema.items() if name != "allOf"}
-            return self.make(self._merged([*schema["allOf"], rest]), seed, depth + 1)
+            return self.make(self._merge([*schema["allOf"], rest]), seed, depth + 1)
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 rest = {other: value for other, value in schema.items() if other != name}
-                return self.make(self._merged([self._option(schema[name], seed, depth), rest]), seed, depth + 1)
+                return self.make(self._merge([self._option(schema[name], seed, depth), rest]), seed, depth + 1)
         return self._typed(schema, seed, depth)
 
     def _typed(self, schema: dict[str, Any], seed: int, depth: int) -> Any:
-        kind = schema.get("type") or _implied(schema)
+        kind = schema.get("type") or _implied_type(schema)
         if isinstance(kind, list):
             kind = "null" if depth > _SHALLOW and "null" in kind else _pick(kind, seed)
         match kind:
@@ -167,13 +167,13 @@ class _Maker:
             found = found[name]
         return found
 
-    def _merged(self, schemas: list[Schema]) -> Schema:
+    def _merge(self, schemas: list[Schema]) -> Schema:
         """Return a schema with the requirements of all schemas. Of conflicting requirements, only one is kept."""
         merged: dict[str, Any] = {}
         for schema in schemas:
             if schema is False:
                 return False
-            for name, value in ({} if schema is True else self._resolved(schema)).items():
+            for name, value in ({} if schema is True else self._resolve(schema)).items():
                 if name == "properties":
                     value = {**merged.get(name, {}), **value}
                 elif name == "required":
@@ -181,7 +181,7 @@ class _Maker:
                 merged[name] = value
         return merged
 
-    def _resolved(self, schema: Any) -> dict[str, Any]:
+    def _resolve(self, schema: Any) -> dict[str, Any]:
         for _ in range(_DEEPEST):
             if not isinstance(schema, dict):
                 break
@@ -193,7 +193,7 @@ class _Maker:
         raise Unsupported("a part of the schema is no schema")
 
 
-def _implied(schema: dict[str, Any]) -> str:
+def _implied_type(schema: dict[str, Any]) -> str:
     """Return the type that a schema without `type` implies."""
     if {"properties", "required", "additionalProperties"} & schema.keys():
         return "object"

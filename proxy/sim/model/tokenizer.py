@@ -88,13 +88,13 @@ class Detokenizer:
 
     def feed(self, token: int) -> str:
         if token < 256:
-            return self._spaced(self._decoder.decode(bytes((token,))), is_marker=False)
+            return self._add_spaces(self._decoder.decode(bytes((token,))), is_marker=False)
         # A marker in the middle of a character ends it, broken.
         broken = self._decoder.decode(b"", True)
         self._decoder.reset()
-        return broken + self._spaced(MARKERS.get(token, ""), is_marker=True) if self._keep_markers else broken
+        return broken + self._add_spaces(MARKERS.get(token, ""), is_marker=True) if self._keep_markers else broken
 
-    def _spaced(self, text: str, *, is_marker: bool) -> str:
+    def _add_spaces(self, text: str, *, is_marker: bool) -> str:
         if not self._is_spaced or not text:
             return text
         text = f" {text}" if is_marker or self._was_marker else text
