@@ -75,11 +75,11 @@ class LocalKv:
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
 
-    def arrived(self) -> None:
+    def note_arrived(self) -> None:
         """Record the engine's first output. May be called again."""
         self._lease.confirm()
 
-    def lost(self) -> None:
+    def note_lost(self) -> None:
         """Do nothing. Called when the engine gave up before its first output; there is no KV cache to release."""
 
 
@@ -160,7 +160,7 @@ class KvHandoff:
         if self.state is _COMPUTING:
             self.state = _HELD
 
-    def arrived(self) -> None:
+    def note_arrived(self) -> None:
         """Record the decoder's first output: the KV cache has arrived. May be called again."""
         if self.state in _SETTLED:
             return
@@ -199,7 +199,7 @@ class KvHandoff:
             tokens = timeline.usage.prompt_tokens or self._call.prompt_tokens
             self._context.pools.handoffs.note(prefiller, decoder, tokens, began, now)
 
-    def lost(self) -> None:
+    def note_lost(self) -> None:
         """Record that the decoder gave up before its first output. May be called again."""
         if self.is_settled:
             return

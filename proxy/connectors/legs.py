@@ -35,11 +35,11 @@ address accepts only 0.
 class Handoff(Protocol):
     """Receives the outcome of the handoff of an attempt's KV cache."""
 
-    def arrived(self) -> None:
-        """See Attempt.kv_arrived. May be called again."""
+    def note_arrived(self) -> None:
+        """See Attempt.note_kv_arrived. May be called again."""
 
-    def lost(self) -> None:
-        """See Attempt.kv_lost. May be called again."""
+    def note_lost(self) -> None:
+        """See Attempt.note_kv_lost. May be called again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,19 +82,19 @@ class Attempt:
         if not self.has_kv_from_prefiller:
             self.timeline.usage.add_prompt(usage)
 
-    def kv_arrived(self) -> None:
+    def note_kv_arrived(self) -> None:
         """Record the decoder's first output. It shows that the prefiller no longer has to keep the KV cache.
 
         May be called again, by the next reader of the same stream.
         """
-        self.handoff.arrived()
+        self.handoff.note_arrived()
         stages = self.timeline.stages
         if not stages or stages[-1] is not _STREAM:
             self.timeline.enter(_STREAM)
 
-    def kv_lost(self) -> None:
+    def note_kv_lost(self) -> None:
         """Record that the decoder gave up before its first output. It may have failed to fetch the KV cache."""
-        self.handoff.lost()
+        self.handoff.note_lost()
         self.timeline.enter(_STREAM)
 
 

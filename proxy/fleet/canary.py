@@ -332,7 +332,7 @@ class _AnswerReader:
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._attempt.kv_arrived()
+            self._attempt.note_kv_arrived()
 
     def _take_payload(self, payload: dict[str, Any]) -> None:
         for choice in payload["choices"]:
@@ -348,7 +348,7 @@ class _AnswerReader:
                 self._completion.set_result(None)
             return
         if not self._has_begun:
-            self._attempt.kv_lost()
+            self._attempt.note_kv_lost()
         # vLLM 0.18 to 0.30 ends a stream like this if the request was preempted before its first token, or if the
         # decoder could not load the KV cache.
         self._fail(

@@ -209,7 +209,7 @@ class EngineBody(Answer):
         if self._error is not None:
             raise self._error
         dialect, response, raw = self._dialect, attempt.response, self._raw
-        attempt.kv_arrived()
+        attempt.note_kv_arrived()
         if len(raw) > SHORT_BYTES and dialect.speaks_as_engines:
             self._answer = parse_answer(LongAnswer, response, raw)
         else:

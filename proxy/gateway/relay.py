@@ -371,14 +371,14 @@ class Relay:
             return fail(Failure.BROKEN, "the stream ended without a finish reason")
         if not self._opened:
             self._opened = True
-            self._attempt.kv_lost()
+            self._attempt.note_kv_lost()
         # vLLM 0.18 to 0.30 end a request so if it was preempted before its first token or could not load its KV cache.
         return fail(Failure.RECOMPUTED, "the stream ended before its first token")
 
     def _open(self) -> None:
         """Record that the decoder has begun to answer."""
         self._opened = True
-        self._attempt.kv_arrived()
+        self._attempt.note_kv_arrived()
         self._attempt.response.limit_silence(self._idle_seconds, True)
         if self._owner is not None:
             self._owner.on_first_output()

@@ -152,7 +152,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(start: Start) -> 
     call = a_call(pushing, prompt_token_ids=orjson.Fragment(b"[1, 2]"))
     async with pushing.connector.open(call, call.pick_request(), Timeline()) as attempt:
         await attempt.response.read()
-        attempt.kv_arrived()
+        attempt.note_kv_arrived()
     theirs = callback(engine_id(decoder.received[0]))
     assert body_of(prefiller)["kv_transfer_params"] == {**theirs, "prompt_token_ids": [1, 2]}
     assert body_of(decoder)["kv_transfer_params"]["prompt_token_ids"] == [1, 2]

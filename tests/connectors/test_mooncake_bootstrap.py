@@ -164,7 +164,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(deploy: Deploy, b
     )
     async with both.gateway.worker.service._parts.connector.open(call, call.pick_request(), Timeline()) as attempt:
         await attempt.response.read()
-        attempt.kv_arrived()
+        attempt.note_kv_arrived()
         assert attempt.first_token_seconds is not None  # the prefill is part of it
         assert attempt.first_token_seconds > both.gateway.worker.settings.timeouts.first_token_seconds
     for engine in (both.prefiller, both.decoder):

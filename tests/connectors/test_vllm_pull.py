@@ -254,7 +254,7 @@ async def opened(gateway: Deployment, call: Call, prefer: Backend | None = None)
     """Run one attempt of the connector alone, read its answer, and report its KV as arrived."""
     async with gateway.worker.service._parts.connector.open(call, call.pick_request((), prefer), Timeline()) as attempt:
         await attempt.response.read()
-        attempt.kv_arrived()
+        attempt.note_kv_arrived()
         yield attempt
 
 

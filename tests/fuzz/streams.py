@@ -91,10 +91,10 @@ async def _outcomes(kind: int, cuts: list[list[bytes]]) -> list[tuple[bytes, str
 
 
 class NoHandoff:
-    def arrived(self) -> None:
+    def note_arrived(self) -> None:
         """There is no prefiller."""
 
-    def lost(self) -> None:
+    def note_lost(self) -> None:
         """There is no prefiller."""
 
 
