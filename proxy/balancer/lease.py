@@ -72,7 +72,7 @@ class Lease:
     def __enter__(self) -> Self:
         """Pick a backend and charge it. Raises NoBackendAvailable."""
         if self._is_entered:
-            raise RuntimeError("a lease is entered once; ask the pool for a new one")
+            raise RuntimeError("a lease can be entered only once: ask the pool for a new one")
         if self._has_outcome:
             pick, self._trial = self._pool.take(self._request)
         else:

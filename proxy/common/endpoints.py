@@ -190,7 +190,7 @@ def _bootstrap_port(word: str) -> int | None:
     if word.lower() == "none":
         return None
     if not re.fullmatch(r"[0-9]{1,5}", word) or not 1 <= int(word) <= 65535:
-        raise ValueError(f"{word!r} is not a bootstrap port: it is a number from 1 to 65535, or none")
+        raise ValueError(f"{word!r} is not a bootstrap port: it must be a number from 1 to 65535, or none")
     return int(word)
 
 

@@ -215,7 +215,9 @@ async def _read(request: web.Request) -> bytes:
         async with asyncio.timeout(_BODY_SECONDS):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise GatewayError("the body is longer than any callback", code="request_too_large", status=413) from None
+        raise GatewayError(
+            "the body is longer than the longest callback", code="request_too_large", status=413
+        ) from None
     except TimeoutError:
         raise GatewayError("the body of the request did not arrive in time", code="slow_body", status=408) from None
 

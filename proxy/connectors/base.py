@@ -219,7 +219,7 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
         raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
     for choice in answer.choices:
         if is_given_up(choice.finish_reason):
-            raise response.fail(Failure.ABORTED, "stopped working on the prompt")
+            raise response.fail(Failure.ABORTED, "aborted the prefill")
     return answer
 
 
@@ -255,7 +255,7 @@ def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body
 
 def _check_elements(response: EngineResponse, body: bytes) -> None:
     if len(body) > LONG_BYTES and is_heavier(body, MAX_ANSWER_ELEMENTS):
-        raise response.fail(Failure.BAD_ANSWER, "the answer has more elements than any engine's")
+        raise response.fail(Failure.BAD_ANSWER, "the answer has more elements than any engine sends")
 
 
 def _no_object(response: EngineResponse) -> UpstreamError:

@@ -51,20 +51,20 @@ def parse_engines(answer: bytes) -> Engines:
     """
     entries = orjson.loads(answer)
     if not isinstance(entries, dict) or len(entries) > _MAX_RANKS:
-        raise ValueError("not an object of engines by rank")
+        raise ValueError("the value is not an object of engines by rank")
     return tuple(sorted((_rank(rank), _engine_id(entry)) for rank, entry in entries.items()))
 
 
 def _rank(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 4):
-        raise ValueError("not the number of a rank")
+        raise ValueError("the value is not the number of a rank")
     return int(key)
 
 
 def _engine_id(entry: Any) -> str:
     engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
     if not isinstance(engine_id, str) or not 0 < len(engine_id) <= 256:
-        raise ValueError("not the id of an engine")
+        raise ValueError("the value is not the id of an engine")
     return engine_id
 
 

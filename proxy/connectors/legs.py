@@ -176,7 +176,7 @@ if TYPE_CHECKING:
 def finish(legs: Legs) -> None:
     """End an attempt whose answer was received completely."""
     if next(legs, None) is not None:  # so no exception is made and caught
-        raise RuntimeError("an attempt goes on behind its answer")
+        raise RuntimeError("an attempt continued after its answer")
 
 
 def fail(legs: Legs, error: BaseException) -> None:
@@ -185,7 +185,7 @@ def fail(legs: Legs, error: BaseException) -> None:
         legs.throw(error)
     except StopIteration:
         raise error from None
-    raise RuntimeError("an attempt goes on behind its failure")
+    raise RuntimeError("an attempt continued after its failure")
 
 
 @dataclass(slots=True)

@@ -169,7 +169,7 @@ class _Legs:
             raise refusal(response, answer)
         if (error := error_in_answer(answer)) is not None:
             if error.is_wish:
-                raise response.fail(Failure.ABORTED, "stopped working on the prompt")
+                raise response.fail(Failure.ABORTED, "aborted the prefill")
             raise response.refuse("reported an error in its answer", error.status, error.body, ERROR_HEADERS)
         self.answer = answer
         self.at_work.discard(self.prefiller)

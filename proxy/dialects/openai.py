@@ -104,7 +104,7 @@ class OpenAi(Dialect):
             if not choice.get("finish_reason"):
                 raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
             if is_given_up(choice["finish_reason"]):
-                raise response.fail(Failure.ABORTED, "stopped working on the answer")
+                raise response.fail(Failure.ABORTED, "aborted the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
         """Return the member `usage` of an answer."""

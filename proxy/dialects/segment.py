@@ -44,7 +44,7 @@ class Meaning(Enum):
     RECOMPUTED = auto()
     """The decoder gave up and asks for a new prefill. The answer is not finished, even if it has a `finish_reason`."""
     ABORTED = auto()
-    """The decoder stopped working on the answer, because it is being stopped or paused."""
+    """The decoder aborted the answer, because it is being stopped or paused."""
     MALFORMED = auto()
     """Data that cannot be parsed. It may have contained a part of the answer."""
 

@@ -105,7 +105,7 @@ class SglangGenerate(Dialect):
         if finish is None:
             raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
         if is_given_up(finish):
-            raise response.fail(Failure.ABORTED, "stopped working on the answer")
+            raise response.fail(Failure.ABORTED, "aborted the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
         """Return the token counts in `meta_info` in the form of a usage."""

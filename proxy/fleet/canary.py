@@ -313,7 +313,7 @@ class _AnswerReader:
                     self.is_preempted = True
                     self._fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
                 case Meaning.ABORTED:
-                    self._fail(Failure.ABORTED, "stopped working on the answer")
+                    self._fail(Failure.ABORTED, "aborted the answer")
                 case Meaning.ERROR:
                     self._fail(Failure.BROKEN, "reported an error in its stream")
                 case Meaning.DONE:

@@ -225,7 +225,7 @@ class AttemptLoop:
         if was_held and not await self._permit.acquire(self._settings.resume.deadline_seconds):
             assert self._last_error is not None
             self._metrics.retry_budget_exhausted_total.inc()
-            raise self._resuming.given_up_error(self._last_error, "the retry budget had no place for it in time")
+            raise self._resuming.given_up_error(self._last_error, "the retry budget did not admit it in time")
         return avoid
 
     async def _handle_failure(self, error: UpstreamError) -> bool:
@@ -262,7 +262,7 @@ class AttemptLoop:
         self._call = resumption.call
         if not await self._permit.acquire(self._settings.resume.deadline_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
-            raise resuming.given_up_error(error, "the retry budget had no place for it in time")
+            raise resuming.given_up_error(error, "the retry budget did not admit it in time")
         if resuming.count > 1:
             self._timeline.leave()
             await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.count - 1))

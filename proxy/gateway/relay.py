@@ -343,7 +343,7 @@ class Relay:
         elif meaning is ABORTED:
             if self._opened or not segment.is_mute:
                 part = self._read_last_chunk()
-            aborted = attempt.response.fail(Failure.ABORTED, "stopped working on the answer")
+            aborted = attempt.response.fail(Failure.ABORTED, "aborted the answer")
             self._end(None if delivery.is_stopped else aborted)
         else:
             if meaning is MALFORMED:

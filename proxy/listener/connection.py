@@ -186,7 +186,7 @@ class AiohttpConnection(web.RequestHandler):
                 replies.report_unexpected(request.method, request.path, exc), request_id
             )
         if request.writer.output_size:
-            raise ConnectionResetError("a part of another answer is out")
+            raise ConnectionResetError("a part of another answer has been sent")
         if asks_for_head:  # its answer is only a head (RFC 9110 9.3.2)
             head, blank, _ = words.partition(b"\r\n\r\n")
             words = head + blank

@@ -115,7 +115,7 @@ class MetricRow(Generic[_Kind]):
 
         Instances have the metric as an attribute, which takes precedence.
         """
-        raise AttributeError(f"{owner.__name__}.{self.name} is not made yet")
+        raise AttributeError(f"{owner.__name__}.{self.name} is not created yet")
 
     def make(self, registry: CollectorRegistry) -> _Kind:
         """Create the metric, with its known series."""

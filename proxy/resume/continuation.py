@@ -90,7 +90,7 @@ def from_tokens(
         changes["prompt"] = orjson.Fragment(prompt_ids)
         if call.api is Api.CHAT:
             if left is None and room is None:
-                raise CannotResume("no engine told how long a sequence may be")
+                raise CannotResume("no engine has reported its maximum sequence length")
             changes.update(situation.engine.as_completion(call, situation.chat_sampling))
             reads_markers = parser is not None and parser.reads_markers
             changes.update(as_completion(call, room if left is None else left, reads_markers=reads_markers))

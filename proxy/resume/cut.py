@@ -122,7 +122,7 @@ def text_of(transcript: Transcript, kept: int, begin: int = 0, hidden: Collectio
         ids = array(ids.typecode, [token for token in ids if token not in hidden])
     text = (yield ids) if ids else ""
     if text is None:
-        raise CannotResume("no engine told the text of the answer's token ids")
+        raise CannotResume("no engine detokenized the answer's token ids")
     return text
 
 
@@ -160,5 +160,5 @@ def prompt_tail(transcript: Transcript) -> Steps[str]:
     assert transcript.prompt_ids is not None
     tail = yield orjson.loads(transcript.prompt_ids)[-PROMPT_TAIL_TOKENS:]
     if tail is None:
-        raise CannotResume("no engine told the text of the prompt's token ids")
+        raise CannotResume("no engine detokenized the prompt's token ids")
     return tail

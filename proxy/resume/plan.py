@@ -59,7 +59,7 @@ def plan(situation: Situation) -> Steps[Resumption]:
 def _continue(situation: Situation) -> Steps[Resumption]:
     call, transcript, is_structured = situation.call, situation.transcript, situation.engine.is_structured
     if transcript.prompt_ids is None or not transcript.ids:
-        raise CannotResume("the engine does not tell token ids")
+        raise CannotResume("the engine does not report token ids")
     if call.values.get("prompt_embeds") is not None:
         raise CannotResume("the prompt has no token ids")
     if (why := situation.engine.reason_inexact(call)) is not None:
@@ -121,7 +121,7 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
     while (text := (yield from text_of(transcript, kept))).endswith(UNFINISHED):
         kept -= 1
         if kept < max(0, len(transcript.ids) - _MAX_BYTES_OF_CHARACTER):
-            raise CannotResume("the answer's token ids end in something that is no text")
+            raise CannotResume("the answer's token ids end in bytes that are not text")
     begins_in_reasoning = transcript.began_in_reasoning if transcript.has_text else opens_reasoning
     try:
         if opens_reasoning and not begins_in_reasoning and not transcript.tools:

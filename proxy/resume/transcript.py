@@ -143,7 +143,7 @@ class Transcript:
             except (AttributeError, UnicodeEncodeError):
                 self._content += utf8(text_of(text, "text"))
         elif delta.__class__ is not dict:  # to ask isinstance would be a call for each token
-            raise UnreadableMember("delta is no object")
+            raise UnreadableMember("delta is not an object")
         elif not self._take_delta(delta, before):
             return False
         self._chunk_start = before

@@ -43,7 +43,7 @@ def parse_dns_name(text: str) -> DnsName:
         return DnsName(plain_host(service), None, bootstrap_port, models, service != name)
     endpoints = parse_endpoints(where)
     if is_literal(endpoints[0].host):
-        raise ValueError(f"{text!r} is an address and no name to look up")
+        raise ValueError(f"{text!r} is an IP address, not a DNS name")
     ports = tuple(one.port for one in endpoints)
     return DnsName(endpoints[0].host, ports, endpoints[0].bootstrap_port, models, endpoints[0].tls)
 
@@ -272,7 +272,7 @@ def _store_url(url: str | None) -> str | None:
     if not is_right:
         raise ValueError("must be a URL like redis://10.0.0.9:6379/0, rediss://… for TLS, or unix:///path")
     if password is not None:
-        raise ValueError("must hold no password: that is replicas.password, or in replicas.password_file")
+        raise ValueError("must not contain a password: set replicas.password or replicas.password_file")
     return url
 
 

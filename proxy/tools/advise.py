@@ -140,9 +140,9 @@ def read(at: float, expositions: Iterable[str]) -> Sample:
                 for each in family.samples:
                     seen |= _take(sample, each.name, each.labels, each.value)
         except ValueError as error:
-            raise Unknown(f"these are no metrics: {error}") from None
+            raise Unknown(f"the metrics cannot be parsed: {error}") from None
         if not seen:
-            raise Unknown("these are no metrics of pdproxy's")
+            raise Unknown("these are not metrics of pdproxy")
     return sample
 
 
@@ -197,7 +197,7 @@ def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full:
     first, last = samples[0], samples[-1]
     prefillers, decoders = (len(last.healthy[role]) for role in ("prefill", "decode"))
     if not prefillers or not decoders:
-        raise Unknown("there are not both a healthy prefiller and a healthy decoder")
+        raise Unknown("there is no healthy prefiller, or no healthy decoder")
     seconds, tokens = last.at - first.at, last.tokens - first.tokens
     if tokens <= 0 or seconds <= 0:
         raise Unknown("no answer ended in this time; watch for longer, while there is load")
@@ -305,7 +305,7 @@ def _samples(urls: Sequence[str], seconds: float, tls: ssl.SSLContext) -> list[S
 
 def _get(opener: urllib.request.OpenerDirector, url: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise SettingsError(f"--metrics: {url} is no URL; say http://gateway:1999/metrics")
+        raise SettingsError(f"--metrics: {url} is not a URL: use one such as http://gateway:1999/metrics")
     try:
         with opener.open(url, timeout=_TIMEOUT_SECONDS) as answer:
             return str(answer.read(_MOST_BYTES).decode(errors="replace"))

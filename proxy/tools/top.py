@@ -417,11 +417,11 @@ def _scrape(place: _Place) -> Scrape:
     except blocking_http.HttpRequestError as error:
         raise _NoMetrics(f"{host} port {port} does not answer: {error}") from None
     if answer.status != 200:
-        raise _NoMetrics(f"{host} port {port} answered /metrics with status {answer.status}: it is no gateway's")
+        raise _NoMetrics(f"{host} port {port} answered /metrics with status {answer.status}: it is not a gateway")
     try:
         return Scrape.of(answer.body.decode(), time.monotonic())
     except ValueError:
-        raise _NoMetrics(f"{host} port {port} does not tell metrics at /metrics") from None
+        raise _NoMetrics(f"{host} port {port} has no metrics at /metrics") from None
 
 
 def _make_view_printer(stack: ExitStack, *, is_once: bool) -> Callable[[View], None]:

@@ -39,7 +39,7 @@ def text_of(value: object, name: str) -> str:
         return "".join(text_of(part, name) for part in value)
     if isinstance(value, dict) and isinstance(text := value.get("text"), str):
         return text
-    raise UnreadableMember(f"{name} is neither text nor parts with text")
+    raise UnreadableMember(f"{name} is neither text nor a list of parts with text")
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
@@ -53,7 +53,7 @@ def object_of(value: object, name: str) -> dict[str, Any]:
         return {}
     if isinstance(value, dict):
         return value
-    raise UnreadableMember(f"{name} is no object")
+    raise UnreadableMember(f"{name} is not an object")
 
 
 def objects_of(value: object, name: str) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def objects_of(value: object, name: str) -> list[dict[str, Any]]:
         return [value] if value else []
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
         return value
-    raise UnreadableMember(f"{name} is no list of objects")
+    raise UnreadableMember(f"{name} is not a list of objects")
 
 
 # Tool calls
@@ -230,7 +230,7 @@ def _index(value: object) -> int | None:
         return int(value)
     if isinstance(value, str) and value.isascii() and value.isdecimal():
         return int(value[:18])
-    raise UnreadableMember("the index of a tool call is no number")
+    raise UnreadableMember("the index of a tool call is not a number")
 
 
 def _id(value: object) -> str:
@@ -241,7 +241,7 @@ def _id(value: object) -> str:
         return ""
     if type(value) is int:
         return str(value)
-    raise UnreadableMember("the id of a tool call is no text")
+    raise UnreadableMember("the id of a tool call is not text")
 
 
 # Arguments

@@ -246,5 +246,5 @@ def _port(endpoint: str) -> int:
     """Return the port of `tcp://host:port`. Raises ValueError."""
     found = _is_tcp(endpoint)
     if not found or not 0 < int(found[1]) < 65536:
-        raise ValueError(f"{endpoint[:200]} is no TCP endpoint")
+        raise ValueError(f"{endpoint[:200]} is not a TCP endpoint")
     return int(found[1])

@@ -174,7 +174,7 @@ def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
         key = at
         name, end = _value_at(text, key)
         if not isinstance(name, str):
-            raise ValueError("a name is not a string")
+            raise ValueError("a member's name is not a string")
         if name in values:
             raise _make_repeated_name_error()
         start = _expect(":", text, end)
@@ -195,7 +195,7 @@ def _expect(sign: str, text: str, at: int) -> int:
     """Return the position after a required character and the blanks around it. Raises ValueError if it is missing."""
     at = _skip(text, at)
     if text[at] != sign:
-        raise ValueError("another character is expected here")
+        raise ValueError(f"{sign!r} is missing at position {at}")
     return _skip(text, at + 1)
 
 

@@ -331,7 +331,7 @@ async def test_recomputation_is_reported_in_metrics_and_log(deploy: Deploy) -> N
     answer = await streamed(deploy, data(chunk("a")), data({"choices": [recomputed]}) + DONE)
     assert answer.texts == {0: "ax"}
     assert answer.error["code"] == "decode_recomputed"
-    assert "the engine does not tell token ids" in answer.error["message"]
+    assert "the engine does not report token ids" in answer.error["message"]
     assert b'"recomputed"' not in answer.body
     assert b"tool_calls" not in answer.body
 

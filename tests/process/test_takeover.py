@@ -147,7 +147,7 @@ def test_socket_that_is_given_is_listened_on() -> None:
 
 
 def test_passed_socket_without_a_configured_port_is_rejected() -> None:
-    refused = pytest.raises(SettingsError, match="a socket for admin, for which there is no port")
+    refused = pytest.raises(SettingsError, match="a socket for admin was passed, but no port is configured for it")
     with create_listener("127.0.0.1", 0) as unused, refused:
         listen(Settings(listen=Listen(port=0)), {"admin": unused})
 
@@ -157,7 +157,7 @@ def test_inherited_socket_must_have_the_configured_address(host: str) -> None:
     """Whether administration is for this host alone depends on it."""
     with create_listener(host, 0) as given:
         port = given.getsockname()[1] + (host == "127.0.0.1")
-        with pytest.raises(SettingsError, match=rf"is at {host}:\d+, and not at 127\.0\.0\.1:{port}"):
+        with pytest.raises(SettingsError, match=rf"listens at {host}:\d+, but 127\.0\.0\.1:{port} is configured"):
             listen(Settings(listen=Listen(port=port)), {"clients": given})
 
 

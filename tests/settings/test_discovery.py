@@ -87,7 +87,7 @@ def test_invalid_options_of_kubernetes_are_refused(given: dict[str, str], senten
         ({"DECODE_DNS": "d"}, "PROXY_DISCOVERY__DECODE_DNS: 'd' has no port: write it as host:port"),
         (
             {"DECODE_DNS": "10.0.0.1:1"},
-            "PROXY_DISCOVERY__DECODE_DNS: '10.0.0.1:1' is an address and no name to look up",
+            "PROXY_DISCOVERY__DECODE_DNS: '10.0.0.1:1' is an IP address, not a DNS name",
         ),
         (
             {"DECODE_DNS": "_http._tcp.d/"},

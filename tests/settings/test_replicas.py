@@ -30,8 +30,8 @@ def test_store_is_a_url(url: str) -> None:
     [
         ({"URL": "10.0.0.9:6379"}, "must be a URL like redis://10.0.0.9:6379/0, rediss://… for TLS, or unix:///path"),
         ({"URL": "redis://a:x"}, "must be a URL like"),
-        ({"URL": "redis://:topsecret@a:1"}, "must hold no password"),
-        ({"URL": "redis://me:topsecret@a"}, "must hold no password"),
+        ({"URL": "redis://:topsecret@a:1"}, "must not contain a password"),
+        ({"URL": "redis://me:topsecret@a"}, "must not contain a password"),
         ({"GROUP": "a b"}, "must be 1 to 64 letters"),
         ({"TTL_SECONDS": "0.15"}, "ttl_seconds 0.15 is less than twice interval_seconds"),
         ({"PASSWORD": "topsecret", "PASSWORD_FILE": "/nowhere"}, "are both given"),

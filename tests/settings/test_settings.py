@@ -336,8 +336,11 @@ def test_bootstrap_port_is_printed_as_it_is_written(file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--prefill a:1 0", "--prefill: '0' is not a bootstrap port: it is a number from 1 to 65535, or none"),
-        ("--prefill a:1 99999", "--prefill: '99999' is not a bootstrap port: it is a number from 1 to 65535, or none"),
+        ("--prefill a:1 0", "--prefill: '0' is not a bootstrap port: it must be a number from 1 to 65535, or none"),
+        (
+            "--prefill a:1 99999",
+            "--prefill: '99999' is not a bootstrap port: it must be a number from 1 to 65535, or none",
+        ),
         (
             "--prefill a:1-2 8998",
             "--prefill: 'a:1-2 8998' has one bootstrap port for several engines: write each on its own",

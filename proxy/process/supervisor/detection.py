@@ -90,7 +90,7 @@ async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str,
             problem = f"no {missing.role} instance says what it is; {missing.name}: {silent[missing.name]}"
             if not attempt:
                 logger.info("connector: auto waits for an engine: %s", problem)
-    raise ConnectionError(f"connector auto: {problem}. Name the connector to start without them")
+    raise ConnectionError(f"connector auto: {problem}. Set connector to start without asking the engines")
 
 
 class _Asker:

@@ -47,7 +47,7 @@ def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Li
         def open_if(name: str, host: str, port: int | None, backlog: int = _ADMIN_BACKLOG) -> socket.socket | None:
             if port is None:
                 if name in given:
-                    raise SettingsError(f"this process was given a socket for {name}, for which there is no port")
+                    raise SettingsError(f"a socket for {name} was passed, but no port is configured for it")
                 return None
             if name in given:
                 return _check_given_socket(
@@ -99,7 +99,7 @@ def _check_given_socket(name: str, listener: socket.socket, host: str, port: int
         wanted = (host, port)
     if bound[0] != wanted[0] or port not in (0, bound[1]):
         where, given = f"{host}:{port}", ":".join(map(str, bound[:2]))
-        raise SettingsError(f"{what} is at {given}, and not at {where}")
+        raise SettingsError(f"{what} listens at {given}, but {where} is configured")
     return listener
 
 

@@ -72,15 +72,13 @@ def _flag(name: str) -> str:
 
 def _not_false(value: OptionValue) -> OptionValue:
     if value is False:
-        raise ValueError(
-            "must not be false: leave it out, or name the flag that says no, as in no-enable-prefix-caching"
-        )
+        raise ValueError("must not be false: leave it out, or use the negated flag, such as no-enable-prefix-caching")
     return value
 
 
 def _variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{name!r} is no name of a variable")
+        raise ValueError(f"{name!r} is not a valid name of a variable")
     return name
 
 
@@ -225,7 +223,7 @@ class Topology(Common):
         if {*self.roles} not in ({"prefill", "decode"}, {"both"}):
             raise ValueError("roles must be prefill and decode, or both alone")
         if (self.launcher is None) != (self.engine == "sglang"):
-            raise ValueError(f"launcher must be {_LAUNCHERS} for vLLM, and is nothing of SGLang's")
+            raise ValueError(f"launcher must be {_LAUNCHERS} for vLLM, and must be left out for SGLang")
         if self.engine == "vllm" and self.launcher == "launch_online_dp":
             raise ValueError("launch_online_dp is a script of vllm-ascend: take launcher serve_nodes or serve_ranks")
         self._check_engine()
@@ -249,7 +247,7 @@ class Topology(Common):
         told += [share for part in self.roles.values() for group in part.groups for share in group.nodes]
         for section in told:
             if names := sorted(section.model_fields_set & unheard):
-                raise ValueError(f"{names[0]} means nothing to engine {self.engine}")
+                raise ValueError(f"{names[0]} has no effect for engine {self.engine}")
 
     def _check_nodes(self) -> None:
         shares = [share.node for part in self.roles.values() for group in part.groups for share in group.nodes]
@@ -258,12 +256,14 @@ class Topology(Common):
                 raise ValueError(f"there is no node {name!r}: nodes has {', '.join(self.nodes)}")
         for name in self.nodes:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-                raise ValueError(f"{name!r} is no name for a node: take letters and digits, as it names a directory")
+                raise ValueError(
+                    f"{name!r} is not a valid node name: use letters and digits, because it names a directory"
+                )
         for role, part in self.roles.items():
             for group in part.groups:
                 given = [share.ranks is not None for share in group.nodes]
                 if any(given) and not all(given):
-                    raise ValueError(f"{role}: a group says of some nodes which ranks they run, and not of others")
+                    raise ValueError(f"{role}: a group must give the ranks of all of its nodes, or of none")
                 if not any(given) and part.dp % len(group.nodes) and self.engine != "sglang":
                     raise ValueError(f"{role}: {part.dp} ranks cannot be dealt out evenly to {len(group.nodes)} nodes")
 
@@ -275,7 +275,7 @@ class Topology(Common):
             raise ValueError(
                 "prefill and decode need a connector, which moves the KV cache"
                 if is_split
-                else "connector is for prefill and decode: engines of both hand nothing over"
+                else "connector applies to prefill and decode: engines of role both hand nothing over"
             )
         if self.engine == "vllm" and self.connector not in (None, _NIXL):
             raise ValueError(f"connector must be {_NIXL} for engine vllm")
@@ -301,6 +301,6 @@ def parse_topology(tree: object, path: str) -> Topology:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "extra_forbidden":
-            raise SettingsError(f"{path}: {'.'.join(map(str, first['loc']))} is nothing that a topology has") from None
+            raise SettingsError(f"{path}: {'.'.join(map(str, first['loc']))} is not an option of a topology") from None
         text = explain(error, lambda option: f"{path}: {option}", ())
         raise SettingsError(text if text.startswith(path) else f"{path}: {text}") from None

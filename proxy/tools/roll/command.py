@@ -188,7 +188,7 @@ def _by_hook(hook: str, role: str, address: str) -> None:
 def _by_hand(address: str) -> None:
     print(f"  restart {address} now, and press Enter when the old process has ended: ", end="", flush=True)
     if not sys.stdin.readline():
-        raise RollStopped("there is no hook, and no terminal to ask")
+        raise RollStopped("no hook is configured, and there is no terminal to ask")
 
 
 # Output

@@ -149,7 +149,7 @@ def _parsing_answers(where: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise GatewayTrouble(f"{where} does not answer as a gateway's does") from None
+        raise GatewayTrouble(f"{where} does not answer like a gateway") from None
 
 
 def _error_message(body: bytes) -> str:

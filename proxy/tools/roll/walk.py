@@ -85,7 +85,7 @@ class Walk:
         there = self._gateways.instances()
         known = {instance.address for instance in there}
         if missing := [address for address in only if address not in known]:
-            raise RollStopped(f"there are no such instances at all gateways: {', '.join(missing)}")
+            raise RollStopped(f"not all gateways have these instances: {', '.join(missing)}")
         wanted = [instance for instance in there if not only or instance.address in only]
         planned = []
         for instance in wanted:
@@ -103,11 +103,14 @@ class Walk:
             least = max(1, min((len(serving - {instance.address}) for instance in planned), default=1))
         self._least = least
         if planned and len(there) <= least:
-            raise RollStopped(f"there are no {least} others to serve while one is away; --min-serving says how many")
+            raise RollStopped(f"fewer than {least} other instances would serve during a restart: lower --min-serving")
         for instance in planned if least else ():
             if lost := lost_without(instance, (other for other in there if other is not instance)):
                 models = ", ".join(sorted(lost))
-                raise RollStopped(f"{instance.address} alone serves {models}; --min-serving 0 restarts it all the same")
+                raise RollStopped(
+                    f"{instance.address} is the only instance that serves {models}: "
+                    "use --min-serving 0 to restart it anyway"
+                )
         return planned
 
     @property
@@ -163,14 +166,14 @@ class Walk:
             if condition():
                 return
             if time.monotonic() >= until:
-                raise RollStopped(f"waited {seconds:g} s in vain until {what}")
+                raise RollStopped(f"timed out after {seconds:g} s, waiting until {what}")
             time.sleep(self._look_seconds)
 
     def _check(self) -> None:
         if self._is_stopping:
             raise RollStopped("stopped by hand")
         if (failures := self._gateways.failures()) > self._limits.max_failures:
-            raise RollStopped(f"clients have seen {counted(failures, 'request')} fail since it began")
+            raise RollStopped(f"clients saw {counted(failures, 'request')} fail since the roll began")
 
     # Conditions
 
@@ -196,7 +199,7 @@ def _instance_at(there: Sequence[Instance], address: str) -> Instance:
     for instance in there:
         if instance.address == address:
             return instance
-    raise GatewayTrouble(f"{address} is no instance at all gateways any more")
+    raise GatewayTrouble(f"{address} is no longer an instance of all gateways")
 
 
 # Progress of a roll in a file, so that it can be resumed.
@@ -225,14 +228,14 @@ class RollProgress:
         try:
             told = orjson.loads(path.read_bytes())
             if told["role"] != role:
-                raise SettingsError(f"{path} is of a roll of {told['role']} instances; say another --state")
+                raise SettingsError(f"{path} belongs to a roll of {told['role']} instances: use another --state")
             return cls(path, role, str(told["began"]), list(told["done"]), told["current"])
         except FileNotFoundError:
             return cls(path, role, began)
         except OSError as error:
             raise SettingsError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
         except (ValueError, LookupError, TypeError):
-            raise SettingsError(f"{path} does not say how far a roll has come; say another --state") from None
+            raise SettingsError(f"{path} does not contain the progress of a roll: use another --state") from None
 
     @property
     def is_begun(self) -> bool:

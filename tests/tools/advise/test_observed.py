@@ -105,10 +105,10 @@ def test_several_gateways_are_added_up() -> None:
     ("texts", "why"),
     [
         ((exposition(), exposition()), "no answer ended"),
-        ((exposition(decoders_up=()), exposition(decoders_up=(), tokens=1)), "both a healthy prefiller"),
-        (("up 1\n",), "no metrics of pdproxy's"),
-        (("<html>",), "no metrics of pdproxy's"),
-        (("pdproxy_queued_requests many\n",), "these are no metrics: "),
+        ((exposition(decoders_up=()), exposition(decoders_up=(), tokens=1)), "no healthy prefiller"),
+        (("up 1\n",), "not metrics of pdproxy"),
+        (("<html>",), "not metrics of pdproxy"),
+        (("pdproxy_queued_requests many\n",), "the metrics cannot be parsed: "),
     ],
 )
 def test_missing_metric_is_named(texts: tuple[str, ...], why: str) -> None:

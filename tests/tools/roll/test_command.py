@@ -165,4 +165,4 @@ def test_server_that_is_no_gateway_is_reported(
         finally:
             server.shutdown()
             serving.join()
-    assert "does not answer as a gateway's does" in capsys.readouterr().err
+    assert "does not answer like a gateway" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"role": "decode", "done": 1, "began": "now", "current": null}'])
 def test_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
-    with pytest.raises(SettingsError, match="does not say how far a roll has come"):
+    with pytest.raises(SettingsError, match="does not contain the progress of a roll"):
         RollProgress.resumed(tmp_path / "x", "decode", "now")
     with pytest.raises(SettingsError, match="cannot be read: is a directory"):
         RollProgress.resumed(tmp_path, "decode", "now")
@@ -38,7 +38,7 @@ def test_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_progress_of_another_role_is_refused(tmp_path: Path) -> None:
     RollProgress(tmp_path / "x", "prefill", "now").taking("a:1")
-    with pytest.raises(SettingsError, match="is of a roll of prefill instances"):
+    with pytest.raises(SettingsError, match="belongs to a roll of prefill instances"):
         RollProgress.resumed(tmp_path / "x", "decode", "now")
 
 

@@ -121,7 +121,7 @@ async def test_roll_stops_when_requests_of_clients_fail(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED, resume={"mode": "off"})
     roll = Roll(gateway)
     async with load(gateway, 2, holds=True):
-        with pytest.raises(RollStopped, match=r"clients have seen (1 request|2 requests) fail"):
+        with pytest.raises(RollStopped, match=r"clients saw (1 request|2 requests) fail"):
             await roll.goes()
     assert len(roll.restarts) <= 1
     assert await memberships(gateway) == ["enabled", "enabled"]
@@ -187,11 +187,11 @@ async def test_enough_others_have_to_serve(deploy: Deploy) -> None:
     planned = await asyncio.to_thread(roll.walk.plan)
     await gateway.decoders[1].kill()
     await until(lambda: len(gateway.worker.pools.decode.eligible()) == 1, "the gateway to see it")
-    with pytest.raises(RollStopped, match=r"waited 0.1 s in vain until enough other instances serve"):
+    with pytest.raises(RollStopped, match=r"timed out after 0.1 s, waiting until enough other instances serve"):
         await asyncio.to_thread(roll.walk.run, planned[:1])
     assert await memberships(gateway) == ["enabled", "enabled"]
     assert roll.restarts == []
-    with pytest.raises(RollStopped, match="there are no 2 others"):
+    with pytest.raises(RollStopped, match="fewer than 2 other instances would serve"):
         await Roll(gateway, min_serving=2).goes()
 
 
@@ -211,7 +211,7 @@ async def test_only_instance_of_a_model_counts_as_the_only_one(deploy: Deploy) -
     decoders = [SimulatedEngine(role="decode", model=model) for model in "aba"]
     gateway = await deploy(prefillers, decoders, health=PROBED)
     first, second, third = map(name_of, gateway.decoders)
-    with pytest.raises(RollStopped, match=f"{second} alone serves b; --min-serving 0"):
+    with pytest.raises(RollStopped, match=f"{second} is the only instance that serves b: use --min-serving 0"):
         await Roll(gateway).goes()
     roll = Roll(gateway)
     await roll.goes((first, third))
@@ -220,7 +220,7 @@ async def test_only_instance_of_a_model_counts_as_the_only_one(deploy: Deploy) -
 
 async def test_only_instance_is_restarted_if_that_is_said(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow()], health=PROBED)
-    with pytest.raises(RollStopped, match="there are no 1 others to serve"):
+    with pytest.raises(RollStopped, match="fewer than 1 other instances would serve"):
         await Roll(gateway).goes()
     roll = Roll(gateway, min_serving=0)
     await roll.goes()
@@ -232,7 +232,7 @@ async def test_instance_that_does_not_come_back_ends_it(deploy: Deploy, tmp_path
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     roll = Roll(gateway, tmp_path / "state", ready_seconds=0.2)
     roll.while_away = lambda: gateway.decoders[0].faults.add("refuse_status", path="/health")
-    with pytest.raises(RollStopped, match=r"waited 0.2 s in vain until .* serves again"):
+    with pytest.raises(RollStopped, match=r"timed out after 0.2 s, waiting until .* serves again"):
         await roll.goes()
     assert roll.progress.current == name_of(gateway.decoders[0])
     assert roll.restarts == [name_of(gateway.decoders[0])]
@@ -240,7 +240,7 @@ async def test_instance_that_does_not_come_back_ends_it(deploy: Deploy, tmp_path
 
 async def test_unknown_instances_are_reported(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
-    with pytest.raises(RollStopped, match=r"there are no such instances at all gateways: a:1, b:2"):
+    with pytest.raises(RollStopped, match=r"not all gateways have these instances: a:1, b:2"):
         await Roll(gateway).goes(("a:1", "b:2"))
 
 
