@@ -88,8 +88,7 @@ class Bootstraps:
     """One worker's knowledge of the engines behind each prefiller.
 
     A server is queried again periodically, and after failures that a restart of its prefiller would explain. While it
-    does
-    not answer, its last answer stays valid.
+    does not answer, its last answer stays valid.
     """
 
     def __init__(

@@ -50,10 +50,8 @@ class PrefillLeg:
         """Open the decode leg while the prefill leg runs. The caller must enter the response at once.
 
         Raises the error of the leg that fails first, and cancels the decode leg. If the prefill leg fails later, its
-        error
-        aborts the response, unless `is_served` then returns True: the decoder no longer needs the prefiller. It is
-        called
-        only then, because the decoder's first output may arrive at the same time.
+        error aborts the response, unless `is_served` then returns True: the decoder no longer needs the prefiller. It
+        is called only then, because the decoder's first output may arrive at the same time.
         """
         decode = asyncio.create_task(opening)
         try:

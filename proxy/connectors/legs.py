@@ -75,8 +75,7 @@ class Attempt:
         """Record the `usage` of the decoder's answer.
 
         Its counts of the prompt are used only if the decoder computed the prompt. Otherwise decoders report the KV
-        cache
-        from the prefiller as cached.
+        cache from the prefiller as cached.
         """
         self.timeline.usage.add_completion(usage)
         if not self.has_kv_from_prefiller:
@@ -202,8 +201,7 @@ class Ranks:
     """Counts one worker's legs on the data-parallel ranks (that is, the engines) behind each address.
 
     A vLLM server with several engines chooses an engine itself unless a request names a rank. A claim takes the rank
-    with
-    the fewest legs of this worker, and takes turns between equal ranks.
+    with the fewest legs of this worker, and takes turns between equal ranks.
     """
 
     def __init__(self) -> None:

@@ -265,8 +265,7 @@ class Releaser(BackgroundOwner):
         """Send a decoder a request that names the KV. Return whether the decoder rejected the request.
 
         None: another attempt is worthwhile, because no decoder was available, or because the decoder failed or was
-        busy.
-        Such a decoder is added to `failed`.
+        busy. Such a decoder is added to `failed`.
         """
         # The KV is gone with its prefiller, and a decoder should not try to connect to a missing one.
         prefillers = self._pools.prefill

@@ -14,6 +14,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.call import PRIORITY_HEADER
@@ -119,7 +120,7 @@ class SystemFirst:
     def changes(self, chat: Mapping[str, Any]) -> dict[str, object]:
         """Return the members of a chat that change; empty if its model accepts the chat unchanged."""
         model, messages = chat.get("model"), chat["messages"]
-        if not any(fnmatchcase(str(model), pattern) for pattern in self._models):
+        if not any(map(fnmatchcase, repeat(str(model)), self._models)):
             return {}
         contents = [message["content"] for message in messages if message["role"] == "system"]
         if len(contents) == 0 or (len(contents) == 1 and messages[0]["role"] == "system"):

@@ -157,8 +157,7 @@ class Dialect(ABC):
     """An API that clients speak.
 
     Calls and rendered payloads have the form of the engines' API `api`, even if the answer was assembled from the
-    streams of
-    several decoders.
+    streams of several decoders.
     """
 
     api: ClassVar[Api]

@@ -135,8 +135,7 @@ class Call:
 
         The ID comes from the header `x-session-id`. Otherwise it is the first of these members that is present:
         `prompt_cache_key`, `session_id`, `metadata.user_id` (where Claude Code puts its session), and `user` (the older
-        name
-        of `prompt_cache_key`).
+        name of `prompt_cache_key`).
         """
         values = self.values
         metadata = values.get("metadata")

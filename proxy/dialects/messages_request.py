@@ -365,8 +365,7 @@ def tools_of(
     """Return `tools` and the members that control their use; empty if no tool is usable. Raises BadRequest.
 
     Messages may add and remove tools, which a chat cannot. The model gets the tools that are in effect at the end, as
-    in
-    vLLM (`_resolve_tools`).
+    in vLLM (`_resolve_tools`).
     """
     tools = _tools_in_effect(objects(values.get("tools") or [], "tools"), list(_tool_changes(messages)), left_out)
     functions = [function for tool in tools if (function := _function(tool, left_out)) is not None]

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 WHOLE_NUMBER: Final = (whole_number, "a whole number", int)
 FLAG: Final = (flag, "true or false", bool)
 """How to read a flag as engines do: the function that reads it, the expected value for error messages, and the type
-that
-needs no conversion.
+that needs no conversion.
 """
+
+_OBJECT_TYPES: Final = frozenset({dict})
+"""Types of JSON objects as parsed here."""
 
 
 def read(raw: bytes) -> Document:
@@ -99,6 +101,6 @@ def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def objects(values: object, param: str) -> list[dict[str, Any]]:
     """Return the values if they are a list of objects. `param`: the name of the member. Raises BadRequest."""
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+    if not isinstance(values, list) or not _OBJECT_TYPES.issuperset(map(type, values)):
         raise BadRequest(f"{param} must be a list of objects", param=param)
     return values

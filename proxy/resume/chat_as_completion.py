@@ -151,8 +151,7 @@ class CompletionAsChat:
     `parser`: reads the text; it has already read the answer so far. `calls_tools`: whether the answer so far has tool
     calls.
     `top_logprobs`: the number of alternatives that the chat wants for each token. `keeps_length`: whether engines
-    report
-    the finish reason `length` even for an answer with tool calls. `reasoning_field`: the member of a delta with
+    report the finish reason `length` even for an answer with tool calls. `reasoning_field`: the member of a delta with
     reasoning.
     """
 

@@ -2,8 +2,7 @@
 
 The client gets one id, one role chunk, one finish reason and one usage. StopGuard finds stop strings that begin before
 the seam and end after it. The other functions change the last chunk of a decoder that gave up for lack of KV memory:
-its
-text counts, its finish reason does not.
+its text counts, its finish reason does not.
 """
 
 from __future__ import annotations
@@ -261,8 +260,7 @@ class StopGuard:
     """Looks for stop strings that begin before the seam and end after it.
 
     An engine holds back text that may be the beginning of a stop string, but the next engine has never seen that text.
-    So
-    the gateway holds it back until the new text shows whether it is one.
+    So the gateway holds it back until the new text shows whether it is one.
     """
 
     def __init__(
@@ -284,8 +282,7 @@ class StopGuard:
             before: The client's text in which a stop string may begin. Needed only with `shows_stop`.
             shows_stop: Whether the stop string is a part of the answer.
             tokens_to_minimum: The number of tokens that the answer still needs to reach its minimum; stop strings do
-                not
-                count before. Negative if it has more; None if there is no minimum.
+                not count before. Negative if it has more; None if there is no minimum.
         """
         self._stops = stops
         self._longest = max(map(len, stops))

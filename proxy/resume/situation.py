@@ -67,8 +67,7 @@ class Resumption:
     """How an answer is continued.
 
     `call` None: the answer ends here, because of its length. `seam` None: the answer starts again, because the client
-    has
-    no part of it.
+    has no part of it.
     """
 
     action: Action

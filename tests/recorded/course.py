@@ -49,7 +49,7 @@ _RANDOM: Final = (
 # Metrics of this process, and of how long something took or in how many pieces it came.
 _VARYING: Final = re.compile(
     r"(process|python)_.*|.*_(bucket|created|share)|.*_(seconds|ratio)_sum|pdproxy_inter_token_.*"
-    r"|.*(lag|timestamp|fds|memory|oldest|cpu)_.*"
+    r"|.*_engine_seconds_total|.*(lag|timestamp|fds|memory|oldest|cpu)_.*"
 )
 _TIMES: Final = re.compile(r"t_.*|dur|ttft|p_seconds")
 """Members of the access log."""

@@ -1,8 +1,7 @@
 """Reads and checks request bodies as SGLang does, for the OpenAI API and for its native `/generate`.
 
 The body says where the engine meets its partner (SGLang `managers/io_struct.py`): `bootstrap_host`, `bootstrap_port`
-and
-`bootstrap_room`, one of each or a list with one per prompt. One room for several prompts means consecutive rooms.
+and `bootstrap_room`, one of each or a list with one per prompt. One room for several prompts means consecutive rooms.
 """
 
 from __future__ import annotations

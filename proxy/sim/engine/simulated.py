@@ -61,8 +61,7 @@ class SimulatedEngine:
     """A simulated engine on the current event loop. It serves from `__aenter__` to `__aexit__`.
 
     Options are given by name (see `Options`). `state` counts events, `pins` is the KV kept for decoders, and `faults`
-    makes
-    requests fail. `__aexit__` ends all tasks and closes all sockets.
+    makes requests fail. `__aexit__` ends all tasks and closes all sockets.
     """
 
     def __init__(

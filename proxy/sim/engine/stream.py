@@ -63,8 +63,7 @@ class EventStream:
     """Writes one streamed answer.
 
     The generation calls `on_delta`; `close` sends the remaining deltas and the end. The first delta opens the stream if
-    it
-    is not open.
+    it is not open.
     """
 
     def __init__(self, request: web.Request, answer: Answer, plan: Plan, headers: dict[str, str]) -> None:

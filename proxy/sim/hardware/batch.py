@@ -54,8 +54,7 @@ class Batch:
     """Continuous batching of one engine.
 
     `on_admitted` is called when work that awaits KV has got its blocks. `on_tokens` is called with work that has
-    generated
-    more tokens, and their number. Both may submit and drop work.
+    generated more tokens, and their number. Both may submit and drop work.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 A bootstrap server runs beside each prefiller, here on a second port of the engine. Its answer at `/query` lists the
 engines, one for each data-parallel rank, with an id that changes at every start, and the addresses of its workers. The
 decoder asks there for an unknown engine, and then asks that engine for the transfer, perhaps before the prefill is
-done.
-The prefiller's answer has no parameters for the decoder. KV that no decoder fetches is kept as in the pull protocol.
+done. The prefiller's answer has no parameters for the decoder. KV that no decoder fetches is kept as in the pull
+protocol.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The tokenizer of simulated engines: one token for each byte, and the special markers of Kimi K2.
 
 The IDs 0 to 255 are bytes, so a character may consist of several tokens, as in real byte-level vocabularies. The
-markers
-have Kimi K2's real IDs. Prefiller and decoder render a chat to the same IDs, as KV transfer requires.
+markers have Kimi K2's real IDs. Prefiller and decoder render a chat to the same IDs, as KV transfer requires.
 """
 
 from __future__ import annotations
