@@ -26,6 +26,13 @@ _CONNECTORS: Final = {part: name for name, traits in CONNECTOR_TRAITS.items() fo
 _OFFLOADING: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
 """KV connectors of vLLM that only move KV between a device and its host, for a larger cache."""
 
+_UNSERVED: Final = {
+    "NixlPushConnector": "set `connector: vllm_pull`, which sends the decode leg after the prefill leg, or start the "
+    "engines with NixlConnector, which is faster in that order",
+    "MoRIIOConnector": "this gateway does not send its heartbeats, so start the engines with NixlConnector",
+}
+"""Advice by KV connectors of vLLM that `auto` does not select (`nixl/push_worker.py`, `moriio/` in vLLM 0.33)."""
+
 _OTHER_ROLE: Final = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 _GATEWAY: Final = (
     "is a gateway like this one and no engine: its load and health are not those of the engines behind it, and no KV "
@@ -192,6 +199,8 @@ def _connector(engine: EngineReport) -> tuple[str, str]:
     if _OFFLOADING.issuperset(parts):
         raise SettingsError(f"connector auto: {engine.name} {_describe_local_cache(parts)}")
     served = {_CONNECTORS[part]: part for part in parts if part in _CONNECTORS}
+    for part in filter(_UNSERVED.get, parts):
+        raise SettingsError(f"connector auto: {engine.name} has {part}: {_UNSERVED[part]}")
     transferring = {name: part for name, part in served.items() if not CONNECTOR_TRAITS[name].is_store} or served
     if len(transferring) != 1:
         raise SettingsError(

@@ -148,7 +148,20 @@ def test_one_engine_with_a_transfer_config_is_enough() -> None:
                 "combine it with NixlConnector in a MultiConnector, or use connector plain"
             ),
         ),
-        ([vllm(P, "MoRIIOConnector"), vllm(D)], "10.0.0.1:7100 has MoRIIOConnector, " + UNSERVED),
+        (
+            [vllm(P, "MoRIIOConnector"), vllm(D)],
+            (
+                "10.0.0.1:7100 has MoRIIOConnector: this gateway does not send its heartbeats, so start the engines "
+                "with NixlConnector"
+            ),
+        ),
+        (
+            [vllm(P, "NixlPushConnector"), vllm(D)],
+            (
+                "10.0.0.1:7100 has NixlPushConnector: set `connector: vllm_pull`, which sends the decode leg after the "
+                "prefill leg, or start the engines with NixlConnector, which is faster in that order"
+            ),
+        ),
         (
             [vllm(P, "NixlConnector", "MooncakeLayerwiseConnector"), vllm(D)],
             "10.0.0.1:7100 has NixlConnector and MooncakeLayerwiseConnector, " + UNSERVED,
