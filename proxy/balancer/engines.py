@@ -87,6 +87,8 @@ class Setup:
     """vLLM only: `kv_producer`, `kv_consumer` or `kv_both`."""
     lease_seconds: float | None = None
     """vLLM's NixlConnector only: `kv_lease_duration`, the time for which it keeps KV that is not fetched."""
+    is_bidirectional: bool = False
+    """vLLM's NixlConnector only: whether decoders keep the KV of answers for prefillers (`bidirectional_kv_xfer`)."""
     engine_id: str | None = None
     """vLLM only: ID of its KV connector. With several ranks, the connector appends `_dp` and a number to it."""
     dp_size: int = 1
@@ -141,13 +143,15 @@ def parse_setup(info: Any) -> Setup:
     if connector == "MultiConnector":
         listed = _list(_member(transfer, "kv_connector_extra_config"), "connectors")
         parts = tuple(_member(part, "kv_connector") for part in listed) or parts
-    lease = _member(_member(transfer, "kv_connector_extra_config"), "kv_lease_duration")
+    extra = _member(transfer, "kv_connector_extra_config")
+    lease = _member(extra, "kv_lease_duration")
     role, engine_id = _member(transfer, "kv_role"), _member(transfer, "engine_id")
     return Setup(
         has_transfer_config=True,
         kv_connectors=() if connector is None else tuple(map(str, parts)),
         kv_role=role if isinstance(role, str) else None,
         lease_seconds=float(lease) if isinstance(lease, int | float) and lease > 0 else None,
+        is_bidirectional=_member(extra, "bidirectional_kv_xfer") is True,
         engine_id=engine_id if isinstance(engine_id, str) else None,
         dp_size=_count(_member(_member(config, "parallel_config"), "data_parallel_size")) or 1,
     )

@@ -175,8 +175,11 @@ class ControlRoutes:
         transfer: dict[str, Any] | None = None
         if name is not None:
             transfer = {"kv_connector": name, "kv_role": role, "engine_id": engine_id}
-            if name == "NixlConnector" and options.pin_seconds is not None:
-                transfer["kv_connector_extra_config"] = {"kv_lease_duration": options.pin_seconds}
+            if name == "NixlConnector":
+                extra: dict[str, Any] = {"bidirectional_kv_xfer": options.bidirectional_kv_xfer}
+                if options.pin_seconds is not None:
+                    extra["kv_lease_duration"] = options.pin_seconds
+                transfer["kv_connector_extra_config"] = extra
         config = {"kv_transfer_config": transfer, "scheduler_config": {"max_num_seqs": options.max_num_seqs}}
         return json_response({"vllm_config": config})
 

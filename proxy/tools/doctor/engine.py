@@ -206,6 +206,23 @@ def check_lease(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, "lease", engine.subject, words, f"set kv.pin_seconds to {its:g}")
 
 
+def check_read_back(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """Check that a decoder does not keep the KV cache of answers that no prefiller reads.
+
+    vLLM `nixl/pull_scheduler.py` (0.32): with `bidirectional_kv_xfer`, `request_finished` of a decoder keeps the blocks
+    for `decoder_kv_blocks_ttl` seconds, 480 by default.
+    """
+    setup = engine.facts.identity.setup
+    if engine.backend.role is Role.DECODE and setup is not None and setup.is_bidirectional:
+        yield Finding(
+            Severity.WARNING,
+            "read-back",
+            engine.subject,
+            "keeps the KV cache of each answer for prefillers (bidirectional_kv_xfer), but pdproxy does not use it",
+            "remove bidirectional_kv_xfer from its --kv-transfer-config: the kept blocks are missing for requests",
+        )
+
+
 ENGINE_CHECKS: Final[tuple[Callable[[Examined, Fleet], Iterable[Finding]], ...]] = (
     check_name,
     check_connect,
@@ -220,4 +237,5 @@ ENGINE_CHECKS: Final[tuple[Callable[[Examined, Fleet], Iterable[Finding]], ...]]
     check_metrics,
     check_limits,
     check_lease,
+    check_read_back,
 )

@@ -130,6 +130,14 @@ MISTAKES = [
         engine={"profile_name": "v0.33", "dev_mode": True},
         prefillers=[{"pin_seconds": 20.0}],
     ),
+    Mistake(
+        "answers are kept for prefillers",
+        "read-back",
+        "D0",
+        WARNING,
+        engine={"profile_name": "v0.33", "dev_mode": True},
+        decoders=[{"bidirectional_kv_xfer": True}],
+    ),
     # Of engines beside each other
     Mistake("another model", "model", "D0", decoders=[{"model": "other"}]),
     Mistake("another --max-model-len", "length", "D1", WARNING, decoders=[{}, {"max_model_len": 8192}]),
