@@ -72,9 +72,9 @@ def test_compute_and_kv_are_released_separately_and_once(balancer: Balancer) -> 
 
 def test_lease_can_be_entered_once(balancer: Balancer) -> None:
     lease = balancer.decoders.lease(PickRequest.of(COST))
-    with lease, pytest.raises(RuntimeError, match="entered once"), lease:
+    with lease, pytest.raises(RuntimeError, match="entered only once"), lease:
         pass
-    with pytest.raises(RuntimeError, match="entered once"), lease:
+    with pytest.raises(RuntimeError, match="entered only once"), lease:
         pass
     assert balancer.all_books() == {NOTHING}
 
