@@ -558,7 +558,10 @@ class WorkerFiles:
         """Return the metrics of all workers. Raises GatewayError."""
         for is_last in (False, True):
             try:
-                return MultiProcessCollector(None, self._directory).collect()  # type: ignore[no-untyped-call,no-any-return]
+                collector = MultiProcessCollector(None, self._directory)  # type: ignore[no-untyped-call]
+                # A worker that starts creates an empty file, and then extends it. An empty file cannot be read.
+                filled = [str(file) for file in self._directory.glob("*.db") if file.stat().st_size > 0]
+                return collector.merge(filled, accumulate=True)  # type: ignore[no-any-return,no-untyped-call]
             except (ValueError, FileNotFoundError) as error:  # the directory, or a file in it, was just deleted
                 if is_last:
                     message = f"the metrics' directory {self._directory} cannot be read: {self.trouble or error}"

@@ -220,6 +220,18 @@ async def test_metrics_are_there_again_after_their_files_were_deleted(
         assert os.listdir(tmp_path) == []
 
 
+async def test_scrape_skips_the_empty_file_of_a_starting_worker(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+    async with gateway(*engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
+        await program.counts("pdproxy_workers 2.0")
+        (tmp_path / os.listdir(tmp_path)[0] / "counter_1.db").touch()
+        async with session.get(f"{program.url}/metrics") as response:
+            assert response.status == 200
+            assert "pdproxy_workers 2.0" in await response.text()
+
+
 @pytest.mark.fault(140)
 async def test_metrics_say_why_their_directory_cannot_be_created(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
