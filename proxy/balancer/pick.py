@@ -362,11 +362,10 @@ class Policy(ABC):
     """Facts about the candidates of the last choice, for later calls of `reason` and `figures`. It is kept as long as
     the request, so it must be small, and must not be modified."""
 
-    working_sets: SessionLimits | None = None
-    """Working sets that hold back turns of sessions. None: nothing holds them back."""
-
     def __init__(self, context: PolicyContext | None = None) -> None:
         self.context = context or PolicyContext()
+        self.working_sets: SessionLimits | None = None
+        """Working sets that hold back turns of sessions. None: nothing holds them back."""
 
     @abstractmethod
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
