@@ -59,7 +59,7 @@ class InTurn:
     """Serves requests in the order of their arrival."""
 
     holds_queue: ClassVar[bool] = False
-    working_sets: SessionLimits | None = None
+    working_sets: ClassVar[SessionLimits | None] = None
 
     def work_seconds(self, request: PickRequest) -> float:
         """See LineUp. Nothing is predicted."""

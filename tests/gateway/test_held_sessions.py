@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+pytestmark = pytest.mark.interpreted  # a fake cache derives from a class that is compiled
+
+
 class Sets(WorkingSets):
     """Working sets whose limit is active, and in which no session has room until the test makes it."""
 

@@ -15,6 +15,9 @@ from proxy.common.backend import Load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+pytestmark = pytest.mark.interpreted  # a fake cache derives from a class that is compiled
+
+
 _REQUEST = PickRequest.of(Load())
 _PATIENCE = 30.0
 
