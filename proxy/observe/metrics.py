@@ -4,7 +4,7 @@ Label values come from the configuration or from the tuples below, never from a 
 bounded. Metrics of instances are read at each scrape, and a removed instance loses its series.
 
 With several workers, prometheus-client keeps the values in files under `PROMETHEUS_MULTIPROC_DIR`. The variable must be
-set before this module is imported. Each worker answers for all; see `worker_files.py`.
+set before this module is imported. Each worker answers for all.
 """
 
 from __future__ import annotations
