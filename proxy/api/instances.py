@@ -78,7 +78,7 @@ async def read_change(
 ) -> InstanceChange:
     """Read `{"type": "prefill", "instances": "host:port"}`, where `instances` may be a list. Raises BadRequest.
 
-    The address of a prefiller may end with its bootstrap port, as in the settings.
+    `https://` may precede an address. A bootstrap port of a prefiller and models may follow it, as in the settings.
 
     Args:
         request: The request of the administrator.
@@ -125,8 +125,8 @@ def _is_duration(value: object) -> bool:
 
 
 def _endpoint(text: str, role: Role) -> Endpoint:
-    if "/" in text:
-        raise ValueError(f"{text!r} must be host:port without scheme and path")
+    if "/" in text.partition(" ")[0].removeprefix("https://"):
+        raise ValueError(f"{text!r} must be host:port, or https://host:port for an engine with TLS, without a path")
     found = parse_endpoints(text)
     if len(found) != 1:
         raise ValueError(f"{text!r} must name one port")

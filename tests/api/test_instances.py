@@ -159,13 +159,23 @@ async def test_added_instance_waits_for_its_health_check(gateway: Gateway) -> No
     assert told["current_decode_instances"] == [engine.name]
 
 
-async def test_models_of_an_added_instance_may_be_given(gateway: Gateway) -> None:
+@pytest.mark.parametrize("model", ["x", "Qwen/Qwen3-8B"])
+async def test_models_of_an_added_instance_may_be_given(gateway: Gateway, model: str) -> None:
     engine = await gateway.engine(None)
     client = await client_of(gateway)
-    status, _ = await change(client, "add", type="decode", instances=f"{engine.name} model=x")
+    status, _ = await change(client, "add", type="decode", instances=f"{engine.name} model={model}")
     assert status == 200
     await until(lambda: gateway.pools[Role.DECODE].backends(), "the instance to be added")
-    assert [one["models"] for one in await shown(client)] == [["x"]]
+    assert [one["models"] for one in await shown(client)] == [[model]]
+
+
+async def test_added_instance_may_have_tls(gateway: Gateway) -> None:
+    engine = await gateway.engine(Role.DECODE)
+    client = await client_of(gateway)
+    for what in ("add", "disable", "enable"):
+        status, told = await change(client, what, type="decode", instances=f"https://{engine.name}")
+        assert (status, told["not_found"]) == (200, [])
+    assert [backend.url for backend in gateway.pools[Role.DECODE].backends()] == [f"https://{engine.name}"]
 
 
 async def test_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) -> None:
@@ -294,6 +304,9 @@ async def test_ipv6_endpoint_is_written_in_brackets(gateway: Gateway) -> None:
                 ":1",
                 "::1:80",
                 "http://h:1",
+                "https://h:1/",
+                "https://h:1/admin",
+                "https://https://h:1",
                 "h:1/",
                 "h:1/admin",
                 "h:1?x",
