@@ -192,8 +192,8 @@ class UsageApi:
         query = _query(request, ("since", "key"))
         since_seconds = _time("since", query["since"]) if "since" in query else 0.0
         self._settle()
-        rows = await self._usage.report(int(since_seconds) // HOUR_SECONDS)
-        return _json({"usage": [row.to_json() for row in rows if row.key == query.get("key", row.key)]})
+        rows = await self._usage.report(int(since_seconds) // HOUR_SECONDS, query.get("key"))
+        return web.Response(body=b'{"usage":%b}' % rows, content_type="application/json")
 
 
 def _time(name: str, text: str) -> float:

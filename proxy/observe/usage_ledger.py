@@ -12,9 +12,11 @@ import logging
 import sqlite3
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+import orjson
 
 from proxy.common.background import Background, BackgroundOwner
 from proxy.common.errors import GatewayError
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 KEPT_HOURS: Final = 31 * 24
 _EVERY_SECONDS: Final = 10.0
 _LOG_AFTER_SECONDS: Final = 30
@@ -44,10 +48,12 @@ _CREATE: Final = (
     "CREATE TABLE IF NOT EXISTS usage (hour INTEGER, key TEXT, source TEXT, "
     f"{', '.join(f'{name} INTEGER' for name in _COLUMNS)}, PRIMARY KEY (hour, key, source)) WITHOUT ROWID"
 )
-# Accounts only grow, so an older value that another worker writes later is not taken.
+# Accounts only grow, so an older value that another worker writes later is not taken. Without growth, SQLite writes
+# nothing to the disk.
 _WRITE: Final = (
     f"INSERT INTO usage VALUES (?, ?, ?, {', '.join('?' * KEPT_FIELDS)}) ON CONFLICT DO UPDATE SET "
-    f"{', '.join(f'{name} = max({name}, excluded.{name})' for name in _COLUMNS)}"
+    f"{', '.join(f'{name} = max({name}, excluded.{name})' for name in _COLUMNS)} "
+    f"WHERE {' OR '.join(f'excluded.{name} > {name}' for name in _COLUMNS)}"
 )
 _READ: Final = (
     f"SELECT hour, key, {', '.join(f'sum({name})' for name in _COLUMNS)} FROM usage "
@@ -97,86 +103,53 @@ class UsageLedger:
         self._now = now
         self._names: dict[int, str] = {}
         """The last name of the key in each slot, because a removed key may have running requests."""
-        self._written: dict[tuple[int, str, str], Sequence[int]] = {}
-        """The rows as this worker has last written them."""
         self._lock = threading.Lock()
-
-    @property
-    def hour(self) -> int:
-        """Number of the present hour."""
-        return int(self._now()) // HOUR_SECONDS
 
     def report(self, since_hour: int) -> list[HourUsage]:
         """Return the usage from an hour on. Raises sqlite3.Error."""
-        with self._lock:
-            path = self._path()
-            if path is None:
-                return [row for row in self._current() if row.hour >= since_hour]
-            with closing(self._open(path)) as file:
-                self._write(file)
-                return [HourUsage(hour, key, values) for hour, key, *values in file.execute(_READ, (since_hour, 2**60))]
+        with self._saving() as file:
+            if file is None:
+                return [usage for usage in self._current() if usage.hour >= since_hour]
+            return _read(file, since_hour, 2**60)
 
     def save(self) -> None:
         """Write the accounts to the file, if there is one. Raises sqlite3.Error."""
-        with self._lock:
-            path = self._path()
-            if path is not None:
-                with closing(self._open(path)) as file:
-                    self._write(file)
+        with self._saving():
+            pass
 
     def save_and_take_ended_hours(self) -> list[HourUsage]:
         """Save, and return the usage in hours that have ended and were not returned before. Raises sqlite3.Error."""
-        self.save()
         ended = int(self._now() - _LOG_AFTER_SECONDS) // HOUR_SECONDS
         reported = self._accounts.reported_hour
-        if reported[0] >= ended - 1:
-            return []
-        with self._lock:
-            path = self._path()
-            if path is None:
-                rows = [row for row in self._current() if reported[0] < row.hour < ended]
+        with self._saving() as file:
+            if reported[0] >= ended - 1:
+                return []
+            if file is None:
+                rows = [usage for usage in self._current() if reported[0] < usage.hour < ended]
             else:
-                rows = self._take_from_file(path, ended)
+                rows = _take(file, ended)
             reported[0] = ended - 1
         return rows
 
-    def _take_from_file(self, path: Path, ended: int) -> list[HourUsage]:
-        with closing(self._open(path)) as file:
-            self._write(file)
-            # One of several processes takes an hour. `user_version` is the last hour that was taken, 0 in a new file.
-            with file:
-                file.execute("BEGIN IMMEDIATE")
-                (taken,) = file.execute("PRAGMA user_version").fetchone()
-                file.execute(f"PRAGMA user_version = {max(taken, ended - 1)}")
-                found = file.execute(_READ, (taken + 1, ended)).fetchall()
-                file.execute("DELETE FROM usage WHERE hour <= ?", (ended - KEPT_HOURS,))
-        return [HourUsage(hour, key, values) for hour, key, *values in found]
-
-    def _open(self, path: Path) -> sqlite3.Connection:
-        # A relative path is relative to the directory of the configuration file, so the settings have made it absolute.
-        file = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
-        try:
-            file.execute(_CREATE)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    def _write(self, file: sqlite3.Connection) -> None:
-        changes = dict(self._changes())
-        if changes:
-            with file:
-                file.execute("BEGIN IMMEDIATE")
-                file.executemany(_WRITE, [(*row, *values) for row, values in changes.items()])
-            oldest = self.hour - 1
-            self._written = {row: old for row, old in self._written.items() if row[0] >= oldest} | changes
-
-    def _changes(self) -> Iterator[tuple[tuple[int, str, str], Sequence[int]]]:
-        """Yield the rows that this worker has not written yet, each as hour, key, source, and the account."""
-        for slot, usage in self._by_slot():
-            row = usage.hour, usage.key, f"{self._process}/{slot}"
-            if self._written.get(row) != usage.account:
-                yield row, usage.account
+    @contextmanager
+    def _saving(self) -> Iterator[sqlite3.Connection | None]:
+        """Write the accounts, and yield the file, or None if there is none."""
+        with self._lock:
+            # A relative path begins in the directory of the configuration file: the settings have made it absolute.
+            path = self._path()
+            if path is None:
+                yield None
+                return
+            with closing(sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)) as file:
+                file.execute(_CREATE)
+                rows = [
+                    (hour, key, f"{self._process}/{slot}", *account) for slot, (hour, key, account) in self._by_slot()
+                ]
+                if rows:
+                    with file:
+                        file.execute("BEGIN IMMEDIATE")
+                        file.executemany(_WRITE, rows)
+                yield file
 
     def _current(self) -> list[HourUsage]:
         """Return the usage in the last and the present hour."""
@@ -184,12 +157,28 @@ class UsageLedger:
 
     def _by_slot(self) -> Iterator[tuple[int, HourUsage]]:
         self._names |= {slot: name for name, slot in self._slots().items()}
-        present = self.hour
+        present = int(self._now()) // HOUR_SECONDS
         for slot, name in (*self._names.items(), (self._accounts.slots, ANONYMOUS_KEY)):
             for hour in (present - 1, present):
                 account = self._accounts.of_hour(slot, name, hour)[:KEPT_FIELDS]
                 if any(account):
                     yield slot, HourUsage(hour, name, account)
+
+
+def _read(file: sqlite3.Connection, since_hour: int, until_hour: int) -> list[HourUsage]:
+    return [HourUsage(hour, key, values) for hour, key, *values in file.execute(_READ, (since_hour, until_hour))]
+
+
+def _take(file: sqlite3.Connection, ended: int) -> list[HourUsage]:
+    """Return the hours before `ended` that no process has taken, and delete old ones."""
+    with file:
+        file.execute("BEGIN IMMEDIATE")
+        # `user_version` is the last hour that a process has taken, 0 in a new file.
+        (taken,) = file.execute("PRAGMA user_version").fetchone()
+        file.execute(f"PRAGMA user_version = {max(taken, ended - 1)}")
+        found = _read(file, taken + 1, ended)
+        file.execute("DELETE FROM usage WHERE hour <= ?", (ended - KEPT_HOURS,))
+    return found
 
 
 class UsageKeeper(BackgroundOwner):
@@ -217,37 +206,39 @@ class UsageKeeper(BackgroundOwner):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await super().__aexit__(kind, error, trace)
-        await self._try(self._save)
+        await self._try(self._ledger.save)
 
-    async def report(self, since_hour: int) -> list[HourUsage]:
-        """Return the usage from an hour on. Raises GatewayError."""
+    async def report(self, since_hour: int, key: str | None) -> bytes:
+        """Return the usage from an hour on as a JSON array. `key` None: of all keys. Raises GatewayError."""
+
+        def make() -> bytes:
+            rows = (usage.to_json() for usage in self._ledger.report(since_hour) if key in (None, usage.key))
+            return b"[%b]" % b",".join(map(orjson.dumps, rows))
+
         try:
-            return await asyncio.to_thread(self._ledger.report, since_hour)
+            # In a thread, because a month of many keys takes long. orjson keeps the interpreter, so it gets row by row.
+            return await asyncio.to_thread(make)
         except sqlite3.Error as error:
             message = f"the file of admin.usage_file cannot be used: {error}; check its path, permissions and disk"
             raise GatewayError(message, code="usage_unavailable", status=503) from None
 
     async def _keep_saving(self) -> None:
         while True:
-            for usage in await self._try(self._ledger.save_and_take_ended_hours):
+            for usage in await self._try(self._ledger.save_and_take_ended_hours) or ():
                 if usage.key != ANONYMOUS_KEY:
                     logger.info("key usage: hour ended", extra={"fields": usage.to_json()})
                     await asyncio.sleep(_SECONDS_BETWEEN_LINES)
             await asyncio.sleep(_EVERY_SECONDS)
 
-    def _save(self) -> list[HourUsage]:
-        self._ledger.save()
-        return []
-
-    async def _try(self, call: Callable[[], list[HourUsage]]) -> list[HourUsage]:
-        """Call a method of the ledger in a thread. Log the first error in a row."""
+    async def _try(self, call: Callable[[], _Result]) -> _Result | None:
+        """Call a method of the ledger in a thread. Log the first error in a row, and return None after an error."""
         try:
             result = await asyncio.to_thread(call)
         except sqlite3.Error as error:
             if not self._has_failed:
                 logger.error("key usage: the file of admin.usage_file cannot be written: %s", error)
             self._has_failed = True
-            return []
+            return None
         if self._has_failed:
             logger.info("key usage: the file of admin.usage_file can be written again")
         self._has_failed = False
