@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def test_rows_are_complete_and_in_order() -> None:
     numbers = [row.number for row in read_table()]
     assert numbers == sorted(set(numbers))
+    # YAML would take the last of two rows under one number.
+    assert TABLE.read_text(encoding="utf-8").count("\n  fault:") == len(numbers)
 
 
 def test_row_names_a_failure_and_a_behaviour() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ENDS_WITHIN_SECONDS = 60.0
 SERVING = r"pdproxy \S+ \((?:compiled|interpreted)\) on (\S+:\d+),"
 
-# aiohttp reads the certificates of all authorities when it is imported, twice. No scenario uses TLS.
+# aiohttp reads the certificates of all authorities when it is imported, twice. No scenario needs them.
 _NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull}
 
 

@@ -17,6 +17,7 @@ from proxy.wire.openai import Api
 from tests.asking import ask, request, until
 from tests.certificates import Certificates
 from tests.scenarios.program import refused
+from tests.scenarios.test_ports import admin_url
 from tests.scenarios.test_stopping import is_ready
 from tests.scenarios.test_takeover import newest, replace, replaceable
 
@@ -167,6 +168,30 @@ async def test_another_process_takes_over_with_tls(
         await asking
         assert {answer.is_done for answer in await asyncio.gather(*answers)} == {True}
         assert statuses == {200}
+
+
+async def test_operators_connect_to_their_port_with_its_own_certificate(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, certificates: Certificates
+) -> None:
+    certificate, key = certificates.issue("operators")
+    options = {"TLS_CERTIFICATE": str(certificate), "TLS_KEY": str(key), "TLS_CLIENT_CA": str(certificates.ca)}
+    environment = {f"PROXY_ADMIN__{name}": value for name, value in options.items()}
+    async with replaceable(*_words(prefiller, decoder), PROXY_ADMIN__PORT="0", **environment) as program:
+        await is_ready(session, program.url)  # clients connect without TLS
+        url = (await admin_url(program)).replace("http:", "https:")
+        with pytest.raises(aiohttp.ClientError):  # without a certificate
+            await session.get(f"{url}/metrics")
+        await program.says("listener: TLS handshake failed: peer did not return a certificate")
+        operator = aiohttp.TCPConnector(ssl=certificates.client(certificates.issue("operator", "alice")))
+        async with aiohttp.ClientSession(connector=operator) as allowed:
+            async with allowed.get(f"{url}/admin/config") as answer:
+                assert answer.status == 200
+            async with allowed.get(f"{url}/metrics") as answer:
+                metrics = await answer.text()
+    assert 'pdproxy_tls_certificate_expiry_timestamp_seconds{section="admin"}' in metrics
+    assert 'pdproxy_tls_certificate_expiry_timestamp_seconds{section="listen"}' not in metrics
+    lines = program.output.count("listener: TLS handshake failed")  # aiohttp connects again
+    assert f"pdproxy_tls_handshake_failures_total {lines}.0" in metrics
 
 
 async def test_tools_and_clients_connect_over_tls(
