@@ -23,6 +23,7 @@ from proxy.fleet.discovery.sources import configured_instances
 from proxy.gateway.api_keys import assign_slots
 from proxy.settings import OPTIONS, SECRETS, ClientKey, Loaded, Settings, SettingsError, load_client_keys
 from proxy.settings.load import ConfigChange
+from proxy.settings.sources import option_of
 from proxy.settings.tls import TLS_FILES, TlsFiles, load_tls
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from proxy.balancer.roster import Roster
     from proxy.observe.metrics import Metrics
+
+logger = logging.getLogger("proxy.configuration.watcher")
 
 FIXED: Final = (
     *("connector", "workers", "worker_timeout_seconds", "passthrough"),
@@ -187,7 +190,6 @@ def _stamps(settings: Settings) -> Stamps:
 
 # A configuration as a value, and its JSON in shared memory, which has secrets in clear.
 
-
 Stamp = tuple[int, int, int]
 """Time of the last change, inode and size of a file. They differ after the file was written or replaced."""
 
@@ -262,17 +264,6 @@ def secrets_of(settings: Settings) -> list[str]:
 def text_of(secret: SecretStr | None) -> str | None:
     """Return the text of a secret, in clear."""
     return None if secret is None else secret.get_secret_value()
-
-
-def option_of(settings: Settings, name: str) -> Any:
-    """Return the value of a dotted option."""
-    return reduce(getattr, name.split("."), settings)
-
-
-# Applies the shared configuration in one worker.
-
-
-logger = logging.getLogger("proxy.configuration.watcher")
 
 
 class ConfigWatcher(BackgroundOwner):

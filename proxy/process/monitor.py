@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
     from proxy.observe.metrics import Metrics
 
+logger = logging.getLogger("proxy.monitor.monitor")
+
 # Use of memory and file descriptors, as Linux reports them. Unknown values count as unused.
 
-
 _ENTRIES_AT_A_TIME: Final = 500
-"""listing this many entries takes less than a millisecond"""
+"""Listing this many entries takes less than a millisecond."""
 
 
 class Memory:
@@ -168,13 +169,7 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-# One timer for each worker, which measures, decides on overload, and calls all periodic functions.
-#
-# It measures the delay of the event loop, and the use of memory and descriptors. The thresholds and actions for memory
-# are those of Envoy's overload manager. It also logs the number of lost log lines.
-
-
-logger = logging.getLogger("proxy.monitor.monitor")
+# The timer of each worker
 
 _TICK_SECONDS: Final = 0.25
 _LAG_WINDOW_SECONDS: Final = 15.0
@@ -183,6 +178,7 @@ _FDS_SECONDS: Final = 5.0
 _SHRINK_SECONDS: Final = 10.0
 _DEAD_AFTER_SECONDS: Final = 30.0
 
+# As in Envoy's overload manager.
 _CLOSE_FROM: Final = 0.92
 _REFUSE_FROM: Final = 0.95
 _HYSTERESIS: Final = 0.02
@@ -241,7 +237,11 @@ class MonitorParts:
 
 
 class Monitor:
-    """Monitors one worker inside `async with`."""
+    """Monitors one worker inside `async with`.
+
+    One timer measures the delay of the event loop and the use of memory and descriptors, and decides on overload. It
+    also counts lost log lines, and calls all periodic functions.
+    """
 
     def __init__(self, metrics: Metrics, parts: MonitorParts) -> None:
         self._metrics = metrics
@@ -345,11 +345,7 @@ class Monitor:
         self._metrics.log_lines_suppressed_total.inc(self._told.suppressed - told.suppressed)
 
 
-# Answers /livez and /readyz in a thread, so that a busy event loop cannot delay the answers.
-#
-# It serves one connection at a time, one request for each, and one second for that, because only orchestrators ask. The
-# thread reads values that the event loop has left, and touches nothing else.
-
+# Probes
 
 _ANSWER_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 0.1
@@ -368,7 +364,11 @@ _REASONS: Final = {
 
 
 class ProbeServer:
-    """A thread that answers on a listening socket, inside `with`. Several processes may share the socket."""
+    """A thread that answers /livez and /readyz, inside `with`, so that a busy event loop cannot delay the answers.
+
+    It serves one connection at a time, one request for each, and one second for that, because only orchestrators ask.
+    It reads values that the event loop has left, and touches nothing else. Several processes may share the socket.
+    """
 
     def __init__(self, sock: socket.socket, is_alive: Callable[[], bool], is_ready: Callable[[], bool]) -> None:
         """Keep the parts. Both functions are called in the thread. The caller closes the socket later."""

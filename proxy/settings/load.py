@@ -29,6 +29,7 @@ from proxy.settings.sources import (
     from_otel,
     from_yaml,
     near_misses,
+    option_of,
     other_protocol,
     read_key,
     variable,
@@ -178,8 +179,7 @@ def _keys(
 ) -> Iterator[tuple[str, Sourced]]:
     """Read keys from files, and set the default of the engine key."""
     for option in SECRETS:
-        section, _, name = option.partition(".")
-        path: Path | None = getattr(getattr(settings, section), f"{name}_file")
+        path: Path | None = option_of(settings, f"{option}_file")
         is_given = option in values and values[option].value is not None
         if path is not None:
             if is_given:

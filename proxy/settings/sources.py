@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import reduce
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.settings.kinds import Section
 from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, printable_word
@@ -64,6 +65,11 @@ PATHS: Final = (
     *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
 )
 PATH_LISTS: Final = ("discovery.files",)
+
+
+def option_of(settings: Settings, name: str) -> Any:
+    """Return the value of a dotted option."""
+    return reduce(getattr, name.split("."), settings)
 
 
 def variable(option: str) -> str:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from proxy.settings.mistakes import SettingsError
-from proxy.settings.sources import read_key
+from proxy.settings.sources import option_of, read_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from proxy.settings.model import Engines, Settings
 
@@ -61,16 +60,9 @@ class TlsFiles:
     """End of the validity of each certificate, by option, in seconds since the epoch."""
 
 
-def path_of(settings: Settings, option: str) -> Path | None:
-    """Return the path of a file in TLS_FILES, or None if it is not configured."""
-    section, _, name = option.partition(".")
-    path: Path | None = getattr(getattr(settings, section), name)
-    return path
-
-
 def load_tls(settings: Settings) -> TlsFiles:
     """Read and check the files. Raises SettingsError, in one sentence."""
-    paths = {option: path for option in TLS_FILES if (path := path_of(settings, option)) is not None}
+    paths = {option: path for option in TLS_FILES if (path := option_of(settings, option)) is not None}
     texts = {option: read_key(option, path) for option, path in paths.items()}
     expiries = {}
     for option in _AUTHORITIES:

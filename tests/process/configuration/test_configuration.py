@@ -12,9 +12,10 @@ from proxy.balancer.roster import CONFIG, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.observe.metrics import Metrics
-from proxy.process.configuration import FIXED, Configuration, ConfigWatcher, option_of, shown
+from proxy.process.configuration import FIXED, Configuration, ConfigWatcher, shown
 from proxy.settings import OPTIONS, SettingsError, load
 from proxy.settings.load import ConfigChange
+from proxy.settings.sources import option_of
 from tests.asking import until
 from tests.forking import in_child
 
