@@ -12,7 +12,7 @@ from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.dialects import DIALECTS
-from proxy.observe.key_metrics import KeyMetrics
+from proxy.observe.key_metrics import collect_keys
 from proxy.observe.key_usage import RESULTS, TOKEN_KINDS, KeyAccounts
 from proxy.observe.metrics import EJECTIONS, Metrics
 
@@ -88,7 +88,7 @@ def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
     metrics.watch_models(ServedModels(Roster((), (), Scoreboard(slots=1)), Health(), ()), ())
     metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     metrics.watch_sources(SourceStates(), Roster((), (), Scoreboard(slots=1)))
-    metrics.watch_keys(KeyMetrics(KeyAccounts(slots=1), dict, lambda: 0, lambda _: 0).collect)
+    metrics.watch_keys(lambda: collect_keys(KeyAccounts(slots=1), {}, 0, lambda _: 0))
     metrics.watch_workers(lambda: {"died": 0, "frozen": 0})
     families = [family for family in metrics.collect() if family.name.startswith("pdproxy_")]
     return families, _labels(metrics, families)

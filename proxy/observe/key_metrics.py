@@ -6,7 +6,7 @@ it has set the directory of the workers' metrics.
 
 from __future__ import annotations
 
-from operator import add
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -34,84 +34,69 @@ OTHER_KEYS: Final = "(other)"
 """Label of the keys beyond `auth.max_key_series`. No key can have this name."""
 
 
-class KeyMetrics:
-    """The metrics of client keys, read from the accounts at each scrape."""
+def collect_keys(
+    accounts: KeyAccounts, slots: Mapping[str, int], max_series: int, in_flight: Callable[[int], int]
+) -> Iterator[Metric]:
+    """Return all metrics of client keys.
 
-    def __init__(
-        self,
-        accounts: KeyAccounts,
-        slots: Callable[[], Mapping[str, int]],
-        max_series: Callable[[], int],
-        in_flight: Callable[[int], int],
-    ) -> None:
-        """Keep the parts.
-
-        Args:
-            accounts: The accounts of all workers.
-            slots: Returns the slots of the present client keys by name.
-            max_series: Returns the maximum number of keys with separate series. 0: keys have no series.
-            in_flight: Returns the requests in flight of a slot, over all workers of this gateway.
-        """
-        self._accounts = accounts
-        self._slots = slots
-        self._max_series = max_series
-        self._in_flight = in_flight
-
-    def collect(self) -> Iterator[Metric]:
-        """Return all metrics of keys. Keys beyond the limit are added together as OTHER_KEYS."""
-        requests = CounterMetricFamily(
-            "pdproxy_key_requests",
-            "Generation requests by client key and result: `ok`, `failed`, `limited` (beyond a limit of the key), "
-            "`rejected` (for another reason), or `left` (the client disconnected).",
-            labels=("key", "result"),
-        )
-        tokens = CounterMetricFamily(
-            "pdproxy_key_tokens",
-            "Tokens of generation requests by client key, as the clients' `usage` counts them.",
-            labels=("key", "kind"),
-        )
-        engine_seconds = CounterMetricFamily(
-            "pdproxy_key_engine_seconds",
-            "Time that engines spent on the requests of a client key: encoding and prefill, or handoff and decode.",
-            labels=("key", "role"),
-        )
-        first_tokens = HistogramMetricFamily(
-            "pdproxy_key_time_to_first_token_seconds",
-            "Time from a generation request to the first token of its streamed answer, by client key.",
-            labels=("key",),
-        )
-        in_flight = GaugeMetricFamily(
-            "pdproxy_key_inflight_requests", "Requests of a client key in flight.", labels=("key",)
-        )
-        for name, values, running in self._rows():
-            for result, count in zip(RESULTS, values, strict=False):
-                requests.add_metric((name, result), count)
-            for place, kind in enumerate(TOKEN_KINDS, TOKEN_FIELD):
-                tokens.add_metric((name, kind), values[place])
-            for place, role in enumerate(ROLES, ENGINE_FIELD):
-                engine_seconds.add_metric((name, role), values[place] / 1e6)
-            first_tokens.add_metric((name,), _cumulative(values[BUCKET_FIELD:]), values[FIRST_TOKEN_FIELD] / 1e6)
-            in_flight.add_metric((name,), running)
-        yield from (requests, tokens, engine_seconds, first_tokens, in_flight)
-
-    def _rows(self) -> Iterator[tuple[str, list[int], int]]:
-        """Yield the label, the account and the requests in flight of each key that has series."""
-        limit, accounts = self._max_series(), self._accounts
-        if limit <= 0:
-            return
-        others, others_in_flight, has_others = no_values(), 0, False
-        for place, (name, slot) in enumerate(sorted(self._slots().items(), key=_slot_of)):
-            values, running = accounts.total(slot, name), self._in_flight(slot)
-            if place < limit:
-                yield name, values, running
-            else:
-                others, others_in_flight, has_others = [*map(add, others, values)], others_in_flight + running, True
-        if has_others:
-            yield OTHER_KEYS, others, others_in_flight
+    Args:
+        accounts: The accounts of all workers.
+        slots: The slots of the present client keys by name.
+        max_series: Maximum number of keys with separate series. The other keys are added together as OTHER_KEYS. 0: no
+            key has series.
+        in_flight: Returns the requests in flight of a slot, over all workers of this gateway.
+    """
+    requests = CounterMetricFamily(
+        "pdproxy_key_requests",
+        "Generation requests by client key and result: `ok`, `failed`, `limited` (beyond a limit of the key), "
+        "`rejected` (for another reason), or `left` (the client disconnected).",
+        labels=("key", "result"),
+    )
+    tokens = CounterMetricFamily(
+        "pdproxy_key_tokens",
+        "Tokens of generation requests by client key, as the clients' `usage` counts them.",
+        labels=("key", "kind"),
+    )
+    engine_seconds = CounterMetricFamily(
+        "pdproxy_key_engine_seconds",
+        "Time that engines spent on the requests of a client key: encoding and prefill, or handoff and decode.",
+        labels=("key", "role"),
+    )
+    first_tokens = HistogramMetricFamily(
+        "pdproxy_key_time_to_first_token_seconds",
+        "Time from a generation request to the first token of its streamed answer, by client key.",
+        labels=("key",),
+    )
+    in_flight_gauge = GaugeMetricFamily(
+        "pdproxy_key_inflight_requests", "Requests of a client key in flight.", labels=("key",)
+    )
+    for name, values, running in _rows(accounts, slots, max_series, in_flight):
+        for result, count in zip(RESULTS, values, strict=False):
+            requests.add_metric((name, result), count)
+        for place, kind in enumerate(TOKEN_KINDS, TOKEN_FIELD):
+            tokens.add_metric((name, kind), values[place])
+        for place, role in enumerate(ROLES, ENGINE_FIELD):
+            engine_seconds.add_metric((name, role), values[place] / 1e6)
+        first_tokens.add_metric((name,), _cumulative(values[BUCKET_FIELD:]), values[FIRST_TOKEN_FIELD] / 1e6)
+        in_flight_gauge.add_metric((name,), running)
+    yield from (requests, tokens, engine_seconds, first_tokens, in_flight_gauge)
 
 
-def _slot_of(item: tuple[str, int]) -> int:
-    return item[1]
+def _rows(
+    accounts: KeyAccounts, slots: Mapping[str, int], max_series: int, in_flight: Callable[[int], int]
+) -> Iterator[tuple[str, list[int], int]]:
+    """Yield the label, the account and the requests in flight of each key that has series."""
+    if max_series <= 0:
+        return
+    others, others_in_flight, has_others = no_values(), 0, False
+    for place, (name, slot) in enumerate(sorted(slots.items(), key=itemgetter(1))):
+        values, running = accounts.total(slot, name), in_flight(slot)
+        if place < max_series:
+            yield name, values, running
+        else:
+            others, others_in_flight, has_others = [*map(add, others, values)], others_in_flight + running, True
+    if has_others:
+        yield OTHER_KEYS, others, others_in_flight
 
 
 def _cumulative(counts: Iterable[int]) -> list[tuple[str, float]]:

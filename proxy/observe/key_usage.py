@@ -33,6 +33,7 @@ another reason; `left`: the client disconnected or did not read.
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
 ROLES: Final = ("prefill", "decode")
 FIRST_TOKEN_BUCKETS: Final[tuple[float, ...]] = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Fewer than the buckets of all keys together, because each key has its own series."""
 HOUR_SECONDS: Final = 3600
 
 # Fields of an account. Times are microseconds. The last fields count first tokens by bucket, the last of them without

@@ -13,8 +13,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from proxy.common.terms import Stage
+from proxy.observe.key_usage import TOKEN_KINDS
 from proxy.observe.logs import access_lines
-from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS
+from proxy.observe.metrics import CHOOSING_ROLES
 from proxy.observe.observers import RequestListener
 from proxy.observe.record import access_line
 

@@ -34,6 +34,7 @@ from proxy.common.errors import Failure, GatewayError
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 from proxy.observe.instances import Instances, collect_models, collect_sources
 from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
+from proxy.observe.key_usage import TOKEN_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -68,7 +69,6 @@ CANARIES: Final = (*(str(verdict) for verdict in HandoffVerdict), "differs", "fa
 HANDOVERS: Final = tuple(str(verdict) for verdict in HandoffVerdict)
 RELEASES: Final = ("released", "failed", "unsupported")
 RESUME_ACTIONS: Final = tuple(str(action) for action in Action)
-TOKEN_KINDS: Final = ("prompt", "cached", "completion")
 BACKGROUND_LOOPS: Final = (
     "canaries",
     "engine_comparison",
@@ -119,7 +119,7 @@ _STAGE_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 class Metrics:
     """All metrics of one worker, one row for each.
 
-    `render` returns the exposition. Each Metrics creates a registry unless one is given.
+    `snapshot` returns the exposition. Each Metrics creates a registry unless one is given.
     """
 
     build_info = MetricRow(
@@ -434,7 +434,7 @@ class Metrics:
         self._sources = partial(collect_sources, states, roster)
 
     def watch_keys(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Show the usage of client keys at every scrape; see KeyMetrics."""
+        """Show the usage of client keys at every scrape; see `collect_keys`."""
         self._keys = collect
 
     def settle_first(self, settle: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, LimitExceeded, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
-from proxy.observe.key_metrics import OTHER_KEYS, KeyMetrics
+from proxy.observe.key_metrics import OTHER_KEYS, collect_keys
 from proxy.observe.key_usage import HOUR_SECONDS, KeyAccounts, KeyUsageListener, usage_of
 from proxy.observe.record import RequestRecord
 
@@ -60,10 +60,9 @@ class Host:
 
     def samples(self, max_series: int = 100) -> dict[tuple[str, ...], float]:
         """Return the series by name and label values, without buckets."""
-        metrics = KeyMetrics(self.accounts, lambda: self.slots, lambda: max_series, lambda slot: 7 + slot)
         return {
             (sample.name.removeprefix("pdproxy_key_"), *sample.labels.values()): sample.value
-            for family in metrics.collect()
+            for family in collect_keys(self.accounts, self.slots, max_series, lambda slot: 7 + slot)
             for sample in family.samples
         }
 

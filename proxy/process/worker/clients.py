@@ -29,7 +29,7 @@ from proxy.gateway.request_parts import RequestParts
 from proxy.gateway.suspects import Suspects
 from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
-from proxy.observe.key_metrics import KeyMetrics
+from proxy.observe.key_metrics import collect_keys
 from proxy.observe.key_usage import KeyUsageListener
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.logs import Redaction
@@ -144,13 +144,11 @@ def _observers(basis: Basis, dialects: Sequence[Dialect]) -> Observers:
         observers.add(basis.shared.receipts.writer(basis.index, redact))
     key_usage, accounts = basis.shared.key_usage, basis.shared.key_accounts
     observers.add(KeyUsageListener(accounts, basis.index, lambda: basis.live.current.slots))
-    key_metrics = KeyMetrics(
-        accounts,
-        slots=lambda: basis.live.current.slots,
-        max_series=lambda: basis.settings.auth.max_key_series,
-        in_flight=key_usage.own_in_flight,
+    basis.metrics.watch_keys(
+        lambda: collect_keys(
+            accounts, basis.live.current.slots, basis.settings.auth.max_key_series, key_usage.own_in_flight
+        )
     )
-    basis.metrics.watch_keys(key_metrics.collect)
     basis.metrics.settle_first(observers.settle)
     return observers
 
