@@ -27,11 +27,17 @@ COMMAND = ".venv/bin/python -m tests.metrics_page"
 _HEAD = f"""\
 # Metrics
 
-What `/metrics` answers, in Prometheus' text format or in OpenMetrics, for all workers together. A series whose labels
-are known begins at 0, and an instance that was removed loses its series. With one worker there are the `process_*`
-metrics of prometheus-client, too. [OPERATING.md](OPERATING.md) explains the mechanisms behind the numbers.
+`/metrics` reports these metrics for all workers together, in Prometheus' text format or in OpenMetrics:
 
-This page is generated from `proxy/observe/metrics.py`, by `{COMMAND}`.
+    curl -s http://127.0.0.1:1999/metrics | grep ^pdproxy_instance_up
+    pdproxy_instance_up{{address="127.0.0.1:7100",role="prefill"}} 1.0
+    pdproxy_instance_up{{address="127.0.0.1:7200",role="decode"}} 1.0
+
+With `admin.port` set, only that port has `/metrics`.
+Series with known label values begin at 0. A removed instance loses its series. With one worker, `/metrics` also has the
+`process_*` metrics of prometheus-client. [OPERATING.md](OPERATING.md) explains the mechanisms behind the numbers.
+
+This page is generated from `proxy/observe/metrics.py` by `{COMMAND}`.
 """
 
 
@@ -42,10 +48,10 @@ def _quoted(names: Sequence[str]) -> str:
 # Labels whose values are not listed: they depend on the deployment, or another page explains them.
 _OPEN_LABELS = {
     "address": "`host:port` of an instance, the same as the target under which Prometheus scrapes the engine itself",
-    "code": "the HTTP status, 499 where the client left before it had one",
-    "term": "who ended the request and in which stage, see [Log](OPERATING.md#log)",
+    "code": "the HTTP status; 499 if the client disconnected before it received one",
+    "term": "the side that ended the request, and the stage; see [Log](OPERATING.md#log)",
     "version": "this gateway's version",
-    "compiled": "`true` where what a request runs through is [machine code](OPERATING.md#compiled), `false`",
+    "compiled": "`true` for the [compiled build](OPERATING.md#compiled), otherwise `false`",
     "python": "Python's version",
     "aiohttp": "aiohttp's version",
     "key": "the name of a [client key](OPERATING.md#client-keys), or `(other)` beyond `auth.max_key_series`",

@@ -40,7 +40,7 @@ _INSTANCE_GAUGES: Final = (
     ("pinned_kv_oldest_seconds", "Age of the oldest of pdproxy_instance_pinned_kv."),
     (
         "misfit",
-        "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
+        "Incompatibilities of a healthy instance with others or with this gateway, by kind. Always 1.",
         "kind",
     ),
     (
@@ -131,8 +131,8 @@ def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metr
     """Return the number of instances of each model in these pools, at the moment of a scrape."""
     instances = GaugeMetricFamily(
         "pdproxy_model_instances",
-        "Instances that may get requests for a model or an adapter, by role, without instances that report no models, "
-        "and without names that no instance of a role serves.",
+        "Instances that may get requests for a model or an adapter, by role. Instances that report no models are left "
+        "out, and so are models that lack instances of a role.",
         labels=("model", "role"),
     )
     eligible = {pool.role: pool.eligible() for pool in pools}
@@ -152,8 +152,8 @@ def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
     labels = ("source",)
     up = GaugeMetricFamily(
         "pdproxy_discovery_up",
-        "1 if the last reading of a discovery source succeeded; 0 if it failed, so that its instances stay, or has "
-        "not ended yet.",
+        "1 if the last reading of a discovery source succeeded. 0 if it failed or has not ended; then its last "
+        "instances stay.",
         labels=labels,
     )
     instances = GaugeMetricFamily(

@@ -133,8 +133,8 @@ class Metrics:
     )
     model_requests_total = MetricRow(
         Counter,
-        "Generation requests by model, as instances call it, and HTTP status, as long as instances serve different "
-        "models.",
+        "Generation requests by model and HTTP status, while instances serve different models. Names are those "
+        "of instances, not aliases.",
         ("model", "code"),
     )
     request_end_total = MetricRow(
@@ -202,7 +202,7 @@ class Metrics:
         series=product(CANARIES),
     )
     prefills_skipped_total = MetricRow(
-        Counter, "Prompts sent to a decoder alone: kv.prefill_min_tokens, kv.skip_prefill."
+        Counter, "Prompts that a decoder computed without a prefiller (kv.prefill_min_tokens, kv.skip_prefill)."
     )
     streams_broken_total = MetricRow(
         Counter,
@@ -212,13 +212,13 @@ class Metrics:
     )
     resumes_total = MetricRow(
         Counter,
-        "Answers continued after their decoder was lost, by its failure and by how they were continued.",
+        "Answers continued after their decoder was lost, by the cause of the loss and the kind of resume.",
         ("cause", "action"),
         series=product(FAILURES, RESUME_ACTIONS),
     )
     resumed_tokens_total = MetricRow(Counter, "Tokens prefilled again to continue answers whose decoder was lost.")
     resume_failures_total = MetricRow(
-        Counter, "Answers that had begun and could not be continued.", ("cause",), series=product(FAILURES)
+        Counter, "Answers that broke off and could not be continued, by cause.", ("cause",), series=product(FAILURES)
     )
     suspect_requests_total = MetricRow(
         Counter, "Requests that were stopped because engines went down while serving them."
@@ -230,7 +230,7 @@ class Metrics:
         series=product(TOKEN_KINDS),
     )
     rejected_total = MetricRow(
-        Counter, "Requests refused before an engine was asked.", ("reason",), series=product(REJECTIONS)
+        Counter, "Requests rejected before an engine received them, by reason.", ("reason",), series=product(REJECTIONS)
     )
     kv_events_total = MetricRow(
         Counter, "KV events received (kv_events), by instance and kind.", ("role", "address", "kind")
@@ -326,9 +326,9 @@ class Metrics:
     loop_lag_seconds = MetricRow(
         Gauge, "Longest delay of the event loop in the last 15 seconds.", multiprocess_mode="livemax"
     )
-    cpu_seconds_total = MetricRow(Counter, "CPU time of the gateway, of all workers since each began.")
+    cpu_seconds_total = MetricRow(Counter, "CPU time of all workers since each started.")
     resident_memory_bytes = MetricRow(
-        Gauge, "Memory of the gateway, of all workers; what they share counts for each.", multiprocess_mode="livesum"
+        Gauge, "Resident memory of all workers. Shared memory counts once for each worker.", multiprocess_mode="livesum"
     )
     memory_share = MetricRow(
         Gauge, "Memory in use, as a share of the limit of the container or the host.", multiprocess_mode="livemax"
@@ -338,7 +338,7 @@ class Metrics:
     )
     overload_state = MetricRow(
         Gauge,
-        "0: memory suffices; 1: connections are closed after each answer; 2: new requests are refused.",
+        "0: memory suffices; 1: connections are closed after each answer; 2: new requests are rejected.",
         multiprocess_mode="livemax",
     )
     replicas_peers = MetricRow(
@@ -354,7 +354,10 @@ class Metrics:
         series=product(("told", "heard")),
     )
     replicas_news_bytes_total = MetricRow(
-        Counter, "Bytes of these messages.", ("direction",), series=product(("told", "heard"))
+        Counter,
+        "Bytes of the messages about changes between the gateways of the group.",
+        ("direction",),
+        series=product(("told", "heard")),
     )
     replicas_last_exchange_timestamp_seconds = MetricRow(
         Gauge,
@@ -372,7 +375,7 @@ class Metrics:
     )
     config_last_reload_successful = MetricRow(
         Gauge,
-        "1 if the last reload of the configuration was applied, 0 if it was refused.",
+        "1 if the last reload of the configuration was applied, 0 if it was rejected.",
         multiprocess_mode="livemostrecent",
     )
     config_last_reload_success_timestamp_seconds = MetricRow(
@@ -388,7 +391,7 @@ class Metrics:
     )
     sse_bad_events_total = MetricRow(Counter, "Events of engines' streams that cannot be read.")
     log_lines_dropped_total = MetricRow(Counter, "Log lines dropped because the log was not read in time.")
-    log_lines_suppressed_total = MetricRow(Counter, "Log lines left out because too many of their kind came at once.")
+    log_lines_suppressed_total = MetricRow(Counter, "Log lines omitted because too many similar lines came at once.")
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._instances: Instances | None = None
@@ -490,7 +493,7 @@ class Metrics:
         if self._worker_replacements is not None:
             replaced = CounterMetricFamily(
                 "pdproxy_worker_replacements",
-                "Workers that were replaced, because they died or stood still.",
+                "Workers that were replaced because they died or froze.",
                 labels=("reason",),
             )
             for reason, count in self._worker_replacements().items():
