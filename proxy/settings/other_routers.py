@@ -130,7 +130,7 @@ ADVICE: Final[Mapping[str, str]] = {
     **_all("--rate-limit-tokens-per-second", "set requests_per_minute of a key in auth.client_keys_file"),
     **_all("--request-timeout-secs", "set timeouts.answer_seconds and timeouts.idle_seconds"),
     **_all("--request-id-headers", "is not needed: pdproxy reads and returns X-Request-Id"),
-    **_all("--log-dir", "is not needed: pdproxy writes its log to standard error"),
+    **_all("--log-dir", "is not needed: pdproxy writes its log to standard output"),
     **_all(
         "--prometheus-host --prometheus-port --prometheus-duration-buckets",
         "is not needed: GET /metrics is on the client port, or on admin.port",
