@@ -426,7 +426,10 @@ class Prefillers:
 
     def __init__(self, context: PolicyContext) -> None:
         self.cost = PrefillCost()
-        self.working_sets = WorkingSets(lambda: context.balance is None or context.balance().working_sets)
+        self.working_sets = WorkingSets(
+            lambda: context.balance is None or context.balance().working_sets,
+            lambda: [prefiller.cached for prefiller in self.prefillers],
+        )
         self.reader: SlotReader
         """Reads the slots of `candidates`."""
         self._clock = context.clock

@@ -16,7 +16,7 @@ from math import exp, inf
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from proxy.balancer.policies.prefill_cost import PromptCosts, Sent
     from proxy.balancer.policies.prefixes import CachedPrefixes
@@ -32,8 +32,6 @@ _TOLERATED_TOKENS: Final = 2048
 _LOSS_STEP: Final = 1 / 48
 # Time constant of the tokens per second, in seconds.
 _RATE_SECONDS: Final = 60.0
-# Maximum number of admitted sessions per prefiller whose prompts are not sent yet.
-_MAX_PLACED: Final = 1
 # The limit begins at this share of lost prefixes, and while prefillers are busy for this share of time.
 _THRASHING: Final = 0.15
 _BUSY: Final = 0.85
@@ -141,8 +139,8 @@ class WorkingSet:
         """Maximum of `used_tokens`."""
         self.ceiling = inf
         """The limit grows slowly beyond this number of tokens."""
-        self.placed = 0
-        """Number of placed sessions among the residents."""
+        self.placed: Session | None = None
+        """The session that was placed last. None: none was."""
         self.losses = 0.0
         """Mean recent share of residents that have lost their prefix."""
         self.changed_at = 0.0
@@ -166,22 +164,31 @@ class WorkingSet:
         """Remove a resident."""
         self.used_tokens -= self.residents.pop(session, 0.0)
         session.is_resident = False
+        session.is_placed = False
         session.turns = 0
-        self.unplace(session)
 
-    def unplace(self, session: Session) -> None:
-        """Note that a placed session has sent its prompt, or will not."""
-        if session.is_placed:
-            session.is_placed = False
-            self.placed -= 1
+    def awaits_prompt(self, now: float) -> bool:
+        """Return whether the prompt of a placed session is still to come. Then no other session is placed."""
+        placed = self.placed
+        return placed is not None and placed.is_placed and placed.idle_since > now
 
 
 class WorkingSets:
     """Sessions and working sets of all prefillers, as one worker knows them."""
 
-    def __init__(self, is_enabled: Callable[[], bool] = lambda: True) -> None:
-        """Create working sets without limits. `is_enabled`: returns whether limits may begin."""
+    def __init__(
+        self,
+        is_enabled: Callable[[], bool] = lambda: True,
+        caches: Callable[[], Iterable[CachedPrefixes]] | None = None,
+    ) -> None:
+        """Create working sets without limits.
+
+        Args:
+            is_enabled: Returns whether limits may begin.
+            caches: Returns the caches of the prefillers that get prompts now. None: all prefillers get prompts.
+        """
         self._is_enabled = is_enabled
+        self._caches = caches
         self.is_active = False
         """Whether sessions may have to wait now."""
         self.sets: dict[CachedPrefixes, WorkingSet] = {}
@@ -296,8 +303,7 @@ class WorkingSets:
         before = session.cache
         if session.is_resident and before is not None and before is not cache:
             self._set_of(before).discharge(session)
-        elif session.is_placed:
-            self._set_of(cache).unplace(session)
+        session.is_placed = False
         session.tokens = float(prompt.tokens)
         session.cache = cache
         session.turns += 1
@@ -321,8 +327,8 @@ class WorkingSets:
         (tokens, cached), expected = sent.answer, sent.resident_tokens
         self._tokens = self._tokens * exp((self._tokens_at - now) / _RATE_SECONDS) + tokens
         self._tokens_at = now
-        if expected >= _MIN_TOKENS:
-            home = self._set_of(cache)
+        home = self.sets.get(cache)  # None: the cache was emptied meanwhile
+        if expected >= _MIN_TOKENS and home is not None:
             lost = max(0.0, 1 - (cached + _TOLERATED_TOKENS) / expected)
             home.losses += _LOSS_STEP * (lost - home.losses)
             self._losses += _LOSS_STEP * (lost - self._losses)
@@ -389,11 +395,18 @@ class WorkingSets:
                 known.limit = max((each.limit for each in self.sets.values() if each is not known), default=inf)
         return known
 
+    @property
+    def _open_sets(self) -> Collection[WorkingSet]:
+        """Working sets of the prefillers that get prompts now."""
+        if self._caches is None:
+            return self.sets.values()
+        return [self.sets[cache] for cache in self._caches() if cache in self.sets]
+
     # Limits
 
     def utilisation(self, now: float) -> float:
         """Return the recent prefill work relative to the time of all prefillers."""
-        return self._decayed(now) / (_UTILISATION_SECONDS * max(1, len(self.sets)))
+        return self._decayed(now) / (_UTILISATION_SECONDS * max(1, len(self._open_sets)))
 
     def _decayed(self, now: float) -> float:
         return self._busy * exp((self._busy_at - now) / _UTILISATION_SECONDS)
@@ -505,12 +518,10 @@ class WorkingSets:
 
     def _place(self, session: Session, now: float) -> bool:
         """Make a session a resident of the prefiller with most room, if there is enough. Return whether it was."""
-        home = max(self.sets.values(), key=_free_tokens, default=None)
+        home = max(self._open_sets, key=_free_tokens, default=None)
         if home is None:
             return True
-        if home.placed >= _MAX_PLACED:
-            return False
-        if home.free_tokens < min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit):
+        if home.awaits_prompt(now) or home.free_tokens < min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit):
             return False
         self._settle(session, home, now)
         return True
@@ -518,9 +529,10 @@ class WorkingSets:
     def _settle(self, session: Session, home: WorkingSet, now: float) -> None:
         session.cache = home.cache
         session.turns = 0
-        home.charge(session)
+        session.idle_since = now + _LONGEST_WAIT
         session.is_placed = True
-        home.placed += 1
+        home.charge(session)
+        home.placed = session
 
     def next_sessions(self, waiting: Iterable[tuple[Session, float]], patience: float, now: float) -> list[Session]:
         """Return waiting sessions that may go now. They are residents then.
@@ -539,48 +551,69 @@ class WorkingSets:
             by_key.setdefault(session.key, []).append((session, since))
         if not by_key:
             return []
+        homes = sorted(self._open_sets, key=_free_tokens, reverse=True)
         used = dict.fromkeys(by_key, 0.0)
-        total = 0.0
-        for home in self.sets.values():
-            total += home.limit
+        for home in homes:
             for resident, tokens in home.residents.items():
                 if resident.key:
                     used[resident.key] = used.get(resident.key, 0.0) + tokens
-        share = total / len(used)
+        share = sum(home.limit for home in homes) / len(used)
+        may_switch = self.utilisation(now) < _MOST_BUSY_TO_SWITCH
+        giving_way = {home: self._giving_way(home, used, share, may_switch, now) for home in homes}
         made: list[Session] = []
         for key in sorted(by_key, key=used.__getitem__):
             for session, since in by_key[key][:_LOOKAHEAD]:
                 if session.is_resident:  # another turn of it has been admitted
                     made.append(session)
                     continue
-                is_below = used[key] + session.own_tokens <= share
+                is_impatient = now - since > patience
                 if self._place(session, now) or self._replace(
-                    session, is_below, used, share, now - since > patience, now
+                    session, giving_way, used, share, may_switch and is_impatient, now
                 ):
                     used[key] += session.own_tokens
                     made.append(session)
-                elif now - since > patience:
+                elif is_impatient:
                     break  # the others must not take the room that it waits for
         return made
 
+    def _giving_way(
+        self, home: WorkingSet, used: Mapping[str, float], share: float, may_switch: bool, now: float
+    ) -> list[Session]:
+        """Return the residents that might give way to some session, those with most turns first."""
+        idle_since = now - self.idle_seconds
+        residents = [
+            resident
+            for resident in home.residents
+            if resident.idle_since <= now
+            and (
+                resident.idle_since < idle_since
+                or used.get(resident.key, 0.0) > share
+                or (may_switch and resident.turns >= _QUANTUM_TURNS)
+            )
+        ]
+        return sorted(residents, key=_turns, reverse=True)
+
     def _replace(
-        self, session: Session, is_below: bool, used: dict[str, float], share: float, is_impatient: bool, now: float
+        self,
+        session: Session,
+        giving_way: Mapping[WorkingSet, Sequence[Session]],
+        used: dict[str, float],
+        share: float,
+        may_switch: bool,
+        now: float,
     ) -> bool:
         """Let a session take the place of residents that give way. Return whether it has."""
-        may_switch = is_impatient and self.utilisation(now) < _MOST_BUSY_TO_SWITCH
-        for home in sorted(self.sets.values(), key=_free_tokens, reverse=True):
-            if home.placed >= _MAX_PLACED:
+        is_below = used[session.key] + session.own_tokens <= share
+        for home, residents in giving_way.items():
+            if home.awaits_prompt(now):
                 continue
             need = min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit) - home.free_tokens
             leaving = []
-            for resident in sorted(home.residents, key=_turns, reverse=True):
+            for resident in residents:
                 if need <= 0:
                     break
-                idle = now - resident.idle_since
-                if idle < 0 or resident.is_placed:
-                    continue
                 if (
-                    idle > self.idle_seconds
+                    now - resident.idle_since > self.idle_seconds
                     or (is_below and resident.key != session.key and used.get(resident.key, 0.0) > share)
                     or (may_switch and resident.turns >= _QUANTUM_TURNS)
                 ):
@@ -598,13 +631,13 @@ class WorkingSets:
         """Make a session a resident that has waited too long, in place of the residents with most turns."""
         if session.is_resident:
             return
-        home = max(self.sets.values(), key=_free_tokens, default=None)
+        home = max(self._open_sets, key=_free_tokens, default=None)
         if home is None:
             return
         for resident in sorted(home.residents, key=_turns, reverse=True):
             if home.free_tokens >= session.own_tokens:
                 break
-            if resident.idle_since < now and not resident.is_placed:
+            if resident.idle_since < now:
                 home.discharge(resident)
         self._settle(session, home, now)
 

@@ -37,9 +37,10 @@ class Fleet:
 
     def __init__(self, caches: int = 1, *, is_learned: bool = True) -> None:
         self.now = 0.0
-        self.sets = WorkingSets(lambda: self.is_enabled)
+        self.sets = WorkingSets(lambda: self.is_enabled, lambda: self.caches[: self.enabled])
         self.is_enabled = True
         self.caches = [Cache() for _ in range(caches)]
+        self.enabled: int | None = None  # number of enabled prefillers; None: all are
         for cache in self.caches:
             cache.is_learned = is_learned
 
@@ -371,6 +372,50 @@ def test_prefiller_that_joins_gets_a_limit_and_takes_waiting_sessions(full: Flee
     full.send([5, 6], 5000, at=1)
     assert full.next((session, full.now)) == [session]
     assert session.cache is full.caches[1]
+
+
+def test_place_of_a_client_that_left_does_not_keep_others_waiting(full: Fleet) -> None:
+    first, second = [number for number in range(10) if not found(full, number).is_resident][:2]
+    sessions = [full.holds(chain(number, 12)) for number in (first, second)]
+    assert sessions[0] is not None
+    assert sessions[1] is not None
+    full.now += 100.0
+    assert full.next((sessions[0], full.now - 1)) == [sessions[0]]
+    full.sets.note_waiting(chain(first, 12), None, full.now)
+    assert full.next((sessions[1], full.now - 1)) == []
+    full.sets.note_left(chain(first, 12), None, full.now)  # its client disconnects in the queue
+    assert full.next((sessions[1], full.now - 1)) == [sessions[1]]
+
+
+def test_disabled_prefiller_gets_no_sessions(full: Fleet) -> None:
+    session = full.holds(chain(outsider(full), 12))
+    assert session is not None
+    full.caches.append(Cache())
+    full.send([77_000, 77_001], 5000, at=1)
+    full.enabled = 1
+    assert full.next((session, full.now)) == []
+    full.enabled = 2
+    assert full.next((session, full.now)) == [session]
+
+
+def test_limits_begin_while_another_prefiller_is_disabled() -> None:
+    fleet = Fleet(2)
+    fleet.send([5, 6], 5000, at=1)
+    fleet.enabled = 1
+    fleet.thrash()
+    assert fleet.sets.is_active
+
+
+def test_prompt_that_ends_after_its_prefiller_left_leaves_nothing(full: Fleet) -> None:
+    number = next(number for number in range(10) if found(full, number).is_resident)
+    full.now += 1.0
+    full.turn(chain(number, 13), 10_000)
+    sent = full.send(chain(number, 14), 10_000, ends=False)
+    assert sent.resident_tokens
+    full.sets.forget(full.caches[0])
+    sent.note_usage(10_000, 0)
+    full.sets.note_end(full.caches[0], sent, full.now)
+    assert not full.sets.sets
 
 
 def test_prefiller_that_is_emptied_or_leaves_has_no_residents(full: Fleet) -> None:
