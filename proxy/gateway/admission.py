@@ -385,7 +385,7 @@ class AdmissionQueue:
         return True
 
     def _give_up(self, waiter: Waiter) -> None:
-        """Remove a unit that does not wait any longer."""
+        """Remove a unit that does not wait any longer, unless it has been rejected."""
         if waiter in self._held:
             if self._holder is not None:
                 self._holder.note_gone(self._held[waiter], self._clock())
@@ -432,9 +432,10 @@ class AdmissionQueue:
         """Hold a unit back until there is room for its session in a working set."""
         self._metrics.queue_waits_total.labels("working_set").inc()
         waiter = self._waiter(entry, is_held=True)
-        if waiter.late_at <= waiter.arrived:
-            raise make_deadline_error(waiter.first_token_seconds or 0.0)
         self._keep(waiter, session)
+        if waiter.late_at <= waiter.arrived:
+            self._give_up(waiter)
+            raise make_deadline_error(waiter.first_token_seconds or 0.0)
         self._arm()
         return waiter
 
@@ -575,10 +576,7 @@ class AdmissionQueue:
         self.notify()  # the next unit goes after this one has taken its lease
 
     def _reject(self, waiter: Waiter, rejection: GatewayError) -> None:
-        if waiter in self._held:
-            self._unhold(waiter)
-        else:
-            self._remove(waiter)
+        self._give_up(waiter)
         waiter.rejection = rejection
         if not waiter.turn.done():
             waiter.turn.set_result(None)

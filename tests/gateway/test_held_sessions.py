@@ -184,9 +184,21 @@ async def test_turns_go_when_another_policy_takes_over(gate: Gate) -> None:
 
 
 async def test_turn_whose_deadline_has_passed_is_rejected_at_once(gate: Gate) -> None:
-    gate.made.new(1)
+    session = gate.made.new(1)
     gate.send(1, deadline=0.0)
     await gate.settle()
     with pytest.raises(GatewayError, match="x-ttft-deadline-ms"):
         await gate.tasks[1]
     assert gate.is_empty
+    assert session.idle_since <= gate.clock()
+
+
+async def test_session_is_idle_after_the_deadline_of_its_turn(gate: Gate) -> None:
+    session = gate.made.new(1)
+    gate.send(1, deadline=20.0)
+    await gate.settle()
+    gate.clock.now += 30
+    gate.admission._look()
+    with pytest.raises(GatewayError, match="x-ttft-deadline-ms"):
+        await gate.tasks[1]
+    assert session.idle_since <= gate.clock()
