@@ -45,11 +45,6 @@ _PROOFS: Final = 32
 _ENOUGH_PROOFS: Final = 8
 DOUBT_SECONDS: Final = 3600.0
 """Time for which all prompts go to prefillers after decoders were not faster."""
-# Samples are not used if the event loop was late by more than this time, or this share of the sample.
-_MAX_LAG_SECONDS: Final = 0.05
-_MAX_LAG_SHARE: Final = 0.1
-# Maximum number of samples that wait until the lag of the event loop is known.
-_MAX_PENDING: Final = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -106,9 +101,7 @@ class LocalPrefill:
         self._cached: dict[str, CachedPrefixes] = {}  # prefixes of the eligible decoders, by name
         context = prefill.policy.context
         self._clock = context.clock
-        self._pending: PendingSamples[_Computed | float] = PendingSamples(
-            context, max_lag_seconds=_MAX_LAG_SECONDS, max_lag_share=_MAX_LAG_SHARE, capacity=_MAX_PENDING
-        )
+        self._pending: PendingSamples[_Computed | float] = PendingSamples(context)
         """Prompts that decoders have computed, and handoffs in seconds."""
         self._proofs: deque[tuple[float, float]] = deque(maxlen=_PROOFS)
         """Times of the last local prompts with their harm, and the predicted times with prefillers."""

@@ -475,7 +475,14 @@ T = TypeVar("T")
 class PendingSamples(Generic[T]):
     """Samples of one kind that wait until the lag of the event loop is known, oldest first."""
 
-    def __init__(self, context: PolicyContext, *, max_lag_seconds: float, max_lag_share: float, capacity: int) -> None:
+    def __init__(
+        self,
+        context: PolicyContext,
+        *,
+        max_lag_seconds: float = 0.05,
+        max_lag_share: float = 0.1,
+        capacity: int = 256,
+    ) -> None:
         """Create an empty queue.
 
         Args:

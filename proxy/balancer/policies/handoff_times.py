@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of handoffs that are learned in one batch, and the maximum number that wait for it.
+# Number of handoffs that are learned in one batch.
 _BATCH: Final = 16
-_MAX_PENDING: Final = 256
-# Handoffs are not learned if the event loop was late by more than this time, or by this share of the handoff.
-_MAX_LAG_SECONDS: Final = 0.05
-_MAX_LAG_SHARE: Final = 0.1
 # Maximum number of pairs. The pair without a handoff for the longest time is dropped for another one.
 _MAX_PAIRS: Final = 4096
 # Samples count less with each later sample of their pair, and with time.
@@ -161,9 +157,7 @@ class HandoffTimes:
         self._ordinary = _Line()
         self._tokens = 0.0  # thousands of tokens of an ordinary handoff
         self._look_due = -math.inf
-        self._pending: PendingSamples[tuple[_Pair, float, float]] = PendingSamples(
-            context, max_lag_seconds=_MAX_LAG_SECONDS, max_lag_share=_MAX_LAG_SHARE, capacity=_MAX_PENDING
-        )
+        self._pending: PendingSamples[tuple[_Pair, float, float]] = PendingSamples(context)
 
     def note(self, prefiller: Backend, decoder: Backend, tokens: int, began: float, ended: float) -> None:
         """Note a handoff of a prompt of `tokens` tokens, with the times of its beginning and end."""

@@ -71,11 +71,6 @@ _SURELY_FIT_TOKENS: Final = 8192
 _SURELY_BEFORE_SECONDS: Final = 0.02
 # Minimum interval between lessons, because more answers teach nothing new.
 _LESSON_SECONDS: Final = 0.05
-# Samples are not used if the event loop was late by more than this time, or this share of the sample.
-_MAX_LAG_SECONDS: Final = 0.05
-_MAX_LAG_SHARE: Final = 0.1
-# Maximum number of samples that wait until the lag of the event loop is known.
-_MAX_PENDING: Final = 256
 # Number of lessons after which the interval applies.
 _ENOUGH_LESSONS: Final = 16
 
@@ -442,9 +437,7 @@ class Prefillers:
         """Candidates of the last call of `look_up`."""
         self.prefillers: list[Prefiller] = []
         """Their prefillers, in the same order."""
-        self._pending: PendingSamples[tuple[Prefiller, PrefillSample]] = PendingSamples(
-            context, max_lag_seconds=_MAX_LAG_SECONDS, max_lag_share=_MAX_LAG_SHARE, capacity=_MAX_PENDING
-        )
+        self._pending: PendingSamples[tuple[Prefiller, PrefillSample]] = PendingSamples(context)
         self._next_lesson = 0.0
         self._has_enough_lessons = False
 
