@@ -17,13 +17,14 @@ from proxy.balancer.engines import EngineKeys, Identity, parse_kind, parse_setup
 from proxy.balancer.recognition import EngineReport, recognise
 from proxy.common.backend import Backend, Role
 from proxy.settings import Settings, SettingsError
-from proxy.settings.tls import EngineTls, load_tls
+from proxy.settings.tls import EngineTls
 from proxy.upstream import EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.settings import Loaded
+    from proxy.settings.tls import TlsFiles
     from proxy.upstream import BufferedResponse
 
 logger = logging.getLogger("proxy.supervisor.detection")
@@ -34,18 +35,19 @@ _INFO_PATHS: Final = ("/server_info?config_format=json", "/get_server_info")
 _INFO_TIMEOUT_SECONDS: Final = 30.0
 
 
-def find_connector(settings: Settings) -> str:
+def find_connector(loaded: Loaded) -> str:
     """Return the configured connector, or for `auto` that of the engines, and log the reason.
 
     Raises SettingsError if no connector fits all engines, and ConnectionError, in one sentence, if no engine of a role
     has answered.
     """
+    settings = loaded.settings
     if settings.connector != "auto":
         return settings.connector
     if not settings.prefill:
         logger.info("connector: auto selects plain: there are no prefillers")
         return "plain"
-    engines, silent = asyncio.run(_ask_all(settings))
+    engines, silent = asyncio.run(_ask_all(settings, loaded.tls))
     finding = recognise(engines)
     left_out = "".join(f"; {name} did not say ({problem})" for name, problem in silent.items())
     logger.info("connector: auto selects %s: %s%s", finding.connector, finding.reason, left_out)
@@ -67,14 +69,13 @@ def with_connector(loaded: Loaded, connector: str) -> Loaded:
     return replace(loaded, settings=settings)
 
 
-async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str, str]]:
+async def _ask_all(settings: Settings, files: TlsFiles) -> tuple[list[EngineReport], Mapping[str, str]]:
     """Return the reports of engines, and the problems of engines without an answer. Raises ConnectionError."""
     given = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
     engines = [
         Backend(role, at.host, at.port, trusted=True, tls=at.tls) for role, endpoints in given for at in endpoints
     ]
     key = settings.auth.engine_api_key
-    files = load_tls(settings)
     client = EngineClient(tls=EngineTls(lambda: (settings.engines, files)))
     asker = _Asker(client, EngineKeys(key.get_secret_value() if key else None), settings.health.timeout_seconds)
     async with asker:

@@ -83,7 +83,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
 
     with ExitStack() as stack:
         try:
-            connector = find_connector(settings)
+            connector = find_connector(loaded)
             loaded = with_connector(loaded, connector)
             settings = loaded.settings
             listeners = stack.enter_context(listen_in_succession(settings, given))

@@ -52,7 +52,7 @@ def settings(prefill: list[str], decode: list[str], **sections: Any) -> Settings
 
 async def find(prefill: list[str], decode: list[str], **sections: Any) -> str:
     """Run the detection in a thread, because the program has no event loop at that time."""
-    return await asyncio.to_thread(find_connector, settings(prefill, decode, **sections))
+    return await asyncio.to_thread(find_connector, Loaded(settings(prefill, decode, **sections), {}))
 
 
 def sglang(mode: str, path: str = "/server_info") -> dict[str, Any]:
@@ -152,12 +152,12 @@ async def test_engine_that_says_nothing_of_use_is_named_with_the_reason(
 
 
 def test_connector_is_plain_without_asking_engines_when_no_prefillers_exist() -> None:
-    assert find_connector(load(["--connector", "auto", "--decode", "10.255.255.1:1"], {}).settings) == "plain"
+    assert find_connector(load(["--connector", "auto", "--decode", "10.255.255.1:1"], {})) == "plain"
 
 
 def test_named_connector_is_used_without_asking_engines() -> None:
     named = settings(["10.255.255.1:1"], ["10.255.255.2:1"]).model_copy(update={"connector": "vllm_pull"})
-    assert find_connector(named) == "vllm_pull"
+    assert find_connector(Loaded(named, {})) == "vllm_pull"
 
 
 def test_detected_connector_survives_a_reload() -> None:
