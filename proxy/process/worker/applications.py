@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -63,14 +62,13 @@ def http_listener(
         nonlocal files
         made.configure(limits(new))
         if tls_section is not None and basis.live.current.tls != files:
-            files, had_tls = basis.live.current.tls, made.tls is not None
+            files = basis.live.current.tls
             made.tls = server_context(tls_section, files)
-            if had_tls or made.tls is not None:
-                expiry = files.expiries.get(f"{tls_section}.tls_certificate", math.nan)
-                basis.metrics.tls_certificate_expiry_timestamp_seconds.labels(tls_section).set(expiry)
 
     on_change(basis.settings)
     basis.live.on_change(on_change)
+    if tls_section is not None:
+        basis.watch_expiry(tls_section, f"{tls_section}.tls_certificate")
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,3 +48,23 @@ class Basis:
     def settings(self) -> Settings:
         """The current settings."""
         return self.live.settings
+
+    def watch_expiry(self, section: str, option: str) -> None:
+        """Show the end of a certificate's validity, now and after each change of the configuration.
+
+        Args:
+            section: Label of the series.
+            option: Option that names the certificate. There is no series before it is configured.
+        """
+        is_shown = False
+
+        def show(_: Settings) -> None:
+            nonlocal is_shown
+            expiry = self.live.current.tls.expiries.get(option)
+            if is_shown or expiry is not None:
+                is_shown = True
+                series = self.metrics.tls_certificate_expiry_timestamp_seconds.labels(section)
+                series.set(math.nan if expiry is None else expiry)
+
+        show(self.settings)
+        self.live.on_change(show)

@@ -152,18 +152,10 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
             ),
         ) as upstream,
     ):
-        _show_expiry(basis)
-        live.on_change(lambda new: _show_expiry(basis))
+        basis.watch_expiry("engines", "engines.client_certificate")
         live.on_change(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
         live.on_change(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
         yield Lines(names=names, client=client, fresh_client=fresh_client, upstream=upstream)
-
-
-def _show_expiry(basis: Basis) -> None:
-    """Show the end of the validity of the certificate that engines see, if there is one."""
-    expiry = basis.live.current.tls.expiries.get("engines.client_certificate")
-    if expiry is not None:
-        basis.metrics.tls_certificate_expiry_timestamp_seconds.labels("engines").set(expiry)
 
 
 def _silence_checks(balancing: Balancing, client: EngineClient) -> SilenceChecks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,15 @@ from proxy.connectors.releaser import KvTransfer
 from proxy.process.worker import engines, process
 from proxy.process.worker.process import Stop
 from proxy.settings import POLICIES, ClientKey, Settings
+from proxy.settings.tls import TlsFiles
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, read, request, until
+from tests.certificates import Certificates
 from tests.deployment import generations
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from proxy.process.configuration import ConfigSnapshot
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -146,6 +151,19 @@ def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sect
         settings[name] = {**settings[name], **options}
     slots = {key.name: slot for slot, key in enumerate(client_keys)}
     return replace(current, settings=Settings.model_validate(settings), client_keys=client_keys, slots=slots)
+
+
+@pytest.mark.parametrize("section", ["listen", "engines"])
+async def test_expiry_of_a_certificate_ends_with_its_use(deploy: Deploy, tmp_path: Path, section: str) -> None:
+    """Otherwise an alert would come for a certificate that nobody uses."""
+    options = {"listen": ("tls_certificate", "tls_key"), "engines": ("client_certificate", "client_key")}[section]
+    sections: dict[str, Any] = {section: dict(zip(options, Certificates(tmp_path).issue("good"), strict=True))}
+    gateway = await deploy(**sections)
+
+    name = "pdproxy_tls_certificate_expiry_timestamp_seconds"
+    assert gateway.metrics(name)[section,] > 0
+    gateway.worker.apply(replace(gateway.worker.current, tls=TlsFiles()))
+    assert math.isnan(gateway.metrics(name)[section,])
 
 
 async def test_reload_applies_to_the_next_request(gateway: Deployment) -> None:
