@@ -42,6 +42,7 @@ _LOG_AFTER_SECONDS: Final = 30
 # The log leaves out lines of one kind beyond 20 at once and 5 per second.
 _SECONDS_BETWEEN_LINES: Final = 0.25
 _BUSY_SECONDS: Final = 5.0
+_FILE: Final = "admin.usage_file"
 
 _COLUMNS: Final = tuple(f"n{place}" for place in range(KEPT_FIELDS))
 _CREATE: Final = (
@@ -184,16 +185,20 @@ def _take(file: sqlite3.Connection, ended: int) -> list[HourUsage]:
 class UsageKeeper(BackgroundOwner):
     """Saves the ledger and logs ended hours, inside `async with`. Leaving saves it a last time."""
 
-    def __init__(self, ledger: UsageLedger, restarts: Counter, *, is_logging: bool) -> None:
+    def __init__(
+        self, ledger: UsageLedger, restarts: Counter, is_news: Callable[[str, str], bool], *, is_logging: bool
+    ) -> None:
         """Keep the parts.
 
         Args:
             ledger: The ledger.
             restarts: Counts restarts of the background loop.
+            is_news: Returns whether no worker has logged this state of a subject yet; see LogOnce.
             is_logging: Whether this worker saves regularly and logs. Other workers save only at their end.
         """
         self._ledger = ledger
         self._restarts = restarts
+        self._is_news = is_news
         self._is_logging = is_logging
         self._has_failed = False
         self._background = Background(logger, "the usage of client keys")
@@ -231,15 +236,15 @@ class UsageKeeper(BackgroundOwner):
             await asyncio.sleep(_EVERY_SECONDS)
 
     async def _try(self, call: Callable[[], _Result]) -> _Result | None:
-        """Call a method of the ledger in a thread. Log the first error in a row, and return None after an error."""
+        """Call a method of the ledger in a thread. Return None after an error; one worker logs it once."""
         try:
             result = await asyncio.to_thread(call)
         except sqlite3.Error as error:
-            if not self._has_failed:
+            if self._is_news(_FILE, "failed"):
                 logger.error("key usage: the file of admin.usage_file cannot be written: %s", error)
             self._has_failed = True
             return None
-        if self._has_failed:
+        if self._has_failed and self._is_news(_FILE, "usable"):
             logger.info("key usage: the file of admin.usage_file can be written again")
         self._has_failed = False
         return result

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
+from proxy.balancer.shared.memory import LogOnce
 from proxy.common.errors import GatewayError
 from proxy.observe.key_usage import HOUR_SECONDS, KeyAccounts
 from proxy.observe.metrics import Metrics
@@ -224,7 +225,9 @@ def test_row_has_the_hour_as_a_time(path: Path) -> None:
 @pytest.mark.parametrize("is_logging", [True, False])
 async def test_keeper_saves_at_its_end(path: Path, is_logging: bool) -> None:
     process = Process("one", path)
-    async with UsageKeeper(process.ledgers[0], Metrics().background_restarts_total, is_logging=is_logging):
+    async with UsageKeeper(
+        process.ledgers[0], Metrics().background_restarts_total, LogOnce().is_news, is_logging=is_logging
+    ):
         process.serve("a")
     assert Process("two", path).report() == [(0, "a", 1, 10)]
 
@@ -236,7 +239,7 @@ async def test_keeper_logs_one_line_per_key_and_hour(path: Path, caplog: pytest.
         before.serve(key)
     before.ledgers[0].save()
     after = Process("two", path, hour=HOUR + 1)
-    async with UsageKeeper(after.ledgers[0], Metrics().background_restarts_total, is_logging=True):
+    async with UsageKeeper(after.ledgers[0], Metrics().background_restarts_total, LogOnce().is_news, is_logging=True):
         await until(lambda: len(caplog.records) == 2, "two lines")
     assert {record.getMessage() for record in caplog.records} == {"key usage: hour ended"}
     assert [record.fields["key"] for record in caplog.records] == ["a", "b"]  # type: ignore[attr-defined]
@@ -255,7 +258,9 @@ async def test_report_does_not_delay_the_event_loop(path: Path, monkeypatch: pyt
         return to_json(usage)
 
     monkeypatch.setattr(HourUsage, "to_json", watched)
-    async with UsageKeeper(process.ledgers[0], Metrics().background_restarts_total, is_logging=False) as keeper:
+    async with UsageKeeper(
+        process.ledgers[0], Metrics().background_restarts_total, LogOnce().is_news, is_logging=False
+    ) as keeper:
         assert [row["key"] for row in orjson.loads(await keeper.report(0, "a"))] == ["a"]
         assert len(orjson.loads(await keeper.report(0, None))) == 2
     assert threading.main_thread() not in threads
@@ -276,7 +281,7 @@ async def test_unusable_file_is_logged_once_until_it_works(
         return process.ledgers[0].__class__.save_and_take_ended_hours(process.ledgers[0])  # type: ignore[return-value]
 
     process.ledgers[0].save_and_take_ended_hours = save  # type: ignore[assignment,method-assign]
-    keeper = UsageKeeper(process.ledgers[0], Metrics().background_restarts_total, is_logging=True)
+    keeper = UsageKeeper(process.ledgers[0], Metrics().background_restarts_total, LogOnce().is_news, is_logging=True)
     async with keeper:
         await until(lambda: calls > 3, "several attempts")
         with pytest.raises(GatewayError) as refused:
@@ -289,6 +294,15 @@ async def test_unusable_file_is_logged_once_until_it_works(
     assert failed.startswith("key usage: the file of admin.usage_file cannot be written: unable to open")
     assert recovered == "key usage: the file of admin.usage_file can be written again"
     assert process.report() == [(0, "a", 1, 10)]
+
+
+async def test_unusable_file_is_one_line_of_all_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    process = Process("one", tmp_path / "missing" / "usage.db")
+    is_news = LogOnce().is_news
+    for ledger in process.ledgers:
+        async with UsageKeeper(ledger, Metrics().background_restarts_total, is_news, is_logging=False):
+            pass
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 def test_file_that_is_no_database_is_an_error(path: Path) -> None:

@@ -180,7 +180,8 @@ def _usage(basis: Basis) -> UsageKeeper:
         slots=lambda: live.current.slots,
         path=lambda: live.settings.admin.usage_file,
     )
-    return UsageKeeper(ledger, basis.metrics.background_restarts_total, is_logging=basis.index == 0)
+    restarts = basis.metrics.background_restarts_total
+    return UsageKeeper(ledger, restarts, shared.log_once.is_news, is_logging=basis.index == 0)
 
 
 def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: Clients) -> Evacuation:
