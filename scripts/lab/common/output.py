@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Final
 
 # The background is part of the drawing, for light and for dark pages.
@@ -33,3 +34,51 @@ def svg(width: float, height: float, drawn: Iterable[str]) -> str:
     ground = f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{_STYLE}\n</style>'
     return "\n".join([head, ground, *drawn, "</svg>\n"])
+
+
+_LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 60, 50, 520, 300, 220
+
+
+def line_chart(
+    heading: tuple[str, str],
+    lines: Mapping[str, Mapping[float, float]],
+    levels: Mapping[float, str],
+    marked: float | None = None,
+) -> str:
+    """Return an SVG chart with a line for each name.
+
+    Args:
+      heading: Title and subtitle.
+      lines: Points of each line, y by x. There is at least one.
+      levels: Texts beside the horizontal lines of the grid, by y. The axis is from 0 to the highest point or level.
+      marked: A value of x to mark, if it is between the points. None: nothing is marked.
+    """
+    numbers = sorted({number for points in lines.values() for number in points})
+    low, span = numbers[0], numbers[-1] - numbers[0] or 1
+    high = max(*levels, *(value for points in lines.values() for value in points.values()))
+
+    def x(number: float) -> float:
+        return _LEFT + _WIDTH * (number - low) / span
+
+    def y(value: float) -> float:
+        return _TOP + _HEIGHT * (1 - value / high)
+
+    drawn = [
+        f'<text class="title" x="{_LEFT}" y="24">{escape(heading[0])}</text>',
+        f'<text x="{_LEFT}" y="41">{escape(heading[1])}</text>',
+    ]
+    for level, text in levels.items():
+        drawn.append(f'<path class="grid" d="M{_LEFT} {y(level):.1f}h{_WIDTH}"/>')
+        drawn.append(f'<text x="{_LEFT - 8}" y="{y(level) + 4:.1f}" text-anchor="end">{text}</text>')
+    below = _TOP + _HEIGHT + 18
+    drawn += [f'<text x="{x(number):.1f}" y="{below}" text-anchor="middle">{number:g}</text>' for number in numbers]
+    if marked is not None and numbers[0] <= marked <= numbers[-1]:
+        drawn.append(f'<path class="grid" d="M{x(marked):.1f} {_TOP}v{_HEIGHT}"/>')
+    for index, (name, points) in enumerate(lines.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        corners = " ".join(f"{x(number):.1f},{y(value):.1f}" for number, value in sorted(points.items()))
+        drawn.append(f'<polyline class="line" stroke="{colour}" points="{corners}"/>')
+        below = _TOP + 12 + 20 * index
+        drawn.append(f'<path class="line" stroke="{colour}" d="M{_LEFT + _WIDTH + 16} {below - 4}h18"/>')
+        drawn.append(f'<text x="{_LEFT + _WIDTH + 40}" y="{below}">{escape(name)}</text>')
+    return svg(_LEFT + _WIDTH + _LEGEND, max(_TOP + _HEIGHT + 36, _TOP + 20 * len(lines) + 16), drawn)

@@ -24,7 +24,7 @@ from lab.replay.trace import InvalidTrace, Request, read
 from proxy.settings import POLICIES
 from proxy.settings.model import Balance
 from proxy.sim.hardware.machines import published
-from proxy.tools.flag_numbers import positive
+from proxy.tools.flag_numbers import positive, whole_number
 
 _DRAWN_REQUESTS: Final = 2000
 
@@ -48,7 +48,7 @@ def read_options() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="NAME",
-        help=f"loads drawn from distributions: {', '.join(DRAWN)} (2000 requests, or --requests)",
+        help=f"loads drawn from distributions: {', '.join(DRAWN)} ({_DRAWN_REQUESTS} requests, or --requests)",
     )
     add("--fit", action="store_true", help="print published figures of the machines beside those of the model")
     add(
@@ -125,7 +125,13 @@ def read_options() -> argparse.Namespace:
         help="state that gateways share: nothing, everything every 0.1 s, or also changes (default: %(default)s)",
     )
     add("--bursts", type=int, metavar="N", help="send N requests at a time in a third of their time (default: evenly)")
-    add("--slow-links", type=int, default=0, metavar="N", help="number of pairs with a slow link, drawn by the seed")
+    add(
+        "--slow-links",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="pairs with a slow link, drawn by the seed",
+    )
     add("--slow-factor", type=positive, default=10.0, help="transfer time over slow links (default: %(default)s times)")
     add("--link-gbytes", type=positive, default=25.0, help="speed of other links in GB/s (default: %(default)s)")
     add("--kv-kilobytes", type=positive, default=70.0, help="size of a token's KV cache in KB (default: %(default)s)")
@@ -148,8 +154,6 @@ def read_options() -> argparse.Namespace:
     if options.sessions:
         if options.traces or options.drawn or options.sockets or options.margins or options.advise:
             parser.error("--sessions takes no trace, and no --sockets, --margins or --advise")
-        if options.seconds <= 0:
-            parser.error("--seconds must be positive")
     elif not options.traces and not options.drawn and not options.fit:
         parser.error("name at least one trace, one load of --drawn, or --sessions")
     options.machine = options.machine or (AGENTS.name if options.sessions else "kimi-k2-thinking-a3")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from html import escape
 from math import isnan, nan
 from typing import Any, Final, Protocol
 
-from lab.common.output import COLOURS, aligned, svg
+from lab.common.output import aligned, line_chart
 from lab.replay.engines import Engine
 from lab.replay.fleet import Course, Fleet
 from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names
@@ -109,17 +108,17 @@ def figures(replay: Ended, fleet: Fleet, slo: Slo) -> Figures:
         within=sum(wait <= slo.first_token_seconds for wait in seconds) / len(courses),
         good=sum(paces.get(each, 0.0) <= slo.token_seconds for each in in_time) / len(courses),
         hits=sum(course.cached_tokens for course in courses) / sum(course.request.input_tokens for course in courses),
-        mean=_mean(seconds),
-        p50=_percentile(seconds, 0.5),
-        p90=_percentile(seconds, 0.9),
-        p99=_percentile(seconds, 0.99),
-        p99_short=_percentile([wait for course, wait in waits if course.request.input_tokens <= _SHORT_TOKENS], 0.99),
-        p99_slowdown=_percentile([wait / work[id(course)] for course, wait in waits], 0.99),
-        token_p99=_percentile(list(paces.values()), 0.99),
-        end_mean=_mean([speed * (course.ended_at - course.request.at) for course in courses if course.ended_at]),
+        mean=average(seconds),
+        p50=percentile(seconds, 0.5),
+        p90=percentile(seconds, 0.9),
+        p99=percentile(seconds, 0.99),
+        p99_short=percentile([wait for course, wait in waits if course.request.input_tokens <= _SHORT_TOKENS], 0.99),
+        p99_slowdown=percentile([wait / work[id(course)] for course, wait in waits], 0.99),
+        token_p99=percentile(list(paces.values()), 0.99),
+        end_mean=average([speed * (course.ended_at - course.request.at) for course in courses if course.ended_at]),
         imbalance=max(busy) * len(busy) / sum(busy) if any(busy) else nan,
-        off_p50=_percentile(off, 0.5),
-        off_p95=_percentile(off, 0.95),
+        off_p50=percentile(off, 0.5),
+        off_p95=percentile(off, 0.95),
         recomputed=recomputed / made if made else nan,
     )
 
@@ -130,21 +129,20 @@ def _prediction_error(course: Course) -> float | None:
     return abs(course.predicted_seconds / course.prefill_seconds - 1)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else nan
+def average(values: Iterable[float]) -> float:
+    """Return the mean of the values that are not NaN, or NaN without any."""
+    known = [value for value in values if not isnan(value)]
+    return sum(known) / len(known) if known else nan
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that this share of all values is below, or NaN without values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else nan
 
 
 def mean(runs: Sequence[Figures]) -> Figures:
     """Return the mean of each figure over the runs that have it."""
-    means = {}
-    for each in fields(Figures):
-        values = [value for run in runs if not isnan(value := getattr(run, each.name))]
-        means[each.name] = sum(values) / len(values) if values else nan
-    return Figures(**means)
+    return Figures(**{each.name: average(getattr(run, each.name) for run in runs) for each in fields(Figures)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,39 +249,13 @@ def fits(figures: Sequence[Figure]) -> str:
     return aligned(rows)
 
 
-_LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 60, 50, 520, 300, 220
-
-
 def chart(runs: Sequence[Run], title: str) -> str:
     """Return an SVG chart of answers in time over load, with a line for each policy."""
-    grouped = by_policy(runs)
-    loads = sorted({run.load for run in runs})
-    low, high = loads[0], loads[-1] if loads[-1] > loads[0] else loads[0] + 1.0
-
-    def x(load: float) -> float:
-        return _LEFT + _WIDTH * (load - low) / (high - low)
-
-    def y(share: float) -> float:
-        return _TOP + _HEIGHT * (1 - share)
-
-    drawn = [
-        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
-        f'<text x="{_LEFT}" y="41">answers in time, over the work of the prompts without a cache / capacity</text>',
-    ]
-    for share in (0.0, 0.25, 0.5, 0.75, SUSTAINED, 1.0):
-        drawn.append(f'<path class="grid" d="M{_LEFT} {y(share):.1f}h{_WIDTH}"/>')
-        drawn.append(f'<text x="{_LEFT - 8}" y="{y(share) + 4:.1f}" text-anchor="end">{share:.0%}</text>')
-    below = _TOP + _HEIGHT + 18
-    drawn += [f'<text x="{x(load):.1f}" y="{below}" text-anchor="middle">{load:g}</text>' for load in loads]
-    for index, (policy, figures) in enumerate(grouped.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        points = " ".join(f"{x(load):.1f},{y(each.in_time):.1f}" for load, each in sorted(figures.items()))
-        drawn.append(f'<polyline class="line" stroke="{colour}" points="{points}"/>')
-        below = _TOP + 12 + 20 * index
-        drawn.append(f'<path class="line" stroke="{colour}" d="M{_LEFT + _WIDTH + 16} {below - 4}h18"/>')
-        drawn.append(f'<text x="{_LEFT + _WIDTH + 40}" y="{below}">{escape(policy)}</text>')
-    width, height = _LEFT + _WIDTH + _LEGEND, max(_TOP + _HEIGHT + 36, _TOP + 20 * len(grouped) + 16)
-    return svg(width, height, drawn)
+    return line_chart(
+        (title, "answers in time, over the work of the prompts without a cache / capacity"),
+        {policy: {load: each.in_time for load, each in loads.items()} for policy, loads in by_policy(runs).items()},
+        {share: f"{share:.0%}" for share in (0.0, 0.25, 0.5, 0.75, SUSTAINED, 1.0)},
+    )
 
 
 SLACK: Final = 0.003

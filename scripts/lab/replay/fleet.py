@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -246,16 +246,10 @@ class Replay:
 
     async def run(self, requests: Sequence[Request]) -> None:
         """Run all requests at their times to their ends."""
-        tasks = set()
-        async with AsyncExitStack() as stack:
-            if self._is_shared:
-                store = SharedStore()
-                for gateway in self._gateways:
-                    await stack.enter_async_context(gateway.exchange(store))
-            group = await stack.enter_async_context(asyncio.TaskGroup())
+        async with self._sharing_state(), asyncio.TaskGroup() as group:
             for request in requests:
                 await asyncio.sleep(request.at - self._loop.time())
-                tasks.add(group.create_task(self._serve(request)))
+                group.create_task(self._serve(request))
 
     async def run_closed(self, requests: Iterable[Request], clients: int) -> None:
         """Run requests by a number of clients, each of which sends the next request after its answer.
@@ -268,9 +262,19 @@ class Replay:
             for request in left:
                 await self._serve(replace(request, at=self._loop.time()))
 
-        async with asyncio.TaskGroup() as group:
+        async with self._sharing_state(), asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(client())
+
+    @asynccontextmanager
+    async def _sharing_state(self) -> AsyncIterator[None]:
+        """Let the gateways share their state inside this context, if they do so in this run."""
+        async with AsyncExitStack() as stack:
+            if self._is_shared:
+                store = SharedStore()
+                for gateway in self._gateways:
+                    await stack.enter_async_context(gateway.exchange(store))
+            yield
 
     def _link_factor(self, prefiller: Backend, decoder: Backend) -> float:
         pair = prefiller.port - FIRST_PORT, decoder.port - FIRST_PORT - len(self.pools.prefill.backends())

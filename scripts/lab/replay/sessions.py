@@ -13,22 +13,23 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from html import escape
+from dataclasses import asdict, dataclass
 from math import isnan, nan
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
-from lab.common.output import COLOURS, aligned, svg
+from lab.common.output import aligned, line_chart
 from lab.common.processes import called_from
 from lab.replay import virtual_time
 from lab.replay.conversations import Conversation, Conversations, Gaps, Turn, Workload, read_sessions
+from lab.replay.figures import average, percentile
 from lab.replay.fleet import Course, Fleet, Replay
 from lab.replay.policies import AFFINITY, policies
-from lab.replay.sweep import SHARED, fleets
+from lab.replay.sweep import fleets, replay_options
 from lab.replay.trace import Request
+from proxy.tools.flag_numbers import natural, positive, whole_number
 
 # The first part of a run fills caches, and is not counted.
 _WARM_UP: Final = 1 / 3
@@ -73,7 +74,8 @@ class ClosedLoop(Replay):
             for key, number in numbers.items()
             for _ in range(number)
         ]
-        await asyncio.sleep(seconds)
+        async with self._sharing_state():
+            await asyncio.sleep(seconds)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -146,9 +148,9 @@ def row(run: ClosedLoop, label: Mapping[str, Any], seconds: float) -> Row:
     warm = _WARM_UP * seconds
     counted = [course for course in run.courses if course.request.at >= warm]
     served = [course for course in run.courses if course.ended_at is not None and warm <= course.ended_at < seconds]
-    first = sorted(_first_token_seconds(course, seconds) for course in counted if not _is_rejected(course))
+    first = [_first_token_seconds(course, seconds) for course in counted if not course.is_rejected]
     lives = [life for life in run.lives if _counts(life, warm, seconds)]
-    paces = sorted(_pace(life, seconds) for life in lives)
+    paces = [_pace(life, seconds) for life in lives]
     waits = sorted(_wait(life, seconds) for life in lives)
     slowest = waits[-max(1, len(waits) // 10) :]
     prompts = sum(course.request.input_tokens for course in served)
@@ -158,19 +160,15 @@ def row(run: ClosedLoop, label: Mapping[str, Any], seconds: float) -> Row:
         turns_per_second=len(served) / (seconds - warm),
         tokens_per_second=(prompts + sum(course.request.output_tokens for course in served)) / (seconds - warm),
         hit_rate=sum(course.cached_tokens for course in served) / prompts if prompts else nan,
-        ttft_p50=_percentile(first, 0.5),
-        ttft_p99=_percentile(first, 0.99),
-        ttft_max=_percentile(first, 1.0),
-        seconds_per_turn_p50=_percentile(paces, 0.5),
-        seconds_per_turn_p99=_percentile(paces, 0.99),
-        slowest_tenth_slowdown=_mean(slowest) / mean if (mean := _mean(waits)) else nan,
-        rejected=sum(map(_is_rejected, counted)),
-        beside_seconds_per_turn=_mean(beside),
+        ttft_p50=percentile(first, 0.5),
+        ttft_p99=percentile(first, 0.99),
+        ttft_max=percentile(first, 1.0),
+        seconds_per_turn_p50=percentile(paces, 0.5),
+        seconds_per_turn_p99=percentile(paces, 0.99),
+        slowest_tenth_slowdown=average(slowest) / mean if (mean := average(waits)) else nan,
+        rejected=sum(course.is_rejected for course in counted),
+        beside_seconds_per_turn=average(beside),
     )
-
-
-def _is_rejected(course: Course) -> bool:
-    return course.is_rejected
 
 
 def _first_token_seconds(course: Course, end: float) -> float:
@@ -194,14 +192,6 @@ def _wait(life: Life, end: float) -> float:
     return (life.waited + pending) / max(1, life.turns)
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
-    return values[min(len(values) - 1, int(share * len(values)))] if values else nan
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else nan
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of closed loops."""
     load = Workload()
@@ -213,23 +203,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="run this number of concurrent sessions instead of a trace; 2x: twice the number that fits",
     )
-    add("--seconds", type=float, default=900.0, help="virtual time of a run (default: %(default)s)")
+    add("--seconds", type=positive, default=900.0, help="virtual time of a run (default: %(default)s)")
     add("--recorded", type=Path, metavar="FILE", help="sessions in JSON lines, instead of drawn ones")
-    add("--beside", type=int, default=0, metavar="N", help="sessions of a second client key")
-    add("--shared-tokens", type=int, default=load.shared_tokens, help="system prompt (default: %(default)s)")
-    add("--systems", type=int, default=load.systems, help="number of system prompts (default: %(default)s)")
-    add("--first-tokens", type=float, default=load.first_tokens, help="median (default: %(default)s)")
-    add("--growth-tokens", type=float, default=load.growth_tokens, help="median per turn (default: %(default)s)")
-    add("--answer-tokens", type=float, default=load.answer_tokens, help="median (default: %(default)s)")
-    add("--turns", type=float, default=load.turns, help="mean per session (default: %(default)s)")
-    add("--short-gaps", type=float, default=load.gaps.short_share, help="share up to 1 s (default: %(default)s)")
-    add("--medium-gaps", type=float, default=load.gaps.medium_share, help="share of 1 to 10 s (default: %(default)s)")
-    add("--longest-gap", type=float, default=load.gaps.longest, help="seconds (default: %(default)s)")
-    add("--subagents", type=float, default=0.0, help="probability per turn of 1 to 4 sub-agents (default: 0)")
-    add("--forks", type=float, default=0.0, help="probability that a turn is sent twice (default: 0)")
-    add("--compaction-tokens", type=int, metavar="N", help="replace longer histories by a summary (default: never)")
-    add("--single-turns", type=float, default=0.0, help="share of sessions with one turn (default: 0)")
+    add("--beside", type=whole_number, default=0, metavar="N", help="sessions of a second client key")
+    add("--shared-tokens", type=whole_number, default=load.shared_tokens, help="system prompt (default: %(default)s)")
+    add("--systems", type=natural, default=load.systems, help="number of system prompts (default: %(default)s)")
+    add("--first-tokens", type=positive, default=load.first_tokens, help="median (default: %(default)s)")
+    add("--growth-tokens", type=positive, default=load.growth_tokens, help="median per turn (default: %(default)s)")
+    add("--answer-tokens", type=positive, default=load.answer_tokens, help="median (default: %(default)s)")
+    add("--turns", type=positive, default=load.turns, help="mean per session (default: %(default)s)")
+    add("--short-gaps", type=_share, default=load.gaps.short_share, help="share up to 1 s (default: %(default)s)")
+    add("--medium-gaps", type=_share, default=load.gaps.medium_share, help="share of 1 to 10 s (default: %(default)s)")
+    add("--longest-gap", type=positive, default=load.gaps.longest, help="seconds (default: %(default)s)")
+    add("--subagents", type=_share, default=0.0, help="probability per turn of 1 to 4 sub-agents (default: 0)")
+    add("--forks", type=_share, default=0.0, help="probability that a turn is sent twice (default: 0)")
+    add("--compaction-tokens", type=natural, metavar="N", help="replace longer histories by a summary (default: never)")
+    add("--single-turns", type=_share, default=0.0, help="share of sessions with one turn (default: 0)")
     add("--coarse", action="store_true", help="engines find up to 512 tokens less than was sent")
+
+
+def _share(text: str) -> float:
+    """Parse a share or a probability."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = nan
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError("must be a number from 0 to 1")
+    return share
 
 
 def _number_of_sessions(text: str) -> tuple[float, bool]:
@@ -316,11 +317,7 @@ class Sweep:
                 fleet,
                 *policies(fleet, options.decode_policy)[label["policy"]],
                 seed=seed,
-                workers=options.workers,
-                gateways=options.gateways,
-                replicas=SHARED[options.share],
-                kv_events=options.kv_events,
-                tells_cached=not options.untold,
+                **replay_options(options),
             )
             made.append(run)
             report = asyncio.create_task(_report(name, options.seconds))
@@ -355,13 +352,9 @@ def means(rows: Sequence[Row]) -> list[Row]:
         grouped[each.fleet, each.sessions, each.policy].append(each)
     made = []
     for group in grouped.values():
-        values: dict[str, Any] = {}
-        for name in (each.name for each in fields(Row)):
-            found = [getattr(each, name) for each in group]
-            known = [value for value in found if isinstance(value, float) and not isnan(value)]
-            values[name] = found[0] if not isinstance(found[0], float) else (_mean(known) if known else nan)
-        values["rejected"] = sum(each.rejected for each in group)
-        made.append(Row(**{**values, "seed": 0}))
+        values = asdict(group[0]) | {"seed": 0, "rejected": sum(each.rejected for each in group)}
+        figures = [name for name, value in values.items() if isinstance(value, float)]
+        made.append(Row(**values | {name: average(getattr(each, name) for each in group) for name in figures}))
     return made
 
 
@@ -381,46 +374,16 @@ def _cells(each: Row) -> Sequence[str]:
     )
 
 
-_LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 60, 50, 520, 300, 220
-
-
 def chart(rows: Sequence[Row], title: str) -> str:
     """Return an SVG chart of turns per second over the number of sessions, with a line for each policy."""
-    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    lines: dict[str, dict[float, float]] = defaultdict(dict)
     for each in means(rows):
-        lines[each.policy].append((each.sessions, each.turns_per_second))
-    numbers = sorted({each.sessions for each in rows})
+        lines[each.policy][each.sessions] = each.turns_per_second
     high = max(each.turns_per_second for each in rows) * 1.05 or 1.0
-    low, span = numbers[0], max(1, numbers[-1] - numbers[0])
     fits = rows[0].fits
-
-    def x(number: float) -> float:
-        return _LEFT + _WIDTH * (number - low) / span
-
-    def y(turns: float) -> float:
-        return _TOP + _HEIGHT * (1 - turns / high)
-
-    drawn = [
-        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
-        f'<text x="{_LEFT}" y="41">turns per second over concurrent sessions; {fits} fit into the caches</text>',
-    ]
-    for part in range(5):
-        turns = high * part / 4
-        drawn.append(f'<path class="grid" d="M{_LEFT} {y(turns):.1f}h{_WIDTH}"/>')
-        drawn.append(f'<text x="{_LEFT - 8}" y="{y(turns) + 4:.1f}" text-anchor="end">{turns:.1f}</text>')
-    below = _TOP + _HEIGHT + 18
-    drawn += [f'<text x="{x(number):.1f}" y="{below}" text-anchor="middle">{number}</text>' for number in numbers]
-    if numbers[0] <= fits <= numbers[-1]:
-        drawn.append(f'<path class="grid" d="M{x(fits):.1f} {_TOP}v{_HEIGHT}"/>')
-    for index, (policy, line) in enumerate(lines.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        points = " ".join(f"{x(number):.1f},{y(turns):.1f}" for number, turns in sorted(line))
-        drawn.append(f'<polyline class="line" stroke="{colour}" points="{points}"/>')
-        below = _TOP + 12 + 20 * index
-        drawn.append(f'<path class="line" stroke="{colour}" d="M{_LEFT + _WIDTH + 16} {below - 4}h18"/>')
-        drawn.append(f'<text x="{_LEFT + _WIDTH + 40}" y="{below}">{escape(policy)}</text>')
-    width, height = _LEFT + _WIDTH + _LEGEND, max(_TOP + _HEIGHT + 36, _TOP + 20 * len(lines) + 16)
-    return svg(width, height, drawn)
+    subtitle = f"turns per second over concurrent sessions; {fits} fit into the caches"
+    levels = {high * part / 4: f"{high * part / 4:.1f}" for part in range(5)}
+    return line_chart((title, subtitle), lines, levels, fits)
 
 
 def report(options: argparse.Namespace) -> str:

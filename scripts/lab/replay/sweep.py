@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from lab.replay import virtual_time
 from lab.replay.figures import Case, Run, Slo, figures
@@ -118,22 +118,23 @@ def in_virtual_time(
     """Run a replay in virtual time with the options of the command line."""
 
     def make() -> Replay:
-        return Replay(
-            fleet,
-            *policy,
-            seed=seed,
-            workers=options.workers,
-            gateways=options.gateways,
-            replicas=SHARED[options.share],
-            kv_events=options.kv_events,
-            max_running_prefill=options.max_running_prefill,
-            max_running_decode=options.max_running_decode,
-            tells_cached=not options.untold,
-            learns_handoffs=not options.ignore_links,
-            on_end=progress.step,
-        )
+        return Replay(fleet, *policy, seed=seed, on_end=progress.step, **replay_options(options))
 
     return replayed(make, requests)
+
+
+def replay_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of Replay that the command line sets."""
+    return {
+        "workers": options.workers,
+        "gateways": options.gateways,
+        "replicas": SHARED[options.share],
+        "kv_events": options.kv_events,
+        "max_running_prefill": options.max_running_prefill,
+        "max_running_decode": options.max_running_decode,
+        "tells_cached": not options.untold,
+        "learns_handoffs": not options.ignore_links,
+    }
 
 
 def replayed(make: Callable[[], Replay], requests: Sequence[Request]) -> Replay:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
+from lab.replay.__main__ import read_options
 from lab.replay.conversations import Conversation, Conversations, Gaps, Workload, read_sessions
 from lab.replay.fleet import Course
-from lab.replay.sessions import ClosedLoop, Life, chart, means, row, table
+from lab.replay.sessions import ClosedLoop, Life, Sweep, chart, means, row, table
 from lab.replay.trace import BLOCK_TOKENS, InvalidTrace, Request
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lab.replay.conversations import Turn
+    from lab.replay.sessions import Row
 
 
 def drawn(workload: Workload, turns: int = 12, seed: int = 1) -> list[Turn]:
@@ -155,14 +157,40 @@ def test_program_writes_a_row_for_each_number_of_sessions(tmp_path: Path) -> Non
     assert (tmp_path / "chart.svg").read_text().startswith("<svg")
 
 
-@pytest.mark.parametrize("wrong", [["--sessions", "none"], ["--sessions", "0"], ["--sessions", "2", "--margins"]])
-def test_wrong_options_of_sessions_are_reported(wrong: list[str]) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "lab.replay", *wrong],
-        env={"PYTHONPATH": "scripts"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 2
-    assert "--sessions" in ran.stderr
+def rows(monkeypatch: pytest.MonkeyPatch, line: str) -> list[Row]:
+    """Return the rows of least_load for these options of the program."""
+    words = "replay --sessions 8 --seconds 60 --fleet 2P1D --prefill-kv-tokens 60000 --policies least_load"
+    monkeypatch.setattr(sys, "argv", f"{words} {line}".split())
+    return Sweep(read_options()).rows()
+
+
+def test_limits_of_running_requests_apply_to_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    (limited,), (unlimited,) = rows(monkeypatch, "--max-running-decode 1"), rows(monkeypatch, "")
+    assert limited.turns_per_second < 0.8 * unlimited.turns_per_second
+
+
+def test_gateways_share_their_state_while_sessions_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows(monkeypatch, "--gateways 2 --share news") != rows(monkeypatch, "--gateways 2")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flag"),
+    [
+        ("--sessions none", "--sessions"),
+        ("--sessions 0", "--sessions"),
+        ("--sessions 2 --margins", "--sessions"),
+        ("--sessions 2 --seconds 0", "--seconds"),
+        ("--sessions 2 --systems 0", "--systems"),
+        ("--sessions 2 --turns 0", "--turns"),
+        ("--sessions 2 --subagents 7", "--subagents"),
+        ("--sessions 2 --slow-links -1", "--slow-links"),
+    ],
+)
+def test_wrong_options_of_sessions_are_reported(
+    wrong: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["replay", *wrong.split()])
+    with pytest.raises(SystemExit) as left:
+        read_options()
+    assert left.value.code == 2
+    assert flag in capsys.readouterr().err.splitlines()[-1]
