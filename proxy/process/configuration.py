@@ -23,8 +23,8 @@ from proxy.fleet.discovery.sources import configured_instances
 from proxy.gateway.api_keys import assign_slots
 from proxy.settings import OPTIONS, SECRETS, ClientKey, Loaded, Settings, SettingsError, load_client_keys
 from proxy.settings.load import ConfigChange
-from proxy.settings.sources import option_of
-from proxy.settings.tls import TLS_FILES, TlsFiles, load_tls
+from proxy.settings.sources import TLS_FILES, option_of
+from proxy.settings.tls import TlsFiles, load_tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -19,6 +19,8 @@ from proxy.settings.connectors import CONNECTOR_TRAITS, known_connector
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pydantic.fields import FieldInfo
+
 # Policies as text, because settings are a lower layer than the balancer and cannot import it.
 POLICIES: Final = {
     "least_load": "proxy.balancer.policies.least_seconds:LeastSeconds",
@@ -55,6 +57,12 @@ class Section(BaseModel):
         hide_input_in_errors=True,
         use_attribute_docstrings=True,
     )
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Return the section that a field of the settings holds, or None if the field is an option."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def policy_names(quote: str = "") -> str:

@@ -87,8 +87,8 @@ def load(
     """Load and check everything. Raises SettingsError.
 
     Args:
-        argv: Command line without the program's name; None: that of the process.
-        environ: Environment variables; None: those of the process.
+        argv: Command line without the program's name.
+        environ: Environment variables.
         needs_backends: False: accept settings without engines, and read neither the keys of clients nor certificates.
         command: Sub-command to which the flags belong; None: the program itself.
         paths_begin: Directory of relative paths in a file; None: the file's directory.
@@ -142,7 +142,7 @@ def _split(found: Sourced) -> Sourced:
 def _absolute(found: Sourced, begins: Path | None) -> Sourced:
     """Return an absolute path for a relative one in a file, so that it is valid in every working directory.
 
-    `begin`: directory of relative paths; None: the file's directory. Other relative paths refer to the working
+    `begins`: directory of relative paths; None: the file's directory. Other relative paths refer to the working
     directory.
     """
     directory = (begins or Path(found.origin).absolute().parent) if found.in_file else Path.cwd()

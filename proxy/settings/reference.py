@@ -10,7 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.settings.cli import DOCUMENTS
-from proxy.settings.kinds import Section
+from proxy.settings.kinds import section_of
 from proxy.settings.load import scalar
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import Settings
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pydantic.fields import FieldInfo
+
+    from proxy.settings.kinds import Section
 
 _WIDTH: Final = 120
 # Instances have no default, so the file has an example.
@@ -51,7 +53,7 @@ def full_file() -> str:
     defaults = Settings().model_dump(mode="json") | _EXAMPLES
     blocks = [_HEAD]
     for name, field in Settings.model_fields.items():
-        section = _section(field)
+        section = section_of(field)
         lines = [*_comment(_text_of(section or field), 0)]
         if section:
             lines.append(f"{name}:")
@@ -104,11 +106,6 @@ def _text_of(documented: FieldInfo | type[Section]) -> str:
     """Return the description of an option or a section on one line."""
     text = documented.__doc__ if isinstance(documented, type) else documented.description
     return " ".join((text or "").split())
-
-
-def _section(field: FieldInfo) -> type[Section] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def _comment(text: str, indent: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from functools import reduce
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.settings.kinds import Section
+from proxy.settings.kinds import section_of
 from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, printable_word
 from proxy.settings.model import Settings
 from proxy.settings.yaml_file import read_yaml
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pydantic.fields import FieldInfo
+
+    from proxy.settings.kinds import Section
 
 PREFIX: Final = "PROXY_"
 CONFIG: Final = "PROXY_CONFIG"
@@ -46,8 +48,8 @@ class Sourced:
 
 def _options(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _options(field.annotation, f"{prefix}{name}.")
+        if section := section_of(field):
+            yield from _options(section, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
 
@@ -55,14 +57,18 @@ def _options(model: type[Section], prefix: str = "") -> Iterator[tuple[str, Fiel
 OPTIONS: Final[Mapping[str, FieldInfo]] = dict(_options(Settings))
 SECTIONS: Final = frozenset(option.rpartition(".")[0] for option in OPTIONS if "." in option)
 SECRETS: Final = ("auth.engine_api_key", "auth.admin_key", "replicas.password")
+TLS_FILES: Final = (
+    *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
+    *("engines.client_certificate", "engines.client_key", "engines.ca_file"),
+)
+"""Options that name files in PEM format."""
 PATHS: Final = (
     *(f"{option}_file" for option in SECRETS),
     "auth.client_keys_file",
     "admin.usage_file",
     "kubernetes.token_file",
     "kubernetes.ca_file",
-    *("engines.client_certificate", "engines.client_key", "engines.ca_file"),
-    *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
+    *TLS_FILES,
 )
 PATH_LISTS: Final = ("discovery.files",)
 

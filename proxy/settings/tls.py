@@ -14,18 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from proxy.settings.mistakes import SettingsError
-from proxy.settings.sources import option_of, read_key
+from proxy.settings.sources import TLS_FILES, option_of, read_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from proxy.settings.model import Engines, Settings
-
-TLS_FILES: Final = (
-    *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
-    *("engines.client_certificate", "engines.client_key", "engines.ca_file"),
-)
-"""Options that name files in PEM format."""
 
 _PAIRS: Final = {
     "listen.tls_certificate": "listen.tls_key",
