@@ -118,6 +118,6 @@ def _flags(help_text: str, all_flags: str = "") -> str:
     `all_flags`: flags of the program, which are also accepted.
     """
     choices = ",".join(re.findall(r"^  \{([a-z,]+)\}", help_text, re.MULTILINE)).split(",")
-    own = re.findall(r"^  (?:-\w(?: \S+)?, )?(--[a-z][a-z0-9-]*)", help_text, re.MULTILINE)
+    own = re.findall(r"^  (?:-\w(?: \S+)?, )?(--[a-z][a-z0-9-]*)(?= |$)", help_text, re.MULTILINE)  # not in prose
     more = all_flags.split() if "[flags of pdproxy]" in help_text else []
     return " ".join(dict.fromkeys([*filter(None, choices), *own, *more]))
