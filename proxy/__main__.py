@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from proxy.common import blocking_http
 from proxy.common.build_info import BUILD
 from proxy.settings import SettingsError, load, reachable, to_yaml
-from proxy.settings.cli import COMMANDS, DOCUMENTS, Parser
+from proxy.settings.cli import COMMANDS, DOCUMENTS
+from proxy.settings.mistakes import Parser
 from proxy.settings.other_routers import unknown_command
 
 if TYPE_CHECKING:

@@ -64,9 +64,17 @@ def get(
         return HttpResponse(answer.status, answer.getheader("Server"), answer.read() if wants_body else b"")
     except (OSError, http.client.HTTPException) as error:
         is_hang_up = is_connected and isinstance(error, ConnectionError | ssl.SSLError)
-        raise HttpRequestError(str(error), is_hang_up=is_hang_up) from None
+        raise HttpRequestError(describe_problem(error), is_hang_up=is_hang_up) from None
     finally:
         connection.close()
+
+
+def describe_problem(error: object) -> str:
+    """Return the reason of a failed request, without anything that the peer sent."""
+    is_other_protocol = isinstance(error, http.client.BadStatusLine | http.client.UnknownProtocol)
+    if is_other_protocol and not isinstance(error, ConnectionError):  # a closed connection is a BadStatusLine, too
+        return "the other side does not speak HTTP"
+    return str(error)
 
 
 def local_tls(has_tls: bool) -> ssl.SSLContext | None:

@@ -11,7 +11,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from proxy.common.build_info import BUILD
 from proxy.common.endpoints import (
@@ -23,7 +23,7 @@ from proxy.common.endpoints import (
     plain_host,
     port_range,
 )
-from proxy.settings.mistakes import SettingsError, printable
+from proxy.settings.mistakes import Parser, SettingsError, printable
 from proxy.settings.other_routers import ACCEPTED, WORKERS_FLAG, unknown_flag
 from proxy.settings.sources import OPTIONS, Sourced
 
@@ -127,14 +127,6 @@ _EPILOG: Final = (
     f"sub-commands with other flags:{_listed(_WITH_OTHERS)}\n"
     "Run `pdproxy COMMAND --help` for details."
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """Argument parser that raises SettingsError for an invalid command line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise SettingsError with this message."""
-        raise SettingsError(message.removeprefix("argument "))
 
 
 @dataclass(frozen=True, slots=True)

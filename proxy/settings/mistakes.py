@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,14 @@ _SHOWN_CHARACTERS = 80
 
 class SettingsError(Exception):
     """An error in the configuration, in one sentence for the operator."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that raises SettingsError for an invalid command line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise SettingsError with this message."""
+        raise SettingsError(message.removeprefix("argument "))
 
 
 def explain(error: ValidationError, name_of: Callable[[str], str], secrets: Iterable[str]) -> str:

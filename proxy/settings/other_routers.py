@@ -101,8 +101,8 @@ def _all(flags: str, advice: str) -> dict[str, str]:
     return dict.fromkeys(flags.split(), advice)
 
 
-_ENGINES: Final = "is a flag of engines: leave it out"
-_NONE: Final = "has no counterpart: leave it out"
+_ENGINES: Final = "it is a flag of engines: leave it out"
+_NONE: Final = "it has no counterpart: leave it out"
 
 ADVICE: Final[Mapping[str, str]] = {
     "--ca-cert-paths": "set engines.ca_file to one file with all certificates",
@@ -112,7 +112,7 @@ ADVICE: Final[Mapping[str, str]] = {
         " --max-idle-secs --assignment-mode --bucket-adjust-interval-secs --router-temperature --kv-penalty-host"
         " --kv-penalty-disk --kv-penalty-external --kv-aware-session-affinity-ttl-secs --load-monitor-interval"
         " --enable-program-scheduling --program-scheduling-config-json",
-        "is not needed: policy least_load weighs load against cached prefixes without thresholds",
+        "it is not needed: policy least_load weighs load against cached prefixes without thresholds",
     ),
     **_all(
         "--kv-event-source --kv-event-replay-source --kv-event-block-size --kv-event-model --pd-kv-events",
@@ -120,20 +120,20 @@ ADVICE: Final[Mapping[str, str]] = {
     ),
     **_all(
         "--cb-success-threshold --cb-window-duration-secs --disable-circuit-breaker --disable-health-check",
-        "has no counterpart: see the options of section health",
+        "it has no counterpart: see the options of section health",
     ),
     **_all(
         "--retry-backoff-multiplier --retry-jitter-factor",
-        "has no counterpart: the delay doubles, with full jitter",
+        "it has no counterpart: the delay doubles, with full jitter",
     ),
     **_all("--max-concurrent-requests", "set admission.max_running_prefill and admission.max_running_decode"),
     **_all("--rate-limit-tokens-per-second", "set requests_per_minute of a key in auth.client_keys_file"),
     **_all("--request-timeout-secs", "set timeouts.answer_seconds and timeouts.idle_seconds"),
-    **_all("--request-id-headers", "is not needed: pdproxy reads and returns X-Request-Id"),
-    **_all("--log-dir", "is not needed: pdproxy writes its log to standard output"),
+    **_all("--request-id-headers", "it is not needed: pdproxy reads and returns X-Request-Id"),
+    **_all("--log-dir", "it is not needed: pdproxy writes its log to standard output"),
     **_all(
         "--prometheus-host --prometheus-port --prometheus-duration-buckets",
-        "is not needed: GET /metrics is on the client port, or on admin.port",
+        "it is not needed: GET /metrics is on the client port, or on admin.port",
     ),
     **_all("--enable-trace --otlp-traces-endpoint", "set tracing.endpoint to the OTLP/HTTP URL of the collector"),
     **_all(
@@ -144,13 +144,13 @@ ADVICE: Final[Mapping[str, str]] = {
     **_all("--vllm-discovery-address", "set discovery.files, discovery.prefill_dns or kubernetes.prefill_selector"),
     **_all(
         "--worker-startup-timeout-secs --worker-startup-check-interval",
-        "is not needed: an instance receives requests as soon as it is healthy",
+        "it is not needed: an instance receives requests as soon as it is healthy",
     ),
     **_all("--dp-aware", "set balance.prefill_dp_ranks and balance.decode_dp_ranks, or sglang.dp_size"),
-    **_all("--enable-igw --model", "is not needed: pdproxy asks the engines for their models"),
+    **_all("--enable-igw --model", "it is not needed: pdproxy asks the engines for their models"),
     **_all("--served-model-name", "set models.aliases"),
-    **_all("--mini-lb --backend", "is not needed: leave it out"),
-    **_all("--root-path", "is not needed: let the reverse proxy remove the prefix"),
+    **_all("--mini-lb --backend", "it is not needed: leave it out"),
+    **_all("--root-path", "it is not needed: let the reverse proxy remove the prefix"),
     **_all(
         "--model-path --tokenizer-path --chat-template --reasoning-parser --tool-call-parser --kv-transfer-config"
         " --tokenizer-cache-enable-l0 --tokenizer-cache-enable-l1 --tokenizer-cache-l0-max-entries"

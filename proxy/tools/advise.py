@@ -8,14 +8,16 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
+from proxy.common.blocking_http import describe_problem
 from proxy.settings import SettingsError
-from proxy.settings.cli import Parser
+from proxy.settings.mistakes import Parser
 from proxy.tools.flag_numbers import positive
 from proxy.tools.gateway_tls import add_tls_flags, tls_of
 
@@ -309,8 +311,9 @@ def _get(opener: urllib.request.OpenerDirector, url: str) -> str:
     try:
         with opener.open(url, timeout=_TIMEOUT_SECONDS) as answer:
             return str(answer.read(_MOST_BYTES).decode(errors="replace"))
-    except (OSError, ValueError) as error:
-        raise Unknown(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+    except (OSError, ValueError, HTTPException) as error:
+        reason = describe_problem(getattr(error, "reason", error))
+        raise Unknown(f"{url} does not answer: {reason}") from None
 
 
 def as_table(found: Observed) -> str:

@@ -20,15 +20,15 @@ def add_tls_flags(parser: ArgumentParser) -> None:
 
 def tls_of(flags: Namespace) -> ssl.SSLContext:
     """Return the context that these flags describe. Raises SettingsError."""
-    what = "--ca-file"
+    what, contents = "--ca-file", "certificates"
     try:
         context = ssl.create_default_context(cafile=flags.ca_file)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if flags.client_certificate is not None:
-            what = "--client-certificate"
+            what, contents = "--client-certificate", "a certificate and its key"
             context.load_cert_chain(flags.client_certificate, password=_no_password)
     except ssl.SSLError:
-        raise SettingsError(f"{what} must be a PEM file, with a certificate and its key for a client") from None
+        raise SettingsError(f"{what} must be a PEM file with {contents}") from None
     except ValueError:
         raise SettingsError(f"{what} must have a key without a password") from None
     except OSError as error:

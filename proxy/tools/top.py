@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.common import blocking_http
 from proxy.settings import SettingsError, load, reachable
-from proxy.settings.cli import Parser
+from proxy.settings.mistakes import Parser
 from proxy.tools.flag_numbers import positive
 from proxy.tools.gateway_tls import add_tls_flags, tls_of
 

@@ -39,3 +39,19 @@ def test_get_returns_the_server_without_reading_the_body(port: int) -> None:
 def test_get_fails_when_a_requested_body_does_not_arrive(port: int) -> None:
     with pytest.raises(blocking_http.HttpRequestError):
         blocking_http.get("127.0.0.1", port, "/metrics", 0.2, wants_body=True)
+
+
+def test_answer_of_another_protocol_is_not_repeated_in_the_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        thread = Thread(target=serve)
+        thread.start()
+        with pytest.raises(blocking_http.HttpRequestError, match=r"^the other side does not speak HTTP$"):
+            blocking_http.get("127.0.0.1", server.getsockname()[1], "/livez", 20)
+        thread.join(20)

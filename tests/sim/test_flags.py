@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from proxy.settings import SettingsError
 from proxy.sim.engine.cli import build_parser, parse_arguments
 from proxy.sim.options import Options
 
@@ -36,6 +37,21 @@ def test_every_option_has_a_flag() -> None:
 )
 def test_protocols_have_flags(words: str, fields: dict[str, Any]) -> None:
     assert parse_arguments(words.split())[2] == Options(**fields)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--foo", "unrecognized arguments: --foo"),
+        ("--port 65536", "--port: must be between 0 and 65535"),
+        ("--max-num-seqs 0", "--max-num-seqs: must be a whole number, 1 or more"),
+        ("--port x", "--port: must be between 0 and 65535"),
+    ],
+)
+def test_mistake_is_one_sentence(words: str, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        parse_arguments(words.split())
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(

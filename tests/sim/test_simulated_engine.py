@@ -11,7 +11,7 @@ import orjson
 import pytest
 from openai import AsyncOpenAI
 
-from proxy.sim.engine import SimulatedEngine, main
+from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import THINK_END
 
 if TYPE_CHECKING:
@@ -192,14 +192,3 @@ def test_program_serves_until_told_to_stop() -> None:
         assert process.stdout.readline().startswith("simulated prefill engine (v0.30) on http://127.0.0.1:")
         process.terminate()
         assert process.wait(timeout=60) == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [("--max-num-seqs 0", "must be a whole number, 1 or more"), ("--port 99999", "between 0 and 65535")],
-)
-def test_mistaken_flag_ends_with_code_two(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(flags.split())
-    assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err

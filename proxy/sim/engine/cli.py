@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, get_args
 
+from proxy.settings.mistakes import Parser
 from proxy.sim.engine.faults import ACTIONS
 from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.options import AtSigterm, LoadFailurePolicy, Options, ProtocolName, SimRole
@@ -38,15 +39,14 @@ def _epilog() -> str:
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
+    if not (text.isdecimal() and int(text) <= 65535):
         raise argparse.ArgumentTypeError("must be between 0 and 65535")
-    return value
+    return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
     default = Options()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pdproxy mock-engine",
         description=_DESCRIPTION,
         epilog=_epilog(),
@@ -226,7 +226,7 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
 
 
 def parse_arguments(argv: list[str]) -> tuple[str, int, Options]:
-    """Parse the flags and return host, port and options. On a mistake, print one line and exit with code 2."""
+    """Parse the flags and return host, port and options. Raises SettingsError for a mistake."""
     values = vars(build_parser().parse_args(argv))
     host, port = values.pop("host"), values.pop("port")
     return host, port, Options(**values)

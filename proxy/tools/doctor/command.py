@@ -15,7 +15,7 @@ from proxy import SERVER
 from proxy.common import blocking_http
 from proxy.observe import logs
 from proxy.settings import load, reachable
-from proxy.settings.cli import Parser
+from proxy.settings.mistakes import Parser
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
 from proxy.tools.doctor.findings import as_json, as_table, exit_code
 from proxy.tools.doctor.gateway import Host, check_gateway

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.observe import logs
 from proxy.settings import SettingsError
-from proxy.settings.cli import Parser
+from proxy.settings.mistakes import Parser
 from proxy.tools.doctor.command import ProgressLine, print_findings
 from proxy.tools.doctor.findings import Severity
 from proxy.tools.launch import sglang, vllm

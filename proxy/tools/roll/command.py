@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from proxy.common.terms import counted
 from proxy.settings import SettingsError
-from proxy.settings.cli import Parser
 from proxy.settings.kinds import check_header_value
+from proxy.settings.mistakes import Parser
 from proxy.settings.sources import read_key
 from proxy.tools.flag_numbers import duration_seconds, whole_number
 from proxy.tools.gateway_tls import add_tls_flags, tls_of

@@ -14,6 +14,8 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Requ
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
+from proxy.common.blocking_http import describe_problem
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -166,7 +168,8 @@ def _retried(ask: Callable[[], bytes], problem: str) -> bytes:
             return ask()
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= until:
-                raise GatewayTrouble(f"{problem}: {getattr(error, 'reason', error)}") from None
+                reason = describe_problem(getattr(error, "reason", error))
+                raise GatewayTrouble(f"{problem}: {reason}") from None
         time.sleep(_PAUSE_SECONDS)
 
 

@@ -44,6 +44,19 @@ def test_gateway_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith("pdproxy advise: http://127.0.0.1:1/metrics does not answer: ")
 
 
+async def test_program_with_another_protocol_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await asyncio.to_thread(main, ["advise", "--metrics", f"http://127.0.0.1:{port}/metrics"]) == 1
+    told = capsys.readouterr().err
+    assert told.endswith("does not answer: the other side does not speak HTTP\n")
+    assert told.count("\n") == 1
+
+
 @pytest.mark.parametrize("flags", [[], ["--metrics", "gateway:1999"], ["--metrics", "http://h/", "--seconds", "0"]])
 def test_mistakes_are_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", *flags]) == 2
