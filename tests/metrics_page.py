@@ -15,6 +15,7 @@ from proxy.dialects import DIALECTS
 from proxy.observe.key_metrics import collect_keys
 from proxy.observe.key_usage import RESULTS, TOKEN_KINDS, KeyAccounts
 from proxy.observe.metrics import EJECTIONS, Metrics
+from proxy.observe.verdict import CODES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,6 +71,9 @@ _OPEN_LABELS_OF_METRIC = {
         f"{_quoted(list(IncompatibilityKind))}: see [Warnings about instances](OPERATING.md#warnings-about-instances)"
     ),
     ("pdproxy_instance_ejected_total", "reason"): _quoted(EJECTIONS),
+    ("pdproxy_status_reason", "code"): _quoted(CODES),
+    ("pdproxy_status_reason", "kind"): "`instance`, `pair`, `key`, `side`, `worker`, `source`, `gateway`",
+    ("pdproxy_status_reason", "subject"): "a name: an instance, a pair (`prefiller decoder`), a key, a role, …",
     ("pdproxy_kv_events_total", "kind"): _quoted(KV_EVENTS),
     ("pdproxy_kv_event_gaps_total", "reason"): _quoted(KV_EVENT_GAPS),
 }
@@ -95,6 +99,7 @@ def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
     metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     metrics.watch_sources(SourceStates(), Roster((), (), Scoreboard(slots=1)))
     metrics.watch_keys(lambda: collect_keys(KeyAccounts(slots=1), {}, 0, lambda _: 0))
+    metrics.watch_status(lambda: {"state": "healthy", "reasons": []})
     metrics.watch_workers(lambda: {"died": 0, "frozen": 0})
     families = [family for family in metrics.collect() if family.name.startswith("pdproxy_")]
     return families, _labels(metrics, families)

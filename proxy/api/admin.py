@@ -95,6 +95,22 @@ class AdminApi:
         return _json({"dry_run": dry_run, "changed": change.options, "instances": instances})
 
 
+class StatusApi:
+    """The route `/admin/status`."""
+
+    def __init__(self, status: Callable[[], Mapping[str, Any]], administrators: Administrators) -> None:
+        """Prepare the route. `status` returns the verdict on the gateway; see Verdicts."""
+        self._status = status
+        self._administrators = administrators
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Return the route for the application."""
+        return [web.get("/admin/status", self._administrators.guard(self._show))]
+
+    async def _show(self, request: web.Request) -> web.Response:
+        return _json(self._status())
+
+
 _FILTERS: Final = ("failed", "instance", "model", "key")
 _IDS: Final = ("id", "engine_id")
 _MAX_TIME: Final = 2.0**40

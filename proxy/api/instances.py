@@ -159,6 +159,8 @@ class InstanceParts:
     """Returns the pool in which an instance is compared with others."""
     handoffs: HandoffTimes
     """Times of handoffs between prefillers and decoders, as this worker has learned them."""
+    apart_from: Callable[[Backend], Sequence[str]] = lambda _: ()
+    """Returns the partners from which an instance is kept apart, because KV handoffs between them fail."""
 
 
 class InstanceView:
@@ -208,6 +210,7 @@ class InstanceView:
             "kv": self._parts.incompatibilities.verdict(backend) if backend.role is Role.DECODE else None,
             "kv_from": self._parts.incompatibilities.pairs(backend) if backend.role is Role.DECODE else None,
             "slow_from": self._parts.handoffs.slow_pairs_of(backend) if backend.role is Role.DECODE else None,
+            "apart_from": self._parts.apart_from(backend),
             "misfits": [
                 {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
                 for misfit in self._parts.incompatibilities.of(backend)
@@ -251,6 +254,7 @@ def _described(
         "kv": None,
         "kv_from": None,
         "slow_from": None,
+        "apart_from": [],
         "misfits": [],
         "engine": None,
     }

@@ -123,6 +123,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
         query=("role", "instance", "tags"),
     ),
     "/admin/config": Operation(_ADMINISTRATION, "Show every option in force and its origin. Keys are masked."),
+    "/admin/status": Operation(_ADMINISTRATION, "Show the state of the gateway, and the reasons for it."),
     "/admin/reload": Operation(_ADMINISTRATION, "Read the configuration again.", query=("dry_run",)),
     "/admin/usage": Operation(_ADMINISTRATION, "Show the usage of client keys by hour.", query=("since", "key")),
     "/admin/requests": Operation(_ADMINISTRATION, "Show the receipt of one request.", query=("id", "engine_id")),

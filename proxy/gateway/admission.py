@@ -254,6 +254,17 @@ class AdmissionQueue:
         """The number of queued units."""
         return len(self._order) + len(self._held)
 
+    def summarize(self) -> tuple[int, float, str]:
+        """Return the number of queued requests, the longest wait in seconds, and the role without room.
+
+        The role is empty if the requests wait for a better instance.
+        """
+        first = next(iter(self._queue), None)
+        if first is None:
+            return 0, 0.0, ""
+        role = self._full()
+        return len(self._queue), self._clock() - first.arrived, "" if role is None else role.value
+
     @property
     def running(self) -> int:
         """The number of units that were admitted and have not left."""

@@ -1,16 +1,17 @@
-"""Metrics of instances, models and discovery sources, which are read at each scrape."""
+"""Metrics of instances, models, discovery sources and the status, which are read at each scrape."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from proxy.balancer.backend_health import HealthState
+from proxy.observe.verdict import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
 
@@ -179,3 +180,22 @@ def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
         if state.succeeded_at is not None:
             last_success.add_metric(key, state.succeeded_at)
     yield from (up, instances, failures, last_success)
+
+
+def collect_status(verdict: Mapping[str, Any]) -> Iterator[Metric]:
+    """Return the metrics of a verdict; see Verdicts."""
+    state = GaugeMetricFamily(
+        "pdproxy_status_state",
+        f"State of the gateway and its engines. {'; '.join(f'{level}: {level.name.lower()}' for level in Level)}.",
+    )
+    state.add_metric((), Level[verdict["state"].upper()])
+    reasons = GaugeMetricFamily(
+        "pdproxy_status_reason",
+        "Reasons why the gateway is not healthy, as in `GET /admin/status`. Always 1; no series: the reason does not "
+        "hold.",
+        labels=("code", "kind", "subject"),
+    )
+    for reason in verdict["reasons"]:
+        subject = reason["subject"]
+        reasons.add_metric((reason["code"], subject["kind"], subject["name"]), 1)
+    yield from (state, reasons)

@@ -15,7 +15,7 @@ import platform
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import aiohttp
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
@@ -32,7 +32,7 @@ from proxy.balancer.pick import REASONS
 from proxy.common.build_info import IS_COMPILED
 from proxy.common.errors import Failure, GatewayError
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
-from proxy.observe.instances import Instances, collect_models, collect_sources
+from proxy.observe.instances import Instances, collect_models, collect_sources, collect_status
 from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
 from proxy.observe.key_usage import TOKEN_KINDS
 
@@ -399,6 +399,7 @@ class Metrics:
         self._sources: Callable[[], Iterable[Metric]] | None = None
         self._models: Callable[[], Iterable[Metric]] | None = None
         self._keys: Callable[[], Iterable[Metric]] | None = None
+        self._status: Callable[[], Mapping[str, Any]] | None = None
         self._settles: list[Callable[[], None]] = []
         self._registry = registry or CollectorRegistry()
         self._files: WorkerFiles | None = None
@@ -439,6 +440,10 @@ class Metrics:
     def watch_keys(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Show the usage of client keys at every scrape; see `collect_keys`."""
         self._keys = collect
+
+    def watch_status(self, status: Callable[[], Mapping[str, Any]]) -> None:
+        """Show this verdict on the gateway at every scrape; see Verdicts."""
+        self._status = status
 
     def settle_first(self, settle: Callable[[], None]) -> None:
         """Call `settle` before every scrape and at every `settle` of these metrics.
@@ -490,6 +495,8 @@ class Metrics:
             collected += self._sources()
         if self._keys is not None:
             collected += self._keys()
+        if self._status is not None:
+            collected += collect_status(self._status())
         if self._worker_replacements is not None:
             replaced = CounterMetricFamily(
                 "pdproxy_worker_replacements",

@@ -21,6 +21,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.gateway.api_keys import MAX_KEYS, KeyUsage
 from proxy.observe.key_usage import KeyAccounts
 from proxy.observe.receipts import Receipts
+from proxy.observe.verdict import StatusBoard
 from proxy.process.configuration import Configuration
 from proxy.process.takeover import Successor, command_line
 
@@ -134,6 +135,7 @@ class Shared:
     back_offs: BackOffs = field(default_factory=BackOffs)
     queue_heads: QueueHeads = field(default_factory=QueueHeads)
     journal: Journal = field(default_factory=Journal)
+    status: StatusBoard = field(default_factory=StatusBoard)
     receipts: Receipts = field(default_factory=Receipts)
     replica: str = field(default_factory=lambda: uuid4().hex)
     """Name of this gateway among other gateways; the same after a worker was replaced."""
@@ -146,6 +148,7 @@ class Shared:
         self.health_board.erase(worker)
         self.key_usage.erase(worker)
         self.queue_heads.put(worker, NO_HEAD)
+        self.status.erase(worker)
         if worker == EXCHANGER:  # without this worker, the guest rows become outdated
             self.health_board.clear_peer_verdicts()
             self.queue_heads.put_guests(NO_HEAD)
@@ -211,6 +214,7 @@ def share(
         back_offs=BackOffs(slots),
         queue_heads=QueueHeads(settings.workers, settings.replicas.guest_rows),
         journal=Journal(settings.workers + settings.replicas.guest_rows, write_only=settings.kv_events.journal_rings),
+        status=StatusBoard(settings.workers),
         receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
         predecessor=predecessor,
     )

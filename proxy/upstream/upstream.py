@@ -87,6 +87,8 @@ class Upstream:
         self._mask_key = keys.mask
         self._names = names
         self._stalls = StallDetector(options.stall_seconds)
+        self.paces: dict[str, tuple[int, float]] = {}
+        """Parts of streams since the start by the backend's name, and the total time between them in seconds."""
         self._on_stall = options.on_stall
         self._on_work = options.on_work
         self._silences = None if checks is None else Silences(checks, lambda: self._busy)
@@ -356,6 +358,13 @@ class Upstream:
                 if parts and connection.moved_seconds:
                     moved.timed_parts += parts
                     moved.timed_seconds += connection.moved_seconds
+        for moved in moves.values():
+            if moved.timed_parts:
+                total_parts, total_seconds = self.paces.get(moved.backend.name, (0, 0.0))
+                self.paces[moved.backend.name] = (
+                    total_parts + moved.timed_parts,
+                    total_seconds + moved.timed_seconds,
+                )
         moving = {moved.backend: moved.parts > 0 for moved in moves.values()}
         for backend, is_moving in moving.items():
             if is_moving:
@@ -366,6 +375,24 @@ class Upstream:
         if self._silences is not None and self._silence_seconds and not lost_seconds:
             self._silences.check_silences(now, self._sweep_seconds, self._silence_seconds, moves.values(), silent)
         self._close_idle(now)
+
+    def quiet_seconds(self) -> dict[Backend, tuple[int, float, float, bool]]:
+        """Return the silence of each backend with exchanges, as of the last sweep.
+
+        The values are the number of exchanges, the shortest and the longest time since anything has arrived, and
+        whether any answer has begun. If some have begun, only these count.
+        """
+        found: dict[Backend, tuple[int, float, float, bool]] = {}
+        now = self._clock()
+        for connection in self._busy:
+            seconds, has_begun = max(0.0, now - connection.quiet_since), connection.has_begun
+            count, shortest, longest, is_begun = found.get(connection.backend, (0, seconds, seconds, has_begun))
+            if has_begun > is_begun:
+                count, shortest, longest = 0, seconds, seconds
+            elif has_begun < is_begun:
+                continue
+            found[connection.backend] = count + 1, min(shortest, seconds), max(longest, seconds), has_begun
+        return found
 
     def _end_streams(self, backend: Backend) -> None:
         for connection in list(self._busy):

@@ -81,6 +81,7 @@ async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> N
         "kv": None,
         "kv_from": None,
         "slow_from": None,
+        "apart_from": [],
         "misfits": [],
         "engine": nothing,
     }
@@ -93,6 +94,7 @@ async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> N
         "kv": "unknown",
         "kv_from": {},
         "slow_from": {},
+        "apart_from": [],
         "engine": {"version": "0.23", "max_model_len": 4096, "max_num_seqs": 16, "kv_tokens": None},
     }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proxy.api.admin import AdminApi, RequestsApi, UsageApi
+from proxy.api.admin import AdminApi, RequestsApi, StatusApi, UsageApi
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.openapi import OpenApi
@@ -26,6 +27,7 @@ from proxy.process.worker.basis import Basis, LiveConfiguration
 from proxy.process.worker.clients import build_clients
 from proxy.process.worker.engines import build_engines
 from proxy.process.worker.optional_parts import build_kv_events, build_replicas, build_tracing
+from proxy.process.worker.status import StatusParts, StatusReporter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -128,9 +130,24 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         watcher = ConfigWatcher(shared.configuration, live.current, live.apply, metrics)
         usage = _usage(basis)
         admin_front = build_administration(basis, balancing, engines, clients, watcher, usage)
+        status = StatusReporter(
+            StatusParts(
+                shared=shared,
+                index=index,
+                live=live,
+                metrics=metrics,
+                health=balancing.health,
+                pools=engines.serving,
+                quarantine=balancing.pools.quarantine,
+                handoffs=balancing.pools.handoffs,
+                lanes=clients.lanes,
+                upstream=engines.lines.upstream,
+            )
+        )
+        metrics.watch_status(lambda: shared.status.verdict(time.monotonic()))
         monitor_parts = MonitorParts(
             memory=Memory(basis.settings.workers),
-            every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle),
+            every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle, status.look),
             is_ready=clients.probes.is_ready,
             loop_lag=basis.loop_lag,
         )
@@ -235,6 +252,7 @@ def _routes(
         models=balancing.models,
         pool_of=lambda backend: balancing.pool_of.find(backend),
         handoffs=balancing.pools.handoffs,
+        apart_from=lambda backend: shared.status.apart_from(backend, time.monotonic()),
     )
     instances = InstancesApi(
         parts=parts,
@@ -253,5 +271,12 @@ def _routes(
     )
     admin = AdminApi(basis.metrics, lambda: shown(basis.live.current), watcher.reload, administrators)
     requests = RequestsApi(shared.receipts, clients.observers.settle, administrators)
-    usage_routes = UsageApi(usage, clients.observers.settle, administrators).routes()
-    return [*admin.routes(), *instances.routes(), *broadcasts.routes(), *requests.routes(), *usage_routes]
+    apis = (
+        admin,
+        StatusApi(lambda: shared.status.verdict(time.monotonic()), administrators),
+        instances,
+        broadcasts,
+        requests,
+        UsageApi(usage, clients.observers.settle, administrators),
+    )
+    return [route for api in apis for route in api.routes()]

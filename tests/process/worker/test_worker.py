@@ -155,7 +155,7 @@ def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sect
 
 @pytest.mark.parametrize("section", ["listen", "engines"])
 async def test_expiry_of_a_certificate_ends_with_its_use(deploy: Deploy, tmp_path: Path, section: str) -> None:
-    """Otherwise an alert would come for a certificate that nobody uses."""
+    """Otherwise an alert would come for a certificate without any use."""
     options = {"listen": ("tls_certificate", "tls_key"), "engines": ("client_certificate", "client_key")}[section]
     sections: dict[str, Any] = {section: dict(zip(options, Certificates(tmp_path).issue("good"), strict=True))}
     gateway = await deploy(**sections)

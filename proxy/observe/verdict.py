@@ -1,0 +1,548 @@
+"""The verdict on the gateway and its engines: one state, and the reasons for it.
+
+`judge` is a plain function of facts. The route `GET /admin/status`, the metrics, the log, the status page and
+`pdproxy top` all show its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from enum import IntEnum
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.shared.memory import SharedValue
+from proxy.common.errors import Failure
+from proxy.common.terms import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from proxy.common.backend import Backend
+
+JUDGE: Final = 0
+"""The worker that judges. The supervisor replaces it if it dies."""
+WINDOW_SECONDS: Final = 30.0
+"""Time over which counts such as rejections are summed."""
+_MIN_WAIT_SECONDS: Final = 2.0
+_MIN_SILENCE_SECONDS: Final = 8.0
+_MIN_FIRST_TOKEN_SECONDS: Final = 20.0
+_MIN_PREFILL_SILENCE_SECONDS: Final = 12.0
+_MIN_FAILURES: Final = 3
+_MIN_FAILED_SHARE: Final = 0.2
+_SLOW_FACTOR: Final = 3.0
+_MIN_SLOW_GAP_SECONDS: Final = 0.05
+_MIN_SLOW_PARTS: Final = 50
+_MIN_KEY_SHARE: Final = 0.6
+_MIN_KEY_REQUESTS: Final = 10
+_MIN_LAG_SECONDS: Final = 0.5
+_MIN_MEMORY_SHARE: Final = 0.9
+_MIN_FDS_SHARE: Final = 0.8
+_MAX_REPORT_AGE_SECONDS: Final = 5.0
+_MAX_EXCHANGE_AGE_SECONDS: Final = 15.0
+_REFUSES: Final = 2
+"""Value of `pdproxy_overload_state` while new requests are refused for lack of memory."""
+
+_CLIENT_MISTAKES: Final = frozenset(
+    ("invalid_request", "too_large", "unauthorized", "malformed_http", "slow_header", "slow_body", "content_encoding")
+)
+_KEY_LIMITS: Final = frozenset(("key_concurrency", "key_rate", "key_tokens"))
+_NO_BLAME: Final = frozenset((Failure.RECOMPUTED, Failure.REMOVED, Failure.NOT_RESUMED))
+_ENGINE_FAILURES: Final = frozenset(str(failure) for failure in Failure if failure not in _NO_BLAME)
+
+
+class Level(IntEnum):
+    """The state of a gateway. The values are those of `pdproxy_status_state`."""
+
+    HEALTHY = 0
+    DEGRADED = 1
+    """Something is wrong, and clients are served as usual."""
+    IMPAIRED = 2
+    """Clients wait, or their requests fail."""
+    DOWN = 3
+    """No request can be served."""
+
+
+class Reason(NamedTuple):
+    """One reason why a gateway is not healthy."""
+
+    level: Level
+    code: str
+    """Stable name of the problem; see CODES."""
+    kind: str
+    """Kind of the subject: `instance`, `pair`, `key`, `side` (a role), `worker`, `source` or `gateway`."""
+    subject: str
+    """Name of the subject, such as `127.0.0.1:8200` or `prefill`."""
+    text: str
+    """A sentence with numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceFacts:
+    """Facts about one instance that may receive requests."""
+
+    role: str
+    name: str
+    states: Mapping[HealthState, int] = field(default_factory=dict)
+    """Number of workers by the state that they see."""
+    cause: str | None = None
+    """Reason for the last change of its state. None: it has not changed."""
+    is_refusing: bool = False
+    """Whether the instance has answered 429 or 503, and is left alone for a while."""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """Its incompatibilities: hints by kind."""
+    computes_from: Sequence[str] = ()
+    """Prefillers whose KV this decoder computes again."""
+    slow_from: Sequence[str] = ()
+    """Prefillers from which the handoff to this decoder is slow."""
+    silent_seconds: float = 0.0
+    """Time since the last byte of any running answer. For prefillers: since the oldest prompt was sent."""
+    answers: int = 0
+    """Answers under way."""
+    has_begun: bool = True
+    """Whether any of these answers has begun. The first token may take long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """Facts that one worker reports about itself."""
+
+    number: int
+    age_seconds: float = 0.0
+    """Age of the report."""
+    queued: int = 0
+    oldest_seconds: float = 0.0
+    """Time that the first queued request has waited."""
+    waits_for: str = ""
+    """Role without room. Empty: requests wait for a better instance."""
+    lag_seconds: float = 0.0
+    memory_share: float = 0.0
+    fds_share: float = 0.0
+    overload: int = 0
+    """See `pdproxy_overload_state`."""
+    is_reload_refused: bool = False
+
+
+Counts = Mapping[tuple[str, ...], float]
+"""Growth of counters in WINDOW_SECONDS: `(metric, *labels)`. Metrics have no prefix and no suffix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusFacts:
+    """The state of a gateway, over all its workers."""
+
+    roles: Sequence[str]
+    """Roles that requests need."""
+    instances: Sequence[InstanceFacts] = ()
+    workers: Sequence[WorkerFacts] = ()
+    pairs_apart: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Remaining seconds of the quarantine of each pair of prefiller and decoder."""
+    counts: Counts = field(default_factory=dict)
+    keys: Mapping[str, int] = field(default_factory=dict)
+    """Requests in flight by client key, queued requests included."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Discovery sources that cannot be read, and the problem."""
+    exchange_age_seconds: float | None = None
+    """Time since the last exchange with other gateways. None: this gateway has no replicas."""
+
+
+def judge(facts: StatusFacts) -> list[Reason]:
+    """Return the reasons why the gateway is not healthy, the worst first. Empty: it is healthy."""
+    found = [
+        *_judge_roles(facts),
+        *_judge_instances(facts),
+        *_judge_paces(facts),
+        *_judge_pairs(facts),
+        *_judge_requests(facts),
+        *_judge_keys(facts),
+        *_judge_gateway(facts),
+    ]
+    return sorted(found, key=lambda reason: -reason.level)
+
+
+def level_of(reasons: Sequence[Reason]) -> Level:
+    """Return the state of a gateway with these reasons."""
+    return max((reason.level for reason in reasons), default=Level.HEALTHY)
+
+
+def _sum(counts: Counts, metric: str, *labels: str) -> float:
+    """Return the growth of all series of a metric whose first labels are these."""
+    wanted = (metric, *labels)
+    return sum(count for series, count in counts.items() if series[: len(wanted)] == wanted)
+
+
+# An unknown instance gets requests, so that a gateway serves from its first second.
+_USABLE: Final = (HealthState.UP, HealthState.PROBATION, HealthState.UNKNOWN)
+
+
+def _is_usable(instance: InstanceFacts) -> bool:
+    return any(instance.states.get(state) for state in _USABLE)
+
+
+def _judge_roles(facts: StatusFacts) -> Iterator[Reason]:
+    for role in facts.roles:
+        members = [each for each in facts.instances if each.role == role]
+        if not any(map(_is_usable, members)):
+            text = (
+                f"None of {counted(len(members), f'{role} instance')} is up."
+                if members
+                else f"There is no {role} instance."
+            )
+            yield Reason(Level.DOWN, "no_instance", "side", role, text)
+
+
+_UNHEALTHY: Final = (
+    (HealthState.DOWN, "instance_down", "is down"),
+    (HealthState.EJECTED, "instance_ejected", "is ejected"),
+    (HealthState.PROBATION, "instance_ejected", "is on probation after an ejection"),
+)
+
+
+def _judge_instances(facts: StatusFacts) -> Iterator[Reason]:
+    for each in facts.instances:
+        title = f"{each.role} {each.name}"
+        for state, code, words in _UNHEALTHY:
+            if count := each.states.get(state):
+                total = sum(each.states.values())
+                where = "" if count == total else f" in {count} of {total} workers"
+                cause = f": {each.cause}" if each.cause else ""
+                yield Reason(Level.DEGRADED, code, "instance", each.name, f"{title} {words}{where}{cause}.")
+                break
+        if each.is_refusing:
+            text = f"{title} rejects requests as overloaded (429 or 503)."
+            yield Reason(Level.DEGRADED, "instance_refuses", "instance", each.name, text)
+        for kind, hint in each.hints.items():
+            text = f"{title} is incompatible ({kind}): {hint}"
+            yield Reason(Level.DEGRADED, "incompatible", "instance", each.name, text)
+        yield from _judge_silence(each, facts)
+        yield from _judge_failures(each, facts.counts)
+
+
+def _judge_silence(each: InstanceFacts, facts: StatusFacts) -> Iterator[Reason]:
+    if not each.answers:
+        return
+    seconds = f"{each.silent_seconds:.0f} s"
+    limit_seconds = _MIN_SILENCE_SECONDS if each.has_begun else _MIN_FIRST_TOKEN_SECONDS
+    if each.role == "decode" and each.silent_seconds >= limit_seconds:
+        text = f"decode {each.name} has sent nothing for {seconds} on {counted(each.answers, 'running answer')}."
+        yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
+    elif each.role == "prefill" and each.silent_seconds >= _MIN_PREFILL_SILENCE_SECONDS:
+        # Long prompts take long, so another prefiller must have finished some in the meantime.
+        ended = {
+            other.name: _sum(facts.counts, "instance_requests", "prefill", other.name, "ok")
+            for other in facts.instances
+            if other.role == "prefill"
+        }
+        if max(ended.values()) > 0 and ended[each.name] <= median_low(sorted(ended.values())) / _SLOW_FACTOR:
+            text = f"prefill {each.name} has not finished a prompt for {seconds}; {each.answers} under way."
+            yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
+
+
+def _judge_failures(each: InstanceFacts, counts: Counts) -> Iterator[Reason]:
+    results = {
+        series[3]: count
+        for series, count in counts.items()
+        if series[:3] == ("instance_requests", each.role, each.name) and count > 0
+    }
+    failures = {result: count for result, count in results.items() if result in _ENGINE_FAILURES}
+    failed, total = sum(failures.values()), sum(results.values())
+    if failed >= _MIN_FAILURES and failed >= _MIN_FAILED_SHARE * total:
+        kinds = ", ".join(sorted(failures, key=lambda result: -failures[result]))
+        text = (
+            f"{each.role} {each.name} failed {failed:.0f} of {total:.0f} requests in {WINDOW_SECONDS:.0f} s: {kinds}."
+        )
+        yield Reason(Level.DEGRADED, "instance_failing", "instance", each.name, text)
+    if recomputed := results.get(str(Failure.RECOMPUTED)):
+        text = (
+            f"{each.role} {each.name} is short of KV memory: it preempted {counted(int(recomputed), 'answer')} in "
+            f"{WINDOW_SECONDS:.0f} s, which other decoders continue."
+        )
+        yield Reason(Level.DEGRADED, "kv_memory", "instance", each.name, text)
+
+
+def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
+    """Compare the time between tokens among the decoders. One decoder is slow if most others are much faster."""
+    gaps = {}
+    for each in facts.instances:
+        parts = _sum(facts.counts, "stream_parts", each.name)
+        if each.role == "decode" and parts >= _MIN_SLOW_PARTS:
+            gaps[each.name] = _sum(facts.counts, "stream_seconds", each.name) / parts
+    for name, gap in gaps.items():
+        others = [other for peer, other in gaps.items() if peer != name]
+        if not others:
+            continue
+        usual = median_low(others)
+        if gap >= _MIN_SLOW_GAP_SECONDS and gap >= _SLOW_FACTOR * usual:
+            text = f"decode {name} takes {1000 * gap:.0f} ms per token, other decoders take {1000 * usual:.0f} ms."
+            yield Reason(Level.DEGRADED, "instance_slow", "instance", name, text)
+
+
+def _judge_pairs(facts: StatusFacts) -> Iterator[Reason]:
+    for (prefiller, decoder), seconds in facts.pairs_apart.items():
+        text = (
+            f"KV handoffs from prefill {prefiller} to decode {decoder} fail: the pair is kept apart for another "
+            f"{seconds:.0f} s."
+        )
+        yield Reason(Level.DEGRADED, "pair_apart", "pair", f"{prefiller} {decoder}", text)
+    for each in facts.instances:
+        for prefiller in each.computes_from:
+            text = f"decode {each.name} computes prompts again whose KV prefill {prefiller} has handed over."
+            yield Reason(Level.DEGRADED, "pair_recomputes", "pair", f"{prefiller} {each.name}", text)
+        for prefiller in each.slow_from:
+            text = f"KV handoffs from prefill {prefiller} to decode {each.name} are slow beside other pairs."
+            yield Reason(Level.DEGRADED, "pair_slow", "pair", f"{prefiller} {each.name}", text)
+
+
+def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:
+    queued = sum(worker.queued for worker in facts.workers)
+    if queued:
+        longest = max(facts.workers, key=lambda worker: worker.oldest_seconds if worker.queued else -1.0)
+        if longest.oldest_seconds >= _MIN_WAIT_SECONDS:
+            role = longest.waits_for
+            target = f"room at a {role} instance" if role else "a better prefill instance"
+            verb = "wait" if queued > 1 else "waits"
+            text = f"{counted(queued, 'request')} {verb} for {target}, the longest for {longest.oldest_seconds:.1f} s."
+            yield Reason(Level.IMPAIRED, "queue", "side", role or "prefill", text)
+    counts, seconds = facts.counts, f"{WINDOW_SECONDS:.0f} s"
+    rejections = 0.0
+    for series, count in counts.items():
+        if series[0] == "rejected" and count > 0 and series[1] not in _CLIENT_MISTAKES | {"draining"}:
+            if series[1] in _KEY_LIMITS:
+                continue
+            rejections += count
+            text = f"{counted(int(count), 'request')} rejected in {seconds}: {series[1]}."
+            yield Reason(Level.IMPAIRED, "rejected", "gateway", series[1], text)
+    errors = sum(count for series, count in counts.items() if series[0] == "requests" and series[-1].startswith("5"))
+    broken = _sum(counts, "streams_broken", "engine")
+    if errors > rejections or broken:
+        total = _sum(counts, "requests")
+        text = f"{errors + broken:.0f} of {total:.0f} requests failed in {seconds}: {errors:.0f} with a 5xx status, "
+        yield Reason(Level.IMPAIRED, "errors", "gateway", "requests", f"{text}{broken:.0f} broken off by engines.")
+    causes = {series[1]: 0.0 for series in counts if series[0] == "resumes"}
+    for cause in causes:
+        if count := _sum(counts, "resumes", cause):
+            text = f"{counted(int(count), 'answer')} continued on another decoder in {seconds}: {cause}."
+            yield Reason(Level.DEGRADED, "resumed", "gateway", cause, text)
+
+
+def _judge_keys(facts: StatusFacts) -> Iterator[Reason]:
+    running = sum(facts.keys.values())
+    has_queue = any(worker.queued and worker.oldest_seconds >= _MIN_WAIT_SECONDS for worker in facts.workers)
+    for name, count in facts.keys.items():
+        if has_queue and len(facts.keys) > 1 and count >= max(_MIN_KEY_REQUESTS, _MIN_KEY_SHARE * running):
+            text = f"Client key {name} has {count} of {running} requests in flight ({count / running:.0%})."
+            yield Reason(Level.DEGRADED, "key_dominates", "key", name, text)
+    for series, limited in facts.counts.items():
+        if series[0] == "key_limited" and limited > 0:
+            requests = counted(int(limited), "request")
+            text = f"Client key {series[1]} exceeded its limits with {requests} in {WINDOW_SECONDS:.0f} s."
+            yield Reason(Level.DEGRADED, "key_limited", "key", series[1], text)
+
+
+def _judge_gateway(facts: StatusFacts) -> Iterator[Reason]:
+    memory_share = max((worker.memory_share for worker in facts.workers), default=0.0)
+    if max((worker.overload for worker in facts.workers), default=0) >= _REFUSES:
+        text = f"The gateway refuses new requests: {memory_share:.0%} of its memory is in use."
+        yield Reason(Level.DOWN, "memory", "gateway", "memory", text)
+    elif memory_share >= _MIN_MEMORY_SHARE:
+        yield Reason(Level.DEGRADED, "memory", "gateway", "memory", f"{memory_share:.0%} of the memory is in use.")
+    for worker in facts.workers:
+        name = str(worker.number)
+        if worker.age_seconds > _MAX_REPORT_AGE_SECONDS:
+            text = f"Worker {name} has not reported for {worker.age_seconds:.0f} s: its event loop is blocked."
+            yield Reason(Level.IMPAIRED, "worker_silent", "worker", name, text)
+        if worker.lag_seconds >= _MIN_LAG_SECONDS:
+            text = f"The event loop of worker {name} was {worker.lag_seconds:.1f} s late: it lacks CPU time."
+            yield Reason(Level.DEGRADED, "event_loop", "worker", name, text)
+        if worker.fds_share >= _MIN_FDS_SHARE:
+            text = f"Worker {name} uses {worker.fds_share:.0%} of its file descriptors."
+            yield Reason(Level.DEGRADED, "file_descriptors", "worker", name, text)
+    for series, count in facts.counts.items():
+        if series[0] == "worker_replacements" and count > 0:
+            text = f"{counted(int(count), 'worker')} replaced in {WINDOW_SECONDS:.0f} s: {series[1]}."
+            yield Reason(Level.DEGRADED, "worker_replaced", "worker", series[1], text)
+    for origin, problem in facts.sources.items():
+        text = f"The discovery source {origin} cannot be read; its last known instances stay: {problem}"
+        yield Reason(Level.DEGRADED, "discovery", "source", origin, text)
+    if any(worker.is_reload_refused for worker in facts.workers):
+        text = "The last reload of the configuration was refused: the previous configuration is in force."
+        yield Reason(Level.DEGRADED, "reload", "gateway", "configuration", text)
+    age = facts.exchange_age_seconds
+    if age is not None and age > _MAX_EXCHANGE_AGE_SECONDS:
+        text = f"The store of the replicas has not answered for {age:.0f} s: loads of other gateways are not known."
+        yield Reason(Level.DEGRADED, "replicas", "gateway", "replicas", text)
+
+
+# Where an operator looks next.
+
+LOOK_AT: Final[Mapping[str, str]] = {
+    "no_instance": "GET /instances: the states of this role, and their reasons",
+    "instance_down": "the log of the engine, and whether its host is reachable from the gateway",
+    "instance_ejected": "GET /admin/requests/recent?instance=…, and the log of the engine at this time",
+    "instance_silent": "the log and the GPU of the engine: it accepts requests and computes nothing",
+    "instance_failing": "GET /admin/requests/recent?instance=…: the failures, and the log of the engine",
+    "instance_refuses": "the queue of the engine, and admission.max_running_prefill and max_running_decode",
+    "instance_slow": "the clocks, the memory and other users of the GPU of this engine",
+    "kv_memory": "the KV cache usage that the decoder reports, and admission.max_running_decode",
+    "incompatible": "the flags of the engine: pdproxy doctor compares them",
+    "pair_apart": "the network between both hosts, and the KV transfer flags of both engines",
+    "pair_recomputes": "the KV transfer flags of both engines: pdproxy doctor tests the pair",
+    "pair_slow": "the network between both hosts: TCP instead of RDMA, or a slow link",
+    "queue": "pdproxy advise: whether another split of the instances helps, or more instances",
+    "rejected": "the option that limits this: the table of error codes names it",
+    "errors": "GET /admin/requests/recent?failed=true",
+    "resumed": "GET /admin/requests/recent, and the instances named by other reasons",
+    "key_dominates": "GET /admin/usage?key=…, and max_concurrent and tokens_per_minute of the key",
+    "key_limited": "GET /admin/usage?key=…: the limits of the key, or its client",
+    "memory": "the memory limit of the container, and the number of requests in flight",
+    "event_loop": "the CPU time of the host, and option workers",
+    "file_descriptors": "the limit of open files of the process (LimitNOFILE)",
+    "worker_silent": "the CPU time of the host, and the log of the supervisor",
+    "worker_replaced": "the log of the gateway before the replacement",
+    "discovery": "the source itself: its file, its DNS name or the API of Kubernetes",
+    "reload": "the log of the gateway, or POST /admin/reload?dry_run=true",
+    "replicas": "the store that replicas.url names",
+}
+"""What to look at next, by code."""
+CODES: Final = tuple(LOOK_AT)
+"""Codes of reasons. They are metric labels, and an interface."""
+
+
+# The verdict as JSON, with the times of the reasons.
+
+_HELD_SECONDS: Final = 6.0
+"""A reason is shown until it was absent for this time, so that the state does not flap."""
+_MAX_REASONS: Final = 200
+_MAX_SUBJECT: Final = 300
+_MAX_TEXT: Final = 500
+
+
+class Verdicts:
+    """Adds times to reasons: each shows since when it holds."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], tuple[Reason, float, float]] = {}
+        """Reasons by code and subject, with the wall-clock time of the first verdict and the clock of the last."""
+
+    def update(self, reasons: Sequence[Reason], now: float, wall_seconds: float) -> dict[str, Any]:
+        """Return the verdict as JSON, with at most _MAX_REASONS reasons, the worst first.
+
+        Args:
+            reasons: The present reasons.
+            now: Monotonic seconds.
+            wall_seconds: Seconds since the Unix epoch.
+        """
+        for reason in reasons:
+            key = reason.code, reason.subject
+            _, since, _ = self._held.get(key, (reason, wall_seconds, now))
+            self._held[key] = reason, since, now
+        self._held = {key: held for key, held in self._held.items() if now - held[2] <= _HELD_SECONDS}
+        shown = sorted(self._held.values(), key=lambda held: (-held[0].level, held[1]))
+        return {
+            "state": level_of([reason for reason, _, _ in shown]).name.lower(),
+            "at": round(wall_seconds, 3),
+            "reasons": [_as_json(reason, since) for reason, since, _ in shown[:_MAX_REASONS]],
+            "omitted": max(0, len(shown) - _MAX_REASONS),
+        }
+
+
+def _as_json(reason: Reason, since: float) -> dict[str, Any]:
+    return {
+        "code": reason.code,
+        "level": reason.level.name.lower(),
+        "text": _shortened(reason.text, _MAX_TEXT),
+        "subject": {"kind": reason.kind, "name": _shortened(reason.subject, _MAX_SUBJECT)},
+        "since": round(since, 3),
+        "look_at": LOOK_AT[reason.code],
+    }
+
+
+def _shortened(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
+
+
+# The reports and the verdict in memory that all workers share. Unused pages of this memory cost nothing.
+
+_MAX_REPORT_BYTES: Final = 1024 * 1024  # 1,024 instances take 300 KiB
+_MAX_VERDICT_BYTES: Final = 2 * 1024 * 1024  # _MAX_REASONS of the greatest length, with 6 bytes per character
+
+
+class StatusBoard:
+    """The latest report of each worker, and the verdict. Create it before forking."""
+
+    def __init__(self, workers: int = 1) -> None:
+        self._reports = [SharedValue(f"report of worker {number}", _MAX_REPORT_BYTES) for number in range(workers)]
+        self._verdict = SharedValue("verdict", _MAX_VERDICT_BYTES)
+        for report in self._reports:
+            report.write(None)
+        self._verdict.write((None, {"state": "healthy", "at": None, "reasons": [], "omitted": 0}))
+
+    def report(self, worker: int, report: Mapping[str, Any] | None) -> bool:
+        """Replace the report of a worker. None removes it. Returns False if the report was cut.
+
+        If the report is too long, the second half of its longest list is left out, as often as necessary.
+        """
+        shared, is_whole = self._reports[worker], True
+        with shared.exclusive():
+            while True:
+                try:
+                    shared.write(report)
+                except ValueError:
+                    report, is_whole = _with_less(report or {}), False
+                else:
+                    return is_whole
+
+    def erase(self, worker: int) -> None:
+        """Remove the report of a worker that has died."""
+        self.report(worker, None)
+
+    def reports(self) -> Mapping[int, Mapping[str, Any]]:
+        """Return the latest report of each worker, by its number."""
+        values = {number: report.value for number, report in enumerate(self._reports)}
+        return {number: report for number, report in values.items() if report is not None}
+
+    def publish(self, verdict: Mapping[str, Any], now: float) -> None:
+        """Replace the verdict. `now`: monotonic seconds."""
+        with self._verdict.exclusive():
+            self._verdict.write((now, verdict))
+
+    def verdict(self, now: float) -> Mapping[str, Any]:
+        """Return the verdict, as `GET /admin/status` shows it. `now`: monotonic seconds.
+
+        If the worker that judges is blocked, its last verdict may be wrong, so a reason names that worker.
+        """
+        judged_at, verdict = self._verdict.value
+        if judged_at is None or now - judged_at <= _MAX_REPORT_AGE_SECONDS:
+            return cast("Mapping[str, Any]", verdict)
+        text = f"The state is {now - judged_at:.0f} s old: worker {JUDGE}, which judges it, is blocked or restarts."
+        reason = Reason(Level.IMPAIRED, "worker_silent", "worker", str(JUDGE), text)
+        others = [each for each in verdict["reasons"] if (each["code"], each["subject"]["name"]) != reason[1:4:2]]
+        level = max(reason.level, Level[verdict["state"].upper()])
+        since = verdict["at"] + _MAX_REPORT_AGE_SECONDS
+        return {**verdict, "state": level.name.lower(), "reasons": [_as_json(reason, since), *others]}
+
+    def apart_from(self, backend: Backend, now: float) -> list[str]:
+        """Return the partners from which an instance is kept apart. `now`: monotonic seconds."""
+        pairs = [pair for pair, until in self.pairs_apart().items() if until > now]
+        return sorted(partner for pair in pairs if backend.name in pair for partner in pair if partner != backend.name)
+
+    def pairs_apart(self) -> dict[tuple[str, str], float]:
+        """Return the end of the quarantine of each pair of prefiller and decoder, in monotonic seconds."""
+        ends: dict[tuple[str, str], float] = {}
+        for report in self.reports().values():
+            for prefiller, decoder, until in report["apart"]:
+                ends[prefiller, decoder] = max(until, ends.get((prefiller, decoder), 0.0))
+        return ends
+
+
+def _with_less(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a report without the second half of its longest list. Raises ValueError if no list is left."""
+    sizes = {name: len(part) for name, part in report.items() if isinstance(part, Sized) and not isinstance(part, str)}
+    name = max(sizes, key=lambda name: sizes[name], default="")
+    if not sizes.get(name):
+        raise ValueError("a report without lists is too long")
+    part = report[name]
+    items = list(part.items() if isinstance(part, Mapping) else part)[: sizes[name] // 2]
+    return {**report, name: dict(items) if isinstance(part, Mapping) else items}

@@ -1,0 +1,277 @@
+"""The status of the gateway: each worker reports facts, one worker judges them, and all workers show the verdict."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.balancer.handoff_verdicts import HandoffVerdict
+from proxy.observe.key_usage import RESULTS
+from proxy.observe.verdict import (
+    JUDGE,
+    WINDOW_SECONDS,
+    InstanceFacts,
+    Level,
+    Reason,
+    StatusFacts,
+    Verdicts,
+    WorkerFacts,
+    judge,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from proxy.balancer.blame import PairQuarantine
+    from proxy.balancer.health import Health
+    from proxy.balancer.policies.handoff_times import HandoffTimes
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Member
+    from proxy.common.backend import Role
+    from proxy.gateway.lanes import Lanes
+    from proxy.observe.metrics import Metrics
+    from proxy.process.shared import Shared
+    from proxy.process.worker.basis import LiveConfiguration
+    from proxy.upstream import Upstream
+
+logger = logging.getLogger("proxy.status")
+
+_REPORT_SECONDS: Final = 1.0
+_JUDGE_SECONDS: Final = 2.0
+_LOG_AFTER_SECONDS: Final = 6.0
+"""Time for which a state must last before it is logged."""
+_MAX_LOGGED_REASONS: Final = 5
+_LIMITED: Final = RESULTS.index("limited")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StatusParts:
+    """The parts of one worker from which its facts come."""
+
+    shared: Shared
+    index: int
+    """Number of the worker, from 0."""
+    live: LiveConfiguration
+    metrics: Metrics
+    health: Health
+    """Health of the instances, as this worker sees it."""
+    pools: Mapping[Role, Pool]
+    """Pools of the roles that requests need."""
+    quarantine: PairQuarantine
+    handoffs: HandoffTimes
+    lanes: Lanes
+    upstream: Upstream
+
+
+class StatusReporter:
+    """Reports the facts of one worker, and judges those of all if it is the first worker."""
+
+    def __init__(self, parts: StatusParts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._report_at = self._judge_at = 0.0
+        self._was_whole = True
+        self._judgement = Judgement(parts, clock) if parts.index == JUDGE else None
+
+    def look(self) -> None:
+        """Report and judge, if it is time. Must be called regularly."""
+        now = self._clock()
+        if now >= self._report_at:
+            self._report_at = now + _REPORT_SECONDS
+            is_whole = self._parts.shared.status.report(self._parts.index, self._report(now))
+            if not is_whole and self._was_whole:
+                logger.warning("status: report cut: there are too many instances; some problems may not be named")
+            self._was_whole = is_whole
+        if self._judgement is not None and now >= self._judge_at:
+            self._judge_at = now + _JUDGE_SECONDS
+            self._judgement.judge(now)
+
+    def _report(self, now: float) -> dict[str, Any]:
+        parts, metrics = self._parts, self._parts.metrics
+        queues = [lane.service.admission.summarize() for lane in parts.lanes.all]
+        queued, oldest_seconds, waits_for = max(queues, key=lambda queue: queue[1])
+        return {
+            "at": now,
+            "queued": sum(count for count, _, _ in queues) if queued else 0,
+            "oldest_seconds": oldest_seconds,
+            "waits_for": waits_for,
+            "lag_seconds": _gauge(metrics.loop_lag_seconds),
+            "memory_share": _gauge(metrics.memory_share),
+            "fds_share": _gauge(metrics.open_fds_share),
+            "overload": int(_gauge(metrics.overload_state)),
+            "is_reload_refused": not _gauge(metrics.config_last_reload_successful),
+            "exchanged_at": _gauge(metrics.replicas_last_exchange_timestamp_seconds),
+            "apart": [
+                (prefiller.name, decoder.name, until)
+                for prefiller, partners in parts.quarantine.quarantined.items()
+                if prefiller.role == "prefill"
+                for decoder, until in partners.items()
+                if until > now
+            ],
+            "quiet": {
+                backend.key: (count, longest if backend.role == "prefill" else shortest, has_begun)
+                for backend, (count, shortest, longest, has_begun) in parts.upstream.quiet_seconds().items()
+            },
+            "counts": [(*series, count) for series, count in self._counts()],
+        }
+
+    def _counts(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Yield the counters of this worker that matter, as `(metric, *labels)`."""
+        metrics = self._parts.metrics
+        for counter, labels in (
+            (metrics.rejected_total, ("reason",)),
+            (metrics.requests_total, ("api", "code")),
+            (metrics.streams_broken_total, ("side", "reason")),
+            (metrics.resumes_total, ("cause", "action")),
+            (metrics.instance_requests_total, ("role", "address", "result")),
+        ):
+            for family in counter.collect():
+                for sample in family.samples:
+                    if sample.value and sample.name.endswith("_total"):
+                        name = family.name.removeprefix("pdproxy_")
+                        yield (name, *(sample.labels[label] for label in labels)), sample.value
+        for name, (count, seconds) in self._parts.upstream.paces.items():
+            yield ("stream_parts", name), count
+            yield ("stream_seconds", name), seconds
+
+
+def _gauge(gauge: Any) -> float:
+    """Return the value of a gauge without labels in this worker."""
+    return next((sample.value for family in gauge.collect() for sample in family.samples), 0.0)
+
+
+class Growth:
+    """Growth of counters over the last WINDOW_SECONDS. Counters of a replaced worker begin again at 0."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, ...], float] = {}
+        self._steps: deque[tuple[float, dict[tuple[str, ...], float]]] = deque()
+
+    def add(self, now: float, values: Mapping[tuple[str, ...], float]) -> Mapping[tuple[str, ...], float]:
+        """Add the present values, and return the growth. `values`: by source, metric and labels."""
+        step: Counter[tuple[str, ...]] = Counter()
+        for series, value in values.items():
+            before = self._last.get(series, 0.0)
+            if grown := value - before if value >= before else value:
+                step[series[1:]] += grown  # type: ignore[assignment]
+        self._last = dict(values)
+        self._steps.append((now, dict(step)))
+        while self._steps and now - self._steps[0][0] > WINDOW_SECONDS:
+            self._steps.popleft()
+        total: Counter[tuple[str, ...]] = Counter()
+        for _, each in self._steps:
+            total.update(each)
+        return total
+
+
+class Judgement:
+    """Gathers the facts of all workers, publishes the verdict, and logs its changes."""
+
+    def __init__(self, parts: StatusParts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts = parts
+        self._growth = Growth()
+        self._verdicts = Verdicts()
+        self._started_at = clock()
+        self._logged_state = Level.HEALTHY.name.lower()
+        self._state, self._state_since = self._logged_state, clock()
+
+    def judge(self, now: float) -> None:
+        """Judge the present facts."""
+        wall_seconds = time.time()  # noqa: TID251 - wall-clock time for display
+        reasons = judge(self.facts(now, wall_seconds))
+        self._publish(reasons, now, wall_seconds)
+
+    def _publish(self, reasons: list[Reason], now: float, wall_seconds: float) -> None:
+        verdict = self._verdicts.update(reasons, now, wall_seconds)
+        self._parts.shared.status.publish(verdict, now)
+        state = verdict["state"]
+        if state != self._state:
+            self._state, self._state_since = state, now
+        if state == self._logged_state or now - self._state_since < _LOG_AFTER_SECONDS:
+            return
+        self._logged_state = state
+        if state == "healthy":
+            logger.info("status: changed to healthy")
+            return
+        level = logging.INFO if state == "degraded" else logging.WARNING
+        texts = [reason["text"] for reason in verdict["reasons"]]
+        logger.log(level, "status: changed to %s: %s", state, " ".join(texts[:_MAX_LOGGED_REASONS]))
+
+    def facts(self, now: float, wall_seconds: float) -> StatusFacts:
+        """Return the facts of all workers."""
+        shared, settings = self._parts.shared, self._parts.live.settings
+        reports = shared.status.reports()
+        slots = self._parts.live.current.slots
+        exchanged_at = reports.get(self._parts.index, {}).get("exchanged_at", 0.0)
+        since = exchanged_at or wall_seconds - (now - self._started_at)
+        return StatusFacts(
+            roles=[role.value for role in self._parts.pools],
+            instances=list(self._instances(now, reports)),
+            workers=[
+                WorkerFacts(
+                    number=number,
+                    age_seconds=now - report["at"],
+                    **{
+                        name: report[name]
+                        for name in (
+                            *("queued", "oldest_seconds", "waits_for", "lag_seconds", "memory_share", "fds_share"),
+                            *("overload", "is_reload_refused"),
+                        )
+                    },
+                )
+                for number, report in reports.items()
+            ],
+            pairs_apart={pair: until - now for pair, until in shared.status.pairs_apart().items() if until > now},
+            counts=self._growth.add(now, self._values(reports, slots)),
+            keys={name: count for name, slot in slots.items() if (count := shared.key_usage.own_in_flight(slot))},
+            sources={
+                origin: state.problem for origin, state in shared.sources.all().items() if state.problem is not None
+            },
+            exchange_age_seconds=None if settings.replicas.url is None else wall_seconds - since,
+        )
+
+    def _values(
+        self, reports: Mapping[int, Mapping[str, Any]], slots: Mapping[str, int]
+    ) -> dict[tuple[str, ...], float]:
+        """Return the counters of all workers by worker, metric and labels."""
+        shared = self._parts.shared
+        values = {(str(number), *row[:-1]): row[-1] for number, report in reports.items() for row in report["counts"]}
+        for name, slot in slots.items():
+            values["", "key_limited", name] = shared.key_accounts.total(slot, name)[_LIMITED]
+        for reason, count in shared.heartbeats.replacements().items():
+            values["", "worker_replacements", reason] = count
+        return values
+
+    def _instances(self, now: float, reports: Mapping[int, Mapping[str, Any]]) -> Iterator[InstanceFacts]:
+        for role, pool in self._parts.pools.items():
+            pool.backends()  # updates the roster
+            for member in self._parts.shared.roster.members(role):
+                if member.may_serve:
+                    yield self._instance(member, now, reports)
+
+    def _instance(self, member: Member, now: float, reports: Mapping[int, Mapping[str, Any]]) -> InstanceFacts:
+        shared, backend = self._parts.shared, member.backend
+        quiet = [report["quiet"][backend.key] for report in reports.values() if backend.key in report["quiet"]]
+        begun = [each for each in quiet if each[2]] or quiet
+        is_decoder = backend.role == "decode"
+        found = shared.incompatibilities
+        return InstanceFacts(
+            role=backend.role.value,
+            name=backend.name,
+            states=Counter(shared.health_board.states(backend)),
+            cause=self._parts.health.of(backend).reason,
+            is_refusing=shared.back_offs.refuses(backend, now),
+            hints={str(each.kind): each.hint for each in found.of(backend)},
+            computes_from=_computes_from(found.pairs(backend)) if is_decoder else (),
+            slow_from=tuple(self._parts.handoffs.slow_pairs_of(backend)) if is_decoder else (),
+            silent_seconds=min((seconds for _, seconds, _ in begun), default=0.0),
+            answers=sum(count for count, _, _ in begun),
+            has_begun=any(has_begun for _, _, has_begun in begun),
+        )
+
+
+def _computes_from(pairs: Mapping[str, HandoffVerdict]) -> tuple[str, ...]:
+    return tuple(name for name, verdict in pairs.items() if verdict is HandoffVerdict.COMPUTED)

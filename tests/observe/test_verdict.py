@@ -1,0 +1,252 @@
+"""The verdict on the gateway: which facts are a reason, how bad it is, and what it names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from proxy.balancer.backend_health import HealthState
+from proxy.observe.verdict import (
+    CODES,
+    InstanceFacts,
+    Level,
+    Reason,
+    StatusBoard,
+    StatusFacts,
+    Verdicts,
+    WorkerFacts,
+    judge,
+    level_of,
+)
+
+UP = {HealthState.UP: 1}
+PREFILL = InstanceFacts(role="prefill", name="p:1", states=UP)
+DECODE = InstanceFacts(role="decode", name="d:1", states=UP)
+OTHER = replace(DECODE, name="d:2")
+WELL = StatusFacts(roles=("prefill", "decode"), instances=(PREFILL, DECODE, OTHER), workers=(WorkerFacts(number=0),))
+
+
+def with_decoder(**changes: object) -> StatusFacts:
+    return replace(WELL, instances=(PREFILL, replace(DECODE, **changes), OTHER))  # type: ignore[arg-type]
+
+
+def with_worker(**changes: object) -> StatusFacts:
+    return replace(WELL, workers=(WorkerFacts(number=0), WorkerFacts(number=1, **changes)))  # type: ignore[arg-type]
+
+
+PACES: dict[tuple[str, ...], float] = {
+    ("stream_parts", "d:1"): 100.0,
+    ("stream_seconds", "d:1"): 30.0,
+    ("stream_parts", "d:2"): 100.0,
+    ("stream_seconds", "d:2"): 2.0,
+}
+MOSTLY_OK: dict[tuple[str, ...], float] = {
+    ("instance_requests", "decode", "d:1", "status"): 3.0,
+    ("instance_requests", "decode", "d:1", "ok"): 97.0,
+}
+SLOWER: dict[tuple[str, ...], float] = {**PACES, ("stream_seconds", "d:1"): 5.9}
+FLOOD = replace(with_worker(queued=9, oldest_seconds=3.0, waits_for="prefill"), keys={"team-a": 2, "team-b": 30})
+
+ROWS = [
+    (replace(WELL, instances=(PREFILL,)), "no_instance", "decode", Level.DOWN, "There is no decode instance."),
+    (with_decoder(states={HealthState.DOWN: 1}, cause="refused"), "instance_down", "d:1", Level.DEGRADED, "refused"),
+    (
+        with_decoder(states={HealthState.EJECTED: 1, HealthState.UP: 2}),
+        "instance_ejected",
+        "d:1",
+        Level.DEGRADED,
+        "in 1 of 3 workers",
+    ),
+    (with_decoder(silent_seconds=9.2, answers=3), "instance_silent", "d:1", Level.DEGRADED, "for 9 s on 3 running"),
+    (
+        with_decoder(silent_seconds=21.0, answers=1, has_begun=False),
+        "instance_silent",
+        "d:1",
+        Level.DEGRADED,
+        "for 21 s on 1 running answer.",
+    ),
+    (
+        replace(
+            WELL,
+            instances=(
+                PREFILL,
+                replace(PREFILL, name="p:2"),
+                replace(PREFILL, name="p:3", silent_seconds=15, answers=4),
+                DECODE,
+            ),
+            counts={("instance_requests", "prefill", name, "ok"): 5.0 for name in ("p:1", "p:2")},
+        ),
+        "instance_silent",
+        "p:3",
+        Level.DEGRADED,
+        "not finished a prompt for 15 s; 4 under way",
+    ),
+    (
+        replace(WELL, counts={("instance_requests", "decode", "d:1", "status"): 4.0}),
+        "instance_failing",
+        "d:1",
+        Level.DEGRADED,
+        "failed 4 of 4 requests in 30 s: status.",
+    ),
+    (with_decoder(is_refusing=True), "instance_refuses", "d:1", Level.DEGRADED, "429"),
+    (replace(WELL, counts=PACES), "instance_slow", "d:1", Level.DEGRADED, "takes 300 ms per token"),
+    (
+        replace(WELL, counts={("instance_requests", "decode", "d:1", "recomputed"): 2.0}),
+        "kv_memory",
+        "d:1",
+        Level.DEGRADED,
+        "preempted 2 answers",
+    ),
+    (with_decoder(hints={"model": "serves b"}), "incompatible", "d:1", Level.DEGRADED, "(model): serves b"),
+    (replace(WELL, pairs_apart={("p:1", "d:1"): 8.0}), "pair_apart", "p:1 d:1", Level.DEGRADED, "another 8 s"),
+    (with_decoder(computes_from=("p:1",)), "pair_recomputes", "p:1 d:1", Level.DEGRADED, "computes prompts again"),
+    (with_decoder(slow_from=("p:1",)), "pair_slow", "p:1 d:1", Level.DEGRADED, "slow"),
+    (
+        with_worker(queued=243, oldest_seconds=9.6, waits_for="prefill"),
+        "queue",
+        "prefill",
+        Level.IMPAIRED,
+        "243 requests wait for room at a prefill instance, the longest for 9.6 s.",
+    ),
+    (
+        with_worker(queued=1, oldest_seconds=2.5),
+        "queue",
+        "prefill",
+        Level.IMPAIRED,
+        "1 request waits for a better prefill instance",
+    ),
+    (
+        replace(WELL, counts={("rejected", "queue_full"): 3.0}),
+        "rejected",
+        "queue_full",
+        Level.IMPAIRED,
+        "3 requests rejected in 30 s: queue_full.",
+    ),
+    (
+        replace(WELL, counts={("requests", "chat", "502"): 2.0, ("requests", "chat", "200"): 8.0}),
+        "errors",
+        "requests",
+        Level.IMPAIRED,
+        "2 of 10 requests failed in 30 s: 2 with a 5xx status",
+    ),
+    (replace(WELL, counts={("streams_broken", "engine", "broken"): 1.0}), "errors", "requests", Level.IMPAIRED, "1 br"),
+    (
+        replace(WELL, counts={("resumes", "stalled", "ids"): 2.0, ("resumes", "stalled", "replay"): 1.0}),
+        "resumed",
+        "stalled",
+        Level.DEGRADED,
+        "3 answers continued",
+    ),
+    (FLOOD, "key_dominates", "team-b", Level.DEGRADED, "30 of 32 requests in flight (94%)"),
+    (
+        replace(WELL, counts={("key_limited", "team-b"): 294.0}),
+        "key_limited",
+        "team-b",
+        Level.DEGRADED,
+        "294 requests",
+    ),
+    (with_worker(overload=2, memory_share=0.96), "memory", "memory", Level.DOWN, "96%"),
+    (with_worker(memory_share=0.91), "memory", "memory", Level.DEGRADED, "91%"),
+    (with_worker(lag_seconds=0.7), "event_loop", "1", Level.DEGRADED, "0.7 s late"),
+    (with_worker(fds_share=0.85), "file_descriptors", "1", Level.DEGRADED, "85%"),
+    (with_worker(age_seconds=7.0), "worker_silent", "1", Level.IMPAIRED, "not reported for 7 s"),
+    (replace(WELL, counts={("worker_replacements", "died"): 1.0}), "worker_replaced", "died", Level.DEGRADED, "died"),
+    (replace(WELL, sources={"dns:x": "no such name"}), "discovery", "dns:x", Level.DEGRADED, "no such name"),
+    (with_worker(is_reload_refused=True), "reload", "configuration", Level.DEGRADED, "refused"),
+    (replace(WELL, exchange_age_seconds=20.0), "replicas", "replicas", Level.DEGRADED, "for 20 s"),
+]
+
+
+@pytest.mark.parametrize(("facts", "code", "subject", "level", "words"), ROWS)
+def test_verdict_names_the_problem(facts: StatusFacts, code: str, subject: str, level: Level, words: str) -> None:
+    reasons = judge(facts)
+    assert level_of(reasons) is max(reason.level for reason in reasons)
+    (found,) = [reason for reason in reasons if reason.code == code]
+    assert (found.subject, found.level) == (subject, level)
+    assert words in found.text
+
+
+def test_every_code_has_a_row() -> None:
+    assert {code for _, code, *_ in ROWS} == set(CODES)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        WELL,
+        with_decoder(silent_seconds=7.9, answers=3),
+        with_decoder(silent_seconds=15.0, answers=3, has_begun=False),
+        with_decoder(silent_seconds=99.0),
+        with_worker(queued=50, oldest_seconds=1.9, waits_for="decode"),
+        replace(FLOOD, workers=(WorkerFacts(number=0),)),
+        replace(WELL, counts={("rejected", "invalid_request"): 9.0, ("requests", "chat", "400"): 9.0}),
+        replace(WELL, counts={("streams_broken", "client", "left"): 3.0}),
+        replace(WELL, counts=MOSTLY_OK),
+        replace(WELL, counts=SLOWER),
+        replace(WELL, instances=(replace(PREFILL, silent_seconds=40.0, answers=1), DECODE)),
+        replace(WELL, exchange_age_seconds=3.0),
+    ],
+)  # fmt: skip
+def test_verdict_is_healthy_without_a_problem(facts: StatusFacts) -> None:
+    assert judge(facts) == []
+
+
+def test_reason_keeps_its_first_time_and_is_held_for_six_seconds() -> None:
+    verdicts = Verdicts()
+    reasons = judge(replace(WELL, sources={"dns:x": "no such name"}))
+    first = verdicts.update(reasons, 10.0, 1000.0)
+    assert first["state"] == "degraded"
+    assert first["reasons"] == [
+        {
+            "code": "discovery",
+            "level": "degraded",
+            "text": "The discovery source dns:x cannot be read; its last known instances stay: no such name",
+            "subject": {"kind": "source", "name": "dns:x"},
+            "since": 1000.0,
+            "look_at": "the source itself: its file, its DNS name or the API of Kubernetes",
+        }
+    ]
+    assert verdicts.update(reasons, 12.0, 1002.0)["reasons"][0]["since"] == 1000.0
+    assert verdicts.update([], 17.0, 1007.0)["state"] == "degraded"
+    assert verdicts.update([], 19.0, 1009.0) == {
+        "state": "healthy",
+        "at": 1009.0,
+        "reasons": [],
+        "omitted": 0,
+    }
+
+
+def test_verdict_with_the_longest_reasons_fits_into_its_memory() -> None:
+    reasons = [
+        Reason(Level.DOWN, "instance_down", "instance", f"{n}" + "\x01" * 999, "\x01" * 9999) for n in range(1000)
+    ]
+    verdict = Verdicts().update(reasons, 1.0, 1.0)
+    assert (len(verdict["reasons"]), verdict["omitted"]) == (200, 800)
+    assert verdict["reasons"][0]["text"].endswith("\x01…")
+    board = StatusBoard()
+    board.publish(verdict, 1.0)
+    assert board.verdict(1.0) == verdict
+
+
+def test_report_that_is_too_long_loses_the_end_of_its_longest_lists() -> None:
+    board = StatusBoard()
+    counts = [["instance_requests", "decode", f"{number:0255}", "ok", 1.0] for number in range(9000)]
+    quiet = {f"{number:0255}": [1, 0.0, True] for number in range(9000)}
+    assert not board.report(0, {"at": 1.0, "waits_for": "x" * 9999, "counts": counts, "quiet": quiet, "apart": []})
+    report = board.reports()[0]
+    assert report["counts"] == counts[: len(report["counts"])]
+    assert 1000 < len(report["counts"]) < 9000
+    assert list(report["quiet"]) == list(quiet)[: len(report["quiet"])]
+    assert board.report(0, {"at": 1.0, "counts": counts[:100], "quiet": {}, "apart": []})
+
+
+def test_verdict_names_the_worker_that_judges_when_it_is_blocked() -> None:
+    board = StatusBoard()
+    board.publish(Verdicts().update(judge(WELL), 10.0, 1000.0), 10.0)
+    assert board.verdict(14.0)["state"] == "healthy"
+    late = board.verdict(18.0)
+    assert late["state"] == "impaired"
+    (reason,) = late["reasons"]
+    assert (reason["code"], reason["subject"]) == ("worker_silent", {"kind": "worker", "name": "0"})
+    assert reason["text"].startswith("The state is 8 s old")

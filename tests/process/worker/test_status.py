@@ -1,0 +1,93 @@
+"""`GET /admin/status` of a worker: from the facts to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from proxy.observe.verdict import StatusBoard
+from proxy.process.worker.status import Growth
+from proxy.wire.openai import Api
+from tests.asking import request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+
+async def status_when(gateway: Deployment, is_wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Return the first status that is wanted."""
+    async with asyncio.timeout(60):
+        while True:
+            async with gateway.session.get(gateway.url + "/admin/status") as response:
+                assert response.status == 200
+                status: dict[str, Any] = await response.json()
+            if status["at"] is not None and is_wanted(status):
+                return status
+
+
+def reason(status: dict[str, Any], code: str) -> dict[str, Any] | None:
+    return next((each for each in status["reasons"] if each["code"] == code), None)
+
+
+async def test_status_of_a_gateway_that_serves_is_healthy(gateway: Deployment) -> None:
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+    status = await status_when(gateway, lambda status: status["state"] == "healthy")
+    assert status["reasons"] == []
+    async with gateway.session.get(gateway.url + "/metrics") as response:
+        assert "pdproxy_status_state 0.0" in (await response.text()).splitlines()
+
+
+async def test_status_names_the_role_without_an_instance_and_the_instance(deploy: Deploy) -> None:
+    gateway = await deploy(health={"interval_seconds": 0.1, "changing_interval_seconds": 0.1})
+    await status_when(gateway, lambda status: status["state"] == "healthy")
+    decoder = gateway.decoders[0]
+    await decoder.kill()
+    status = await status_when(gateway, lambda status: status["state"] == "down")
+    found = reason(status, "no_instance")
+    assert found is not None
+    assert found["subject"] == {"kind": "side", "name": "decode"}
+    name = f"127.0.0.1:{decoder.port}"
+    assert {each["subject"]["name"] for each in status["reasons"] if each["subject"]["kind"] == "instance"} == {name}
+    async with gateway.session.get(gateway.url + "/metrics") as response:
+        metrics = (await response.text()).splitlines()
+    assert 'pdproxy_status_reason{code="no_instance",kind="side",subject="decode"} 1.0' in metrics
+
+
+async def test_status_and_instances_name_a_pair_that_is_kept_apart(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2)
+    pools, quarantine = gateway.worker.pools, gateway.worker.pools.quarantine
+    (prefiller,), (decoder, _) = pools.prefill.backends(), pools.decode.backends()
+    assert quarantine is not None
+    quarantine.note_failure(prefiller, decoder)
+    assert quarantine.note_failure(prefiller, decoder)
+    status = await status_when(gateway, lambda status: reason(status, "pair_apart") is not None)
+    assert status["state"] == "degraded"
+    found = reason(status, "pair_apart")
+    assert found is not None
+    assert found["subject"] == {"kind": "pair", "name": f"{prefiller.name} {decoder.name}"}
+    async with gateway.session.get(gateway.url + "/instances") as response:
+        apart = {each["address"]: each["apart_from"] for each in (await response.json())["instances"]}
+    assert apart[prefiller.name] == [decoder.name]
+    assert apart[decoder.name] == [prefiller.name]
+    quarantine.note_success(prefiller, decoder)
+
+
+def test_counters_of_a_replaced_worker_grow_from_zero() -> None:
+    growth = Growth()
+    series = ("0", "rejected", "queue_full")
+    assert growth.add(0.0, {series: 5.0}) == {series[1:]: 5.0}
+    assert growth.add(2.0, {series: 2.0}) == {series[1:]: 7.0}
+    assert growth.add(31.0, {series: 2.0}) == {series[1:]: 2.0}
+
+
+def test_report_of_a_dead_worker_is_erased() -> None:
+    board = StatusBoard(2)
+    board.report(0, {"at": 1.0, "apart": [("p:1", "d:1", 9.0)]})
+    board.report(1, {"at": 2.0, "apart": [("p:1", "d:1", 7.0), ("p:1", "d:2", 3.0)]})
+    assert board.pairs_apart() == {("p:1", "d:1"): 9.0, ("p:1", "d:2"): 3.0}
+    board.erase(1)
+    assert set(board.reports()) == {0}
+    assert board.verdict(9.0) == {"state": "healthy", "at": None, "reasons": [], "omitted": 0}
