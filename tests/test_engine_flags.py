@@ -1,4 +1,4 @@
-"""OPERATING.md's commands for engines, compared with those of real engines and with pdproxy."""
+"""OPERATING.md's commands for engines, and the compatibility page, compared with engines and with pdproxy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 
 from proxy.settings import CONNECTOR_TRAITS, load
+from tests import compatibility_page
 from tests.real.stacks import STACKS, Place
 
 ROOT: Final = Path(__file__).parent.parent
@@ -129,3 +130,13 @@ def test_ascend_engines_have_ids_ports_and_sizes_as_launch_renders_them() -> Non
     assert first["engine_id"] != second["engine_id"]
     assert first["kv_port"] != second["kv_port"]
     assert first["kv_connector_extra_config"] == second["kv_connector_extra_config"]
+
+
+def test_compatibility_page_is_up_to_date() -> None:
+    stale = f"docs/compatibility.md is stale; renew it: {compatibility_page.COMMAND}"
+    assert compatibility_page.PAGE.read_text(encoding="utf-8") == compatibility_page.page(), stale
+
+
+def test_compatibility_page_describes_every_capability_of_engines() -> None:
+    described = compatibility_page.ABILITIES.keys() | compatibility_page.WITHOUT_ROW
+    assert described == compatibility_page.capabilities().keys(), "add a row to tests/compatibility_page.py"

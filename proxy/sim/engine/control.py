@@ -24,18 +24,16 @@ from proxy.sim.model.tokenizer import decode, encode, render_chat
 if TYPE_CHECKING:
     from proxy.sim.engine.core import Core
 
-_CONNECTORS: Final = {
+KV_CONNECTORS: Final = {
     "transfer": "MooncakeConnector",
     "layerwise": "MooncakeLayerwiseConnector",
     "store": "MooncakeStoreConnector",
-}
-_PULLING: Final = {
     "nixl": "NixlConnector",
     "mooncake": "MooncakeConnectorV1",
     "mooncake-pull": "MooncakeConnectorV2",
     "mooncake-hybrid": "MooncakeHybridConnector",
 }
-"""The names that vLLM and vLLM-Ascend give to their KV connectors, by the simulated protocol or connector."""
+"""Names of KV connectors in vLLM and vLLM-Ascend, by the simulated protocol. For `pull`, by the simulated connector."""
 _SCALING_PATHS: Final = ("/health", "/is_scaling_elastic_ep")
 
 
@@ -169,7 +167,7 @@ class ControlRoutes:
         See entrypoints/serve/instrumentator/server_info.py.
         """
         options = self._core.options
-        name = _PULLING[options.connector] if options.kv_protocol == "pull" else _CONNECTORS.get(options.kv_protocol)
+        name = KV_CONNECTORS.get(options.connector if options.kv_protocol == "pull" else options.kv_protocol)
         role = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[options.role]
         engine_id = self._core.protocol.describe().get("engine_id")
         transfer: dict[str, Any] | None = None
