@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 PATTERNS_FILE = ROOT / "tests" / "plain_english.yaml"
 # Below these directories and in the documents beside them is everything that people write and read.
-ROOTS = ("configs", "proxy", "scripts", "tests")
+ROOTS = ("configs", "docs", "proxy", "scripts", "tests")
 SUFFIXES = {"", ".css", ".html", ".js", ".json", ".md", ".mjs", ".py", ".sh", ".toml", ".yaml", ".yml"}
 # Shorter strings are names and values.
 MIN_STRING_LENGTH = 25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 from importlib.metadata import entry_points
@@ -29,7 +30,10 @@ from proxy.tools.roll.command import read_flags as read_roll_flags
 from proxy.wire.openai import Api
 
 ROOT = Path(__file__).parent.parent
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*.md"))}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+}
 README, OPERATING = PAGES["README.md"], PAGES["OPERATING.md"]
 CONFIGS = sorted({*(ROOT / "configs").glob("*.yaml")} - {ROOT / "configs/full.yaml"})
 SOURCES = [path for path in sorted((ROOT / "proxy").rglob("*.py")) if "sim" not in path.parts]
@@ -122,8 +126,9 @@ def test_links_between_pages_lead_somewhere(name: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
         file, _, anchor = target.partition("#")
         if not file.startswith("https://"):
-            assert (ROOT / (file or name)).exists(), target
-            assert not anchor or anchor in anchors(PAGES[file or name]), target
+            path = os.path.normpath(ROOT / name / ".." / file) if file else str(ROOT / name)
+            assert Path(path).exists(), target
+            assert not anchor or anchor in anchors(PAGES[os.path.relpath(path, ROOT)]), target
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -21,6 +21,7 @@ OF_USERS = [*PROJECT["dependencies"], *(line for name, lines in EXTRAS.items() i
 LOCKS = {
     "runtime": OF_USERS,
     "build": [*PYPROJECT["build-system"]["requires"], *PYPROJECT["dependency-groups"]["compile"]],
+    "docs": PYPROJECT["dependency-groups"]["docs"],
     "dev": [*PROJECT["dependencies"], *EXTRAS["dev"]],
 }
 
@@ -60,7 +61,7 @@ def test_lock_has_hashes_of_every_package(name: str) -> None:
 
 def test_locks_agree_on_common_packages() -> None:
     dev = locked("dev")
-    for name in ("runtime", "build"):
+    for name in ("runtime", "build", "docs"):
         assert {package: dev[package] for package in locked(name) if package in dev}.items() <= locked(name).items()
 
 

@@ -1,4 +1,4 @@
-"""Run the commands of README.md and OPERATING.md from top to bottom in a copy of the tree.
+"""Run the commands of README.md, OPERATING.md and docs/ from top to bottom in a copy of the tree.
 
 Servers keep running, as in separate terminals, and stop at the end. They listen on loopback only, and each command has
 a deadline.
@@ -27,7 +27,10 @@ from lab.common.proc import tree
 from lab.common.processes import unwind_on_signals
 
 _INDENT = "    "
-_FENCE = "```"
+_fence = re.compile(r"( *)```(\w*)").match
+_is_item = re.compile(r"([-*]|\d+\.) ").match
+# Languages of fenced blocks with commands. Other languages are examples.
+_SHELLS = ("", "bash", "sh")
 _note = re.compile(r"<!-- *(not run|output of|file)(?:: *(.*?))? *-->").fullmatch
 _is_command = re.compile(r"(?:[A-Z_]+=\S* )*(?:pdproxy|curl|pip|python3|scripts/[\w-]+)(?: .*)?").fullmatch
 _NUMBER = re.compile(r"(?<![\w.-])(?:\d[\d,.]*|-)(?![\w-])(?: (?:ms|s|%)(?!\w))?|(?<=[ ,(])\d[\d,.]*(?=[%×/x])")
@@ -45,6 +48,7 @@ class Kind(Enum):
     NOT_RUN = "not run"
     OUTPUT = "output of"
     FILE = "file"
+    EXAMPLE = "example"
     PICTURE = "picture"
 
 
@@ -59,6 +63,8 @@ class Block:
     """Text of its note: the reason, the command of the output, or the name of the file."""
     text: str
     """Content without its indentation."""
+    language: str = ""
+    """Language of a fenced block."""
 
     @property
     def commands(self) -> list[str]:
@@ -68,7 +74,8 @@ class Block:
 
 def blocks(name: str, text: str) -> list[Block]:
     """Return the blocks of a page, indented or fenced, in order. Raises PageError for an unknown kind."""
-    return [_block(f"{name}:{number}", note, lines) for number, note, lines in _raw(text.splitlines())]
+    found = _raw(text.splitlines())
+    return [_block(f"{name}:{number}", note, lines, language) for number, note, lines, language in found]
 
 
 def without_comment(command: str) -> str:
@@ -87,18 +94,20 @@ def missing_lines(output: str, shown: str) -> list[str]:
     return [line for line in output.splitlines() if line.strip() and normalized(line) not in known]
 
 
-def _block(place: str, note: re.Match[str] | None, lines: list[str]) -> Block:
+def _block(place: str, note: re.Match[str] | None, lines: list[str], language: str) -> Block:
     text = "\n".join(lines)
     if note is not None:
         kind, note_text = Kind(note[1]), note[2] or ""
         if not note_text:
             raise PageError(f"{place}: the note before it has no text after `{kind.value}`")
-        return Block(place, kind, note_text, text)
+        return Block(place, kind, note_text, text, language)
+    if language not in _SHELLS:
+        return Block(place, Kind.PICTURE if language == "mermaid" else Kind.EXAMPLE, "", text, language)
     if "│" in text:
-        return Block(place, Kind.PICTURE, "", text)
+        return Block(place, Kind.PICTURE, "", text, language)
     if odd := [command for command in _joined(text) if not _is_command(command.partition("\n")[0])]:
         raise PageError(f"{place}: is `{odd[0]}` a command? If not, add a note; see scripts/test-docs")
-    return Block(place, Kind.COMMANDS, "", text)
+    return Block(place, Kind.COMMANDS, "", text, language)
 
 
 def _joined(text: str) -> list[str]:
@@ -106,33 +115,36 @@ def _joined(text: str) -> list[str]:
     return [line.replace("\0", "\\\n") for line in text.replace("\\\n", "\0").splitlines() if line.strip()]
 
 
-def _raw(lines: list[str]) -> Iterator[tuple[int, re.Match[str] | None, list[str]]]:
-    """Yield the number of the first line, the preceding note and the lines of each block."""
+def _raw(lines: list[str]) -> Iterator[tuple[int, re.Match[str] | None, list[str], str]]:
+    """Yield the number of the first line, the preceding note, the lines and the language of each block."""
     note: re.Match[str] | None = None
     at = 0
+    in_list = False  # where indented lines are paragraphs of an item
     while at < len(lines):
         line = lines[at]
-        if line.startswith(_FENCE):
-            end = next(number for number in range(at + 1, len(lines)) if lines[number].startswith(_FENCE))
-            yield at + 2, note, lines[at + 1 : end]
+        if fence := _fence(line):
+            end = next(number for number in range(at + 1, len(lines)) if lines[number] == f"{fence[1]}```")
+            yield at + 2, note, [found.removeprefix(fence[1]) for found in lines[at + 1 : end]], fence[2]
             at, note = end + 1, None
-        elif line.startswith(_INDENT) and not (lines[at - 1].strip() and _note(lines[at - 1]) is None):
+        elif line.startswith(_INDENT) and not in_list and not (lines[at - 1].strip() and _note(lines[at - 1]) is None):
             end = at
             while end < len(lines) and (lines[end].startswith(_INDENT) or not lines[end].strip()):
                 end += 1
             found = [line.removeprefix(_INDENT) for line in lines[at:end]]
             while not found[-1].strip():
                 found.pop()
-            yield at + 1, note, found
+            yield at + 1, note, found, ""
             at, note = end, None
         else:
             if line.strip():
-                note = _note(line)
+                note = _note(line.strip())
+            if line.strip() and not line.startswith(" "):
+                in_list = _is_item(line) is not None or (in_list and bool(lines[at - 1].strip()))
             at += 1
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "OPERATING.md")
+PAGES = ("README.md", "OPERATING.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
 # The file that OPERATING.md calls the reader's: one for README.md's first engines.
 MY_YAML = "prefill: [localhost:7100]\ndecode: [localhost:7200]\n"
 
@@ -188,7 +200,7 @@ class Walk:
             case Kind.FILE:
                 yaml.safe_load(block.text)
                 (self.tree / block.note_text).write_text(block.text + "\n")
-            case Kind.PICTURE:
+            case Kind.EXAMPLE | Kind.PICTURE:
                 pass
 
     def run(self, place: str, command: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.test_docs import Block, Kind, PageError, blocks, missing_lines, without_comment
+from lab.test_docs import PAGES, Block, Kind, PageError, blocks, missing_lines, without_comment
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,6 +42,22 @@ Drawn:
 
     client ──► gateway
        │
+
+1. A step:
+
+    <!-- not run: needs engines -->
+    ```bash
+    pdproxy top
+      --once
+    ```
+
+```yaml
+prefill: []
+```
+
+```mermaid
+flowchart
+```
 """
 
 
@@ -58,6 +74,9 @@ def test_page_has_blocks_of_all_kinds() -> None:
         Block("P.md:18", Kind.OUTPUT, "scripts/demo", "12 tokens\n\nin 3 ms"),
         Block("P.md:26", Kind.FILE, "keys.yaml", "keys:\n  - name: a"),
         Block("P.md:31", Kind.PICTURE, "", "client ──► gateway\n   │"),
+        Block("P.md:38", Kind.NOT_RUN, "needs engines", "pdproxy top\n  --once", "bash"),
+        Block("P.md:43", Kind.EXAMPLE, "", "prefill: []", "yaml"),
+        Block("P.md:47", Kind.PICTURE, "", "flowchart", "mermaid"),
     ]
 
 
@@ -75,9 +94,9 @@ def test_block_of_unknown_kind_is_rejected(page: str) -> None:
         blocks("P.md", page)
 
 
-@pytest.mark.parametrize("name", ["README.md", "OPERATING.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_every_block_of_the_pages_has_a_kind(name: str) -> None:
-    assert blocks(name, (ROOT / name).read_text(encoding="utf-8"))
+    blocks(name, (ROOT / name).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

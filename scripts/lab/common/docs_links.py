@@ -1,0 +1,38 @@
+"""Hook of mkdocs: links from a page to files outside docs/ lead to the source on the repository's host."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import tomllib
+from pathlib import Path
+from typing import Protocol
+
+ROOT = Path(__file__).parents[3]
+_link = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+class _File(Protocol):
+    src_uri: str
+
+
+class _Page(Protocol):
+    file: _File
+
+
+def on_page_markdown(markdown: str, *, page: _Page, **_: object) -> str:
+    """Return a page's text with addresses for the links that leave docs/. mkdocs calls it for each page."""
+    directory = posixpath.dirname(f"docs/{page.file.src_uri}")
+
+    def absolute(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(directory, match[1]))
+        if ":" in match[1] or path.startswith("docs/") or not (ROOT / path).exists():
+            return match[0]
+        return f"]({_source()}/blob/main/{path}{match[2] or ''})"
+
+    return _link.sub(absolute, markdown)
+
+
+def _source() -> str:
+    source: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    return source

@@ -1,0 +1,91 @@
+"""Pages of docs/: their size, their list in mkdocs.yml, their examples, and links that leave the site."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from lab.common.docs_links import on_page_markdown
+from lab.test_docs import Kind, blocks
+from proxy.settings import load
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
+# The most words that a reader of a page must read. None: the page is generated.
+MAX_WORDS: dict[str, int | None] = {
+    "index.md": 200,
+}
+NOT_PROSE = re.compile(r"^( *)```.*?^\1```$|^    .*$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+
+
+class _Loader(yaml.SafeLoader):
+    """Loads mkdocs.yml without calling the functions that it names."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def words(page: str) -> int:
+    """Return the number of words of a page, without code blocks and comments."""
+    return sum(any(letter.isalnum() for letter in word) for word in NOT_PROSE.sub("", PAGES[page]).split())
+
+
+def listed(entries: list[Any]) -> list[str]:
+    """Return the pages of a part of mkdocs.yml's nav, in its order."""
+    found: list[str] = []
+    for entry in entries:
+        value = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        found += listed(value) if isinstance(value, list) else [value]
+    return found
+
+
+def test_every_page_has_a_maximum_size() -> None:
+    assert sorted(MAX_WORDS) == sorted(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_not_longer_than_its_maximum(page: str) -> None:
+    longest = MAX_WORDS[page]
+    assert longest is None or words(page) <= longest
+
+
+def test_navigation_lists_every_page_once() -> None:
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"]
+    assert sorted(listed(nav)) == sorted(PAGES)
+
+
+# The library of the site is stricter than GitHub: it needs four spaces, and an empty line before a list.
+@pytest.mark.parametrize("page", PAGES)
+def test_lists_look_the_same_on_github_and_on_the_site(page: str) -> None:
+    lines = NOT_PROSE.sub("", PAGES[page]).splitlines()
+    is_item = re.compile(r" *([-*]|\d+\.) ").match
+    glued = [
+        line for before, line in itertools.pairwise(lines) if is_item(line) and before.strip() and before[:1].isalpha()
+    ]
+    assert glued == []
+    assert [line for line in lines if re.match(r" {1,3}([-*]|\d+\.) ", line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_yaml_examples_are_valid_configurations(page: str, tmp_path: Path) -> None:
+    for block in blocks(page, PAGES[page]):
+        if block.kind is Kind.EXAMPLE and block.language == "yaml":
+            options = {"prefill": ["a:1"], "decode": ["b:1"], **yaml.safe_load(block.text)}
+            (tmp_path / "example.yaml").write_text(yaml.safe_dump(options))
+            assert load(["--config", str(tmp_path / "example.yaml")], {}).warnings == (), block.place
+
+
+def test_links_out_of_docs_lead_to_the_source() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="engines/vllm.md"))
+    text = "[a](../index.md#x) [b](../../DESIGN.md#y) [c](https://example.com/z) [d](#e) [f](../../configs)"
+    assert on_page_markdown(text, page=page) == (
+        "[a](../index.md#x) [b](https://example.com/pdproxy/blob/main/DESIGN.md#y) [c](https://example.com/z) [d](#e) "
+        "[f](https://example.com/pdproxy/blob/main/configs)"
+    )
