@@ -64,5 +64,5 @@ def _told(plan: Plan, launch: Launch) -> str:
     host = f"[{launch.node.address}]" if ":" in launch.node.address else launch.node.address
     first, last = launch.endpoints.start, launch.endpoints.stop - 1
     told = f"{host}:{first}" if first == last else f"{host}:{first}-{last}"
-    has_bootstrap = plan.topology.engine == "sglang" and launch.role == "prefill"
+    has_bootstrap = plan.topology.has_bootstrap_ports and launch.role == "prefill"
     return f"{told} {launch.part.bootstrap_port}" if has_bootstrap else told

@@ -189,7 +189,9 @@ def claims(plan: Plan) -> Iterator[Claim]:
             width = 1 if topology.engine == "vllm" else launch.part.tp
             first, last = (launch.kv_port + rank * width for rank in (launch.ranks.start, launch.ranks.stop))
             yield Claim(where, f"kv_port of {launch.name}", range(first, last))
-    if topology.connector is not None and topology.connector.startswith("Mooncake"):
+        if topology.has_bootstrap_ports:
+            yield from _bootstrap(launch)
+    if topology.engine == "vllm-ascend" and (topology.connector or "").startswith("Mooncake"):
         for name in dict.fromkeys(launch.node_name for launch in plan.launches):
             last = _TRANSPORT_FIRST + _TRANSPORT_PER_DEVICE * topology.nodes[name].devices
             yield Claim(name, TRANSPORT, range(_TRANSPORT_FIRST, last))
@@ -212,10 +214,14 @@ def meets(plan: Plan, launch: Launch) -> bool:
     return launch.part.dp > 1
 
 
-def _of_sglang(launch: Launch) -> Iterator[Claim]:
+def _bootstrap(launch: Launch) -> Iterator[Claim]:
     if launch.role == "prefill" and launch.endpoints:
         port = launch.part.bootstrap_port
         yield Claim(launch.node_name, f"bootstrap_port of {launch.name}", range(port, port + 1))
+
+
+def _of_sglang(launch: Launch) -> Iterator[Claim]:
+    yield from _bootstrap(launch)
     if launch.nodes > 1 and launch.index == 0:
         port = launch.part.rpc_port
         yield Claim(launch.node_name, f"rpc_port of {launch.name}", range(port, port + 1 + _SGLANG_BEHIND_MEETING))

@@ -152,11 +152,11 @@ def check_engine_ids(plan: Plan) -> Iterator[Finding]:
 def check_tp(plan: Plan) -> Iterator[Finding]:
     """Check that the connector can combine the tensor-parallel sizes."""
     connector, roles = plan.topology.connector, plan.topology.roles
-    if connector is None or not connector.startswith(("Mooncake", "Nixl")):
+    if connector is None or not connector.startswith(("Mooncake", "Nixl")) or plan.topology.has_store:
         return
     prefill, decode = roles["prefill"].tp, roles["decode"].tp
-    if connector.startswith("Nixl"):
-        # TransferTopology.tp_ratio, which raises an error
+    if plan.topology.engine == "vllm":
+        # TransferTopology.tp_ratio, and _get_tp_ratio of mooncake_connector.py, which raise an error
         if prefill % decode and decode % prefill:
             words = f"{connector} cannot join prefillers with tp {prefill} and decoders with tp {decode}"
             yield Finding(_REFUSED, "tp", "fleet", words, "one of them must be a multiple of the other")
@@ -172,7 +172,7 @@ def check_alike(plan: Plan) -> Iterator[Finding]:
     if "both" in plan.topology.roles:
         return
     prefill, decode = (plan.topology.options_of(role) for role in ("prefill", "decode"))
-    alike = _ALIKE | (_ALIKE_FOR_NIXL if plan.topology.engine == "vllm" else {})
+    alike = _ALIKE | (_ALIKE_FOR_NIXL if plan.topology.connector == "NixlConnector" else {})
     for flag, reason in alike.items():
         one, other = prefill.get(flag), decode.get(flag)
         if one != other:

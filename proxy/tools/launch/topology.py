@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from proxy.common.endpoints import Host
+from proxy.settings.connectors import CONNECTOR_TRAITS
 from proxy.settings.kinds import Positive, Section
 from proxy.settings.mistakes import SettingsError, explain
 from proxy.settings.yaml_file import read_yaml
@@ -41,13 +42,15 @@ _OWN_FLAGS: Final[Mapping[Engine, frozenset[str]]] = {
 
 _OWN_VARIABLES: Final = (
     *("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
-    *("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+    *("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"),
 )
 _NIXL: Final = "NixlConnector"
+_MOONCAKE: Final = "MooncakeConnector"
+_STORES: Final = tuple(name for traits in CONNECTOR_TRAITS.values() if traits.is_store for name in traits.kv_connectors)
 
 _UNHEARD: Final[Mapping[Engine, frozenset[str]]] = {
     # NixlConnector makes an id for each engine.
-    "vllm": frozenset({"bootstrap_port", "engine_id"}),
+    "vllm": frozenset({"engine_id"}),
     "vllm-ascend": frozenset({"bootstrap_port"}),
     "sglang": frozenset({"connector", "connector_options", "kv_port", "engine_id", "ranks"}),
 }
@@ -172,7 +175,7 @@ class Part(Common):
 
     NixlConnector: port of the side channel. Each rank listens at this port plus its number in the group."""
     bootstrap_port: Port = 8998
-    """SGLang: port at which decoders connect to a prefiller."""
+    """SGLang, and MooncakeConnector of vLLM: port at which decoders connect to a prefiller."""
 
 
 class Gateway(Section):
@@ -213,6 +216,25 @@ class Topology(Common):
         """Return the clients' name of the model."""
         return self.served_model_name or self.model
 
+    @property
+    def has_side_channels(self) -> bool:
+        """Return whether engines listen at `kv_port` for each other."""
+        return self.connector is not None and (
+            self.connector == _NIXL
+            if self.engine == "vllm"
+            else self.connector.startswith(("Mooncake", "Nixl")) and not self.has_store
+        )
+
+    @property
+    def has_bootstrap_ports(self) -> bool:
+        """Return whether decoders connect to prefillers at `bootstrap_port`."""
+        return self.engine == "sglang" or (self.engine == "vllm" and self.connector == _MOONCAKE)
+
+    @property
+    def has_store(self) -> bool:
+        """Return whether the KV cache is transferred through a store that engines share."""
+        return self.connector in _STORES
+
     def options_of(self, role: RoleName) -> dict[str, OptionValue]:
         """Return the options of a role's engines, including common ones."""
         merged = {**self.options, **self.roles[role].options}
@@ -242,12 +264,16 @@ class Topology(Common):
     def _check_engine(self) -> None:
         """Check that no member is set that these engines ignore."""
         unheard = _UNHEARD[self.engine]
+        if self.engine == "vllm":
+            has_port = {"bootstrap_port": self.has_bootstrap_ports, "kv_port": self.has_side_channels}
+            unheard |= {port for port, is_used in has_port.items() if not is_used}
         told: list[Section] = [self, *self.roles.values()]
         told += [group for part in self.roles.values() for group in part.groups]
         told += [share for part in self.roles.values() for group in part.groups for share in group.nodes]
         for section in told:
             if names := sorted(section.model_fields_set & unheard):
-                raise ValueError(f"{names[0]} has no effect for engine {self.engine}")
+                of_connector = f" with connector {self.connector}" if self.connector else ""
+                raise ValueError(f"{names[0]} has no effect for engine {self.engine}{of_connector}")
 
     def _check_nodes(self) -> None:
         shares = [share.node for part in self.roles.values() for group in part.groups for share in group.nodes]
@@ -277,12 +303,13 @@ class Topology(Common):
                 if is_split
                 else "connector applies to prefill and decode: engines of role both hand nothing over"
             )
-        if self.engine == "vllm" and self.connector not in (None, _NIXL):
-            raise ValueError(f"connector must be {_NIXL} for engine vllm")
-        listens = self.connector is not None and self.connector.startswith(("Mooncake", "Nixl"))
+        if self.engine == "vllm" and self.connector not in (None, _NIXL, _MOONCAKE, *_STORES):
+            raise ValueError(f"connector must be {_NIXL}, {_MOONCAKE} or that of a KV store for engine vllm")
+        if self.has_bootstrap_ports and self.launcher == "serve_ranks" and self.roles["prefill"].dp > 1:
+            raise ValueError(f"{_MOONCAKE} has one bootstrap port for all ranks of a node: take launcher serve_nodes")
         for role, part in self.roles.items():
             given = [share.kv_port or part.kv_port for group in part.groups for share in group.nodes]
-            if listens and None in given:
+            if self.has_side_channels and None in given:
                 raise ValueError(f"{role} needs a kv_port")
 
 

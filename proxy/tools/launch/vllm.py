@@ -137,12 +137,16 @@ def _serve(plan: Plan, launch: Launch, words: list[str]) -> str:
 def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
     """Return `--kv-transfer-config`, from which vLLM-Ascend's connectors read the sizes of both sides.
 
-    See MooncakeConnectorWorker._get_prefill_decode_size. NixlConnector learns them in its handshake.
+    See MooncakeConnectorWorker._get_prefill_decode_size. vLLM's connectors learn them in their handshakes. Both roles
+    read and write a store of vLLM. When an engine dies, its part of a store is lost, and decoders compute it again.
     """
     topology = plan.topology
     if topology.engine == "vllm":
+        role: dict[str, object] = {"kv_role": _KV_ROLES[launch.role]}
+        if topology.has_store:
+            role = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
         more = {"kv_connector_extra_config": topology.connector_options} if topology.connector_options else {}
-        return {"kv_connector": topology.connector, "kv_role": _KV_ROLES[launch.role], **more}
+        return {"kv_connector": topology.connector, **role, **more}
     sizes: dict[str, object] = {role: {"dp_size": part.dp, "tp_size": part.tp} for role, part in topology.roles.items()}
     return {
         "kv_connector": topology.connector,
@@ -161,6 +165,8 @@ def _exports(plan: Plan, launch: Launch) -> Iterator[str]:
         network = {of_address: address, **dict.fromkeys(of_interface, nic)}
     if engine == "vllm" and launch.kv_port is not None:
         network |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": address, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(launch.kv_port)}
+    if engine == "vllm" and plan.topology.has_bootstrap_ports and launch.role == "prefill":
+        network["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(launch.part.bootstrap_port)
     return shell.exports({**network, **plan.topology.environment, **launch.part.environment})
 
 

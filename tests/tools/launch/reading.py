@@ -119,14 +119,17 @@ def plan_of(name: str, **changes: Any) -> Plan:
 
 
 def tree_of(name: str, **changes: Any) -> dict[str, Any]:
-    """Return the topology as the tree in its file, with changed members."""
+    """Return the topology as the tree in its file, with changed members. `...` removes a member."""
     tree: dict[str, Any] = read_yaml(TOPOLOGIES / f"{name}.yaml", texts="environment")
     for place, value in changes.items():
         *parents, last = place.split("__")
         branch = tree
         for parent in parents:
             branch = branch.setdefault(parent, {})
-        branch[last] = value
+        if value is ...:
+            del branch[last]
+        else:
+            branch[last] = value
     return tree
 
 

@@ -23,6 +23,10 @@ roles:
   both: {port: 8000, tp: 8, groups: [[n0]]}
 """
 PLAIN = LEAST.replace("vllm-ascend", "vllm")
+SPLIT = PLAIN.replace(
+    "both: {port: 8000, tp: 8, groups: [[n0]]}",
+    "prefill: {port: 1, groups: [[n0]]}\n  decode: {port: 2, groups: [[n0]]}",
+)
 SGLANG = LEAST.replace("vllm-ascend", "sglang").replace("launcher: serve_nodes\n", "")
 
 MISTAKES = [
@@ -55,20 +59,22 @@ MISTAKES = [
     (PLAIN.replace("tp: 8", "bootstrap_port: 1"), "bootstrap_port has no effect for engine vllm"),
     (PLAIN.replace("[[n0]]", "[[{node: n0, engine_id: 1}]]"), "engine_id has no effect for engine vllm"),
     (
-        PLAIN.replace(
-            "both: {port: 8000, tp: 8, groups: [[n0]]}",
-            "prefill: {port: 1, groups: [[n0]]}\n  decode: {port: 2, groups: [[n0]]}",
-        )
-        + "connector: MooncakeConnector\n",
-        "connector must be NixlConnector for engine vllm",
+        SPLIT + "connector: P2pNcclConnector\n",
+        "connector must be NixlConnector, MooncakeConnector or that of a KV store",
+    ),
+    (SPLIT + "connector: NixlConnector\n", "prefill needs a kv_port"),
+    (
+        SPLIT.replace("port: 1,", "port: 1, bootstrap_port: 3,") + "connector: NixlConnector\n",
+        "bootstrap_port has no effect for engine vllm with connector NixlConnector",
     ),
     (
-        PLAIN.replace(
-            "both: {port: 8000, tp: 8, groups: [[n0]]}",
-            "prefill: {port: 1, groups: [[n0]]}\n  decode: {port: 2, groups: [[n0]]}",
-        )
-        + "connector: NixlConnector\n",
-        "prefill needs a kv_port",
+        SPLIT.replace("port: 1,", "port: 1, kv_port: 3,") + "connector: MooncakeConnector\n",
+        "kv_port has no effect for engine vllm with connector MooncakeConnector",
+    ),
+    (
+        SPLIT.replace("port: 1,", "port: 1, dp: 2,").replace("serve_nodes", "serve_ranks")
+        + "connector: MooncakeConnector\n",
+        "MooncakeConnector has one bootstrap port for all ranks of a node: take launcher serve_nodes",
     ),
     (LEAST + "environment: {A-B: 1}\n", "'A-B' is not a valid name of a variable"),
     (LEAST + 'prepare: ["a\\nb"]\n', "must be one line of text"),

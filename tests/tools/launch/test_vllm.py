@@ -1,4 +1,4 @@
-"""Plain vLLM with NixlConnector: side channels, devices and ranks from one host to several, and refusals."""
+"""Plain vLLM: ports, devices and ranks from one host to several, and refusals, for each of its connectors."""
 
 from __future__ import annotations
 
@@ -119,3 +119,40 @@ def test_topology_that_cannot_work_is_refused(name: str, changes: dict[str, Any]
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 8), (8, 4), (8, 8)])
 def test_tensor_parallel_sizes_may_be_multiples_in_both_directions(prefill: int, decode: int) -> None:
     assert refusals(plan_of(GUIDE, roles__prefill__tp=prefill, roles__decode__tp=decode)) == []
+
+
+def without_kv_ports(connector: str, **changes: Any) -> dict[str, Any]:
+    """Return the changes to SMALL for a connector without side channels."""
+    return {"connector": connector, "roles__prefill__kv_port": ..., "roles__decode__kv_port": ..., **changes}
+
+
+def test_prefillers_with_mooncake_have_a_bootstrap_port_that_the_gateway_knows() -> None:
+    files = rendered(plan_of(SMALL, **without_kv_ports("MooncakeConnector", roles__prefill__bootstrap_port=8999)))
+    prefill, decode = (command for _, command in engines(files))
+    assert prefill.environment["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == "8999"
+    assert "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in decode.environment
+    assert {HOST, PORT}.isdisjoint(prefill.environment)
+    tree = gateway_of(files)
+    assert (tree["connector"], tree["prefill"]) == ("mooncake_bootstrap", ["10.0.0.1:8100 8999"])
+    assert Settings.model_validate(tree).prefill[0].bootstrap_port == 8999
+
+
+def test_bootstrap_port_of_a_prefiller_collides_with_that_of_another() -> None:
+    changes = without_kv_ports("MooncakeConnector", nodes__n0__devices=3)
+    groups = [["n0"], [{"node": "n0", "port": 8101}]]
+    found = [finding.words for finding in refusals(plan_of(SMALL, roles__prefill__groups=groups, **changes))]
+    assert "bootstrap_port of prefill-0 (8998) would collide with bootstrap_port of prefill-1 (8998)" in found
+
+
+def test_both_roles_read_and_write_a_store() -> None:
+    files = rendered(plan_of(SMALL, **without_kv_ports("MooncakeStoreConnector")))
+    transfers = [command.flags["--kv-transfer-config"] for _, command in engines(files)]
+    assert transfers == 2 * [
+        {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    ]
+    assert gateway_of(files)["connector"] == "vllm_store"
+
+
+def test_tensor_parallel_sizes_of_a_store_are_independent() -> None:
+    changes = without_kv_ports("LMCacheConnectorV1", nodes__n0__devices=5, roles__prefill__tp=2, roles__decode__tp=3)
+    assert refusals(plan_of(SMALL, **changes)) == []
