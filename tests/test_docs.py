@@ -22,6 +22,10 @@ PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path 
 MAX_WORDS: dict[str, int | None] = {
     "index.md": 200,
     "compatibility.md": None,
+    "reference/cli.md": None,
+    "reference/errors.md": None,
+    "reference/metrics.md": None,
+    "reference/options.md": None,
 }
 NOT_PROSE = re.compile(r"^( *)```.*?^\1```$|^    .*$|<!--.*?-->", re.MULTILINE | re.DOTALL)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -18,7 +17,6 @@ from proxy.balancer.pick import TRIAL, Prediction
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.common.terms import Action, Stage
-from proxy.listener.replies import HTTP_ERRORS
 from proxy.observe.metrics import TERMS
 from proxy.observe.record import RequestRecord, Trace, access_line
 from proxy.settings import load
@@ -28,6 +26,7 @@ from proxy.tools.advise import read_flags
 from proxy.tools.launch.command import read_flags as read_launch_flags
 from proxy.tools.roll.command import read_flags as read_roll_flags
 from proxy.wire.openai import Api
+from tests.reference_pages import errors
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -145,37 +144,8 @@ def test_each_noun_of_the_design_is_a_class() -> None:
     assert nouns - classes == set()
 
 
-def literal_codes() -> set[str]:
-    """Return the error codes in the source: `code` arguments, and `code` of error classes."""
-    found = set()
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.keyword(arg="code", value=ast.Constant(value=str(code))):
-                    found.add(code)
-                case ast.Assign(
-                    targets=[ast.Name(id="code" | "CODE" | "MALFORMED")], value=ast.Constant(value=str(code))
-                ):
-                    found.add(code)
-                case ast.Assign(targets=[ast.Attribute(attr="code")], value=ast.Constant(value=str(code))):
-                    found.add(code)
-                case ast.AnnAssign(target=ast.Name(id="CODE" | "MALFORMED"), value=ast.Constant(value=str(code))):
-                    found.add(code)
-                case ast.Call(func=ast.Name(id="overloaded"), args=[ast.Constant(value=str(code)), *_]):
-                    found.add(code)
-    return found
-
-
-def test_every_error_code_is_explained_and_no_other() -> None:
-    of_http = {code for code, _ in HTTP_ERRORS.values()} | {"http_error"}
-    codes = literal_codes() | of_http | {f"no_healthy_{role}" for role in Role}
-    by_table = [names(table) for table in section("## Error codes").split("| failure |")]
-    assert by_table[0] == codes
-    assert by_table[1] == set(Failure)
-
-
 def test_error_codes_differ_from_causes_of_instance_failures() -> None:
-    assert not {f"{role}_{failure}" for role, failure in product(Role, Failure)} & literal_codes()
+    assert not {f"{role}_{failure}" for role, failure in product(Role, Failure)} & errors.codes().keys()
 
 
 def test_every_field_of_the_access_line_is_explained() -> None:

@@ -175,7 +175,7 @@ def test_chart_has_the_version_and_the_configuration_of_the_base() -> None:
 
 
 def test_autoscaler_uses_existing_metrics() -> None:
-    metrics = (ROOT / "METRICS.md").read_text()
+    metrics = (ROOT / "docs/reference/metrics.md").read_text()
     metric_names = set()
     for path in COMPONENTS.glob("autoscaling/*.yaml"):
         metric_names |= set(re.findall(r"\bpdproxy_\w+", path.read_text()))

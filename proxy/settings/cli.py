@@ -289,7 +289,7 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
         # `_without_abbreviations` handles abbreviations. argparse would show the value after `=`, maybe a secret.
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=BUILD)
+    parser.add_argument("--version", action="version", version=BUILD, help="Print the version and exit.")
     flags = ["--help", "--version", "--config"]
     parser.add_argument(
         "--config",

@@ -283,12 +283,30 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         action="append",
         required=True,
         metavar="URL",
-        help="of a gateway, as http://gateway:1999/metrics; repeatable, for all that share the engines",
+        help="URL of the metrics of a gateway, as http://gateway:1999/metrics. Give all gateways that share the "
+        "engines. Repeatable.",
     )
-    add("--seconds", type=positive, default=60.0, help="to watch, while there is load (default: 60)")
-    add("--token-ms", type=positive, default=100.0, help="a decoder is full at this time a token (default: 100)")
-    add("--decode-streams", type=positive, metavar="N", help="or with this number of streams (default: learned)")
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add(
+        "--seconds",
+        type=positive,
+        default=60.0,
+        metavar="SECONDS",
+        help="Time to watch the metrics, in seconds. Run it under load. Default: 60.",
+    )
+    add(
+        "--token-ms",
+        type=positive,
+        default=100.0,
+        metavar="MS",
+        help="Time between two tokens at which a decoder counts as full, in milliseconds. Default: 100.",
+    )
+    add(
+        "--decode-streams",
+        type=positive,
+        metavar="N",
+        help="Number of streams with which a decoder counts as full. Default: learned from the metrics.",
+    )
+    add("--json", action="store_true", help="Print JSON instead of a table.")
     add_tls_flags(parser)
     return parser.parse_args(argv)
 

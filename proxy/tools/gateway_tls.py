@@ -14,8 +14,16 @@ if TYPE_CHECKING:
 def add_tls_flags(parser: ArgumentParser) -> None:
     """Add the flags for gateways whose URL begins with https://."""
     add = parser.add_argument
-    add("--ca-file", metavar="FILE", help="authorities of the gateways' certificates, in PEM format (the system's)")
-    add("--client-certificate", metavar="FILE", help="certificate for gateways that require one, with its key")
+    add(
+        "--ca-file",
+        metavar="FILE",
+        help="PEM file with the authorities of the gateways' certificates. Default: those of the system.",
+    )
+    add(
+        "--client-certificate",
+        metavar="FILE",
+        help="PEM file with a certificate and its key, for gateways that require one.",
+    )
 
 
 def tls_of(flags: Namespace) -> ssl.SSLContext:

@@ -380,10 +380,17 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--url",
         metavar="URL",
-        help="http://host:port or https://host:port of its metrics; by default what the flags of pdproxy say",
+        help="Address of the gateway's metrics, as http://host:port or https://host:port. Default: that of the "
+        "configuration.",
     )
-    add("--interval", type=positive, default=2.0, metavar="SECONDS", help="between two looks (2)")
-    add("--once", action="store_true", help="print one table and leave")
+    add(
+        "--interval",
+        type=positive,
+        default=2.0,
+        metavar="SECONDS",
+        help="Time between two scrapes, in seconds. Default: 2.",
+    )
+    add("--once", action="store_true", help="Print one table and exit.")
     add_tls_flags(parser)
     return parser
 

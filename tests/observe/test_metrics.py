@@ -31,7 +31,6 @@ from proxy.dialects import DIALECTS
 from proxy.observe import metrics
 from proxy.observe.metrics import RESUME_ACTIONS, Metrics
 from proxy.settings import Kv
-from tests import metrics_page
 from tests.conftest import IS_COMPILED
 
 if TYPE_CHECKING:
@@ -251,8 +250,3 @@ def test_one_worker_serves_the_metrics_of_all_workers(tmp_path: Path) -> None:
 
 def test_every_resume_action_has_an_initial_series() -> None:
     assert set(RESUME_ACTIONS) == {action.value for action in Action}
-
-
-def test_metrics_page_is_up_to_date() -> None:
-    stale = f"METRICS.md is stale; renew it: {metrics_page.COMMAND}"
-    assert metrics_page.PAGE.read_text(encoding="utf-8") == metrics_page.page(), stale

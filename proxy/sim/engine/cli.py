@@ -54,130 +54,188 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=_port, default=0, help="port to listen on; 0 takes a free one and prints it")
-    add("--role", choices=get_args(SimRole), default=default.role, help="what it is used as (default: %(default)s)")
-    add("--model", default=default.model, help="served model name (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="Address to listen on. Default: %(default)s.")
+    add("--port", type=_port, default=0, help="TCP port to listen on. 0 selects a free port and prints it. Default: 0.")
+    add("--role", choices=get_args(SimRole), default=default.role, help="Role of the engine. Default: %(default)s.")
+    add("--model", default=default.model, help="Name of the served model. Default: %(default)s.")
     add(
         "--adapter",
         dest="adapters",
         action="append",
         default=[],
         metavar="NAME",
-        help="an adapter (LoRA) that is loaded; repeatable",
+        help="Name of a loaded adapter (LoRA). Repeatable.",
     )
     add(
         "--profile",
         dest="profile_name",
         choices=sorted(ALL_PROFILES),
         default=default.profile_name,
-        help="the version whose wire format and defects to show (default: %(default)s)",
+        help="Engine version to simulate, with its wire format and defects. Default: %(default)s.",
     )
     add(
         "--connector",
         dest="connector_name",
         choices=get_args(ConnectorName),
-        help="shape and rules of the KV params; default: nixl from v0.33 on, mooncake (vllm-ascend) before",
+        help="Connector whose KV parameters to use. Default: nixl from v0.33 on, otherwise mooncake (vllm-ascend).",
     )
     _add_protocol_flags(add, default)
-    add("--api-key", help="require this key for paths under /v1")
-    add("--max-model-len", type=natural, default=default.max_model_len, metavar="TOKENS")
+    add("--api-key", help="Key that requests to paths under /v1 must have.")
+    add(
+        "--max-model-len",
+        type=natural,
+        default=default.max_model_len,
+        metavar="TOKENS",
+        help="Maximum length of prompt and answer, in tokens. Default: %(default)s.",
+    )
     add(
         "--default-max-tokens",
         type=natural,
         default=default.default_max_tokens,
         metavar="TOKENS",
-        help="chat without max",
+        help="Maximum length of a chat's answer if the request has no limit, in tokens. Default: %(default)s.",
     )
-    add("--block-size", type=natural, default=default.block_size, metavar="TOKENS")
-    add("--num-gpu-blocks", type=natural, default=default.num_gpu_blocks, metavar="N", help="KV capacity")
-    add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="prefill time")
-    add("--decode-step-ms", type=float, default=0.0, metavar="MS", help="time of one decode step")
-    add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="added per running sequence")
+    add(
+        "--block-size",
+        type=natural,
+        default=default.block_size,
+        metavar="TOKENS",
+        help="Size of a KV block, in tokens. Default: %(default)s.",
+    )
+    add(
+        "--num-gpu-blocks",
+        type=natural,
+        default=default.num_gpu_blocks,
+        metavar="N",
+        help="Number of KV blocks. Default: %(default)s.",
+    )
+    add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="Prefill time per 1,000 tokens.")
+    add("--decode-step-ms", type=float, default=0.0, metavar="MS", help="Time of one decode step.")
+    add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="Time that each running sequence adds.")
     add(
         "--machine",
         choices=MACHINES,
-        help="as fast as there, in batches and KV memory as there, whatever else is said",
+        help="Published performance profile of this machine. Overrides all other timing options.",
     )
     add(
         "--max-num-seqs",
         type=natural,
         default=default.max_num_seqs,
         metavar="N",
-        help="more than these wait",
+        help="Maximum number of running sequences. Further ones wait. Default: %(default)s.",
     )
-    add("--max-num-queued-reqs", type=natural, metavar="N", help="more than these, waiting or not, are answered 503")
+    add(
+        "--max-num-queued-reqs",
+        type=natural,
+        metavar="N",
+        help="Maximum number of running and waiting requests. Further ones get 503.",
+    )
     add(
         "--tokens-per-step",
         type=natural,
         default=default.tokens_per_step,
         metavar="N",
-        help="as speculative decoding does",
+        help="Tokens per decode step, as with speculative decoding. Default: %(default)s.",
     )
     add(
         "--stream-interval",
         type=natural,
         default=default.stream_interval,
         metavar="N",
-        help="tokens per chunk",
+        help="Tokens per chunk of a stream. Default: %(default)s.",
     )
     add(
         "--eos-after",
         type=natural,
         metavar="TOKENS",
-        help="answers end after about this number of tokens",
+        help="Approximate length of answers, in tokens.",
     )
-    add("--first-token-eos", action="store_true", help="the first token ends the answer unless min_tokens forbids it")
-    add("--pin-seconds", type=float, metavar="SECONDS", help="how long unpulled KV is kept; default: the version's")
+    add(
+        "--first-token-eos",
+        action="store_true",
+        help="End answers after the first token, unless min_tokens forbids it.",
+    )
+    add(
+        "--pin-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="Time for which unfetched KV cache is kept. Default: that of the version.",
+    )
     add(
         "--kv-load-failure-policy",
         choices=get_args(LoadFailurePolicy),
         default=default.kv_load_failure_policy,
-        help="what a decoder does when KV cannot be fetched (default: %(default)s)",
+        help="Action of a decoder that cannot fetch the KV cache. Default: %(default)s.",
     )
-    add("--prompt-tokens-details", action=argparse.BooleanOptionalAction, default=True, help="report cached_tokens")
-    add("--reasoning-parser", choices=("", "kimi_k2"), default=default.reasoning_parser, help="(default: %(default)s)")
-    add("--tool-call-parser", choices=("", "kimi_k2"), default=default.tool_call_parser, help="default: none")
     add(
-        "--dev-mode", action="store_true", help="tell the configuration at /server_info, as VLLM_SERVER_DEV_MODE=1 does"
+        "--prompt-tokens-details",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Report cached_tokens. Default: on.",
     )
-    add("--private-prompt-ids", action="store_true", help="a chat's prompt may be ids under vllm-ascend's own key")
+    add(
+        "--reasoning-parser",
+        choices=("", "kimi_k2"),
+        default=default.reasoning_parser,
+        help="Parser of reasoning; empty: none. Default: %(default)s.",
+    )
+    add(
+        "--tool-call-parser",
+        choices=("", "kimi_k2"),
+        default=default.tool_call_parser,
+        help="Parser of tool calls. Default: none.",
+    )
+    add(
+        "--dev-mode",
+        action="store_true",
+        help="Report the configuration at /server_info, as with VLLM_SERVER_DEV_MODE=1.",
+    )
+    add(
+        "--private-prompt-ids",
+        action="store_true",
+        help="Accept the prompt of a chat as token IDs under the key of vllm-ascend.",
+    )
     add(
         "--clock-offset-seconds",
         type=float,
         default=default.clock_offset_seconds,
         metavar="SECONDS",
-        help="how much its clock is ahead",
+        help="Time by which the engine's clock is ahead.",
     )
     add(
         "--at-sigterm",
         choices=get_args(AtSigterm),
         default=default.at_sigterm,
-        help="exit, or stop as vLLM may: leave its answers open without a word, abort them, or fail them"
-        " (default: %(default)s)",
+        help="Action at SIGTERM: exit, leave answers open and silent, abort them, or end as after a crash of the core."
+        " Default: %(default)s.",
     )
     add(
         "--keep-alive-seconds",
         type=float,
         default=default.keep_alive_seconds,
         metavar="SECONDS",
-        help="an idle connection is closed after this long (default: %(default)s)",
+        help="Time after which an idle connection is closed. Default: %(default)s.",
     )
-    add("--enable-request-id-headers", dest="request_id_headers", action="store_true", help="echo X-Request-Id")
+    add("--enable-request-id-headers", dest="request_id_headers", action="store_true", help="Return X-Request-Id.")
     add(
         "--bidirectional-kv-xfer",
         action="store_true",
-        help="a decoder reports its own KV cache (NIXL's bidirectional_kv_xfer)",
+        help="Report the KV cache of decoders, as with NIXL's bidirectional_kv_xfer.",
     )
-    add("--ec-role", choices=("producer", "consumer"), default="", help="role in the transfer of encoded media")
-    add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
-    add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")
+    add("--ec-role", choices=("producer", "consumer"), default="", help="Role in the transfer of encoded media.")
+    add(
+        "--request-id-randomization",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Randomize internal IDs. Default: on.",
+    )
+    add("--kv-host", metavar="HOST", help="Announced address for KV transfers. Default: --host.")
     add(
         "--unreachable-ports",
         type=_ports,
         default=default.unreachable_ports,
         metavar="PORT[,PORT…]",
-        help="prefillers to which this decoder has no route, for pulling KV",
+        help="Ports of prefillers that this decoder cannot reach for KV transfers.",
     )
     return parser
 
@@ -190,39 +248,51 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
     add(
         "--protocol",
         choices=get_args(ProtocolName),
-        help="how KV travels: vLLM's pull (the default), SGLang's bootstrap (the default of its profile), layerwise of "
-        "vllm-ascend, the transfer ids of vLLM's MooncakeConnector, a store, or not at all",
+        help="Protocol of the KV handoff: pull and transfer of vLLM, bootstrap of SGLang, layerwise of vllm-ascend, a "
+        "store, or none. Default: that of the profile.",
     )
     add(
         "--bootstrap-port",
         type=_port,
         default=default.bootstrap_port,
-        help="a prefiller's second port, with the protocols bootstrap and transfer; 0 takes a free one and prints it",
+        metavar="PORT",
+        help="TCP port of a prefiller's bootstrap server, with the protocols bootstrap and transfer. 0 selects a free "
+        "port and prints it.",
     )
-    add("--dp-size", type=natural, default=default.dp_size, metavar="N", help="data-parallel ranks")
+    add(
+        "--dp-size",
+        type=natural,
+        default=default.dp_size,
+        metavar="N",
+        help="Number of data-parallel ranks. Default: %(default)s.",
+    )
     add(
         "--waiting-seconds",
         type=float,
         default=default.waiting_seconds,
         metavar="SECONDS",
-        help="how long a leg waits for its partner (default: %(default)s)",
+        help="Time for which a leg waits for its partner. Default: %(default)s.",
     )
     add(
         "--handshake-seconds",
         type=float,
         default=default.handshake_seconds,
         metavar="SECONDS",
-        help="SGLang: how long a decoder looks for a bootstrap server it does not know (default: %(default)s)",
+        help="SGLang: time for which a decoder looks for an unknown bootstrap server. Default: %(default)s.",
     )
     add(
         "--metaserver-delay-seconds",
         type=float,
         default=default.metaserver_delay_seconds,
         metavar="SECONDS",
-        help="layerwise: how long a decoder queues before it calls back",
+        help="Layerwise: time before a decoder calls back.",
     )
-    add("--kv-events-config", metavar="JSON", help="publish KV events, as engines do that are given this")
-    add("--store", metavar="DIRECTORY", help="store: the directory that stands for it; engines that share it share KV")
+    add("--kv-events-config", metavar="JSON", help="Configuration of KV events, as for engines.")
+    add(
+        "--store",
+        metavar="DIRECTORY",
+        help="Store: directory of the store. Engines with the same directory share KV cache.",
+    )
 
 
 def parse_arguments(argv: list[str]) -> tuple[str, int, Options]:

@@ -85,27 +85,27 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add("--json", action="store_true", help="Print JSON instead of a table.")
     add(
         "--canaries",
         type=whole_number,
         default=1,
         metavar="N",
-        help="test prompts for each pair; 0 sends none (1)",
+        help="Number of test prompts for each pair. 0 sends none. Default: 1.",
     )
     add(
         "--canary-tokens",
         type=whole_number,
         default=2048,
         metavar="N",
-        help="approximate length of a test prompt, in tokens (2048)",
+        help="Approximate length of a test prompt, in tokens. Default: 2048.",
     )
     add(
         "--canary-seconds",
         type=positive,
         default=60.0,
         metavar="N",
-        help="time limit for the answer to a test prompt, in seconds (60)",
+        help="Time limit for the answer to a test prompt, in seconds. Default: 60.",
     )
     return parser
 

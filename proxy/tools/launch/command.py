@@ -60,13 +60,20 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("action", choices=("render", "check"), help="make scripts and configuration, or look at the fleet that runs")
-    add("topology", type=Path, metavar="TOPOLOGY.yaml")
     add(
-        "--output", type=Path, metavar="DIR", help="write files there, a directory for each node, and print their paths"
+        "action",
+        choices=("render", "check"),
+        help="render: write scripts and configuration. check: compare the running fleet with the topology.",
     )
-    add("--check", action="store_true", help="compare the fleet that runs instead of rendering, as check does")
-    add("--json", action="store_true", help="of check: print JSON instead of a table")
+    add("topology", type=Path, metavar="TOPOLOGY.yaml", help="File that describes the fleet.")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="Directory for the files, with one directory for each node. Default: print the files.",
+    )
+    add("--check", action="store_true", help="With render: the same as check.")
+    add("--json", action="store_true", help="With check: print JSON instead of a table.")
     flags = parser.parse_args(argv)
     flags.action = "check" if flags.check else flags.action
     if flags.action == "render" and flags.json:

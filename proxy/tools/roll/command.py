@@ -85,47 +85,71 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """Read the flags of the sub-command. Raises SettingsError."""
     parser = Parser(prog="pdproxy roll", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
-    add("--role", required=True, choices=["prefill", "decode", "encode"], help="whose instances are restarted")
+    add("--role", required=True, choices=["prefill", "decode", "encode"], help="Role of the instances to restart.")
     add(
         "--url",
         action="append",
         type=_url,
-        help="of a gateway's administration (http://127.0.0.1:1999); repeatable, for all that share the engines",
+        help="URL of the administration of a gateway. Give all gateways that share the engines. Repeatable. Default: "
+        "http://127.0.0.1:1999.",
     )
     add(
         "--hook",
         type=_hook,
         metavar="COMMAND",
-        help="restarts one instance, and returns when the old process has ended: a line for sh, with {host}, {port}, "
-        "{address} and {role}; without one you are asked to do it",
+        help="Line for sh that restarts one instance, with {host}, {port}, {address} and {role}. It must return after "
+        "the old process has ended. Default: pdproxy asks you to restart each instance.",
     )
-    add("--instance", action="append", default=[], metavar="HOST:PORT", help="only this one; repeatable")
+    add("--instance", action="append", default=[], metavar="HOST:PORT", help="Restart only this instance. Repeatable.")
     add(
         "--evacuate-after",
         type=duration_seconds,
         metavar="SECONDS",
-        help="requests that still run then move to other instances; 0: at once (the gateways' "
-        "leaving.evacuate_after_seconds)",
+        help="Time after which the running requests of an instance move to other instances, in seconds. 0 moves them "
+        "at once. Default: leaving.evacuate_after_seconds of the gateways.",
     )
-    add("--min-serving", type=whole_number, metavar="N", help="others that serve while one is away (all that do now)")
+    add(
+        "--min-serving",
+        type=whole_number,
+        metavar="N",
+        help="Minimum number of other instances that serve during a restart. Default: all that serve at the start.",
+    )
     add(
         "--max-failures",
         type=whole_number,
         default=0,
         metavar="N",
-        help="requests that clients may see fail meanwhile (0)",
+        help="Maximum number of failed requests of clients before the roll stops. Default: 0.",
     )
-    add("--drain-seconds", type=duration_seconds, default=3600.0, help="until an instance works on nothing (3600)")
-    add("--ready-seconds", type=duration_seconds, default=1800.0, help="until a restarted instance serves (1800)")
-    add("--settle-seconds", type=duration_seconds, default=10.0, help="between two instances (10)")
-    add("--state", metavar="FILE", help="keeps how far it has come (pdproxy-roll-ROLE.json)")
-    add("--anew", action="store_true", help="start a new roll, whatever that file says")
+    add(
+        "--drain-seconds",
+        type=duration_seconds,
+        default=3600.0,
+        metavar="SECONDS",
+        help="Maximum time until the requests of an instance have ended, in seconds. Default: 3600.",
+    )
+    add(
+        "--ready-seconds",
+        type=duration_seconds,
+        default=1800.0,
+        metavar="SECONDS",
+        help="Maximum time until a restarted instance serves, in seconds. Default: 1800.",
+    )
+    add(
+        "--settle-seconds",
+        type=duration_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="Time between two instances, in seconds. Default: 10.",
+    )
+    add("--state", metavar="FILE", help="File that keeps the progress. Default: pdproxy-roll-ROLE.json.")
+    add("--anew", action="store_true", help="Start a new roll, and ignore the progress in the file.")
     add(
         "--admin-key-file",
         metavar="FILE",
-        help="has the admin key; by default PROXY_AUTH__ADMIN_KEY of the environment",
+        help="File with the admin key. Default: the environment variable PROXY_AUTH__ADMIN_KEY.",
     )
-    add("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    add("--dry-run", action="store_true", help="Print the steps, and do nothing.")
     add_tls_flags(parser)
     return parser.parse_args(argv)
 

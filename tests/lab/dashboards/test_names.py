@@ -13,7 +13,7 @@ from lab.dashboards.__main__ import DASHBOARDS
 from proxy.common.terms import Stage
 from proxy.observe import metrics
 from tests.lab.dashboards.promql import names_of_query
-from tests.metrics_page import series
+from tests.reference_pages.metrics import series
 from tests.test_readme import OPERATING, PAGES, anchors
 
 RULES = Path(__file__).parents[3] / "configs" / "prometheus"

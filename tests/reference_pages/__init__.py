@@ -1,0 +1,27 @@
+"""The generated pages of docs. `python -m tests.reference_pages` writes them, and a test finds stale ones.
+
+The texts are those of the product: the docstrings of options, the help of flags, the help of metrics. Only the causes
+and remedies of errors are written here, in `errors.yaml`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tests import compatibility_page
+from tests.reference_pages import command_line, errors, metrics, options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+DOCS: Final = Path(__file__).parents[2] / "docs"
+COMMAND: Final = ".venv/bin/python -m tests.reference_pages"
+PAGES: Final[Mapping[str, Callable[[], str]]] = {
+    "compatibility.md": compatibility_page.page,
+    "reference/cli.md": command_line.page,
+    "reference/errors.md": errors.page,
+    "reference/metrics.md": metrics.page,
+    "reference/options.md": options.page,
+}
+"""The function that renders each page, by its path below docs."""
