@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import re
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs, web
 
 from proxy.api import socket_owner
+from proxy.common.endpoints import client_address, is_in_networks, is_loopback
 from proxy.common.errors import GatewayError, LimitExceeded
 from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
-from proxy.settings import canonical_host, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,7 +100,9 @@ class Administrators:
         """Raise GatewayError if the caller may not administer."""
         networks = self._trusted_proxies()
         if networks:
-            request[_CLIENT] = client_address(request.remote, request.headers.getall(_FORWARDED_FOR, ()), networks)
+            request[_CLIENT] = client_address(
+                request.remote or "-", request.headers.getall(_FORWARDED_FOR, ()), networks
+            )
         admin_key = self._admin_key()
         if admin_key is not None:
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -147,7 +148,7 @@ class Administrators:
         peer = request.transport.get_extra_info("peername") if request.transport is not None else None
         if not isinstance(peer, tuple) or not is_loopback(peer[0]):
             return "the connection does not come from this host"
-        if _is_in(str(peer[0]), self._trusted_proxies()):
+        if is_in_networks(str(peer[0]), self._trusted_proxies()):
             return "the request came through a proxy of listen.trusted_proxies"
         is_own_page = _is_read_by_own_page(request)
         for name in request.headers:
@@ -162,35 +163,6 @@ class Administrators:
 def author(request: web.Request) -> str:
     """Return the author of a change for the log."""
     return f"an administrator at {request.get(_CLIENT, request.remote)}"
-
-
-def client_address(peer: str | None, forwarded: Sequence[str], networks: Sequence[str]) -> str | None:
-    """Return the address of the client behind trusted proxies.
-
-    Each proxy appends the address of its peer, so the client is the last one that is no trusted proxy. A header is not
-    used if another host could have written it, or from the first text on that is no address.
-
-    Args:
-        peer: Address at the other end of the connection; None: unknown.
-        forwarded: Values of X-Forwarded-For, in their order.
-        networks: Networks of the trusted proxies.
-    """
-    client = peer
-    hops = [hop.strip() for value in forwarded for hop in value.split(",")]
-    while client is not None and hops and _is_in(client, networks):
-        try:
-            client = str(ipaddress.ip_address(hops.pop().strip("[]")))
-        except ValueError:
-            break
-    return client
-
-
-def _is_in(address: str, networks: Sequence[str]) -> bool:
-    try:
-        parsed = ipaddress.ip_address(canonical_host(address))
-    except ValueError:
-        return False
-    return any(parsed in ipaddress.ip_network(network) for network in networks)
 
 
 def _is_read_by_own_page(request: web.Request) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, cast
 from aiohttp import HttpVersion11, web
 
 from proxy.balancer.pick import reason
+from proxy.common.endpoints import client_address
 from proxy.dialects.call import PASSED_ON
 from proxy.dialects.requests import read
 from proxy.gateway.request import Request
@@ -120,6 +121,8 @@ class GenerationApi:
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Serve a request, and record its outcome once, after success, failure or a disconnect."""
         record = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
+        forwarded = request.headers.getall("X-Forwarded-For", ())
+        record.client = client_address(request.remote or "-", forwarded, self._listen().trusted_proxies)
         client = _Client(request, partial(self._fields, request, record))
         try:
             with self._drain:

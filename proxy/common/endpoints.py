@@ -1,5 +1,6 @@
-"""Parse the addresses of engines: `host:port`, with port ranges and lists of hosts.
+"""Parse the addresses of engines, and find those of clients behind proxies.
 
+An engine's address is `host:port`, and may have a range of ports and a list of hosts.
 A bootstrap port may follow the address of a prefiller of SGLang, and `model=NAME` may follow every address. Host names
 are resolved when a connection is opened. The text of each ValueError is for operators.
 """
@@ -9,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 # Placeholders of deployment guides such as `141.xx.xx.1` are valid names. Names are resolved only when they are used.
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
@@ -72,6 +74,39 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(canonical_host(host)).is_loopback
     except ValueError:
         return False
+
+
+_network = lru_cache(maxsize=64)(ipaddress.ip_network)
+
+
+def is_in_networks(address: str, networks: Sequence[str]) -> bool:
+    """Return whether an address is in one of the networks. The result is False for names."""
+    try:
+        parsed = ipaddress.ip_address(canonical_host(address))
+    except ValueError:
+        return False
+    return any(parsed in _network(network) for network in networks)
+
+
+def client_address(peer: str, forwarded: Iterable[str], networks: Sequence[str]) -> str:
+    """Return the address of the client behind trusted proxies.
+
+    Each proxy appends the address of its peer, so the client is the last one that is no trusted proxy. A header is not
+    used if another host could have written it, or from the first text on that is no address.
+
+    Args:
+        peer: Address at the other end of the connection; `-` if it is unknown.
+        forwarded: Values of X-Forwarded-For, in their order.
+        networks: Networks of the trusted proxies.
+    """
+    client = peer
+    hops = [hop.strip() for value in forwarded for hop in value.split(",")]
+    while hops and is_in_networks(client, networks):
+        try:
+            client = str(ipaddress.ip_address(hops.pop().strip("[]")))
+        except ValueError:
+            break
+    return client
 
 
 def reachable(host: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
+from proxy.common.endpoints import client_address
 from proxy.gateway.intake import is_one_request, read_head
 from proxy.listener.connection import FirstProtocol
 from proxy.listener.replies import choose_request_id
@@ -36,6 +37,7 @@ class FastConnection(FirstProtocol):
         *(
             "_misses",
             "_owes_head",
+            "_peer",
             "_pending",
             "_request",
             "_since",
@@ -82,14 +84,15 @@ class FastConnection(FirstProtocol):
         """Whether the listener waits for the headers of a request."""
         self._misses = 0
         """Requests in a row that looked plain and were not."""
+        self._peer = "-"
+        """The address at the other end of the connection. `-`: it is unknown."""
         self._drained: asyncio.Future[None] | None = None
         """Done when the client has read enough. None: nothing has waited for it."""
 
     @property
     def client(self) -> str:
-        """The address of the client, or `-` if it is unknown."""
-        peer = self.transport.get_extra_info("peername")
-        return str(peer[0]) if isinstance(peer, tuple) else "-"
+        """The address at the other end of the connection, or `-` if it is unknown."""
+        return self._peer
 
     # FirstProtocol
 
@@ -150,6 +153,9 @@ class FastConnection(FirstProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = self.client_transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+        peer = transport.get_extra_info("peername")
+        if isinstance(peer, tuple):
+            self._peer = str(peer[0])
         self._listener.accept(self, self.transport)
 
     def data_received(self, data: bytes) -> None:
@@ -241,9 +247,14 @@ class FastConnection(FirstProtocol):
             self._misses += 1
             return False
         self._misses = 0
+        parts = self._intake.parts
         request_id = choose_request_id(head.fields.get("x-request-id", ""))
         label = self._intake.dialects[head.path].label
-        request.start(self._intake.parts.observers.begin(label, request_id, head.passed_on, since))
+        record = parts.observers.begin(label, request_id, head.passed_on, since)
+        record.client = self._peer
+        if networks := parts.settings.listen.trusted_proxies:
+            record.client = client_address(self._peer, [head.fields.get("x-forwarded-for", "")], networks)
+        request.start(record)
         return True
 
     def _queue(self, data: bytes) -> None:

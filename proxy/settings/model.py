@@ -90,9 +90,9 @@ class Listen(Section):
     """Path of a PEM file with the certificates of authorities. If set, every client must present a certificate that one
     of them has issued (mutual TLS)."""
     trusted_proxies: Networks = ()
-    """Networks of reverse proxies whose X-Forwarded-For header names the client, for example 10.0.0.0/8. Lines of the
-    log about administration then have that address. Requests from these networks never count as requests of this host.
-    Empty: the header is not used."""
+    """Networks of reverse proxies whose X-Forwarded-For header names the client, for example 10.0.0.0/8. The log then
+    has the client's address. Requests from these networks never count as requests of this host. Empty: the header is
+    not used."""
     fast_path: bool = True
     """Whether pdproxy's own HTTP reader handles plain requests, at a fraction of the CPU time of aiohttp's reader.
     false sends all requests to aiohttp's reader. Deprecated: both readers give the same answers."""

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from proxy.api.credentials import client_address
 from proxy.common.backend import Role
+from proxy.common.endpoints import client_address
 from proxy.settings.load import ConfigChange
 from tests.api.operating import client_of
 from tests.asking import until
@@ -317,10 +317,8 @@ async def test_log_names_the_client_behind_a_trusted_proxy(gateway: Gateway) -> 
         ("10.0.0.1", ["192.0.2.7, nonsense"], "10.0.0.1"),
         ("10.0.0.1", [], "10.0.0.1"),
         ("192.0.2.1", ["198.51.100.1"], "192.0.2.1"),
-        (None, ["198.51.100.1"], None),
+        ("-", ["198.51.100.1"], "-"),
     ],
 )
-def test_client_is_the_last_address_that_is_no_trusted_proxy(
-    peer: str | None, forwarded: list[str], client: str | None
-) -> None:
+def test_client_is_the_last_address_that_is_no_trusted_proxy(peer: str, forwarded: list[str], client: str) -> None:
     assert client_address(peer, forwarded, ["10.0.0.0/8"]) == client

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,19 @@ if TYPE_CHECKING:
 STREAM = request(Api.CHAT, stream=True)
 WHOLE = request(Api.COMPLETIONS, stream=False)
 OFF: dict[str, Any] = {"resume": {"mode": "off"}}
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])  # the fast reader, and aiohttp's
+async def test_access_line_has_the_client_behind_trusted_proxies(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, connection: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    for networks in ((), ("10.0.0.0/8",), ("127.0.0.0/8", "10.0.0.0/8")):
+        gateway = await deploy(listen={"trusted_proxies": networks})
+        forwarded = "198.51.100.1, 192.0.2.7, 10.0.0.2"
+        assert (await gateway.ask(WHOLE, x_forwarded_for=forwarded, connection=connection)).status == 200
+    lines = [vars(record)["fields"] for record in caplog.records if record.name == "proxy.access"]
+    assert [line["client"] for line in lines] == ["127.0.0.1", "127.0.0.1", "192.0.2.7"]
 
 
 async def test_pipelined_requests_are_answered_in_their_order(roads: Roads) -> None:

@@ -237,6 +237,7 @@ def test_access_line_of_a_complete_request(record: RequestRecord, clock: Clock) 
     assert line(record) == {
         "id": "r1",
         "key": "-",
+        "client": "-",
         "api": "chat",
         "stream": True,
         "code": 200,
