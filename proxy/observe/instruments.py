@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import prometheus_client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from prometheus_client import CollectorRegistry
 
@@ -22,6 +22,15 @@ class Counter(prometheus_client.Counter):
         if amount < 0:
             raise ValueError("a counter only goes up")
         self._value.inc(amount)
+
+    def values(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Yield the label values of each series, and its value in this process.
+
+        `collect` takes a hundred times as long, because it builds a sample with all names for each series.
+        """
+        series: dict[tuple[str, ...], Any] = self._metrics.copy()
+        for labels, each in series.items():
+            yield labels, each._value.get()
 
 
 class Gauge(prometheus_client.Gauge):

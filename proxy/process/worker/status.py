@@ -121,18 +121,16 @@ class StatusReporter:
     def _counts(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield the counters of this worker that matter, as `(metric, *labels)`."""
         metrics = self._parts.metrics
-        for counter, labels in (
-            (metrics.rejected_total, ("reason",)),
-            (metrics.requests_total, ("api", "code")),
-            (metrics.streams_broken_total, ("side", "reason")),
-            (metrics.resumes_total, ("cause", "action")),
-            (metrics.instance_requests_total, ("role", "address", "result")),
+        for name, counter in (
+            ("rejected", metrics.rejected_total),
+            ("requests", metrics.requests_total),
+            ("streams_broken", metrics.streams_broken_total),
+            ("resumes", metrics.resumes_total),
+            ("instance_requests", metrics.instance_requests_total),
         ):
-            for family in counter.collect():
-                for sample in family.samples:
-                    if sample.value and sample.name.endswith("_total"):
-                        name = family.name.removeprefix("pdproxy_")
-                        yield (name, *(sample.labels[label] for label in labels)), sample.value
+            for labels, value in counter.values():
+                if value:
+                    yield (name, *labels), value
         for name, (count, seconds) in self._parts.upstream.paces.items():
             yield ("stream_parts", name), count
             yield ("stream_seconds", name), seconds
