@@ -28,7 +28,7 @@ class Counter(prometheus_client.Counter):
 
         `collect` takes a hundred times as long, because it builds a sample with all names for each series.
         """
-        series: dict[tuple[str, ...], Any] = self._metrics.copy()
+        series: dict[Any, Any] = self._metrics.copy()
         for labels, each in series.items():
             yield labels, each._value.get()
 
