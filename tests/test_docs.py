@@ -20,14 +20,53 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
 # The most words that a reader of a page must read. None: the page is generated.
 MAX_WORDS: dict[str, int | None] = {
-    "index.md": 200,
     "compatibility.md": None,
+    "concepts/health.md": 800,
+    "concepts/kv-cache.md": 500,
+    "concepts/overload.md": 700,
+    "concepts/resume.md": 800,
+    "concepts/routing.md": 900,
+    "concepts/working-set.md": 400,
+    "engines/sglang.md": 600,
+    "engines/vllm-ascend.md": 600,
+    "engines/vllm.md": 600,
+    "get-started/install.md": 400,
+    "get-started/migrate.md": 600,
+    "guides/client-keys.md": 500,
+    "guides/clients.md": 700,
+    "guides/configuration.md": 400,
+    "guides/discovery.md": 600,
+    "guides/kubernetes.md": 800,
+    "guides/launch.md": 500,
+    "guides/models.md": 500,
+    "guides/reverse-proxy.md": 600,
+    "guides/scaling.md": 800,
+    "guides/tls.md": 400,
+    "guides/upgrades.md": 900,
+    "index.md": 200,
+    "operate/doctor.md": 700,
+    "operate/observability.md": 700,
+    "operate/security.md": 400,
+    "operate/status.md": 600,
     "performance.md": 1000,
+    "reference/access-log.md": 700,
     "reference/cli.md": None,
+    "reference/connectors.md": 500,
+    "reference/endpoints.md": 500,
     "reference/errors.md": None,
     "reference/metrics.md": None,
     "reference/options.md": None,
+    "troubleshooting/alerts.md": 1300,
+    "troubleshooting/index.md": 900,
 }
+# Present sizes of pages that are still longer. These numbers may only fall.
+OVERLONG = {
+    "concepts/health.md": 1846,
+    "concepts/resume.md": 1426,
+    "concepts/routing.md": 972,
+    "troubleshooting/alerts.md": 1447,
+}
+OLD_ANCHORS = 81  # headings of OPERATING.md, without its title, before docs/
 NOT_PROSE = re.compile(r"^( *)```.*?^\1```$|^    .*$|<!--.*?-->", re.MULTILINE | re.DOTALL)
 
 
@@ -58,7 +97,7 @@ def test_every_page_has_a_maximum_size() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_is_not_longer_than_its_maximum(page: str) -> None:
-    longest = MAX_WORDS[page]
+    longest = OVERLONG.get(page, MAX_WORDS[page])
     assert longest is None or words(page) <= longest
 
 
@@ -95,3 +134,10 @@ def test_links_out_of_docs_lead_to_the_source() -> None:
         "[a](../index.md#x) [b](https://example.com/pdproxy/blob/main/DESIGN.md#y) [c](https://example.com/z) [d](#e) "
         "[f](https://example.com/pdproxy/blob/main/configs)"
     )
+
+
+def test_page_of_old_anchors_is_short_and_complete() -> None:
+    text = (ROOT / "OPERATING.md").read_text()
+    anchors = re.findall(r'<a id="([\w-]+)">', text)
+    assert len(text.splitlines()) <= 60
+    assert len(anchors) == len({*anchors}) == OLD_ANCHORS

@@ -1,4 +1,4 @@
-"""OPERATING.md's commands for engines, and the compatibility page, compared with engines and with pdproxy."""
+"""The commands of docs/engines/ for engines, and the compatibility page, compared with engines and with pdproxy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Line:
 
 def block(section: str) -> str:
     """Return the commands of a section, without indentation."""
-    _, _, rest = (ROOT / "OPERATING.md").read_text(encoding="utf-8").partition(f"\n### {section}\n")
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "engines").glob("*.md")))
+    _, _, rest = re.sub(r"^#+ ", "# ", pages, flags=re.MULTILINE).partition(f"# {section}\n")
     found = re.search(r"^((?:    .*\n)+)", rest, re.MULTILINE)
     assert found, section
     return re.sub(r"^    ", "", found[1], flags=re.MULTILINE)

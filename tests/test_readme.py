@@ -34,7 +34,8 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 }
-README, OPERATING = PAGES["README.md"], PAGES["OPERATING.md"]
+README = PAGES["README.md"]
+GUIDES = {name: text for name, text in PAGES.items() if name == "README.md" or name.startswith("docs/")}
 CONFIGS = sorted({*(ROOT / "configs").glob("*.yaml")} - {ROOT / "configs/full.yaml"})
 SOURCES = [path for path in sorted((ROOT / "proxy").rglob("*.py")) if "sim" not in path.parts]
 SUB_COMMANDS = ("print-config", "check-config", "doctor", "health", "top")
@@ -47,8 +48,8 @@ def commands() -> list[list[str]]:
     """Return the words of each `pdproxy` command, without comments."""
     lines = [
         line.replace("\\\n", " ").removeprefix("pdproxy ")
-        for name in ("README.md", "OPERATING.md")
-        for block in blocks(name, PAGES[name])
+        for name, text in GUIDES.items()
+        for block in blocks(name, text)
         if block.kind in {Kind.COMMANDS, Kind.NOT_RUN}
         for line in block.commands
         if line.startswith("pdproxy ")
@@ -56,10 +57,10 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def section(heading: str) -> str:
-    """Return a section of OPERATING.md, up to the next heading of any level."""
-    _, _, rest = OPERATING.partition(f"\n{heading}\n")
-    assert rest, f"OPERATING.md has no {heading}"
+def section(page: str, heading: str) -> str:
+    """Return a section of a page of docs/, up to the next heading of any level."""
+    _, _, rest = PAGES[f"docs/{page}"].partition(f"\n## {heading}\n")
+    assert rest, f"{page} has no {heading}"
     return re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -169,17 +170,17 @@ def test_every_field_of_the_access_line_is_explained() -> None:
     timeline.attempts = 1
     timeline.prefill_pick = timeline.decode_pick = Backend(Role.PREFILL, "p", 1), TRIAL
     record.close()
-    assert set(access_line(record.facts)) == names(section("## Log").partition("`term` has")[0])
+    assert set(access_line(record.facts)) == names(PAGES["docs/reference/access-log.md"].partition("`term` has")[0])
 
 
 def test_every_letter_of_a_term_is_explained() -> None:
-    cells = re.findall(r"^\|(?: `(.)`)? \|.*?\| `(.)` \|", section("## Log"), re.MULTILINE)
+    cells = re.findall(r"^\|(?: `(.)`)? \|.*?\| `(.)` \|", PAGES["docs/reference/access-log.md"], re.MULTILINE)
     first, second = ({letter for letter in column if letter} for column in zip(*cells, strict=True))
     assert {term[0] for term in TERMS} == first
     assert {term[1] for term in TERMS} == second == {"-", "R", *Stage}
 
 
 def test_every_incompatibility_and_resume_action_is_explained() -> None:
-    assert names(section("## Warnings about instances")) == set(IncompatibilityKind)
-    documented = re.findall(r"\| `(\w+)`(?::| at| \|)", section("### When a decoder is lost"))
+    assert names(section("operate/doctor.md", "Warnings about instances")) == set(IncompatibilityKind)
+    documented = re.findall(r"\| `(\w+)`(?::| at| \|)", section("concepts/resume.md", "When a decoder is lost"))
     assert set(documented) == set(Action)

@@ -205,7 +205,7 @@ def _connector(engine: EngineReport) -> tuple[str, str]:
     if len(transferring) != 1:
         raise SettingsError(
             f"connector auto: {engine.name} has {' and '.join(parts)}, which no single connector serves for certain: "
-            "set `connector`, see Connectors in OPERATING.md"
+            "set `connector`, see docs/reference/connectors.md"
         )
     ((connector, part),) = transferring.items()
     return part, connector

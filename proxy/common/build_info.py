@@ -16,6 +16,6 @@ def _is_compiled(module: ModuleSpec | None) -> bool:
 
 
 IS_COMPILED: Final = _is_compiled(find_spec("proxy.gateway.request"))
-"""Whether the code on the path of a request is compiled; see OPERATING.md."""
+"""Whether the code on the path of a request is compiled; see docs/get-started/install.md."""
 BUILD: Final = f"pdproxy {__version__} ({'compiled' if IS_COMPILED else 'interpreted'})"
 """Name, version and kind of the build for log lines and `--version`."""

@@ -1,4 +1,4 @@
-"""Run the commands of README.md, OPERATING.md and docs/ from top to bottom in a copy of the tree.
+"""Run the commands of README.md and docs/ from top to bottom in a copy of the tree.
 
 Servers keep running, as in separate terminals, and stop at the end. They listen on loopback only, and each command has
 a deadline.
@@ -144,8 +144,8 @@ def _raw(lines: list[str]) -> Iterator[tuple[int, re.Match[str] | None, list[str
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "OPERATING.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
-# The file that OPERATING.md calls the reader's: one for README.md's first engines.
+PAGES = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
+# The file that docs/ calls the reader's: one for README.md's first engines.
 MY_YAML = "prefill: [localhost:7100]\ndecode: [localhost:7200]\n"
 
 _DEADLINE_SECONDS = 180.0  # of which pip takes most

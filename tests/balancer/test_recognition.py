@@ -42,7 +42,7 @@ def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> EngineReport
     return said(role, NAMES[role], models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
 
 
-UNSERVED = "which no single connector serves for certain: set `connector`, see Connectors in OPERATING.md"
+UNSERVED = "which no single connector serves for certain: set `connector`, see docs/reference/connectors.md"
 
 
 def problem(*engines: EngineReport) -> str:

@@ -48,16 +48,16 @@ def _quoted(names: Sequence[str]) -> str:
 _OPEN_LABELS = {
     "address": "`host:port` of an instance, the same as the target under which Prometheus scrapes the engine itself",
     "code": "the HTTP status; 499 if the client disconnected before it received one",
-    "term": "the side that ended the request, and the stage; see [Log](../../OPERATING.md#log)",
+    "term": "the side that ended the request, and the stage; see [Log](access-log.md#log)",
     "version": "this gateway's version",
-    "compiled": "`true` for the [compiled build](../../OPERATING.md#compiled), otherwise `false`",
+    "compiled": "`true` for the [compiled build](../get-started/install.md#compiled), otherwise `false`",
     "python": "Python's version",
     "aiohttp": "aiohttp's version",
-    "key": "the name of a [client key](../../OPERATING.md#client-keys), or `(other)` beyond `auth.max_key_series`",
-    "source": "a [source of discovery](../../OPERATING.md#discovery), as an instance's `origins` name it",
+    "key": "the name of a [client key](../guides/client-keys.md), or `(other)` beyond `auth.max_key_series`",
+    "source": "a [source of discovery](../guides/discovery.md), as an instance's `origins` name it",
     "role": "`prefill`, `decode`, `encode`",
-    "section": "`listen`, `admin`, `engines`: a section of the [configuration](../../OPERATING.md#configuration)",
-    "model": "a model or an adapter that an instance serves, see [Several models](../../OPERATING.md#several-models)",
+    "section": "`listen`, `admin`, `engines`: a section of the [configuration](../guides/configuration.md)",
+    "model": "a model or an adapter that an instance serves, see [Several models](../guides/models.md)",
 }
 _OPEN_LABELS_OF_METRIC = {
     ("pdproxy_instance_requests_total", "result"): "`ok`, or a [failure](errors.md#failures-of-instances)",
@@ -66,7 +66,7 @@ _OPEN_LABELS_OF_METRIC = {
     ("pdproxy_instance_load_tokens", "kind"): "`compute`, `kv`",
     ("pdproxy_instance_working_set_tokens", "kind"): "`used`, `limit`",
     ("pdproxy_instance_misfit", "kind"): (
-        f"{_quoted(list(IncompatibilityKind))}: see [Warnings](../../OPERATING.md#warnings-about-instances)"
+        f"{_quoted(list(IncompatibilityKind))}: see [Warnings](../operate/doctor.md#warnings-about-instances)"
     ),
     ("pdproxy_instance_ejected_total", "reason"): _quoted(EJECTIONS),
     ("pdproxy_status_reason", "code"): _quoted(CODES),

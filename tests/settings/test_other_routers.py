@@ -17,7 +17,7 @@ from proxy.settings.sources import OPTIONS
 if TYPE_CHECKING:
     from proxy.settings import Settings
 
-OPERATING = (Path(__file__).parents[2] / "OPERATING.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "get-started" / "migrate.md").read_text(encoding="utf-8")
 OWN = {"--host", "--port", "--prefill", "--decode", "--policy", "--prefill-policy", "--decode-policy", "--log-level"}
 """Flags of these routers that pdproxy has, too."""
 
@@ -73,8 +73,7 @@ def test_explanation_names_options_that_exist(flag: str) -> None:
 
 
 def test_table_of_the_manual_has_every_accepted_flag_with_its_options() -> None:
-    _, _, text = OPERATING.partition("\n## Coming from other routers\n")
-    rows = dict(re.findall(r"^\| (`--.*?) \| (.*?) \|", text.partition("\n## ")[0], re.MULTILINE))
+    rows = dict(re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGE, re.MULTILINE))
     documented = {
         flag: set(re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)?)(?:: \w+)?`", options))
         for flags, options in rows.items()

@@ -1,4 +1,4 @@
-"""Reverse proxies beside the gateway, with the configuration of OPERATING.md and with a default one.
+"""Reverse proxies beside the gateway, with the configuration of docs/guides/reverse-proxy.md and with a default one.
 
 The proxies run as another user, like their packages.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tests.scenarios.program import Program
 
-OPERATING: Final = Path(__file__).parents[2] / "OPERATING.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "guides" / "reverse-proxy.md"
 USER: Final = 65534
 PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -75,11 +75,9 @@ pytestmark = [
 
 
 def documented_configurations() -> dict[str, str]:
-    """Return the configurations in OPERATING.md, by proxy."""
-    _, _, rest = OPERATING.read_text(encoding="utf-8").partition("\n## Behind a reverse proxy\n")
-    blocks = re.findall(
-        r"^<!-- not run: tests/smuggling/.*\n\n((?:    .*\n)+)", rest.partition("\n## ")[0], re.MULTILINE
-    )
+    """Return the configurations of the page, by proxy."""
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"^<!-- not run: tests/smuggling/.*\n\n((?:    .*\n)+)", text, re.MULTILINE)
     return dict(zip(PROXIES, map(textwrap.dedent, blocks), strict=True))
 
 

@@ -58,7 +58,7 @@ _LOAD: Final = Row(
             "can still choose another instance for requests in its own queue.",
             unit="none",
             queries=[Query(_WAITING, _EACH)],
-            runbook="overload",
+            runbook="concepts/overload.md#overload",
         ),
         Panel(
             title="KV cache in use",
@@ -67,7 +67,7 @@ _LOAD: Final = Row(
             unit="percentunit",
             highest=1,
             queries=[Query(_KV_USED, _EACH)],
-            runbook="when-a-decoder-is-lost",
+            runbook="concepts/resume.md#when-a-decoder-is-lost",
         ),
         Panel(
             title="The gateway's count less the engine's",
@@ -118,7 +118,7 @@ _WORK: Final = Row(
             queries=[
                 Query(_rate("vllm:prompt_tokens_by_source_total", by="instance, source"), "{{instance}} {{source}}")
             ],
-            runbook="pdproxykvcomputedagain",
+            runbook="troubleshooting/alerts.md#pdproxykvcomputedagain",
         ),
         Panel(
             title="Prefix cache hits (vLLM)",
@@ -131,7 +131,7 @@ _WORK: Final = Row(
                     f"{_rate('vllm:prefix_cache_hits_total')} / ({_rate('vllm:prefix_cache_queries_total')} > 0)", _EACH
                 )
             ],
-            runbook="how-it-chooses",
+            runbook="concepts/routing.md#how-it-chooses",
         ),
         Panel(
             title="Preemptions (vLLM)",

@@ -22,7 +22,7 @@ _CLIENTS: Final = Row(
             unit="percentunit",
             queries=[Query(ERROR_SHARE, "failed")],
             thresholds={0.001: "orange", 0.0144: "red"},
-            runbook="pdproxyerrorbudgetburnfast",
+            runbook="troubleshooting/alerts.md#pdproxyerrorbudgetburnfast",
         ),
         Panel(
             title="5xx",
@@ -30,7 +30,7 @@ _CLIENTS: Final = Row(
             unit="reqps",
             stacked=True,
             queries=[Query(rate("pdproxy_requests_total", f'code=~"5..",{GENERATES}', by="code"), "{{code}}")],
-            runbook="error-codes",
+            runbook="reference/errors.md#errors",
         ),
         Panel(
             title="Broken answers",
@@ -39,7 +39,7 @@ _CLIENTS: Final = Row(
             unit="reqps",
             stacked=True,
             queries=[Query(rate("pdproxy_streams_broken_total", by="side, reason"), "{{side}} {{reason}}")],
-            runbook="pdproxyanswerslost",
+            runbook="troubleshooting/alerts.md#pdproxyanswerslost",
         ),
     ],
 )
@@ -55,7 +55,7 @@ _SAVED: Final = Row(
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_resumes_total", by="cause") + " > 0", "{{cause}}")],
-            runbook="when-a-decoder-is-lost",
+            runbook="concepts/resume.md#when-a-decoder-is-lost",
         ),
         Panel(
             title="… by what was done",
@@ -63,7 +63,7 @@ _SAVED: Final = Row(
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_resumes_total", by="action") + " > 0", "{{action}}")],
-            runbook="when-a-decoder-is-lost",
+            runbook="concepts/resume.md#when-a-decoder-is-lost",
         ),
         Panel(
             title="Saved and lost",
@@ -71,7 +71,7 @@ _SAVED: Final = Row(
             "(pdproxy_resumes_total, pdproxy_resume_failures_total).",
             unit="ops",
             queries=[Query(_RESUMES, "continued"), Query(_NOT_RESUMED, "lost")],
-            runbook="pdproxyanswerslost",
+            runbook="troubleshooting/alerts.md#pdproxyanswerslost",
         ),
         Panel(
             title="Prefilled again",
@@ -79,7 +79,7 @@ _SAVED: Final = Row(
             "(pdproxy_resumed_tokens_total).",
             unit="short",
             queries=[Query(rate("pdproxy_resumed_tokens_total"), "tokens")],
-            runbook="when-a-decoder-is-lost",
+            runbook="concepts/resume.md#when-a-decoder-is-lost",
         ),
         Panel(
             title="Sent again, by failure",
@@ -88,7 +88,7 @@ _SAVED: Final = Row(
             width=12,
             stacked=True,
             queries=[Query(rate("pdproxy_retries_total", by="stage, reason") + " > 0", "{{stage}} {{reason}}")],
-            runbook="what-fails-and-what-happens",
+            runbook="concepts/health.md#what-fails-and-what-happens",
         ),
         Panel(
             title="Not sent again",
@@ -101,7 +101,7 @@ _SAVED: Final = Row(
                 Query(rate("pdproxy_retry_budget_exhausted_total"), "retry budget"),
                 Query(rate("pdproxy_suspect_requests_total"), "suspect"),
             ],
-            runbook="pdproxyretrybudgetexhausted",
+            runbook="troubleshooting/alerts.md#pdproxyretrybudgetexhausted",
         ),
     ],
     width=6,
@@ -116,7 +116,7 @@ _CAUSES: Final = Row(
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_instance_ejected_total", by="role, reason"), "{{role}} {{reason}}")],
-            runbook="pdproxyinstanceflapping",
+            runbook="troubleshooting/alerts.md#pdproxyinstanceflapping",
         ),
         Panel(
             title="Odd engines",
@@ -127,7 +127,7 @@ _CAUSES: Final = Row(
                 Query(rate("pdproxy_dns_errors_total"), "name look-ups"),
                 Query(rate("pdproxy_sse_bad_events_total"), "bad events"),
             ],
-            runbook="pdproxynamelookupsfail",
+            runbook="troubleshooting/alerts.md#pdproxynamelookupsfail",
         ),
         Panel(
             title="Odd clients",
@@ -139,7 +139,7 @@ _CAUSES: Final = Row(
                 Query(rate("pdproxy_http_parse_errors_total"), "malformed"),
                 Query(rate("pdproxy_streams_broken_total", 'side="client"', by="reason"), "{{reason}}"),
             ],
-            runbook="error-codes",
+            runbook="reference/errors.md#errors",
         ),
         Panel(
             title="Canaries",
@@ -148,7 +148,7 @@ _CAUSES: Final = Row(
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_canaries_total", by="result"), "{{result}}")],
-            runbook="pdproxycanaryfails",
+            runbook="troubleshooting/alerts.md#pdproxycanaryfails",
         ),
         Panel(
             title="Workers replaced",
@@ -158,7 +158,7 @@ _CAUSES: Final = Row(
             queries=[
                 Query(f"sum by (reason) (increase(pdproxy_worker_replacements_total{{{GATEWAY}}}[1h]))", "{{reason}}")
             ],
-            runbook="pdproxyworkerreplaced",
+            runbook="troubleshooting/alerts.md#pdproxyworkerreplaced",
         ),
         Panel(
             title="Configuration",
@@ -173,7 +173,7 @@ _CAUSES: Final = Row(
                     "{{instance}}",
                 )
             ],
-            runbook="pdproxyreloadfailed",
+            runbook="troubleshooting/alerts.md#pdproxyreloadfailed",
         ),
         Panel(
             title="Log lines not written",
@@ -185,7 +185,7 @@ _CAUSES: Final = Row(
                 Query(rate("pdproxy_log_lines_dropped_total"), "dropped"),
                 Query(rate("pdproxy_log_lines_suppressed_total"), "suppressed"),
             ],
-            runbook="pdproxyloglinesdropped",
+            runbook="troubleshooting/alerts.md#pdproxyloglinesdropped",
         ),
         Panel(
             title="Measures against overload",
@@ -196,7 +196,7 @@ _CAUSES: Final = Row(
             lowest=None,
             states=[("none", "green"), ("closes connections", "orange"), ("refuses", "red")],
             queries=[Query(gauge("pdproxy_overload_state", by="instance", over="max"), "{{instance}}")],
-            runbook="pdproxyoutofmemory",
+            runbook="troubleshooting/alerts.md#pdproxyoutofmemory",
         ),
     ],
     width=6,

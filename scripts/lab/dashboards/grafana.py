@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 SCHEMA_VERSION: Final = 41
 TAG: Final = "pdproxy"
+DOCS: Final = "https://example.com/pdproxy/blob/main/docs"  # below Source in pyproject.toml; a test compares them
 _DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 _COLUMNS: Final = 24
 
@@ -33,8 +34,8 @@ class Query:
 class Panel:
     """A panel.
 
-    `unit` is Grafana's id of the unit, `runbook` the anchor of a heading in OPERATING.md, `thresholds` the values at
-    which a colour begins, and `states` the words and colours for values. `width` is in 24 columns. None: the row's
+    `unit` is Grafana's id of the unit, `runbook` a page of docs/ with the anchor of a heading, `thresholds` the values
+    at which a colour begins, and `states` the words and colours for values. `width` is in 24 columns. None: the row's
     width.
     """
 
@@ -122,12 +123,12 @@ def _alerts() -> dict[str, Any]:
 
 
 def _fixed_variables() -> list[dict[str, Any]]:
-    """Return the variables for the data source and for the runbook, a team's address of OPERATING.md."""
+    """Return the variables for the data source and for the runbook, the address of docs/."""
     datasource = {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"}
-    runbook = {"type": "textbox", "name": "runbook", "label": "Runbook", "query": "OPERATING.md"}
+    runbook = {"type": "textbox", "name": "runbook", "label": "Runbook", "query": DOCS}
     return [
         datasource | {"refresh": 1, "regex": "", "hide": 0, "multi": False, "includeAll": False, "current": {}},
-        runbook | {"hide": 0, "current": {"text": "OPERATING.md", "value": "OPERATING.md"}},
+        runbook | {"hide": 0, "current": {"text": DOCS, "value": DOCS}},
     ]
 
 
@@ -177,7 +178,7 @@ def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
-    link = {"title": "Runbook", "url": f"${{runbook}}#{panel.runbook}", "targetBlank": True}
+    link = {"title": "Runbook", "url": f"${{runbook}}/{panel.runbook}", "targetBlank": True}
     return {
         "type": panel.kind,
         "title": panel.title,

@@ -42,7 +42,7 @@ _STATE: Final = Row(
             lowest=None,
             states=STATES,
             queries=[Query(_gauge("pdproxy_instance_state", over="max"), _LEGEND)],
-            runbook="pdproxyinstancedown",
+            runbook="troubleshooting/alerts.md#pdproxyinstancedown",
         ),
         Panel(
             title="Now",
@@ -65,7 +65,7 @@ _STATE: Final = Row(
                 Query(_gauge("pdproxy_instance_load_tokens", 'kind="kv"'), column="KV", unit="short"),
                 Query(_gauge("pdproxy_instance_consecutive_failures", over="max"), column="Failures", unit="none"),
             ],
-            runbook="health-and-ejection",
+            runbook="concepts/health.md#health-and-ejection",
         ),
     ],
     width=24,
@@ -93,7 +93,7 @@ _TRAFFIC: Final = Row(
             "`least_tokens` balances them among prefillers.",
             unit="short",
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="compute"'), _LEGEND)],
-            runbook="how-it-chooses",
+            runbook="concepts/routing.md#how-it-chooses",
         ),
         Panel(
             title="Load: KV cache",
@@ -101,7 +101,7 @@ _TRAFFIC: Final = Row(
             "`least_tokens` balances them among decoders.",
             unit="short",
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="kv"'), _LEGEND)],
-            runbook="how-it-chooses",
+            runbook="concepts/routing.md#how-it-chooses",
         ),
     ],
     width=12,
@@ -123,7 +123,7 @@ _TROUBLE: Final = Row(
                     "{{role}} {{address}} {{result}}",
                 )
             ],
-            runbook="error-codes",
+            runbook="reference/errors.md#errors",
         ),
         Panel(
             title="Share that failed",
@@ -132,7 +132,7 @@ _TROUBLE: Final = Row(
             width=12,
             highest=1,
             queries=[Query(share(_FAILED, _requests()), _LEGEND)],
-            runbook="health-and-ejection",
+            runbook="concepts/health.md#health-and-ejection",
         ),
         Panel(
             title="Ejections",
@@ -144,7 +144,7 @@ _TROUBLE: Final = Row(
                     "{{role}} {{address}} {{reason}}",
                 )
             ],
-            runbook="pdproxyinstanceflapping",
+            runbook="troubleshooting/alerts.md#pdproxyinstanceflapping",
         ),
         Panel(
             title="Does not fit",
@@ -159,7 +159,7 @@ _TROUBLE: Final = Row(
                     "{{role}} {{address}} {{kind}}",
                 )
             ],
-            runbook="pdproxyinstancemisfit",
+            runbook="troubleshooting/alerts.md#pdproxyinstancemisfit",
         ),
         Panel(
             title="Pinned KV",
@@ -167,7 +167,7 @@ _TROUBLE: Final = Row(
             "the oldest (pdproxy_instance_pinned_kv, pdproxy_instance_pinned_kv_oldest_seconds).",
             unit="none",
             queries=[Query(_gauge("pdproxy_instance_pinned_kv", over="max"), _LEGEND)],
-            runbook="kv-cache-that-nobody-fetches",
+            runbook="concepts/kv-cache.md#orphaned-kv-cache",
         ),
     ],
 )

@@ -30,7 +30,7 @@ def _healthy(title: str, role: str) -> Panel:
         unit="none",
         queries=[Query(f"sum({up}) or vector(0)")],
         thresholds={0: "red", 1: "green"},
-        runbook="pdproxynohealthyinstance",
+        runbook="troubleshooting/alerts.md#pdproxynohealthyinstance",
     )
 
 
@@ -54,7 +54,7 @@ _WELL: Final = Row(
             decimals=2,
             queries=[Query(ERROR_SHARE)],
             thresholds={0.001: "orange", 0.0144: "red"},
-            runbook="pdproxyerrorbudgetburnfast",
+            runbook="troubleshooting/alerts.md#pdproxyerrorbudgetburnfast",
         ),
         Panel(
             title="First token, p95",
@@ -64,7 +64,7 @@ _WELL: Final = Row(
             unit="s",
             queries=[Query(quantile(0.95, "pdproxy_time_to_first_token_seconds"))],
             thresholds={5: "orange", 10: "red"},
-            runbook="pdproxyfirsttokenslow",
+            runbook="troubleshooting/alerts.md#pdproxyfirsttokenslow",
         ),
         Panel(
             title="Between tokens, p95",
@@ -84,7 +84,7 @@ _WELL: Final = Row(
             unit="none",
             queries=[Query(gauge("pdproxy_queued_requests"))],
             thresholds={1: "yellow", 100: "orange"},
-            runbook="pdproxyqueuerefuses",
+            runbook="troubleshooting/alerts.md#pdproxyqueuerefuses",
         ),
         Panel(
             title="Alerts",
@@ -93,7 +93,7 @@ _WELL: Final = Row(
             unit="none",
             queries=[Query(_FIRING)],
             thresholds={1: "red"},
-            runbook="alerts",
+            runbook="troubleshooting/alerts.md#alerts",
         ),
     ],
     width=3,
@@ -118,7 +118,7 @@ _TRAFFIC: Final = Row(
             unit="reqps",
             queries=[Query(rate("pdproxy_requests_total", GENERATES, by="code") + " > 0", "{{code}}")],
             stacked=True,
-            runbook="error-codes",
+            runbook="reference/errors.md#errors",
         ),
         Panel(
             title="Tokens",
@@ -133,7 +133,7 @@ _TRAFFIC: Final = Row(
             unit="none",
             queries=[Query(gauge("pdproxy_inflight_requests", GENERATES, by="api"), "{{api}}")],
             stacked=True,
-            runbook="pdproxyrequestsstuck",
+            runbook="troubleshooting/alerts.md#pdproxyrequestsstuck",
         ),
         Panel(
             title="How requests ended",
@@ -143,7 +143,7 @@ _TRAFFIC: Final = Row(
             unit="reqps",
             queries=[Query(rate("pdproxy_request_end_total", 'term!="--"', by="term") + " > 0", "{{term}}")],
             stacked=True,
-            runbook="log",
+            runbook="reference/access-log.md#log",
         ),
         Panel(
             title="Refused",
@@ -151,7 +151,7 @@ _TRAFFIC: Final = Row(
             unit="reqps",
             queries=[Query(rate("pdproxy_rejected_total", by="reason") + " > 0", "{{reason}}")],
             stacked=True,
-            runbook="error-codes",
+            runbook="reference/errors.md#errors",
         ),
     ],
 )
@@ -165,7 +165,7 @@ _LATENCY: Final = Row(
             unit="s",
             queries=percentiles("pdproxy_time_to_first_token_seconds"),
             thresholds={10: "red"},
-            runbook="pdproxyfirsttokenslow",
+            runbook="troubleshooting/alerts.md#pdproxyfirsttokenslow",
         ),
         Panel(
             title="Between tokens",
@@ -221,7 +221,7 @@ _GATEWAY: Final = Row(
             unit="s",
             queries=[Query(gauge("pdproxy_loop_lag_seconds", by="instance", over="max"), "{{instance}}")],
             thresholds={_LAG: "red"},
-            runbook="pdproxyeventlooplate",
+            runbook="troubleshooting/alerts.md#pdproxyeventlooplate",
         ),
         Panel(
             title="Limits",
@@ -234,7 +234,7 @@ _GATEWAY: Final = Row(
                 Query(gauge("pdproxy_open_fds_share", over="max"), "open files"),
             ],
             thresholds={0.8: "orange", 0.92: "red"},
-            runbook="pdproxyoutofmemory",
+            runbook="troubleshooting/alerts.md#pdproxyoutofmemory",
         ),
         Panel(
             title="Client connections",

@@ -92,7 +92,7 @@ _TIME: Final = Row(
                 Query(quantile(0.5, _STAGE, 'stage=~"handoff|first_token"', by="stage"), "{{stage}} p50"),
                 Query(quantile(0.95, _STAGE, 'stage=~"handoff|first_token"', by="stage"), "{{stage}} p95"),
             ],
-            runbook="pdproxykvcomputedagain",
+            runbook="troubleshooting/alerts.md#pdproxykvcomputedagain",
         ),
         Panel(
             width=8,
@@ -123,7 +123,7 @@ _TOKENS: Final = Row(
             unit="percentunit",
             highest=1,
             queries=[Query(share(_CACHED, _PROMPT), "cached")],
-            runbook="how-it-chooses",
+            runbook="concepts/routing.md#how-it-chooses",
         ),
         Panel(
             title="Generated tokens",
@@ -163,7 +163,7 @@ _KV: Final = Row(
             unit="ops",
             queries=[Query(rate("pdproxy_handovers_total", by="result"), "{{result}}")],
             stacked=True,
-            runbook="pdproxykvcomputedagain",
+            runbook="troubleshooting/alerts.md#pdproxykvcomputedagain",
         ),
         Panel(
             title="Computed once more",
@@ -173,7 +173,7 @@ _KV: Final = Row(
             highest=1,
             queries=[Query(share(_COMPUTED, _TOLD), "computed again")],
             thresholds={0.05: "red"},
-            runbook="pdproxykvcomputedagain",
+            runbook="troubleshooting/alerts.md#pdproxykvcomputedagain",
         ),
         Panel(
             title="Prefills without KV parameters",
@@ -181,7 +181,7 @@ _KV: Final = Row(
             "(pdproxy_missing_kv_total).",
             unit="ops",
             queries=[Query(rate("pdproxy_missing_kv_total", by="action"), "{{action}}")],
-            runbook="pdproxyinstancemisfit",
+            runbook="troubleshooting/alerts.md#pdproxyinstancemisfit",
         ),
         Panel(
             title="Orphaned KV caches",
@@ -192,7 +192,7 @@ _KV: Final = Row(
                 Query(rate("pdproxy_kv_orphans_total"), "orphaned"),
                 Query(rate("pdproxy_kv_released_total", by="result"), "{{result}}"),
             ],
-            runbook="pdproxykvorphaned",
+            runbook="troubleshooting/alerts.md#pdproxykvorphaned",
         ),
         Panel(
             title="Pinned KV",
@@ -206,7 +206,7 @@ _KV: Final = Row(
                     "{{address}}",
                 )
             ],
-            runbook="kv-cache-that-nobody-fetches",
+            runbook="concepts/kv-cache.md#orphaned-kv-cache",
         ),
         Panel(
             title="Pairs kept apart",
@@ -218,7 +218,7 @@ _KV: Final = Row(
                 Query(rate("pdproxy_pair_quarantines_total"), "quarantines"),
                 Query(rate("pdproxy_retries_total", matching('stage="prefill"', 'reason="missing_kv"')), "no KV"),
             ],
-            runbook="pdproxypairskeptapart",
+            runbook="troubleshooting/alerts.md#pdproxypairskeptapart",
         ),
     ],
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, ViewportSize
 
 _PICTURE: Final[ViewportSize] = {"width": 1240, "height": 880}
-"""Size of the picture in OPERATING.md."""
+"""Size of the picture in docs/operate/status.md."""
 
 
 async def run(directory: Path, pictures: Path | None) -> list[str]:

@@ -17,7 +17,7 @@ from lab.dashboards.__main__ import DASHBOARDS, DIRECTORY
 from lab.dashboards.grafana import TAG, as_json
 from lab.dashboards.instances import STATES
 from proxy.balancer.backend_health import HealthState
-from tests.test_readme import OPERATING, anchors
+from tests.test_readme import PAGES, anchors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +110,8 @@ def test_panel_has_a_description(panel: Any) -> None:
     assert re.search(r"(pdproxy_|vllm:|sglang:|\(up\)|alerts\.yaml)", panel.description), "names its metric"
     assert panel.unit
     assert len(panel.queries) == 1 or len({query.legend or query.column for query in panel.queries}) > 1
-    assert not panel.runbook or panel.runbook in anchors(OPERATING)
+    page, _, anchor = panel.runbook.partition("#")
+    assert not panel.runbook or anchor in anchors(PAGES[f"docs/{page}"])
 
 
 def test_names_of_states_are_those_of_the_metric() -> None:
