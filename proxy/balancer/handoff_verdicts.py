@@ -126,10 +126,10 @@ class ExpiryWatch:
     def read(
         self, now: float, totals: Totals | None, fetch_nothing: Collection[Hashable], lease_seconds: float
     ) -> tuple[HandoffVerdict, int] | None:
-        """Return the verdict on the leases and the number of lost ones, or None if it is too early.
+        """Return whether decoders fetch KV from a prefiller, and the number of lost handoffs; None if it is too early.
 
-        COMPUTED: at least a quarter of the unexplained handoffs were lost. TRANSFERRED: fewer were lost in the time of
-        two leases.
+        COMPUTED: decoders compute prompts again, because at least a quarter of the handoffs without another explanation
+        have expired. TRANSFERRED: fewer have expired within two lease times.
 
         Args:
             now: Clock seconds.

@@ -199,7 +199,7 @@ class Callbacks:
             if callback is None:
                 raise GatewayError("no request waits for this callback", code="unknown_request", status=404)
         except GatewayError as error:
-            _callback_logger.info("refused a callback from %s: %s", request.remote, error.message)
+            _callback_logger.info("layerwise: refused a prefiller's callback: %s: %s", request.remote, error.message)
             raise
         if not callback.done():
             callback.set_result(params)

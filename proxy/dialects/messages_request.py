@@ -220,7 +220,7 @@ def _thinking(values: Mapping[str, Any]) -> dict[str, bool]:
     """
     kind = object_in(values, "thinking").get("type")
     if kind not in (None, "enabled", "disabled", "adaptive"):
-        raise BadRequest("thinking must be enabled, disabled or adaptive", param="thinking")
+        raise BadRequest("thinking.type must be enabled, disabled or adaptive", param="thinking")
     return {} if kind in (None, "adaptive") else dict.fromkeys(_THINKING, kind == "enabled")
 
 

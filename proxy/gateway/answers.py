@@ -197,7 +197,7 @@ class EngineBody(Answer):
         return self._is_ended
 
     def go_on(self) -> None:
-        """See Answer. Nothing is sent before the end, so no client can be too slow."""
+        """Return True: nothing is sent before the end, so the client cannot read too slowly."""
 
     def stop_reading(self) -> None:
         """See Answer."""

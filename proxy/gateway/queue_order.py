@@ -49,7 +49,7 @@ class LineUp(Protocol):
         """Return the predicted work of a request. Of the units of one key, shorter ones go first, see AGEING."""
 
     def left_queue(self, request: PickRequest) -> None:
-        """Forget a request that has left the queue after a call of `work_seconds`."""
+        """Forget a request that has left the queue. Call this once for each call of `work_seconds`."""
 
     def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
         """Return the index of the request that should go now, or None if all should wait for a better instance."""

@@ -46,7 +46,7 @@ def log_unexpected(error: Exception) -> None:
     """Log the place of an unexpected exception, but not its text, which may quote the answer."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
-    logger.error("answer: cannot be written: %s at %s", type(error).__name__, place)
+    logger.error("answer: cannot be written for its client: %s in %s", type(error).__name__, place)
 
 
 def unwritable_error(error: Exception) -> GatewayError:

@@ -392,7 +392,7 @@ class UnitGuard:
         )
 
     def leave(self, role: Role) -> set[Backend]:
-        """Give up the backends that the unit is confined to. See Suspects.leave."""
+        """Give up the backends to which the suspect unit was restricted. See Suspects.leave."""
         return self._suspects.leave(self.suspicion, self.history, role)
 
     async def is_acquitted(self) -> bool:

@@ -26,13 +26,14 @@ class LoopLag:
         self._measured_at = now
 
     def since(self, at: float) -> float:
-        """Return the longest delay since a time."""
+        """Return the longest delay of the event loop, in seconds, since a time."""
         return self._longest(at, inf)
 
     def within(self, began: float, ended: float) -> float | None:
-        """Return the longest delay between two times, or None if nothing was measured after the second one yet.
+        """Return the longest delay of the event loop between two times.
 
-        The first measurement after the second time counts, too, because the start of its delay is not known.
+        None: nothing was measured after the second time yet. The first measurement after the second time counts, too,
+        because the start of its delay is not known.
         """
         return None if self._measured_at < ended else self._longest(began, ended)
 

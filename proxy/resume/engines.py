@@ -39,7 +39,7 @@ class WatchLevel(Enum):
 
 
 class Watching:
-    """How closely one answer is watched, and the engine software that serves it."""
+    """The level at which the gateway watches one answer, and the engine software that serves it."""
 
     __slots__ = ("engine", "is_close", "watch")
 

@@ -90,7 +90,10 @@ def upper_bounds(raw: bytes) -> tuple[int, int]:
 
 
 def is_light(raw: bytes, limit: int) -> bool:
-    """Return whether a text is too short to have more than `limit` elements. Two bytes, `[]`, count 16."""
+    """Return whether a text is too short to have more than `limit` elements.
+
+    The smallest text per element is an empty list, whose two bytes count as 16 elements.
+    """
     return 8 * len(raw) <= limit
 
 

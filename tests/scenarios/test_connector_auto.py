@@ -74,7 +74,7 @@ async def test_engines_that_never_answer_are_one_sentence(decoder: SimulatedEngi
     *_, last = output.splitlines()
     assert last == (
         f"pdproxy: error: connector auto: no prefill instance says what it is; {down}: cannot connect (connection "
-        "refused). Set connector to start without asking the engines"
+        "refused). To start without asking the engines, set the option connector to a name"
     )
 
 

@@ -346,8 +346,8 @@ class LeastSeconds(LeastTokens):
     def _should_join_next_step(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
         """Return whether a prompt should join the next step rather than the one after it.
 
-        It delays the other prompts of that step by its own time. It saves the shared time of a step for itself, for the
-        `share` of waiting prompts, and for prompts that will arrive while all prefillers are busy.
+        The cost: the prompts of the next step wait for this prompt's own time. The gain: one step less, whose shared
+        time is saved for this prompt, for the `share` of waiting prompts, and for the prompts that arrive meanwhile.
         """
         shared = prefiller.shared_seconds
         return prefiller.behind * (seconds - shared) < shared * (1 + share + self._expected_arrivals)

@@ -273,7 +273,7 @@ class Prefiller:
             self._write(RecordKind.SAMPLED, (), (), at, *sample)
 
     def forget_cache(self) -> None:
-        """Reset after the cache was lost. Each worker does this."""
+        """Reset what depends on the engine's prefix cache, after the engine has lost it. Each worker calls this."""
         self._alone = 0
         self.step_tokens = _FIRST_STEP_TOKENS
         self.concurrency = ConcurrencyEstimate(self.concurrency.ranks)
@@ -384,7 +384,7 @@ def write_count(journal: JournalWriter, slot: int, count: CacheCount) -> None:
 
 
 def _written_age(age: float | None) -> float:
-    """Return the age of a prefix for a record."""
+    """Return the age of a prefix as a journal record has it, in seconds; NO_AGE if it is None."""
     return NO_AGE if age is None else age
 
 
@@ -509,7 +509,7 @@ class Prefillers:
         concurrency.learn(sample, self.cost.shape, now)
         if concurrency.doubted_until > doubted_until:
             logger.warning(
-                "prefill policy: learned order of prompts dropped: the instance computes more prompts if it gets more",
+                "prefill policy: learned order of prompts dropped: the instance computes more at once if it gets more",
                 extra={"fields": {"backend": prefiller.backend.name}},
             )
         if not concurrency.is_orderly or concurrency.lanes > 1:

@@ -143,7 +143,7 @@ class Prober(BackgroundOwner):
             self._on_removed(backend)
 
     async def note_joined(self, backend: Backend, success: str) -> None:
-        """Count the success by which a backend has just become a member as its first probe."""
+        """Count the probe that let a backend join as the first success of its health checks."""
         self._due[backend] = self._next_due()
         await self._take_result(backend, "", success)
 

@@ -37,7 +37,7 @@ _TELL_AFTER_SECONDS: Final = 1.0
 
 
 class LineKind(NamedTuple):
-    """Lines that differ only in their arguments."""
+    """Kind of a log line. Two lines of one kind differ only in their arguments."""
 
     logger: str
     level: int

@@ -91,7 +91,9 @@ async def _ask_all(settings: Settings, files: TlsFiles) -> tuple[list[EngineRepo
             problem = f"no {missing.role} instance says what it is; {missing.name}: {silent[missing.name]}"
             if not attempt:
                 logger.info("connector: auto waits for an engine: %s", problem)
-    raise ConnectionError(f"connector auto: {problem}. Set connector to start without asking the engines")
+    raise ConnectionError(
+        f"connector auto: {problem}. To start without asking the engines, set the option connector to a name"
+    )
 
 
 class _Asker:

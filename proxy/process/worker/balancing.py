@@ -1,4 +1,4 @@
-"""The deciding parts: facts about the engines, and the pools of all roles."""
+"""The parts that choose engines: facts about the engines, and the pools of all roles."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PoolOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Balancing:
-    """The deciding parts, which do no IO."""
+    """The parts of a worker that choose engines. They do no IO."""
 
     health: Health
     keys: EngineKeys
@@ -64,7 +64,7 @@ class Balancing:
 
 
 def build_balancing(basis: Basis) -> Balancing:
-    """Build the deciding parts first, because nearly all other parts use them."""
+    """Build the parts that choose engines. Nearly all other parts use them."""
     shared, live, settings = basis.shared, basis.live, basis.settings
     row = shared.scoreboard.row(basis.index)
     health = Health(lambda: live.settings.health, board=shared.health_board)

@@ -32,7 +32,7 @@ class LiveConfiguration(LiveSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """The argument of every builder."""
+    """The settings and shared parts of a worker, which all builders of other parts get."""
 
     shared: Shared
     index: int

@@ -232,7 +232,7 @@ def _number(schema: dict[str, Any], seed: int, *, is_whole: bool) -> float:
     least, most = ceil(low / step), floor((low + 100 * step if high is None else high) / step)
     if least > most:
         if is_whole or "multipleOf" in schema:
-            raise Unsupported("no number fits")
+            raise Unsupported("no number is within the bounds of the schema")
         return float(low)
     value = (least + seed % (most - least + 1)) * step
     return int(value) if is_whole else value

@@ -31,7 +31,7 @@ class Direction(Enum):
 
 
 class Watcher(Protocol):
-    """Observer of one connection at the client's side: bytes sent, before toxics apply, and received."""
+    """Sees the bytes of one connection at the client's side, before toxics delay, cut or drop them."""
 
     def on_data(self, direction: Direction, data: bytes) -> None: ...
 

@@ -242,7 +242,7 @@ def _number_of_sessions(text: str) -> tuple[float, bool]:
         number = 0.0
     if not 0 < number <= _MOST_SESSIONS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of sessions: write 96, or 2x for twice those that fit"
+            f"{text!r} is not a number of sessions: write 96, or 2x for twice as many as fit in the KV memory"
         )
     return number, is_multiple
 

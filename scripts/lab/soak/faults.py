@@ -209,7 +209,7 @@ class FaultInjector:
             await asyncio.sleep(GRACE_SECONDS)
 
     def _deck(self) -> Iterator[tuple[str, str]]:
-        """Yield kinds and roles: first the severe faults in random order, then engine errors, repeatedly."""
+        """Yield faults as (kind, role): first each severe fault in random order, then engine errors without end."""
         worst = [(kind, role) for role in _ONE_ROLE for kind in ("kill", *_FAULTS, *self._planned)]
         if self._rolls:
             worst += [(_ROLL, role) for role in _ONE_ROLE]

@@ -125,7 +125,7 @@ async def test_without_an_answer_of_each_role_there_is_an_end_of_asking(serve: S
         await find([await serve(VLLM)], [down])
     assert str(raised.value) == (
         f"connector auto: no decode instance says what it is; {down}: cannot connect (connection refused). "
-        "Set connector to start without asking the engines"
+        "To start without asking the engines, set the option connector to a name"
     )
 
 
