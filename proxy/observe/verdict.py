@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -201,6 +202,11 @@ _UNHEALTHY: Final = (
 
 
 def _judge_instances(facts: StatusFacts) -> Iterator[Reason]:
+    results = _results_by_instance(facts.counts)
+    finished = [
+        results.get((each.role, each.name), {}).get("ok", 0.0) for each in facts.instances if each.role == "prefill"
+    ]
+    usually_finished = median_low(finished) if finished and max(finished) > 0 else None
     for each in facts.instances:
         title = f"{each.role} {each.name}"
         for state, code, words in _UNHEALTHY:
@@ -216,11 +222,29 @@ def _judge_instances(facts: StatusFacts) -> Iterator[Reason]:
         for kind, hint in each.hints.items():
             text = f"{title} is incompatible ({kind}): {hint}"
             yield Reason(Level.DEGRADED, "incompatible", "instance", each.name, text)
-        yield from _judge_silence(each, facts)
-        yield from _judge_failures(each, facts.counts)
+        own_results = results.get((each.role, each.name), {})
+        yield from _judge_silence(each, own_results.get("ok", 0.0), usually_finished)
+        yield from _judge_failures(each, own_results)
 
 
-def _judge_silence(each: InstanceFacts, facts: StatusFacts) -> Iterator[Reason]:
+def _results_by_instance(counts: Counts) -> Mapping[tuple[str, str], Mapping[str, float]]:
+    """Return the numbers of requests by result, by the role and name of the instance."""
+    results: dict[tuple[str, str], dict[str, float]] = {}
+    for series, count in counts.items():
+        if series[0] == "instance_requests" and count > 0:
+            _, role, name, result = series
+            results.setdefault((role, name), {})[result] = count
+    return results
+
+
+def _judge_silence(each: InstanceFacts, finished: float, usually_finished: float | None) -> Iterator[Reason]:
+    """Judge an instance that sends nothing.
+
+    Args:
+        each: The instance.
+        finished: Requests that it has finished in the window.
+        usually_finished: The median of this number over the prefillers. None: no prefiller has finished a prompt.
+    """
     if not each.answers:
         return
     seconds = f"{each.silent_seconds:.0f} s"
@@ -228,24 +252,18 @@ def _judge_silence(each: InstanceFacts, facts: StatusFacts) -> Iterator[Reason]:
     if each.role == "decode" and each.silent_seconds >= limit_seconds:
         text = f"decode {each.name} has sent nothing for {seconds} on {counted(each.answers, 'running answer')}."
         yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
-    elif each.role == "prefill" and each.silent_seconds >= _MIN_PREFILL_SILENCE_SECONDS:
-        # Long prompts take long, so another prefiller must have finished some in the meantime.
-        ended = {
-            other.name: _sum(facts.counts, "instance_requests", "prefill", other.name, "ok")
-            for other in facts.instances
-            if other.role == "prefill"
-        }
-        if max(ended.values()) > 0 and ended[each.name] <= median_low(sorted(ended.values())) / _SLOW_FACTOR:
-            text = f"prefill {each.name} has not finished a prompt for {seconds}; {each.answers} under way."
-            yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
+    elif (
+        each.role == "prefill"
+        and each.silent_seconds >= _MIN_PREFILL_SILENCE_SECONDS
+        # Long prompts take long, so other prefillers must have finished some in the meantime.
+        and usually_finished is not None
+        and finished <= usually_finished / _SLOW_FACTOR
+    ):
+        text = f"prefill {each.name} has not finished a prompt for {seconds}; {each.answers} under way."
+        yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
 
 
-def _judge_failures(each: InstanceFacts, counts: Counts) -> Iterator[Reason]:
-    results = {
-        series[3]: count
-        for series, count in counts.items()
-        if series[:3] == ("instance_requests", each.role, each.name) and count > 0
-    }
+def _judge_failures(each: InstanceFacts, results: Mapping[str, float]) -> Iterator[Reason]:
     failures = {result: count for result, count in results.items() if result in _ENGINE_FAILURES}
     failed, total = sum(failures.values()), sum(results.values())
     if failed >= _MIN_FAILURES and failed >= _MIN_FAILED_SHARE * total:
@@ -266,14 +284,16 @@ def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
     """Compare the time between tokens among the decoders. One decoder is slow if most others are much faster."""
     gaps = {}
     for each in facts.instances:
-        parts = _sum(facts.counts, "stream_parts", each.name)
+        parts = facts.counts.get(("stream_parts", each.name), 0.0)
         if each.role == "decode" and parts >= _MIN_SLOW_PARTS:
-            gaps[each.name] = _sum(facts.counts, "stream_seconds", each.name) / parts
+            gaps[each.name] = facts.counts.get(("stream_seconds", each.name), 0.0) / parts
+    if len(gaps) < 2:
+        return
+    ordered = sorted(gaps.values())
+    middle = (len(ordered) - 2) // 2
     for name, gap in gaps.items():
-        others = [other for peer, other in gaps.items() if peer != name]
-        if not others:
-            continue
-        usual = median_low(others)
+        # The lower median of the other decoders.
+        usual = ordered[middle] if bisect_left(ordered, gap) > middle else ordered[middle + 1]
         if gap >= _MIN_SLOW_GAP_SECONDS and gap >= _SLOW_FACTOR * usual:
             text = f"decode {name} takes {1000 * gap:.0f} ms per token, other decoders take {1000 * usual:.0f} ms."
             yield Reason(Level.DEGRADED, "instance_slow", "instance", name, text)
