@@ -21,12 +21,15 @@ PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path 
 # The most words that a reader of a page must read. None: the page is generated.
 MAX_WORDS: dict[str, int | None] = {
     "compatibility.md": None,
-    "concepts/health.md": 800,
+    "concepts/failures.md": 700,
+    "concepts/health.md": 700,
     "concepts/kv-cache.md": 500,
+    "concepts/local-prefill.md": 300,
     "concepts/overload.md": 700,
+    "concepts/request-lifecycle.md": 500,
     "concepts/resume.md": 800,
     "concepts/routing.md": 900,
-    "concepts/working-set.md": 400,
+    "concepts/working-set.md": 500,
     "engines/sglang.md": 600,
     "engines/vllm-ascend.md": 600,
     "engines/vllm.md": 600,
@@ -61,13 +64,17 @@ MAX_WORDS: dict[str, int | None] = {
 }
 # Present sizes of pages that are still longer. These numbers may only fall.
 OVERLONG = {
-    "concepts/health.md": 1846,
-    "concepts/resume.md": 1426,
-    "concepts/routing.md": 972,
+    "guides/discovery.md": 624,
+    "guides/launch.md": 529,
+    "guides/models.md": 523,
+    "guides/scaling.md": 1463,
+    "guides/upgrades.md": 1367,
+    "operate/doctor.md": 1255,
+    "operate/observability.md": 733,
     "troubleshooting/alerts.md": 1447,
 }
 OLD_ANCHORS = 81  # headings of OPERATING.md, without its title, before docs/
-NOT_PROSE = re.compile(r"^( *)```.*?^\1```$|^    .*$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+NOT_PROSE = re.compile(r"^( *)```[\s\S]*?^\1```$|^    .*$|<!--[\s\S]*?-->", re.MULTILINE)
 
 
 class _Loader(yaml.SafeLoader):

@@ -30,7 +30,7 @@ def _reasons(role: str) -> Panel:
         width=12,
         stacked=True,
         queries=[Query(rate("pdproxy_choices_total", f'role="{role}"', by="reason"), "{{reason}}")],
-        runbook="concepts/routing.md#how-it-chooses",
+        runbook="concepts/routing.md#routing",
     )
 
 
@@ -49,7 +49,7 @@ PREDICTIONS: Final = Row(
             unit="none",
             decimals=2,
             queries=percentiles("pdproxy_prefill_prediction_ratio"),
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             title="Cached tokens: predicted and found",
@@ -58,7 +58,7 @@ PREDICTIONS: Final = Row(
             "predicted, caches are smaller than assumed or disabled.",
             unit="short",
             queries=[Query(rate("pdproxy_prefill_hit_tokens_total", by="kind"), "{{kind}}")],
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             title="What requests wait for",
@@ -68,7 +68,7 @@ PREDICTIONS: Final = Row(
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_queue_waits_total", by="reason"), "{{reason}}")],
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             title="Knees of decoders",
@@ -76,7 +76,7 @@ PREDICTIONS: Final = Row(
             "tokens per second (pdproxy_instance_knee). pdproxy sends no more than this.",
             unit="none",
             queries=[Query(f'{_KNEES} or label_replace(vector(0), "address", "none seen", "", "")', "{{address}}")],
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
     ],
     width=6,
@@ -168,7 +168,7 @@ def _share_of_each(role: str) -> Panel:
         highest=1,
         stacked=True,
         queries=[Query(f"{picks} / scalar({all_picks} > 0)", "{{address}}")],
-        runbook="concepts/routing.md#how-it-chooses",
+        runbook="concepts/routing.md#routing",
     )
 
 
@@ -186,7 +186,7 @@ _CHOICE: Final = Row(
             unit="none",
             decimals=2,
             queries=[Query(_spread("pdproxy_instance_inflight"), "{{role}}")],
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             width=8,
@@ -196,7 +196,7 @@ _CHOICE: Final = Row(
             unit="none",
             decimals=2,
             queries=[Query(_spread("pdproxy_instance_load_tokens"), "{{role}}")],
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             width=8,
@@ -211,7 +211,7 @@ _CHOICE: Final = Row(
                     "cached",
                 )
             ],
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             title="Eligible instances",
@@ -223,7 +223,7 @@ _CHOICE: Final = Row(
                     "{{role}}",
                 )
             ],
-            runbook="concepts/health.md#health-and-ejection",
+            runbook="concepts/health.md#ejection",
         ),
         Panel(
             title="Second choices",
@@ -234,7 +234,7 @@ _CHOICE: Final = Row(
                 Query(rate("pdproxy_retries_total", by="stage"), "{{stage}} again"),
                 Query(_REQUESTS, "all {{role}}"),
             ],
-            runbook="concepts/health.md#what-fails-and-what-happens",
+            runbook="concepts/failures.md#failures",
         ),
     ],
     width=12,

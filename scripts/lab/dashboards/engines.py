@@ -67,7 +67,7 @@ _LOAD: Final = Row(
             unit="percentunit",
             highest=1,
             queries=[Query(_KV_USED, _EACH)],
-            runbook="concepts/resume.md#when-a-decoder-is-lost",
+            runbook="concepts/resume.md#how-it-works",
         ),
         Panel(
             title="The gateway's count less the engine's",
@@ -131,7 +131,7 @@ _WORK: Final = Row(
                     f"{_rate('vllm:prefix_cache_hits_total')} / ({_rate('vllm:prefix_cache_queries_total')} > 0)", _EACH
                 )
             ],
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             title="Preemptions (vLLM)",

@@ -55,7 +55,7 @@ _SAVED: Final = Row(
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_resumes_total", by="cause") + " > 0", "{{cause}}")],
-            runbook="concepts/resume.md#when-a-decoder-is-lost",
+            runbook="concepts/resume.md#how-it-works",
         ),
         Panel(
             title="… by what was done",
@@ -63,7 +63,7 @@ _SAVED: Final = Row(
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_resumes_total", by="action") + " > 0", "{{action}}")],
-            runbook="concepts/resume.md#when-a-decoder-is-lost",
+            runbook="concepts/resume.md#how-it-works",
         ),
         Panel(
             title="Saved and lost",
@@ -79,7 +79,7 @@ _SAVED: Final = Row(
             "(pdproxy_resumed_tokens_total).",
             unit="short",
             queries=[Query(rate("pdproxy_resumed_tokens_total"), "tokens")],
-            runbook="concepts/resume.md#when-a-decoder-is-lost",
+            runbook="concepts/resume.md#how-it-works",
         ),
         Panel(
             title="Sent again, by failure",
@@ -88,7 +88,7 @@ _SAVED: Final = Row(
             width=12,
             stacked=True,
             queries=[Query(rate("pdproxy_retries_total", by="stage, reason") + " > 0", "{{stage}} {{reason}}")],
-            runbook="concepts/health.md#what-fails-and-what-happens",
+            runbook="concepts/failures.md#failures",
         ),
         Panel(
             title="Not sent again",

@@ -123,7 +123,7 @@ _TOKENS: Final = Row(
             unit="percentunit",
             highest=1,
             queries=[Query(share(_CACHED, _PROMPT), "cached")],
-            runbook="concepts/routing.md#how-it-chooses",
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             title="Generated tokens",
