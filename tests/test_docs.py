@@ -42,7 +42,7 @@ MAX_WORDS: dict[str, int | None] = {
     "guides/kubernetes.md": 800,
     "guides/launch.md": 500,
     "guides/models.md": 500,
-    "guides/reverse-proxy.md": 600,
+    "guides/reverse-proxy.md": 500,
     "guides/scaling.md": 800,
     "guides/tls.md": 400,
     "guides/upgrades.md": 900,

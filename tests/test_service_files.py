@@ -43,6 +43,21 @@ POD = DEPLOYMENT["spec"]["template"]["spec"]
 PORTS = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
 
 
+def test_documented_ingress_leads_to_the_service_for_clients() -> None:
+    page = (ROOT / "docs/guides/reverse-proxy.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```yaml\n(apiVersion: .*?)^```$", page, re.DOTALL | re.MULTILINE)
+    ingress = yaml.safe_load(text)
+    annotations = {name.partition("/")[2]: value for name, value in ingress["metadata"]["annotations"].items()}
+    assert annotations["proxy-body-size"] == f"{SETTINGS.listen.max_body_bytes >> 20}m"
+    assert float(annotations["proxy-read-timeout"]) > SETTINGS.timeouts.first_token_seconds
+    ports = {one["metadata"]["name"]: one["spec"]["ports"] for one in documents(BASE / "services.yaml")}
+    (rule,) = ingress["spec"]["rules"]
+    for path in rule["http"]["paths"]:
+        backend = path["backend"]["service"]
+        assert backend["port"]["name"] in {port["name"] for port in ports[backend["name"]]}
+        assert backend["port"]["name"] == "clients"
+
+
 def unit(name: str) -> list[str]:
     return re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
 

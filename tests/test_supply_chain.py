@@ -22,6 +22,7 @@ LOCKS = {
     "runtime": OF_USERS,
     "build": [*PYPROJECT["build-system"]["requires"], *PYPROJECT["dependency-groups"]["compile"]],
     "docs": PYPROJECT["dependency-groups"]["docs"],
+    "proxies": PYPROJECT["dependency-groups"]["proxies"],
     "dev": [*PROJECT["dependencies"], *EXTRAS["dev"]],
 }
 

@@ -1,10 +1,11 @@
-"""Compare the Helm chart with kustomize's output, and check both with the schemas of Kubernetes.
+"""Compare the Helm chart with kustomize's output, and check both, and manifests in docs/, with Kubernetes' schemas.
 
 Runs in `.venv-deployment`, which has a Helm (the package helm-python-sdk) and the schemas (kubernetes-validate).
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,8 @@ def main() -> int:
         problems += [f"the chart differs from {name}: {text}" for text in differences(expected, found)]
         for version in VERSIONS:
             problems += [*invalid(expected, version), *invalid(found, version)]
-    example = kustomized(_KUBERNETES / "examples/vllm")
-    problems += [text for version in VERSIONS for text in invalid(example, version)]
+    for others in (kustomized(_KUBERNETES / "examples/vllm"), documented()):
+        problems += [text for version in VERSIONS for text in invalid(others, version)]
     problems += [f"helm lint: {finding}" for finding in lint_findings()]
     for text in dict.fromkeys(problems):
         print(text, file=sys.stderr)
@@ -54,6 +55,17 @@ def kustomized(directory: Path) -> Objects:
     made = subprocess.run(["kubectl", "kustomize", directory], capture_output=True, text=True, check=True).stdout
     (name,) = {found["metadata"]["name"] for found in yaml.safe_load_all(made) if found["kind"] == "ConfigMap"}
     return _by_name(yaml.safe_load_all(made.replace(name, "pdproxy")))
+
+
+def documented() -> Objects:
+    """Return the manifests in the pages of docs/, by kind and name."""
+    texts = (page.read_text(encoding="utf-8") for page in (_ROOT / "docs").rglob("*.md"))
+    found = (
+        text
+        for page in texts
+        for text in re.findall(r"^```yaml\n(apiVersion: .*?)^```$", page, re.DOTALL | re.MULTILINE)
+    )
+    return _by_name(one for text in found for one in yaml.safe_load_all(text))
 
 
 def rendered(values: dict[str, Any]) -> Objects:
