@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.balancer.handoff_verdicts import MIN_TOKENS
+from proxy.balancer.handoff_verdicts import MIN_TOKENS, HandoffVerdict
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Stage
 from proxy.observe import logs
@@ -178,6 +179,10 @@ class KvHandoff:
             tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
             verdict = self._context.compatibility.note_handoff(prefiller, decoder, tokens, self._least_tokens)
             self._timeline.kv = verdict
+            if verdict is HandoffVerdict.UNKNOWN:
+                self._timeline.kv_verdict = partial(
+                    self._context.compatibility.incompatibilities.verdict, decoder, prefiller
+                )
             if self.kv is not None:
                 self._context.releaser.note_fetch(self.kv, decoder, verdict, self.failed)
                 self.kv = self._kept = None

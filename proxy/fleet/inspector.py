@@ -48,6 +48,8 @@ _MAX_METRICS_BYTES: Final = 4 * 1024 * 1024
 # Healthy instances are read once in this number of intervals: an engine streams nothing while it renders its metrics,
 # which takes some milliseconds.
 _HEALTHY_INTERVALS: Final = 4
+# The first handoffs of an instance are judged soon. Each reading without a verdict doubles the time to the next one.
+_FIRST_READING_SECONDS: Final = 0.1
 
 # Hints for the operator
 
@@ -217,9 +219,18 @@ class Inspector(BackgroundOwner):
         while True:
             self._compare()
             interval_seconds = self._interval_seconds()
+            pause_seconds = min(_COMPARISON_SECONDS, interval_seconds or _COMPARISON_SECONDS)
             if self._transfers is not None and interval_seconds:
-                self._transfers.read_due(interval_seconds)
-            await asyncio.sleep(min(_COMPARISON_SECONDS, interval_seconds or _COMPARISON_SECONDS))
+                pause_seconds -= await self._read_first(self._transfers, interval_seconds, pause_seconds)
+            await asyncio.sleep(pause_seconds)
+
+    async def _read_first(self, transfers: Transfers, interval_seconds: float, max_seconds: float) -> float:
+        """Start the readings that are due, often while they are urgent. Returns the elapsed seconds."""
+        for count in range(1 + int(max_seconds / _FIRST_READING_SECONDS)):
+            if not transfers.read_due(interval_seconds):
+                return count * _FIRST_READING_SECONDS
+            await asyncio.sleep(min(_FIRST_READING_SECONDS, max_seconds))
+        return max_seconds
 
     def _compare(self) -> None:
         """Check each engine whose report has changed, and then the models of all."""
@@ -272,6 +283,8 @@ class _DecoderState:
     """Handoffs before the last reading; None before the first reading."""
     due: float = 0.0
     """Loop time of the next reading."""
+    pause_seconds: float = _FIRST_READING_SECONDS
+    """Time to the next reading if the next one leaves a pair without a verdict."""
     is_being_read: bool = False
 
 
@@ -315,8 +328,11 @@ class Transfers:
         self._reported_pairs: set[tuple[Backend, Backend]] = set()
         """Pairs with a warning in the log that still holds."""
 
-    def read_due(self, interval_seconds: float) -> None:
-        """Start the readings that are due. `interval_seconds`: time between two readings of the same instance."""
+    def read_due(self, interval_seconds: float) -> bool:
+        """Start the readings that are due. Returns whether a decoder has no verdict yet, so that a reading is urgent.
+
+        `interval_seconds`: time between two readings of the same instance.
+        """
         self._update_lanes()
         now = asyncio.get_running_loop().time()
         decoders = self._decode_pool.backends()
@@ -335,6 +351,7 @@ class Transfers:
                 self._background.start(self._read_decoder(backend, state, interval_seconds))
         if self._traits.counts_expired_leases:
             self._read_leases(decoders, interval_seconds * _HEALTHY_INTERVALS)
+        return any(not state.pairs and state.pause_seconds < interval_seconds for state in self._decoders.values())
 
     def _update_lanes(self) -> None:
         """Update the prefillers by lane, and forget the verdicts on prefillers that were replaced or restarted."""
@@ -375,13 +392,12 @@ class Transfers:
             self._apply_pair_verdicts(
                 backend, {self._lanes[lane]: v for lane, v in found_of_pairs.items() if lane in self._lanes}
             )
-        is_healthy = all(
-            state.pairs.get(prefiller) is HandoffVerdict.TRANSFERRED
+        verdicts = {
+            state.pairs.get(prefiller, HandoffVerdict.UNKNOWN)
             for lane, prefiller in self._lanes.items()
             if lane in handoffs_by_lane
-        )
-        intervals = _HEALTHY_INTERVALS if is_healthy else 1
-        state.due = asyncio.get_running_loop().time() + interval_seconds * intervals
+        }
+        state.due = asyncio.get_running_loop().time() + self._pause_seconds(state, verdicts, interval_seconds)
         verdict = self._compatibility.incompatibilities.verdict(backend)
         if found is not None:
             verdict, count = found
@@ -389,6 +405,19 @@ class Transfers:
         pairs = {prefiller.name: of_pair for prefiller, of_pair in state.pairs.items()}
         self._compatibility.incompatibilities.judge(backend, verdict, pairs)
         self._report()
+
+    def _pause_seconds(
+        self, state: _DecoderState, verdicts: Collection[HandoffVerdict], interval_seconds: float
+    ) -> float:
+        """Return the time to the next reading of a decoder. `verdicts`: those on its pairs with handoffs."""
+        if not verdicts:
+            return 0.0  # this reading was the baseline for the first handoffs
+        if HandoffVerdict.UNKNOWN not in verdicts:
+            state.pause_seconds = _FIRST_READING_SECONDS
+            return interval_seconds * (1 if HandoffVerdict.COMPUTED in verdicts else _HEALTHY_INTERVALS)
+        pause_seconds = min(state.pause_seconds, interval_seconds)
+        state.pause_seconds = min(2 * state.pause_seconds, interval_seconds)
+        return pause_seconds
 
     # Leases of prefillers
 

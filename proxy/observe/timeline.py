@@ -27,8 +27,8 @@ NO_STAGE: Final = "-"
 
 
 ATTEMPT_ATTRIBUTES: Final = (
-    *("prefiller", "decoder", "prefill_id", "decode_id", "kv", "prefill_pick", "decode_pick", "left", "continues"),
-    *("failure", "stages", "times", "reasons"),
+    *("prefiller", "decoder", "prefill_id", "decode_id", "kv", "kv_verdict", "prefill_pick", "decode_pick", "left"),
+    *("continues", "failure", "stages", "times", "reasons"),
 )
 """Attributes that belong to an AttemptRecord."""
 
@@ -65,6 +65,8 @@ class AttemptRecord:
     `transferred`; `computed` again although it was handed over; `unknown`; `local` if nothing was handed over; `-` if
     the decoder has not answered, or there are no prefillers.
     """
+    kv_verdict: Callable[[], str] | None = None
+    """Returns `kv` as known later, if it was unknown when the decoder answered."""
     prefill_pick: Pick | None = None
     decode_pick: Pick | None = None
     """Reason for choosing this backend; None without a backend of that role."""
@@ -90,6 +92,8 @@ class AttemptRecord:
 
     def close(self) -> None:
         """Close the attempt: determine the values that several listeners read."""
+        if self.kv_verdict is not None:
+            self.kv = self.kv_verdict()
         prefill, decode = self.prefill_pick, self.decode_pick
         self.reasons = None if prefill is None else reason(prefill), None if decode is None else reason(decode)
 

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import IntEnum
-from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from proxy.balancer.backend_health import HealthState
@@ -28,14 +27,29 @@ JUDGE: Final = 0
 WINDOW_SECONDS: Final = 30.0
 """Time over which counts such as rejections are summed."""
 _MIN_WAIT_SECONDS: Final = 2.0
-_MIN_SILENCE_SECONDS: Final = 8.0
-_MIN_FIRST_TOKEN_SECONDS: Final = 20.0
-_MIN_PREFILL_SILENCE_SECONDS: Final = 12.0
+_MIN_SILENCE_SECONDS: Final = 5.0
+_MIN_SILENT_ANSWERS: Final = 3
+"""A decoder computes the next tokens of all answers at the same time. So it is silent if this number of them is."""
+_MIN_FULL_SILENCE_SECONDS: Final = 8.0
+"""A decoder is silent after this time if all its answers are, whatever their number."""
+_SILENCE_GAPS: Final = 20.0
+"""A decoder is silent if no answer has grown for this number of its usual times between tokens."""
+_MIN_FIRST_TOKEN_SECONDS: Final = 60.0
+"""SGLang's decoders get a request while its prompt is computed, so the first token may take long."""
+_MIN_PREFILL_SECONDS: Final = 8.0
+_PREFILL_FACTOR: Final = 3.0
+"""A prefiller is late after this multiple of the predicted time of its prompts."""
+_MIN_FINISHED_PROMPTS: Final = 10
+"""Prompts that all prefillers must have finished in WINDOW_SECONDS, so that predictions are correct."""
+_MIN_LONE_PREFILL_SECONDS: Final = 30.0
+_LONE_PREFILL_FACTOR: Final = 20.0
+"""The same if there are fewer finished prompts."""
 _MIN_FAILURES: Final = 3
 _MIN_FAILED_SHARE: Final = 0.2
 _SLOW_FACTOR: Final = 3.0
 _MIN_SLOW_GAP_SECONDS: Final = 0.05
 _MIN_SLOW_PARTS: Final = 50
+_MIN_SLOW_HANDOFF_SECONDS: Final = 0.5
 _MIN_KEY_SHARE: Final = 0.6
 _MIN_KEY_REQUESTS: Final = 10
 _MIN_LAG_SECONDS: Final = 0.5
@@ -96,14 +110,17 @@ class InstanceFacts:
     """Its incompatibilities: hints by kind."""
     computes_from: Sequence[str] = ()
     """Prefillers whose KV this decoder computes again."""
-    slow_from: Sequence[str] = ()
-    """Prefillers from which the handoff to this decoder is slow."""
-    silent_seconds: float = 0.0
-    """Time since the last byte of any running answer. For prefillers: since the oldest prompt was sent."""
+    slow_from: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Prefillers from which the handoff to this decoder is slow: its time, and the time of ordinary pairs."""
     answers: int = 0
-    """Answers under way."""
+    """Answers under way. If some have begun, only these count."""
     has_begun: bool = True
     """Whether any of these answers has begun. The first token may take long."""
+    quiet_seconds: Sequence[float] = ()
+    """Time since the last byte of each answer, the longest first. Shorter ones are missing if there are many answers.
+    Prefillers send their first byte when the prompt is finished."""
+    work_seconds: float = 0.0
+    """Predicted time of the prompts under way at a prefiller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +220,7 @@ _UNHEALTHY: Final = (
 
 def _judge_instances(facts: StatusFacts) -> Iterator[Reason]:
     results = _results_by_instance(facts.counts)
-    finished = [
-        results.get((each.role, each.name), {}).get("ok", 0.0) for each in facts.instances if each.role == "prefill"
-    ]
-    usually_finished = median_low(finished) if finished and max(finished) > 0 else None
+    finished_prompts = sum(own.get("ok", 0.0) for (role, _), own in results.items() if role == "prefill")
     for each in facts.instances:
         title = f"{each.role} {each.name}"
         for state, code, words in _UNHEALTHY:
@@ -223,7 +237,7 @@ def _judge_instances(facts: StatusFacts) -> Iterator[Reason]:
             text = f"{title} is incompatible ({kind}): {hint}"
             yield Reason(Level.DEGRADED, "incompatible", "instance", each.name, text)
         own_results = results.get((each.role, each.name), {})
-        yield from _judge_silence(each, own_results.get("ok", 0.0), usually_finished)
+        yield from _judge_silence(each, facts.counts, finished_prompts)
         yield from _judge_failures(each, own_results)
 
 
@@ -237,30 +251,43 @@ def _results_by_instance(counts: Counts) -> Mapping[tuple[str, str], Mapping[str
     return results
 
 
-def _judge_silence(each: InstanceFacts, finished: float, usually_finished: float | None) -> Iterator[Reason]:
-    """Judge an instance that sends nothing.
-
-    Args:
-        each: The instance.
-        finished: Requests that it has finished in the window.
-        usually_finished: The median of this number over the prefillers. None: no prefiller has finished a prompt.
-    """
-    if not each.answers:
+def _judge_silence(each: InstanceFacts, counts: Counts, finished_prompts: float) -> Iterator[Reason]:
+    if not each.quiet_seconds:
         return
-    seconds = f"{each.silent_seconds:.0f} s"
-    limit_seconds = _MIN_SILENCE_SECONDS if each.has_begun else _MIN_FIRST_TOKEN_SECONDS
-    if each.role == "decode" and each.silent_seconds >= limit_seconds:
-        text = f"decode {each.name} has sent nothing for {seconds} on {counted(each.answers, 'running answer')}."
+    longest_seconds = each.quiet_seconds[0]
+    if each.role == "decode":
+        usual_seconds = _SILENCE_GAPS * (_gap_seconds(each, counts) or 0.0)
+        some = [seconds for seconds in each.quiet_seconds if seconds >= max(_MIN_SILENCE_SECONDS, usual_seconds)]
+        least_seconds = max(_MIN_FULL_SILENCE_SECONDS if each.has_begun else _MIN_FIRST_TOKEN_SECONDS, usual_seconds)
+        are_all_silent = len(some) == each.answers and some[-1] >= least_seconds
+        if are_all_silent or (each.has_begun and len(some) >= _MIN_SILENT_ANSWERS):
+            text = (
+                f"decode {each.name} has sent nothing for {longest_seconds:.0f} s on {len(some)} of "
+                f"{counted(each.answers, 'running answer')}."
+            )
+            yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
+    elif each.role == "prefill" and _is_prefill_late(each, longest_seconds, finished_prompts):
+        text = (
+            f"prefill {each.name} has not finished a prompt for {longest_seconds:.0f} s; {each.answers} under way, "
+            f"which should take {each.work_seconds:.1f} s."
+        )
         yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
-    elif (
-        each.role == "prefill"
-        and each.silent_seconds >= _MIN_PREFILL_SILENCE_SECONDS
-        # Long prompts take long, so other prefillers must have finished some in the meantime.
-        and usually_finished is not None
-        and finished <= usually_finished / _SLOW_FACTOR
-    ):
-        text = f"prefill {each.name} has not finished a prompt for {seconds}; {each.answers} under way."
-        yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
+
+
+def _is_prefill_late(each: InstanceFacts, seconds: float, finished_prompts: float) -> bool:
+    """Return whether a prefiller takes much longer than predicted.
+
+    Predictions are learned from finished prompts. So a moderate delay counts only if some have finished lately.
+    """
+    if finished_prompts < _MIN_FINISHED_PROMPTS:
+        return seconds >= max(_MIN_LONE_PREFILL_SECONDS, _LONE_PREFILL_FACTOR * each.work_seconds)
+    return seconds >= max(_MIN_PREFILL_SECONDS, _PREFILL_FACTOR * each.work_seconds)
+
+
+def _gap_seconds(each: InstanceFacts, counts: Counts, min_parts: int = 1) -> float | None:
+    """Return the mean time between the tokens of a decoder. None: it has sent fewer than `min_parts` tokens."""
+    parts = counts.get(("stream_parts", each.name), 0.0)
+    return counts.get(("stream_seconds", each.name), 0.0) / parts if parts >= min_parts else None
 
 
 def _judge_failures(each: InstanceFacts, results: Mapping[str, float]) -> Iterator[Reason]:
@@ -282,11 +309,9 @@ def _judge_failures(each: InstanceFacts, results: Mapping[str, float]) -> Iterat
 
 def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
     """Compare the time between tokens among the decoders. One decoder is slow if most others are much faster."""
-    gaps = {}
-    for each in facts.instances:
-        parts = facts.counts.get(("stream_parts", each.name), 0.0)
-        if each.role == "decode" and parts >= _MIN_SLOW_PARTS:
-            gaps[each.name] = facts.counts.get(("stream_seconds", each.name), 0.0) / parts
+    decoders = [each for each in facts.instances if each.role == "decode"]
+    measured = {each.name: _gap_seconds(each, facts.counts, _MIN_SLOW_PARTS) for each in decoders}
+    gaps = {name: gap for name, gap in measured.items() if gap is not None}
     if len(gaps) < 2:
         return
     ordered = sorted(gaps.values())
@@ -310,9 +335,14 @@ def _judge_pairs(facts: StatusFacts) -> Iterator[Reason]:
         for prefiller in each.computes_from:
             text = f"decode {each.name} computes prompts again whose KV prefill {prefiller} has handed over."
             yield Reason(Level.DEGRADED, "pair_recomputes", "pair", f"{prefiller} {each.name}", text)
-        for prefiller in each.slow_from:
-            text = f"KV handoffs from prefill {prefiller} to decode {each.name} are slow beside other pairs."
-            yield Reason(Level.DEGRADED, "pair_slow", "pair", f"{prefiller} {each.name}", text)
+        for prefiller, (seconds, ordinary_seconds) in each.slow_from.items():
+            is_much_slower = seconds >= _SLOW_FACTOR * ordinary_seconds
+            if is_much_slower and seconds - ordinary_seconds >= _MIN_SLOW_HANDOFF_SECONDS:
+                text = (
+                    f"KV handoffs from prefill {prefiller} to decode {each.name} take {seconds:.2f} s, those of "
+                    f"ordinary pairs {ordinary_seconds:.2f} s."
+                )
+                yield Reason(Level.DEGRADED, "pair_slow", "pair", f"{prefiller} {each.name}", text)
 
 
 def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:

@@ -376,22 +376,20 @@ class Upstream:
             self._silences.check_silences(now, self._sweep_seconds, self._silence_seconds, moves.values(), silent)
         self._close_idle(now)
 
-    def quiet_seconds(self) -> dict[Backend, tuple[int, float, float, bool]]:
-        """Return the silence of each backend with exchanges, as of the last sweep.
+    def quiet_seconds(self) -> dict[Backend, tuple[bool, list[float]]]:
+        """Return for each backend the time since anything has arrived of each exchange, as of the last sweep.
 
-        The values are the number of exchanges, the shortest and the longest time since anything has arrived, and
-        whether any answer has begun. If some have begun, only these count.
+        The flag shows whether any answer has begun. Then the list contains only answers that have begun.
         """
-        found: dict[Backend, tuple[int, float, float, bool]] = {}
+        found: dict[Backend, tuple[bool, list[float]]] = {}
         now = self._clock()
         for connection in self._busy:
-            seconds, has_begun = max(0.0, now - connection.quiet_since), connection.has_begun
-            count, shortest, longest, is_begun = found.get(connection.backend, (0, seconds, seconds, has_begun))
-            if has_begun > is_begun:
-                count, shortest, longest = 0, seconds, seconds
-            elif has_begun < is_begun:
-                continue
-            found[connection.backend] = count + 1, min(shortest, seconds), max(longest, seconds), has_begun
+            has_begun = connection.has_begun
+            entry = found.get(connection.backend)
+            if entry is None or has_begun > entry[0]:
+                entry = found[connection.backend] = has_begun, []
+            if has_begun == entry[0]:
+                entry[1].append(max(0.0, now - connection.quiet_since))
         return found
 
     def _end_streams(self, backend: Backend) -> None:

@@ -48,6 +48,16 @@ MOSTLY_OK: dict[tuple[str, ...], float] = {
 SLOWER: dict[tuple[str, ...], float] = {**PACES, ("stream_seconds", "d:1"): 5.9}
 FLOOD = replace(with_worker(queued=9, oldest_seconds=3.0, waits_for="prefill"), keys={"team-a": 2, "team-b": 30})
 
+LATE_PREFILL = replace(
+    WELL,
+    instances=(
+        PREFILL,
+        replace(PREFILL, name="p:2"),
+        replace(PREFILL, name="p:3", quiet_seconds=(15,), answers=4, work_seconds=2.0),
+        DECODE,
+    ),
+    counts={("instance_requests", "prefill", name, "ok"): 5.0 for name in ("p:1", "p:2")},
+)
 ROWS = [
     (replace(WELL, instances=(PREFILL,)), "no_instance", "decode", Level.DOWN, "There is no decode instance."),
     (with_decoder(states={HealthState.DOWN: 1}, cause="refused"), "instance_down", "d:1", Level.DEGRADED, "refused"),
@@ -58,29 +68,28 @@ ROWS = [
         Level.DEGRADED,
         "in 1 of 3 workers",
     ),
-    (with_decoder(silent_seconds=9.2, answers=3), "instance_silent", "d:1", Level.DEGRADED, "for 9 s on 3 running"),
+    (with_decoder(quiet_seconds=(9.2,), answers=1), "instance_silent", "d:1", Level.DEGRADED, "for 9 s on 1 of 1 r"),
     (
-        with_decoder(silent_seconds=21.0, answers=1, has_begun=False),
+        with_decoder(quiet_seconds=(9.0, 6.0, 5.5, 1.0), answers=12),
         "instance_silent",
         "d:1",
         Level.DEGRADED,
-        "for 21 s on 1 running answer.",
+        "for 9 s on 3 of 12 running answers.",
     ),
     (
-        replace(
-            WELL,
-            instances=(
-                PREFILL,
-                replace(PREFILL, name="p:2"),
-                replace(PREFILL, name="p:3", silent_seconds=15, answers=4),
-                DECODE,
-            ),
-            counts={("instance_requests", "prefill", name, "ok"): 5.0 for name in ("p:1", "p:2")},
-        ),
+        with_decoder(quiet_seconds=(61.0,), answers=1, has_begun=False),
         "instance_silent",
-        "p:3",
+        "d:1",
         Level.DEGRADED,
-        "not finished a prompt for 15 s; 4 under way",
+        "for 61 s on 1 of 1 running answer.",
+    ),
+    (LATE_PREFILL, "instance_silent", "p:3", Level.DEGRADED, "for 15 s; 4 under way, which should take 2.0 s."),
+    (
+        replace(WELL, instances=(replace(PREFILL, quiet_seconds=(61,), answers=1, work_seconds=3.0), DECODE)),
+        "instance_silent",
+        "p:1",
+        Level.DEGRADED,
+        "for 61 s; 1 under way, which should take 3.0 s.",
     ),
     (
         replace(WELL, counts={("instance_requests", "decode", "d:1", "status"): 4.0}),
@@ -101,7 +110,7 @@ ROWS = [
     (with_decoder(hints={"model": "serves b"}), "incompatible", "d:1", Level.DEGRADED, "(model): serves b"),
     (replace(WELL, pairs_apart={("p:1", "d:1"): 8.0}), "pair_apart", "p:1 d:1", Level.DEGRADED, "another 8 s"),
     (with_decoder(computes_from=("p:1",)), "pair_recomputes", "p:1 d:1", Level.DEGRADED, "computes prompts again"),
-    (with_decoder(slow_from=("p:1",)), "pair_slow", "p:1 d:1", Level.DEGRADED, "slow"),
+    (with_decoder(slow_from={"p:1": (1.5, 0.1)}), "pair_slow", "p:1 d:1", Level.DEGRADED, "take 1.50 s, those of"),
     (
         with_worker(queued=243, oldest_seconds=9.6, waits_for="prefill"),
         "queue",
@@ -175,16 +184,24 @@ def test_every_code_has_a_row() -> None:
     "facts",
     [
         WELL,
-        with_decoder(silent_seconds=7.9, answers=3),
-        with_decoder(silent_seconds=15.0, answers=3, has_begun=False),
-        with_decoder(silent_seconds=99.0),
+        with_decoder(quiet_seconds=(9.0, 9.0, 4.9), answers=3),
+        with_decoder(quiet_seconds=(55.0, 20.0), answers=2, has_begun=False),
+        with_decoder(quiet_seconds=(7.0, 7.0), answers=2),
+        with_decoder(slow_from={"p:1": (0.5, 0.1)}),
+        with_decoder(slow_from={"p:1": (1.1, 0.5)}),
         with_worker(queued=50, oldest_seconds=1.9, waits_for="decode"),
         replace(FLOOD, workers=(WorkerFacts(number=0),)),
         replace(WELL, counts={("rejected", "invalid_request"): 9.0, ("requests", "chat", "400"): 9.0}),
         replace(WELL, counts={("streams_broken", "client", "left"): 3.0}),
         replace(WELL, counts=MOSTLY_OK),
         replace(WELL, counts=SLOWER),
-        replace(WELL, instances=(replace(PREFILL, silent_seconds=40.0, answers=1), DECODE)),
+        replace(WELL, instances=(replace(PREFILL, quiet_seconds=(40.0,), answers=1, work_seconds=3.0), DECODE)),
+        replace(LATE_PREFILL, counts={}),
+        replace(
+            WELL,
+            instances=(PREFILL, replace(DECODE, quiet_seconds=(19.0,), answers=1), OTHER),
+            counts={("stream_parts", "d:1"): 20.0, ("stream_seconds", "d:1"): 20.0},
+        ),
         replace(WELL, exchange_age_seconds=3.0),
     ],
 )  # fmt: skip

@@ -6,9 +6,11 @@ import logging
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict
+from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.observe.key_usage import RESULTS
 from proxy.observe.verdict import (
     JUDGE,
@@ -46,6 +48,8 @@ _SLICE_SECONDS: Final = 0.001
 _LOG_AFTER_SECONDS: Final = 6.0
 """Time for which a state must last before it is logged."""
 _MAX_LOGGED_REASONS: Final = 5
+_MAX_QUIET: Final = 8
+"""Number of silent answers of each instance that a worker reports."""
 _LIMITED: Final = RESULTS.index("limited")
 
 
@@ -122,8 +126,8 @@ class StatusReporter:
                 if until > now
             ],
             "quiet": {
-                backend.key: (count, longest if backend.role == "prefill" else shortest, has_begun)
-                for backend, (count, shortest, longest, has_begun) in parts.upstream.quiet_seconds().items()
+                backend.key: (has_begun, len(seconds), nlargest(_MAX_QUIET, seconds))
+                for backend, (has_begun, seconds) in parts.upstream.quiet_seconds().items()
             },
             "counts": [(*series, count) for series, count in self._counts()],
         }
@@ -280,7 +284,7 @@ class Judgement:
     def _instance(self, member: Member, now: float, reports: Mapping[int, Mapping[str, Any]]) -> InstanceFacts:
         shared, backend = self._parts.shared, member.backend
         quiet = [report["quiet"][backend.key] for report in reports.values() if backend.key in report["quiet"]]
-        begun = [each for each in quiet if each[2]] or quiet
+        begun = [each for each in quiet if each[0]] or quiet
         is_decoder = backend.role == "decode"
         found = shared.incompatibilities
         return InstanceFacts(
@@ -291,12 +295,17 @@ class Judgement:
             is_refusing=shared.back_offs.refuses(backend, now),
             hints={str(each.kind): each.hint for each in found.of(backend)},
             computes_from=_computes_from(found.pairs(backend)) if is_decoder else (),
-            slow_from=tuple(self._parts.handoffs.slow_pairs_of(backend)) if is_decoder else (),
-            silent_seconds=min((seconds for _, seconds, _ in begun), default=0.0),
-            answers=sum(count for count, _, _ in begun),
-            has_begun=any(has_begun for _, _, has_begun in begun),
+            slow_from=_slow_from(self._parts.handoffs.slow_pairs_of(backend)) if is_decoder else {},
+            answers=sum(count for _, count, _ in begun),
+            has_begun=any(has_begun for has_begun, _, _ in begun),
+            quiet_seconds=sorted((seconds for *_, longest in begun for seconds in longest), reverse=True),
+            work_seconds=shared.scoreboard.load(backend.slot).compute * SECONDS_PER_LOAD,
         )
 
 
 def _computes_from(pairs: Mapping[str, HandoffVerdict]) -> tuple[str, ...]:
     return tuple(name for name, verdict in pairs.items() if verdict is HandoffVerdict.COMPUTED)
+
+
+def _slow_from(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    return {name: (pair["seconds"], pair["ordinary_seconds"]) for name, pair in pairs.items()}

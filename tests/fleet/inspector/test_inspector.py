@@ -102,6 +102,20 @@ async def test_decoder_that_fetches_kv_is_compatible(
     assert logged(caplog, "WARNING") == []
 
 
+async def test_first_access_log_line_has_the_verdict(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(health={"transfer_interval_seconds": 600.0})
+    (decoder,) = gateway.decoders
+    await until(lambda: _readings(decoder) > 0, "the reading before the first handoff")
+    with decoder.held():
+        asking = asyncio.create_task(gateway.ask(request(Api.CHAT, LONG, stream=True)))
+        await wait_for_verdicts(gateway, "transferred", 1)
+    assert (await asking).status == 200
+    await until(lambda: list(access_lines(caplog)), "the line")
+    assert [line["kv"] for line in access_lines(caplog)] == ["transferred"]
+    async with gateway.session.get(gateway.url + "/instances") as response:
+        assert [each["kv"] for each in (await response.json())["instances"]] == [None, "transferred"]
+
+
 @pytest.mark.parametrize("options", [{}, {"connector": "mooncake_bootstrap"}], ids=str)
 async def test_decoder_without_a_connector_is_logged_once(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
