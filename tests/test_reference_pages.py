@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from proxy.api.openapi import OPERATIONS
 from proxy.common.errors import Failure
 from proxy.process.configuration import FIXED
 from proxy.settings.cli import COMMANDS
@@ -49,3 +52,9 @@ def test_every_error_code_is_explained_and_no_other() -> None:
 def test_error_code_has_the_statuses_of_the_source(code: str) -> None:
     documented = errors.documented()[code]
     assert errors.codes()[code] <= documented or documented == {"any"}
+
+
+def test_endpoints_page_has_every_described_route_and_no_other() -> None:
+    page = (DOCS / "reference" / "endpoints.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert {path for cell in cells for path in re.findall(r"`(?:GET |POST )?(/[^`]*)`", cell)} == {*OPERATIONS}
