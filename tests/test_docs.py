@@ -71,7 +71,6 @@ OVERLONG = {
     "guides/upgrades.md": 1367,
     "operate/doctor.md": 1255,
     "operate/observability.md": 733,
-    "troubleshooting/alerts.md": 1447,
 }
 OLD_ANCHORS = 81  # headings of OPERATING.md, without its title, before docs/
 NOT_PROSE = re.compile(r"^( *)```[\s\S]*?^\1```$|^    .*$|<!--[\s\S]*?-->", re.MULTILINE)
