@@ -181,6 +181,6 @@ def test_every_letter_of_a_term_is_explained() -> None:
 
 
 def test_every_incompatibility_and_resume_action_is_explained() -> None:
-    assert names(section("operate/doctor.md", "Warnings about instances")) == set(IncompatibilityKind)
+    assert names(section("operate/incompatibilities.md", "Kinds")) == set(IncompatibilityKind)
     documented = re.findall(r"\| `(\w+)`(?::| at| \|)", section("concepts/resume.md", "Actions"))
     assert set(documented) == set(Action)

@@ -50,7 +50,7 @@ async def look(browser: Browser, shown: Site, size: str, scheme: str, pictures: 
             await one.page.screenshot(path=pictures / f"{size}-{scheme}.png", full_page=True)
             if (size, scheme) == ("wide", "light"):
                 await one.page.set_viewport_size(_PICTURE)
-                await one.page.screenshot(path=pictures / "page.png")
+                await one.page.screenshot(path=pictures / "status-page.png")
     return problems
 
 
