@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
@@ -15,13 +16,17 @@ from aiohttp import web
 
 from proxy.api.credentials import author
 from proxy.api.instances import is_dry_run, parse_bool
+from proxy.common.background import run_in_slices
 from proxy.common.errors import BadRequest, GatewayError
 from proxy.observe.key_usage import HOUR_SECONDS
+from proxy.observe.metrics import exposition
 from proxy.observe.receipts import as_shown, names_engine_id, names_instance
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from prometheus_client import Metric
 
     from proxy.api.credentials import Administrators
     from proxy.observe.metrics import Metrics
@@ -77,8 +82,10 @@ class AdminApi:
     async def _show_metrics(self, request: web.Request) -> web.Response:
         # In a thread, so that streams do not wait, and one at a time, because it takes CPU time.
         async with self._one_scrape:
-            snapshot = self._metrics.snapshot(request.headers.get("Accept", ""))
-            body, content_type = await asyncio.to_thread(snapshot)
+            found: list[Iterable[Metric]] = []
+            await run_in_slices(self._metrics.steps(found))
+            accept = request.headers.get("Accept", "")
+            body, content_type = await asyncio.to_thread(exposition, chain.from_iterable(found), accept)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _show_configuration(self, request: web.Request) -> web.Response:

@@ -17,13 +17,14 @@ from proxy.balancer.backend_health import FULL_PERCENT, HealthState
 from proxy.balancer.engines import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.roster import ADMIN
 from proxy.common.backend import Backend, Role
+from proxy.common.background import run_in_slices
 from proxy.common.errors import BadRequest
 from proxy.fleet.discovery.sources import configured_instances
 from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from proxy.api.credentials import Administrators
     from proxy.balancer.health import Health, HealthBoard
@@ -169,19 +170,19 @@ class InstanceView:
     def __init__(self, parts: InstanceParts) -> None:
         self._parts = parts
 
-    def everything(self, configured: Collection[Backend]) -> list[dict[str, Any]]:
-        """Return all instances, with the loads of all workers and the health that this worker sees.
+    def everything(self, configured: Collection[Backend]) -> Iterator[dict[str, Any]]:
+        """Yield all instances, with the loads of all workers and the health that this worker sees.
 
         `configured`: the instances in the configuration.
         """
-        shown: list[dict[str, Any]] = []
         for role, pool in self._parts.pools.items():
             pool.backends()  # updates the roster
             self._parts.models.refresh()
             members = self._parts.roster.members(role)
-            shown += (self._describe(member, member.backend in configured) for member in members)
-            shown += (_described(backend, "joining") for backend in self._parts.joiner.joining(role))
-        return shown
+            for member in members:
+                yield self._describe(member, member.backend in configured)
+            for backend in self._parts.joiner.joining(role):
+                yield _described(backend, "joining")
 
     def _describe(self, member: Member, is_configured: bool) -> dict[str, Any]:
         board, backend, now = self._parts.scoreboard, member.backend, time.monotonic()
@@ -314,13 +315,14 @@ class InstancesApi:
 
     async def _show(self, request: web.Request) -> web.Response:
         """Show all instances and the discovery sources."""
-        instances = self._roster.wanted()
+        wanted = self._roster.wanted()
         sources = [
-            {"source": origin, "instances": len(instances.get(origin, ())), **asdict(state)}
+            {"source": origin, "instances": len(wanted.get(origin, ())), **asdict(state)}
             for origin, state in self._sources.all().items()
         ]
         configured = frozenset(configured_instances(self._settings()))
-        return _json({"instances": self._view.everything(configured), "sources": sources})
+        instances = await run_in_slices(self._view.everything(configured))
+        return _json({"instances": instances, "sources": sources})
 
     # Changes. Each reports its effect, and is made unless it is a dry run.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
     from types import TracebackType
 
     from prometheus_client import Counter
@@ -16,7 +16,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RESTART_SECONDS: Final = 1.0
+SLICE_SECONDS: Final = 0.001
+"""Time for which a long piece of work holds the event loop before other tasks run."""
 _MAX_RESTART_SECONDS: Final = 60.0
+
+
+async def run_in_slices(steps: Iterable[T]) -> list[T]:
+    """Take all steps, and return their results. Other tasks run after each SLICE_SECONDS."""
+    clock = asyncio.get_running_loop().time
+    ends_at = clock() + SLICE_SECONDS
+    results: list[T] = []
+    for result in steps:
+        results.append(result)
+        if clock() >= ends_at:
+            await asyncio.sleep(0)
+            ends_at = clock() + SLICE_SECONDS
+    return results
 
 
 class Background:

@@ -11,7 +11,7 @@ from proxy.balancer.backend_health import HealthState
 from proxy.observe.verdict import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
 
@@ -97,7 +97,8 @@ class Instances:
         """Return role and address of each instance."""
         return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
 
-    def collect(self) -> Iterator[Metric]:
+    def steps(self, found: list[Iterable[Metric]]) -> Iterator[None]:
+        """Read one instance at each step. The last step adds the metrics to `found`."""
         gauges = {
             name: GaugeMetricFamily(f"pdproxy_instance_{name}", meaning, labels=("role", "address", *labels))
             for name, meaning, *labels in _INSTANCE_GAUGES
@@ -125,7 +126,8 @@ class Instances:
             gauges["pinned_kv_oldest_seconds"].add_metric(key, 0 if pinned.since is None else now - pinned.since)
             for misfit in self._incompatibilities.of(backend):
                 gauges["misfit"].add_metric((*key, misfit.kind), 1)
-        yield from gauges.values()
+            yield
+        found.append(gauges.values())
 
 
 def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric]:

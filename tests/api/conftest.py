@@ -31,7 +31,7 @@ from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.suspects import Suspects
 from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
-from proxy.observe.metrics import Metrics
+from proxy.observe.metrics import Metrics, exposition
 from proxy.settings import ClientKey, HealthChecks, Joining, Settings
 from proxy.settings.live import LiveSettings
 from proxy.upstream import EngineClient, Upstream
@@ -222,7 +222,7 @@ class Gateway:
         return {(self.scoreboard.requests(slot), self.scoreboard.load(slot)) for slot in range(self.scoreboard.slots)}
 
     def metric_lines(self) -> list[str]:
-        return self.metrics.snapshot("")()[0].decode().splitlines()
+        return exposition(self.metrics.collect(), "")[0].decode().splitlines()
 
 
 @pytest.fixture

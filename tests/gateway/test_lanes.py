@@ -14,6 +14,7 @@ import pytest
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engines import EngineFacts, Identity
 from proxy.common.errors import UnknownModel
+from proxy.observe.metrics import exposition
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
 from tests.deployment import Deployment, generations, releases
@@ -365,9 +366,10 @@ async def test_metrics_show_instances_and_requests_by_model(deploy: Deploy) -> N
     await take_down(gateway, "b")
     instances = {("a", "prefill"): 2, ("a", "decode"): 2, ("b", "prefill"): 2}
     assert gateway.metrics("pdproxy_model_instances") == instances
-    assert {
-        line for line in gateway.worker.metrics.snapshot("")()[0].decode().splitlines() if "model_instances{" in line
-    } >= {'pdproxy_model_instances{model="b",role="decode"} 0.0'}
+    text = exposition(gateway.worker.metrics.collect(), "")[0].decode()
+    assert {line for line in text.splitlines() if "model_instances{" in line} >= {
+        'pdproxy_model_instances{model="b",role="decode"} 0.0'
+    }
 
 
 async def test_stalled_engine_is_compared_with_engines_of_its_model(deploy: Deploy) -> None:

@@ -13,7 +13,7 @@ import pytest
 from yarl import URL
 
 from proxy.gateway.relay import TokenClock
-from proxy.observe.metrics import Metrics
+from proxy.observe.metrics import Metrics, exposition
 from proxy.observe.record import RequestRecord
 from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
@@ -62,7 +62,7 @@ def test_first_token_and_one_of_eight_gaps_are_timed(clock: Clock) -> None:
         clock.now += seconds
         tokens.tick()
     assert record.first_token_seconds == 8
-    told = metrics.snapshot("")()[0].decode()
+    told = exposition(metrics.collect(), "")[0].decode()
     assert "pdproxy_inter_token_seconds_count 2.0" in told
     assert "pdproxy_inter_token_seconds_sum 3.0" in told
 
@@ -397,7 +397,8 @@ def asking_but_not_reading(gateway: Deployment) -> Iterator[None]:
 
 
 async def held_back(engine: CannedEngine) -> None:
-    """Wait until an engine can get rid of nothing more for a while."""
+    """Wait until an engine has sent something, and can send nothing more for a while."""
+    await until(lambda: engine.sent_bytes, "the first bytes of the engine")
     sent_before = -1
     while engine.sent_bytes != sent_before:
         sent_before = engine.sent_bytes

@@ -29,7 +29,7 @@ from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Action, Stage
 from proxy.dialects import DIALECTS
 from proxy.observe import metrics
-from proxy.observe.metrics import RESUME_ACTIONS, Metrics
+from proxy.observe.metrics import RESUME_ACTIONS, Metrics, exposition
 from proxy.settings import Kv
 from tests.conftest import IS_COMPILED
 
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 class Gateway:
     """Metrics of a balancer with one prefiller and one decoder."""
 
-    def __init__(self) -> None:
-        self.scoreboard = Scoreboard(slots=4)
-        self.roster = Roster([("10.0.0.1", 7100)], [("fd00::1", 7200)], self.scoreboard)
+    def __init__(self, prefillers: int = 1) -> None:
+        self.scoreboard = Scoreboard(slots=prefillers + 3)
+        hosts = [(f"10.0.0.{number}", 7100) for number in range(1, prefillers + 1)]
+        self.roster = Roster(hosts, [("fd00::1", 7200)], self.scoreboard)
         self.health = Health()
         row = self.scoreboard.row(0)
         self.pinned_kv = PinnedKv(row)
@@ -66,7 +67,7 @@ class Gateway:
         self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, Incompatibilities())
 
     def text(self) -> str:
-        return self.metrics.snapshot("text/plain")()[0].decode()
+        return exposition(self.metrics.collect(), "text/plain")[0].decode()
 
     def families(self) -> dict[str, Metric]:
         return {family.name: family for family in text_string_to_metric_families(self.text())}
@@ -99,6 +100,12 @@ def test_metrics_have_conventional_names_and_help_texts(gateway: Gateway) -> Non
                 assert sample.name.endswith("_total")
 
 
+def test_scrape_reads_at_most_one_instance_in_a_step() -> None:
+    """Streams go on between the steps, so a scrape of many instances must have many."""
+    few, many = (len([*Gateway(prefillers).metrics.steps([])]) for prefillers in (1, 101))
+    assert many - few >= 2 * 100  # the series of each instance, and its gauges
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_no_problem(gateway: Gateway) -> None:
     with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load(1, 2))):
@@ -108,7 +115,8 @@ def test_promtool_finds_no_problem(gateway: Gateway) -> None:
 
 
 def test_openmetrics_is_served_on_request(gateway: Gateway) -> None:
-    body, content_type = gateway.metrics.snapshot("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")()
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+    body, content_type = exposition(gateway.metrics.collect(), accept)
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     names = {family.name for family in openmetrics.text_string_to_metric_families(body.decode())}
     assert "pdproxy_requests" in names
@@ -201,7 +209,7 @@ WORKERS = """
     from proxy.balancer.pool import Pool, PoolParts
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.observe.metrics import Metrics
+    from proxy.observe.metrics import Metrics, exposition
 
     scoreboard = Scoreboard(workers=2, slots=4)
     roster, health = Roster([("p", 1)], [], scoreboard), Health()
@@ -227,7 +235,7 @@ WORKERS = """
     ))
     metrics = work(0)
     metrics.watch_instances([pool], scoreboard, health, Incompatibilities())
-    print(metrics.snapshot("")()[0].decode())
+    print(exposition(metrics.collect(), "")[0].decode())
 """
 
 

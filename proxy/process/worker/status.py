@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
+from proxy.common.background import SLICE_SECONDS
 from proxy.observe.key_usage import RESULTS
 from proxy.observe.verdict import (
     JUDGE,
@@ -43,8 +44,6 @@ logger = logging.getLogger("proxy.status")
 
 _REPORT_SECONDS: Final = 1.0
 _JUDGE_SECONDS: Final = 2.0
-_SLICE_SECONDS: Final = 0.001
-"""Time after which a judgement is interrupted."""
 _LOG_AFTER_SECONDS: Final = 6.0
 """Time for which a state must last before it is logged."""
 _MAX_LOGGED_REASONS: Final = 5
@@ -100,7 +99,7 @@ class StatusReporter:
             self._judge_at = now + _JUDGE_SECONDS
             self._steps = self._judgement.steps(now)
         for _ in self._steps:
-            if self._clock() - now >= _SLICE_SECONDS:
+            if self._clock() - now >= SLICE_SECONDS:
                 break
 
     def _report(self, now: float) -> dict[str, Any]:
