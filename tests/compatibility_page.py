@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from proxy.balancer import engines
 from proxy.balancer.engines import Capability
@@ -29,7 +29,8 @@ _HEAD: Final = """\
 # Compatibility
 
 This page lists the engines that each connector serves, how they were tested, and the abilities of each engine version.
-Run `pdproxy doctor` to test your own engines.
+The pages for [vLLM](engines/vllm.md), [vLLM-Ascend](engines/vllm-ascend.md) and [SGLang](engines/sglang.md) have the
+flags. Run `pdproxy doctor` to test your own engines.
 
 ## Connectors
 
@@ -88,7 +89,7 @@ class Ability(NamedTuple):
 _VLLM_ONLY: Final = "all but `sglang_bootstrap`"
 _SGLANG_ONLY: Final = "`sglang_bootstrap`, `plain`"
 ABILITIES: Final[Mapping[str, Ability]] = {
-    "TOKEN_IDS": Ability("An interrupted completion resumes from its token IDs"),
+    "TOKEN_IDS": Ability("An interrupted completion [resumes](concepts/resume.md) from its token IDs"),
     "CHAT_STREAM_TOKEN_IDS": Ability(
         "Streams of chats have the token IDs from which a chat resumes",
         sglang_condition="no release; [#37365](https://github.com/sgl-project/sglang/pull/37365) proposes it",
@@ -170,14 +171,15 @@ def _status(connector: str, kv_connector: str) -> str:
     """Return how a KV connector was tested. The most convincing one is the first of the alphabet."""
     for stack in STACKS:
         flags = stack.options(Place("decode", 1, 2, ROOT)).flags
-        if (stack.connector, _kv_connector(flags)) == (connector, kv_connector):
+        if (stack.connector, kv_transfer(flags).get("kv_connector", "")) == (connector, kv_connector):
             return f"Real: {_locked('SGLang' if stack.family is SGLANG else 'vLLM')}"
     return "Simulated" if kv_connector in KV_CONNECTORS.values() else "Untried"
 
 
-def _kv_connector(flags: Mapping[str, str]) -> str:
-    config = flags.get("--kv-transfer-config")
-    return str(json.loads(config)["kv_connector"]) if config else ""
+def kv_transfer(flags: Mapping[str, str]) -> dict[str, Any]:
+    """Return the transfer configuration in the flags of an engine. Empty: there is none."""
+    config: dict[str, Any] = json.loads(flags.get("--kv-transfer-config", "{}"))
+    return config
 
 
 def _locked(software: str) -> str:

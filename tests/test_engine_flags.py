@@ -1,136 +1,108 @@
-"""The commands of docs/engines/ for engines, and the compatibility page, compared with engines and with pdproxy."""
+"""The pages of docs/engines/ and the compatibility page, compared with launch, with real engines and with pdproxy."""
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from proxy.settings import CONNECTOR_TRAITS, load
+from lab.test_docs import Kind, blocks
+from proxy.settings import CONNECTOR_TRAITS, Settings
+from proxy.tools.launch.command import as_text
 from tests import compatibility_page
 from tests.real.stacks import STACKS, Place
+from tests.tools.launch.reading import commands, files_of, gateway_of
+
+if TYPE_CHECKING:
+    from proxy.tools.launch.topology import RoleName
+    from tests.tools.launch.reading import Command
 
 ROOT: Final = Path(__file__).parent.parent
-SECTIONS: Final = ("vLLM with NixlConnector", "vLLM with MooncakeConnector", "vLLM-Ascend", "SGLang")
-TRIED: Final = {"vLLM with NixlConnector": "nixl", "vLLM with MooncakeConnector": "mooncake", "SGLang": "sglang"}
-"""The stack of `scripts/test-real` that starts such engines."""
-KV_ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
-# Where an engine listens, what it serves, and what it reports of its cache.
-_OF_ALL: Final = {"--host", "--port", "--model-path", "--enable-prompt-tokens-details", "--enable-cache-report"}
+PAGES: Final = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/engines").glob("*.md"))}
+TRIED: Final = {
+    "vllm-nixl-1p1d": "nixl",
+    "vllm-mooncake-1p1d": "mooncake",
+    "vllm-store-1p1d": "mooncake-store",
+    "sglang-1p1d": "sglang",
+}
+"""The stack of `scripts/test-real` that starts such engines, by topology."""
+# Where an engine listens, what it serves, and its size.
+_OF_ALL: Final = {"--host", "--port", "--model-path", "--max-model-len", "--context-length", "--enable-cache-report"}
+_SIZES: Final = {"--tensor-parallel-size", "--tp-size", "--max-num-seqs"}
+_DEVICES: Final = {"CUDA_VISIBLE_DEVICES"}
 
 
-@dataclass
-class Line:
-    """A command that starts an engine."""
-
-    role: str
-    environment: dict[str, str]
-    words: list[str]
-
-    @property
-    def flags(self) -> dict[str, str]:
-        """Values by name."""
-        return {
-            word: next(iter(self.words[place + 1 :]), "")
-            for place, word in enumerate(self.words)
-            if word.startswith("--")
-        }
-
-    @property
-    def transfer(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(self.flags["--kv-transfer-config"])
-        return config
+def topologies(page: str) -> dict[str, str]:
+    """Return the rendered text in a page by the name of its topology."""
+    command = re.compile(r"pdproxy launch render configs/topologies/(.*)\.yaml")
+    return {
+        match[1]: block.text
+        for block in blocks(page, PAGES[page])
+        if block.kind is Kind.OUTPUT and (match := command.fullmatch(block.note_text))
+    }
 
 
-def block(section: str) -> str:
-    """Return the commands of a section, without indentation."""
-    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "engines").glob("*.md")))
-    _, _, rest = re.sub(r"^#+ ", "# ", pages, flags=re.MULTILINE).partition(f"# {section}\n")
-    found = re.search(r"^((?:    .*\n)+)", rest, re.MULTILINE)
-    assert found, section
-    return re.sub(r"^    ", "", found[1], flags=re.MULTILINE)
+def engines(topology: str) -> dict[RoleName, Command]:
+    """Return the command of each role."""
+    found: dict[RoleName, Command] = {}
+    for path, text in files_of(topology).items():
+        if path != "gateway.yaml":
+            (command,) = commands(text)
+            found["prefill" if "/prefill-" in path else "decode"] = command
+    return found
 
 
-def lines(section: str) -> list[Line]:
-    """Return the engines' commands, in order."""
-    made = []
-    for role, text in re.findall(
-        r"^# (prefill|decode) node[^\n]*\n(.*?)(?=^# )", block(section), re.MULTILINE | re.DOTALL
-    ):
-        words = shlex.split(text)
-        environment = {}
-        while re.match(r"[A-Z_]+=", words[0]):
-            name, _, environment[name] = words.pop(0).partition("=")
-        made.append(Line(role, environment, words))
-    assert [line.role for line in made] == ["prefill", "decode"], section
-    return made
+@pytest.mark.parametrize("page", PAGES)
+def test_page_of_an_engine_shows_what_launch_renders(page: str) -> None:
+    shown = topologies(page)
+    assert shown
+    for name, text in shown.items():
+        stale = f"copy the output of `pdproxy launch render configs/topologies/{name}.yaml` into {page}"
+        assert text.splitlines() == as_text(files_of(name)).splitlines(), stale
 
 
-def gateway(section: str) -> Any:
-    """Return the settings of the gateway's command."""
-    (command,) = re.findall(r"^pdproxy (.*)$", block(section), re.MULTILINE)
-    return load(shlex.split(command), {}).settings
+def test_pages_show_a_topology_for_every_real_stack_with_two_roles() -> None:
+    shown = {name for page in PAGES for name in topologies(page)}
+    assert TRIED.keys() | {"vllm-ascend-1p1d"} == shown
+    # ExampleConnector is an example of vLLM, and thinking has the engines of nixl.
+    disaggregated = {stack.name for stack in STACKS if CONNECTOR_TRAITS[stack.connector].takes_prefillers}
+    assert disaggregated - {"thinking", "store"} == {*TRIED.values()}
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_engines_listen_at_the_gateways_addresses(section: str) -> None:
-    settings = gateway(section)
-    for line, (endpoint,) in zip(lines(section), (settings.prefill, settings.decode), strict=True):
-        assert line.flags["--port"] == str(endpoint.port)
-        assert line.flags["--host"] == "0.0.0.0"
-
-
-@pytest.mark.parametrize("section", SECTIONS[:3])
-def test_transfer_config_is_of_the_gateways_connector(section: str) -> None:
-    kv_connectors = CONNECTOR_TRAITS[gateway(section).connector].kv_connectors
-    for line in lines(section):
-        assert line.transfer["kv_connector"] in kv_connectors
-        assert line.transfer["kv_role"] == KV_ROLES[line.role]
-
-
-@pytest.mark.parametrize("section", TRIED)
-def test_lines_have_what_real_engines_are_started_with(section: str, tmp_path: Path) -> None:
-    (stack,) = (stack for stack in STACKS if stack.name == TRIED[section])
-    assert gateway(section).connector == stack.connector
-    for line in lines(section):
-        options = stack.options(Place("prefill" if line.role == "prefill" else "decode", 1, 2, tmp_path))
-        assert set(line.flags) - _OF_ALL <= {*options.flags, *stack.family.options.flags}
-        assert set(line.environment) <= set(options.environment)
+@pytest.mark.parametrize("topology", TRIED)
+def test_topology_has_what_real_engines_are_started_with(topology: str, tmp_path: Path) -> None:
+    (stack,) = (stack for stack in STACKS if stack.name == TRIED[topology])
+    assert gateway_of(files_of(topology))["connector"] == stack.connector
+    for role, command in engines(topology).items():
+        options = stack.options(Place("prefill" if role == "prefill" else "decode", 1, 2, tmp_path))
+        flags = command.flags
+        assert set(flags) - _OF_ALL - _SIZES <= {*options.flags, *stack.family.options.flags}
+        assert set(command.environment) - _DEVICES <= set(options.environment)
         if "--kv-transfer-config" in options.flags:
-            tried = json.loads(options.flags["--kv-transfer-config"])
-            assert line.transfer.items() <= tried.items()
+            tried = compatibility_page.kv_transfer(options.flags)
+            assert flags["--kv-transfer-config"].items() <= tried.items()
 
 
-@pytest.mark.parametrize("section", ["vLLM with MooncakeConnector", "SGLang"])
-def test_bootstrap_port_is_the_one_that_the_gateway_names(section: str) -> None:
-    prefill = lines(section)[0]
-    bootstrap_flag = (
-        prefill.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") or prefill.flags["--disaggregation-bootstrap-port"]
-    )
-    (endpoint,) = gateway(section).prefill
-    assert bootstrap_flag == str(endpoint.bootstrap_port)
+@pytest.mark.parametrize("topology", ["vllm-mooncake-1p1d", "sglang-1p1d"])
+def test_bootstrap_port_is_the_one_that_the_gateway_names(topology: str) -> None:
+    prefill = engines(topology)["prefill"]
+    port = prefill.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") or prefill.flags["--disaggregation-bootstrap-port"]
+    (endpoint,) = Settings.model_validate(gateway_of(files_of(topology))).prefill
+    assert port == str(endpoint.bootstrap_port)
 
 
-def test_ascend_engines_have_ids_ports_and_sizes_as_launch_renders_them() -> None:
-    transfers = [line.transfer for line in lines("vLLM-Ascend")]
-    rendered = (ROOT / "tests/tools/launch/golden/kimi-k2.6-2p2d.txt").read_text(encoding="utf-8")
-    found = re.search(r"--kv-transfer-config '([^']*)'", rendered)
-    assert found
-    (golden,) = [json.loads(found[1])]
-    for transfer in transfers:
-        assert transfer.keys() == golden.keys()
-        assert {role: sizes.keys() for role, sizes in transfer["kv_connector_extra_config"].items()} == {
-            role: sizes.keys() for role, sizes in golden["kv_connector_extra_config"].items()
-        }
-    first, second = transfers
-    assert first["engine_id"] != second["engine_id"]
-    assert first["kv_port"] != second["kv_port"]
-    assert first["kv_connector_extra_config"] == second["kv_connector_extra_config"]
+def test_pages_name_every_connector_of_engines() -> None:
+    pages = "".join(PAGES.values())
+    unnamed = {
+        name
+        for traits in CONNECTOR_TRAITS.values()
+        for name in traits.kv_connectors
+        if not re.search(rf"\b{name}\b", pages)
+    }
+    # Other names of connectors on the pages, and an example.
+    assert unnamed == {"ExampleConnector", "MooncakeConnectorStoreV1", "MooncakeD2RHConnectorV1", "NixlPullConnector"}
 
 
 def test_compatibility_page_is_up_to_date() -> None:

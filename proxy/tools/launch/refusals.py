@@ -199,7 +199,11 @@ def check_recompute(plan: Plan) -> Iterator[Finding]:
         if role == "both":
             words = f"{_RECOMPUTE} is for decoders: vLLM-Ascend does not start with it in other roles"
             yield Finding(_REFUSED, "recompute", role, words, "take it out of additional-config")
-        elif role == "decode" and (mode := _resume_mode(topology)) != "exact":
+        elif role == "prefill":
+            # vllm-project/vllm-ascend#11265, #11537
+            words = f"{_RECOMPUTE} is for decoders: older prefillers are less accurate with it, newer ones ignore it"
+            yield Finding(Severity.WARNING, "recompute", role, words, "take it out of additional-config")
+        elif (mode := _resume_mode(topology)) != "exact":
             words = f"with {_RECOMPUTE} decoders break answers off, and resume.mode {mode} does not continue them"
             yield Finding(_REFUSED, "recompute", role, words, "take resume.mode out of gateway.settings")
 

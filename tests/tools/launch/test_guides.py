@@ -29,6 +29,8 @@ _PORTS = [
     ("d1", "serve --kv-transfer-config engine_id", "2", "3"),
     ("p0", "serve --speculative-config num_speculative_tokens", 3, 1),
     ("p1", "serve --speculative-config num_speculative_tokens", 3, 1),
+    ("p0", "serve --additional-config", {"recompute_scheduler_enable": True}, None),
+    ("p1", "serve --additional-config", {"recompute_scheduler_enable": True}, None),
 ]
 CORRECTIONS: dict[str, list[tuple[str, str, Any, Any]]] = {
     "kimi-k2.5-2p2d": _PORTS,
@@ -131,8 +133,8 @@ def test_topology_has_the_sizes_of_the_guides_table(name: str) -> None:
     assert devices == {node: [str(device) for device in range(16)] for node in ("p0", "d0")}
 
 
-# Examples of this project, which test_vllm.py reads.
-OWN = {"vllm-nixl-1p1d", "vllm-nixl-4p8d"}
+# Examples of this project. Tests of docs/engines/ compare them with real engines.
+OWN = {"sglang-1p1d", "vllm-ascend-1p1d", "vllm-mooncake-1p1d", "vllm-nixl-1p1d", "vllm-nixl-4p8d", "vllm-store-1p1d"}
 
 
 def test_every_topology_is_held_against_its_guide() -> None:

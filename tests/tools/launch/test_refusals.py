@@ -197,6 +197,11 @@ WARNED: list[tuple[str, dict[str, Any], str]] = [
         {"roles__prefill__options__speculative-config": {"num_speculative_tokens": 3}},
         "num_speculative_tokens is 3 for prefillers, which make one token",
     ),
+    (
+        "the guide's own lines: prefillers with the scheduler of decoders",
+        {"roles__prefill__options__additional-config": {"recompute_scheduler_enable": True}},
+        "recompute_scheduler_enable is for decoders: older prefillers are less accurate with it, newer ones ignore it",
+    ),
 ]
 
 
