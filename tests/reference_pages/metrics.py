@@ -66,7 +66,7 @@ _OPEN_LABELS_OF_METRIC = {
     ("pdproxy_instance_load_tokens", "kind"): "`compute`, `kv`",
     ("pdproxy_instance_working_set_tokens", "kind"): "`used`, `limit`",
     ("pdproxy_instance_misfit", "kind"): (
-        f"{_quoted(list(IncompatibilityKind))}: see [Warnings](../../docs/operate/incompatibilities.md#incompatible-engines)"
+        f"{_quoted(list(IncompatibilityKind))}: see [Incompatible engines](../operate/incompatibilities.md)"
     ),
     ("pdproxy_instance_ejected_total", "reason"): _quoted(EJECTIONS),
     ("pdproxy_status_reason", "code"): _quoted(CODES),
