@@ -68,6 +68,7 @@ _OF_ASCEND: Final = frozenset(
 _LEGS: Final = {
     "vllm_pull": "prefill, then the decoder pulls the KV cache",
     "vllm_store": "prefill, then the decoder reads the KV cache from a store",
+    "nixl_push": "both at once; the prefiller writes the KV cache into the decoder's memory",
     "mooncake_bootstrap": "both at once, joined by the bootstrap port",
     "sglang_bootstrap": "both at once, joined by the bootstrap port",
     "ascend_layerwise": "decode; the decoder calls pdproxy, which starts the prefill",
@@ -112,7 +113,7 @@ ABILITIES: Final[Mapping[str, Ability]] = {
     ),
     "REASONING_USAGE": Ability("`usage` of chats counts reasoning tokens", connectors=_VLLM_ONLY),
     "ROUTED_EXPERTS": Ability("Whole answers have `metrics` and `routed_experts`", connectors=_VLLM_ONLY),
-    "NIXL_LEASE": Ability("`kv_lease_duration` of NixlConnector", connectors="`vllm_pull`"),
+    "NIXL_LEASE": Ability("`kv_lease_duration` of NixlConnector", connectors="`vllm_pull`, `nixl_push`"),
     "NIXL_RELEASE": Ability("pdproxy frees unused KV cache of NixlConnector", connectors="`vllm_pull`"),
     "ASCEND_MOONCAKE_RELEASE": Ability(
         "pdproxy frees unused KV cache of MooncakeConnectorV1", connectors="`vllm_pull`"
@@ -209,6 +210,7 @@ def _kv_rows() -> Iterator[str]:
     versions = sorted({capability.since for capability in capabilities().values()})
     titles = {
         KvTransfer.NIXL: "NixlConnector",
+        KvTransfer.NIXL_PUSH: "NixlPushConnector",
         KvTransfer.ASCEND_MOONCAKE: "MooncakeConnectorV1 of vLLM-Ascend",
         KvTransfer.OTHER: "others of `vllm_pull`",
     }

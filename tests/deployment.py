@@ -22,6 +22,7 @@ from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.memory import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load
+from proxy.connectors.nixl_push import EnginePlace, NixlPush
 from proxy.connectors.releaser import RELEASE_MODEL
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.receipts import Receipts
@@ -299,6 +300,7 @@ def engine_options(connector: str, store: Callable[[], Path]) -> dict[str, Any]:
         "sglang_bootstrap": {"profile_name": "sglang"},
         "ascend_layerwise": {"protocol": "layerwise"},
         "mooncake_bootstrap": {"protocol": "transfer"},
+        "nixl_push": {"protocol": "push"},
     }.get(connector, {})
 
 
@@ -349,6 +351,7 @@ async def deployed(
     *,
     settle_seconds: float = 0.01,
     hearing_seconds: float = 0.2,
+    knows_push_engines: bool = True,
     **sections: Any,
 ) -> AsyncIterator[Deployment]:
     """Start engines and a gateway, and check at the end that nothing is left.
@@ -356,6 +359,7 @@ async def deployed(
     Args:
       settle_seconds: Time before orphaned KV is released.
       hearing_seconds: Time that a request suspected as poison waits for exonerating evidence.
+      knows_push_engines: Whether connector nixl_push knows the engines of prefillers, as after their first answers.
       sections: Settings.
     """
     tasks_before = asyncio.all_tasks()
@@ -394,6 +398,8 @@ async def deployed(
                 problems=problems,
             )
             await until(lambda: _all_are_up(deployment), "the first health checks")
+            if knows_push_engines:
+                _introduce_push_engines(deployment)
             yield deployment
             left = await _settled(deployment.leaks)
             left += deployment.broken_promises()
@@ -409,6 +415,17 @@ async def deployed(
         loop.set_exception_handler(None)
     if left:
         pytest.fail("the gateway left something behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _introduce_push_engines(deployment: Deployment) -> None:
+    """Let a nixl_push connector learn the engines of its prefillers, so that its first legs run at once, too."""
+    connector = deployment.worker.lanes.whole.connector
+    if not isinstance(connector, NixlPush):
+        return
+    for engine in deployment.prefillers:
+        (backend,) = (each for each in deployment.worker.pools.prefill.backends() if each.port == engine.port)
+        engine_id = engine.core.protocol.describe()["engine_id"]
+        connector.places.learn(backend, 0, EnginePlace(engine_id, engine.host, engine.port, 1, "before"))
 
 
 async def _settled(find: Callable[[], list[str]]) -> list[str]:

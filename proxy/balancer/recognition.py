@@ -27,11 +27,9 @@ _OFFLOADING: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnecto
 """KV connectors of vLLM that only move KV between a device and its host, for a larger cache."""
 
 _UNSERVED: Final = {
-    "NixlPushConnector": "set `connector: vllm_pull`, which sends the decode leg after the prefill leg, or start the "
-    "engines with NixlConnector, which is faster in that order",
     "MoRIIOConnector": "this gateway does not send its heartbeats, so start the engines with NixlConnector",
 }
-"""Advice by KV connectors of vLLM that `auto` does not select (`nixl/push_worker.py`, `moriio/` in vLLM 0.33)."""
+"""Advice by KV connectors of vLLM that `auto` does not select (`moriio/` in vLLM 0.33)."""
 
 _OTHER_ROLE: Final = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 _GATEWAY: Final = (

@@ -154,6 +154,7 @@ class Failure(StrEnum):
 
     CONNECT = "connect"  # nothing was sent: connection refused, host unreachable, name not found, connect timeout
     BOOTSTRAP = "bootstrap"  # the prefiller runs, but its bootstrap server is missing or belongs to another engine
+    RESTARTED = "restarted"  # another engine than before answers at the address, so the KV is not where it was expected
     RESET = "reset"  # the connection ended before any byte of the answer
     TIMEOUT = "timeout"  # the stage's deadline passed
     STALLED = "stalled"  # it sent nothing on all its streams while other backends of its role did
@@ -172,8 +173,10 @@ _STATUS_OF_FAILURE = {
     Failure.STALLED: 504,
     Failure.REMOVED: 503,
     Failure.BOOTSTRAP: 503,
+    Failure.RESTARTED: 503,
     Failure.ABORTED: 503,
 }
+_INNOCENT_FAILURES: Final = (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED, Failure.RESTARTED)
 
 
 class UpstreamError(GatewayError):
@@ -210,7 +213,7 @@ class UpstreamError(GatewayError):
         """Counts a breakdown as a failure of the backend, once the request is known not to be the cause. None: nothing
         is left to count. See `balancer.blame`."""
         self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
-        if failure in (Failure.BOOTSTRAP, Failure.ABORTED):
+        if failure in (Failure.BOOTSTRAP, Failure.RESTARTED, Failure.ABORTED):
             self.retry_after_seconds = 1.0
         seconds = self.headers.get("retry-after", "")
         if self.is_backpressure and seconds.isascii() and seconds.isdigit():  # no engine sends a date
@@ -262,8 +265,8 @@ class UpstreamError(GatewayError):
     def is_backends_fault(self) -> bool:
         """Whether the failure counts against the health of the backend.
 
-        It does not count if the engine is busy or was removed, or if the request is invalid. Nor does it count if a
-        decoder reported a lack of KV memory, or cannot continue an answer.
+        It does not count if the engine is busy, was removed or was restarted, or if the request is invalid. Nor does it
+        count if a decoder reported a lack of KV memory, or cannot continue an answer.
         """
-        is_innocent = self.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED)
+        is_innocent = self.failure in _INNOCENT_FAILURES
         return not (self.is_backpressure or self.is_clients_fault or is_innocent)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.connectors.ascend_layerwise import AscendLayerwise
 from proxy.connectors.mooncake_bootstrap import MooncakeBootstrap
+from proxy.connectors.nixl_push import NixlPush
 from proxy.connectors.plain import Plain
 from proxy.connectors.sequential import VllmPull, VllmStore
 from proxy.connectors.sglang_bootstrap import SglangBootstrap
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 CONNECTORS: Final[Mapping[str, type[Connector]]] = {
     "ascend_layerwise": AscendLayerwise,
     "mooncake_bootstrap": MooncakeBootstrap,
+    "nixl_push": NixlPush,
     "plain": Plain,
     "sglang_bootstrap": SglangBootstrap,
     "vllm_pull": VllmPull,

@@ -254,6 +254,10 @@ class PrefillBeside:
     def _fail(self, error: Exception) -> None:
         if isinstance(error, UpstreamError) and error.is_stale:  # the next attempt sends it again
             self._upstream.distrust(error.backend)
+        is_served = self._pair.is_served
+        if is_served is not None and is_served():
+            self._wake()
+            return
         self._pair.error = error
         self._wake()
         self._on_failure(error)

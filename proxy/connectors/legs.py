@@ -124,10 +124,19 @@ class Pair:
     the prefill leg's error is raised instead, because a missing KV cache explains whatever the decoder reports.
     """
 
-    __slots__ = ("_legs", "ended", "error", "read", "stop")
+    __slots__ = ("_legs", "ended", "error", "is_served", "read", "stop")
 
-    def __init__(self, prefill: Leg, decode: Leg, read: Callable[[EngineResponse, bytes], None]) -> None:
+    def __init__(
+        self,
+        prefill: Leg,
+        decode: Leg,
+        read: Callable[[EngineResponse, bytes], None],
+        is_served: Callable[[], bool] | None = None,
+    ) -> None:
         self._legs: tuple[Leg, Leg] | None = prefill, decode
+        self.is_served = is_served
+        """Returns whether the decoder no longer needs the prefiller, so that a failure of the prefill leg has no
+        effect. None: it needs the prefiller until the prefill leg has ended."""
         self.error: Exception | None = None
         """The error of the prefill leg, which the driver sets: an UpstreamError unless the program has a defect."""
         self.stop: Callable[[], object] | None = None

@@ -44,6 +44,8 @@ class KvTransfer(StrEnum):
     """The types of KV connectors of engines. Engines of different types release KV in different ways."""
 
     NIXL = "nixl"
+    NIXL_PUSH = "nixl_push"
+    """vLLM's NixlPushConnector. Its decoders send nothing that frees KV (`request_finished` in push_scheduler.py)."""
     ASCEND_MOONCAKE = "ascend_mooncake"
     """vLLM-Ascend's MooncakeConnectorV1, alias MooncakeConnector."""
     OTHER = "other"
@@ -85,13 +87,14 @@ class KvParams(msgspec.Struct):
     do_remote_prefill: Any = None
     """True if the decoder must fetch KV."""
     tp_size: Any = msgspec.UNSET
+    transfer_mode: Any = None
     remote_pcp_size: Any = msgspec.UNSET
 
     @property
     def transfer(self) -> KvTransfer:
         """The connector that wrote these parameters, recognised by a member that only its `request_finished` writes."""
-        if self.tp_size is not msgspec.UNSET:  # vLLM's nixl/pull_scheduler.py
-            return _NIXL
+        if self.tp_size is not msgspec.UNSET:  # vLLM's nixl/pull_scheduler.py and nixl/push_scheduler.py
+            return KvTransfer.NIXL_PUSH if self.transfer_mode == "push" else _NIXL
         # vllm-ascend's mooncake_connector.py; neither its mooncake_hybrid_connector.py nor its
         # mooncake/pull_scheduler.py (MooncakeConnectorV2).
         return KvTransfer.OTHER if self.remote_pcp_size is msgspec.UNSET else KvTransfer.ASCEND_MOONCAKE
@@ -109,7 +112,7 @@ def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bo
 
 def pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
     """Return how many seconds a prefiller keeps KV that no decoder fetches. `prefiller` None: it is unknown."""
-    has_lease = transfer is _NIXL and NIXL_LEASE.is_in(prefiller)
+    has_lease = transfer in (_NIXL, KvTransfer.NIXL_PUSH) and NIXL_LEASE.is_in(prefiller)
     return _NIXL_LEASE_SECONDS if has_lease else _ABORT_SECONDS
 
 

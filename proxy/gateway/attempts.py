@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # The interval of checks for a backend that can continue an answer.
 _CHECK_SECONDS: Final = 0.25
+# Failures after which the same instance may serve the request.
+_MAY_SUCCEED_AGAIN: Final = (Failure.RECOMPUTED, Failure.RESTARTED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,7 +329,7 @@ class AttemptLoop:
     async def _wait_for_backend(self, absence: NoBackendAvailable) -> None:
         """Decide whether to wait for a backend after there was none, or raise."""
         last, resuming = self._last_error, self._resuming
-        is_innocent = last is not None and (last.is_stale or last.failure is Failure.RECOMPUTED)
+        is_innocent = last is not None and (last.is_stale or last.failure in _MAY_SUCCEED_AGAIN)
         if self._avoid and last is not None and (resuming.is_searching or is_innocent) and not self._has_retried_all:
             # Try the same backends again: a decoder may have recovered from a lack of KV memory, a request on a closed
             # idle connection may not have been received, and other backends may be healthy again.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _UNLIMITED: Final = frozenset(
-    {Failure.CONNECT, Failure.BOOTSTRAP, Failure.RECOMPUTED, Failure.REMOVED, Failure.ABORTED},
+    {Failure.CONNECT, Failure.BOOTSTRAP, Failure.RESTARTED, Failure.RECOMPUTED, Failure.REMOVED, Failure.ABORTED},
 )
 """Failures after which the attempts are limited by `retry.max_attempts` only."""
 
@@ -29,7 +29,7 @@ def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_
     """Return whether to retry on another backend.
 
     All attempts are available after a refused connection, a failed bootstrap, a busy engine (429, 503), a decoder that
-    ran out of KV memory, and an instance that was removed or is stopping.
+    ran out of KV memory, and an instance that was removed, was restarted or is stopping.
 
     A lost or broken answer and a 5xx may have pinned KV cache on a prefiller, so they are retried once. So are requests
     of a stalled backend. Timeouts are not retried, because a second wait of the same length helps no client. Errors of

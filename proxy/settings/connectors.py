@@ -38,6 +38,8 @@ class ConnectorTraits:
     """Whether prefillers report their bootstrap server. In vLLM, only traffic shows it."""
     meets_at_bootstrap: bool = False
     """Whether decoders connect to a prefiller at its bootstrap server."""
+    names_prefill_ranks: bool = False
+    """Whether decoders must know the data-parallel rank of the prefill leg, so that it must name one of several."""
     counts_expired_leases: bool = False
     """Whether prefillers count expired leases."""
     has_sglang_routes: bool = False
@@ -80,6 +82,9 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         passes_on=("vllm_pull",),
         has_prefill_first=True,
         is_store=True,
+    ),
+    "nixl_push": ConnectorTraits(
+        kv_connectors=("NixlPushConnector",), names_prefill_ranks=True, counts_expired_leases=True
     ),
     "mooncake_bootstrap": ConnectorTraits(kv_connectors=("MooncakeConnector",), meets_at_bootstrap=True),
     "sglang_bootstrap": ConnectorTraits(

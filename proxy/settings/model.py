@@ -590,6 +590,7 @@ class Settings(Section):
     them. Adding the first or removing the last encoder requires a restart."""
     connector: ConnectorName = "vllm_pull"
     """Protocol of the KV handoff. vllm_pull: the decoder fetches the KV cache. vllm_store: the engines share a store.
+    nixl_push: vLLM's NixlPushConnector; both legs at once, and the prefiller writes into the decoder's memory.
     mooncake_bootstrap: vLLM's own MooncakeConnector; both legs meet at the prefiller's bootstrap server.
     sglang_bootstrap: the same for SGLang. ascend_layerwise: the prefiller sends the KV cache after the decoder has
     called the gateway back. plain: every engine does both stages. auto: pdproxy asks the engines once, at startup.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 AtSigterm = Literal["exit", "silent", "abort", "core-dead"]
 SimRole = Literal["prefill", "decode", "both"]
-ProtocolName = Literal["pull", "bootstrap", "layerwise", "transfer", "store", "none"]
+ProtocolName = Literal["pull", "bootstrap", "layerwise", "push", "transfer", "store", "none"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 
 
@@ -135,7 +135,7 @@ class Options:
 
     @property
     def connector(self) -> ConnectorName:
-        return self.connector_name or self.profile.connector
+        return self.connector_name or ("nixl" if self.protocol == "push" else self.profile.connector)
 
     @property
     def lease_seconds(self) -> float:

@@ -34,6 +34,7 @@ FAILURES: dict[str, tuple[Failure, int | None]] = {
     "no-kv": (Failure.MISSING_KV, None),
     "no-memory": (Failure.RECOMPUTED, None),
     "not-resumed": (Failure.NOT_RESUMED, None),
+    "restarted": (Failure.RESTARTED, None),
     "bad": (Failure.STATUS, 400),
     "busy": (Failure.STATUS, 503),
     **{str(status): (Failure.STATUS, status) for status in (401, 404, 429, 500)},

@@ -85,6 +85,7 @@ def test_vllm_without_transfer_config_gets_the_pull_connector() -> None:
     ("told", "connector"),
     [
         ("NixlConnector", "vllm_pull"),
+        ("NixlPushConnector", "nixl_push"),
         ("MooncakeConnectorV1", "vllm_pull"),
         ("MooncakeConnector", "mooncake_bootstrap"),
         ("MooncakeLayerwiseConnector", "ascend_layerwise"),
@@ -156,11 +157,8 @@ def test_one_engine_with_a_transfer_config_is_enough() -> None:
             ),
         ),
         (
-            [vllm(P, "NixlPushConnector"), vllm(D)],
-            (
-                "10.0.0.1:7100 has NixlPushConnector: set `connector: vllm_pull`, which sends the decode leg after the "
-                "prefill leg, or start the engines with NixlConnector, which is faster in that order"
-            ),
+            [vllm(P, "NixlPushConnector"), vllm(D, "NixlConnector")],
+            "10.0.0.1:7100 has NixlPushConnector and 10.0.0.3:7100 has NixlConnector, and no connector serves both",
         ),
         (
             [vllm(P, "NixlConnector", "MooncakeLayerwiseConnector"), vllm(D)],

@@ -242,6 +242,8 @@ def outcome(connector: str, failure: Case, mode: str, stream: bool, api: Api) ->
         case "vllm_store":  # its prefillers pin nothing, and its decoders work without them
             return Answered(1, 1) if failure.action == "missing_kv_params" else replace(expected, pinned=0)
     if failure.action == "missing_kv_params":  # and the decoder waits
+        if connector == "nixl_push":  # its prefillers answer before they send the KV, so their answers show this
+            return Refused(2, 2, status=502, code="kv_handoff_failed") if failure.which == ALL else RETRIED
         return WAITS_IN_VAIN
     if isinstance(expected, Refused) and expected.status == 504:
         return WAITS_IN_VAIN  # each engine waits for the other
@@ -251,7 +253,8 @@ def outcome(connector: str, failure: Case, mode: str, stream: bool, api: Api) ->
 def timeouts(connector: str, failure: Case) -> dict[str, Any]:
     """Return settings with short timeouts for this case."""
     names = failure.short.split()
-    if connector not in SEQUENTIAL and (names or failure.action == "missing_kv_params"):
+    waits = failure.action == "missing_kv_params" and connector != "nixl_push"
+    if connector not in SEQUENTIAL and (names or waits):
         names = ["prefill", "handoff", "first_token", "answer", "idle"]
     # The next request uses these timeouts, too, and must succeed on a busy machine.
     seconds = 0.5 if connector in SEQUENTIAL else 1.0
@@ -305,7 +308,7 @@ async def test_outcome_of_a_failing_engine(
         # The releases may have been given up while the request was in the queue.
         gateway.may_stay_pinned = 2 if all_refused else 0
     else:
-        gateway.may_stay_pinned = 2 if connector == "mooncake_bootstrap" else 0
+        gateway.may_stay_pinned = 2 if connector in ("mooncake_bootstrap", "nixl_push") else 0
         gateway.expects_inexact_pins = True
     if connector not in SEQUENTIAL and failure.role == P and failure.action in TOO_LATE and answer.status == 200:
         expected = Answered(2, 2)

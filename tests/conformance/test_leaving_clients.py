@@ -112,7 +112,7 @@ async def test_leaving_client_frees_the_engines(
     if phase.role == "prefill" and CONNECTOR_TRAITS[connector].has_prefill_first:
         assert not generations(*gateway.decoders)
     assert all(len(generations(*engines)) <= 1 for engines in (gateway.prefillers, gateway.decoders))
-    if connector == "mooncake_bootstrap":
+    if connector in ("mooncake_bootstrap", "nixl_push"):
         # After the prefill, the KV cache waits for a decoder, which fetches it if it had the request already.
         gateway.may_stay_pinned = 1
         gateway.expects_inexact_pins = True

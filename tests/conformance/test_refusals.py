@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
-CONNECTORS = ("vllm_pull", "vllm_store", "mooncake_bootstrap", "ascend_layerwise", "sglang_bootstrap", "plain")
+CONNECTORS = (
+    *("vllm_pull", "vllm_store", "nixl_push", "mooncake_bootstrap", "ascend_layerwise", "sglang_bootstrap", "plain"),
+)
 ROLES = [
     (connector, role)
     for connector in CONNECTORS

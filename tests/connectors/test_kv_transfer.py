@@ -55,4 +55,4 @@ def test_only_decoders_known_to_do_it_are_asked_to_release(
 
 
 def test_unknown_version_is_taken_to_keep_kv_for_long() -> None:
-    assert [pin_seconds(transfer, None) for transfer in KvTransfer] == [480.0] * 3
+    assert [pin_seconds(transfer, None) for transfer in KvTransfer] == [480.0] * 4

@@ -20,6 +20,7 @@ MATRIX = [
     # Nothing was sent, or the engine only said that it is busy, or gave the work up: free to repeat.
     (Failure.CONNECT, None, ALWAYS),
     (Failure.BOOTSTRAP, None, ALWAYS),
+    (Failure.RESTARTED, None, ALWAYS),
     (Failure.STATUS, 429, ALWAYS),
     (Failure.STATUS, 503, ALWAYS),
     (Failure.RECOMPUTED, None, ALWAYS),

@@ -693,8 +693,8 @@ def test_mistake_in_the_environment_names_the_variable(name: str, value: str, se
         (
             "--connector pigeon",
             (
-                "--connector must be 'auto', 'vllm_pull', 'vllm_store', 'mooncake_bootstrap', 'sglang_bootstrap',"
-                " 'ascend_layerwise' or 'plain', not 'pigeon'"
+                "--connector must be 'auto', 'vllm_pull', 'vllm_store', 'nixl_push', 'mooncake_bootstrap',"
+                " 'sglang_bootstrap', 'ascend_layerwise' or 'plain', not 'pigeon'"
             ),
         ),
         (

@@ -248,8 +248,8 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
     add(
         "--protocol",
         choices=get_args(ProtocolName),
-        help="Protocol of the KV handoff: pull and transfer of vLLM, bootstrap of SGLang, layerwise of vllm-ascend, a "
-        "store, or none. Default: that of the profile.",
+        help="Protocol of the KV handoff: pull, push and transfer of vLLM, bootstrap of SGLang, layerwise of "
+        "vllm-ascend, a store, or none. Default: that of the profile.",
     )
     add(
         "--bootstrap-port",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from proxy.sim.engine.core import Core
 
 KV_CONNECTORS: Final = {
+    "push": "NixlPushConnector",
     "transfer": "MooncakeConnector",
     "layerwise": "MooncakeLayerwiseConnector",
     "store": "MooncakeStoreConnector",
@@ -173,7 +174,7 @@ class ControlRoutes:
         transfer: dict[str, Any] | None = None
         if name is not None:
             transfer = {"kv_connector": name, "kv_role": role, "engine_id": engine_id}
-            if name == "NixlConnector":
+            if name in ("NixlConnector", "NixlPushConnector"):
                 extra: dict[str, Any] = {"bidirectional_kv_xfer": options.bidirectional_kv_xfer}
                 if options.pin_seconds is not None:
                     extra["kv_lease_duration"] = options.pin_seconds

@@ -31,6 +31,7 @@ from proxy.sim.kv.cache import Pin, PrefixCache
 from proxy.sim.kv.layerwise import LayerwiseProtocol
 from proxy.sim.kv.protocol import NoProtocol, StoreProtocol
 from proxy.sim.kv.pull import PullProtocol
+from proxy.sim.kv.push import PushProtocol
 from proxy.sim.kv.transfer import TransferProtocol
 from proxy.sim.options import AtSigterm, Options, ProtocolName
 from proxy.sim.state import Condition, Seen, State
@@ -46,6 +47,7 @@ PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, 
     "pull": PullProtocol,
     "bootstrap": BootstrapProtocol,
     "layerwise": LayerwiseProtocol,
+    "push": PushProtocol,
     "transfer": TransferProtocol,
     "store": StoreProtocol,
     "none": NoProtocol,

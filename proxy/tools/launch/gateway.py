@@ -29,11 +29,19 @@ def gateway_tree(plan: Plan) -> dict[str, Any]:
     for name in tree.keys() & topology.gateway.settings.keys():
         raise SettingsError(f"gateway.settings: {name} follows from the rest of the topology: leave it out")
     tree |= topology.gateway.settings
+    if (ranks := _prefill_ranks(plan)) > 1 and CONNECTOR_TRAITS[tree["connector"]].names_prefill_ranks:
+        tree["balance"] = {"prefill_dp_ranks": ranks, **tree.get("balance", {})}
     try:
         Settings.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(explain(error, lambda option: f"gateway.settings: {option}", ())) from None
     return tree
+
+
+def _prefill_ranks(plan: Plan) -> int:
+    """Return the number of data-parallel ranks behind each address of a prefiller."""
+    part = plan.topology.roles.get("prefill")
+    return 1 if part is None or plan.topology.launcher != "serve_nodes" else part.dp
 
 
 def gateway_file(plan: Plan) -> str:

@@ -172,7 +172,7 @@ def check_alike(plan: Plan) -> Iterator[Finding]:
     if "both" in plan.topology.roles:
         return
     prefill, decode = (plan.topology.options_of(role) for role in ("prefill", "decode"))
-    alike = _ALIKE | (_ALIKE_FOR_NIXL if plan.topology.connector == "NixlConnector" else {})
+    alike = _ALIKE | (_ALIKE_FOR_NIXL if plan.topology.has_side_channels and plan.topology.engine == "vllm" else {})
     for flag, reason in alike.items():
         one, other = prefill.get(flag), decode.get(flag)
         if one != other:

@@ -45,6 +45,7 @@ _OWN_VARIABLES: Final = (
     *("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"),
 )
 _NIXL: Final = "NixlConnector"
+_NIXL_PUSH: Final = "NixlPushConnector"
 _MOONCAKE: Final = "MooncakeConnector"
 _STORES: Final = tuple(name for traits in CONNECTOR_TRAITS.values() if traits.is_store for name in traits.kv_connectors)
 
@@ -173,7 +174,8 @@ class Part(Common):
     kv_port: Port | None = None
     """First port for transfers of KV cache. Each device listens at this port plus its number in the group.
 
-    NixlConnector: port of the side channel. Each rank listens at this port plus its number in the group."""
+    NixlConnector and NixlPushConnector: port of the side channel. Each rank listens at this port plus its number in the
+    group."""
     bootstrap_port: Port = 8998
     """SGLang, and MooncakeConnector of vLLM: port at which decoders connect to a prefiller."""
 
@@ -220,7 +222,7 @@ class Topology(Common):
     def has_side_channels(self) -> bool:
         """Return whether engines listen at `kv_port` for each other."""
         return self.connector is not None and (
-            self.connector == _NIXL
+            self.connector in (_NIXL, _NIXL_PUSH)
             if self.engine == "vllm"
             else self.connector.startswith(("Mooncake", "Nixl")) and not self.has_store
         )
@@ -303,8 +305,9 @@ class Topology(Common):
                 if is_split
                 else "connector applies to prefill and decode: engines of role both hand nothing over"
             )
-        if self.engine == "vllm" and self.connector not in (None, _NIXL, _MOONCAKE, *_STORES):
-            raise ValueError(f"connector must be {_NIXL}, {_MOONCAKE} or that of a KV store for engine vllm")
+        if self.engine == "vllm" and self.connector not in (None, _NIXL, _NIXL_PUSH, _MOONCAKE, *_STORES):
+            names = f"{_NIXL}, {_NIXL_PUSH}, {_MOONCAKE}"
+            raise ValueError(f"connector must be {names} or that of a KV store for engine vllm")
         if self.has_bootstrap_ports and self.launcher == "serve_ranks" and self.roles["prefill"].dp > 1:
             raise ValueError(f"{_MOONCAKE} has one bootstrap port for all ranks of a node: take launcher serve_nodes")
         for role, part in self.roles.items():

@@ -60,7 +60,7 @@ MISTAKES = [
     (PLAIN.replace("[[n0]]", "[[{node: n0, engine_id: 1}]]"), "engine_id has no effect for engine vllm"),
     (
         SPLIT + "connector: P2pNcclConnector\n",
-        "connector must be NixlConnector, MooncakeConnector or that of a KV store",
+        "connector must be NixlConnector, NixlPushConnector, MooncakeConnector or that of a KV store",
     ),
     (SPLIT + "connector: NixlConnector\n", "prefill needs a kv_port"),
     (

@@ -57,6 +57,18 @@ def test_ranks_of_a_group_on_two_hosts_have_one_endpoint() -> None:
     assert gateway_of(files)["decode"] == ["10.0.0.3:8000"]
 
 
+def test_gateway_names_the_ranks_of_prefillers_that_push() -> None:
+    wide = {"connector": "NixlPushConnector", "roles__prefill__dp": 2, "roles__prefill__tp": 4}
+    files = rendered(plan_of(GUIDE, **wide))
+    assert {command.flags["--kv-transfer-config"]["kv_connector"] for _, command in engines(files)} == {
+        "NixlPushConnector"
+    }
+    assert all(command.environment[PORT] for _, command in engines(files))
+    gateway = gateway_of(files)
+    assert (gateway["connector"], gateway["balance"]) == ("nixl_push", {"prefill_dp_ranks": 2})
+    assert "balance" not in gateway_of(rendered(plan_of(GUIDE, launcher="serve_ranks", **wide)))
+
+
 def test_rank_with_a_separate_endpoint_sees_its_devices() -> None:
     files = rendered(plan_of(GUIDE, launcher="serve_ranks", **WIDE))
     found = [

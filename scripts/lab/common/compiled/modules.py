@@ -12,7 +12,9 @@ _BY_PACKAGE: Final = {
     ),
     "balancer/shared": "back_offs journal scoreboard",
     "common": "backend",
-    "connectors": ("base disaggregated handoff leg_driver legs one_engine releaser sequential sglang_bootstrap"),
+    "connectors": (
+        "base disaggregated handoff leg_driver legs nixl_push one_engine releaser sequential sglang_bootstrap"
+    ),
     "dialects": (
         "adjustments base call fanout messages messages_request openai requests responses responses_request segment"
         " sglang_events translated"
