@@ -33,7 +33,7 @@ async def test_decoder_with_a_slow_link_is_shown_and_avoided(deploy: Deploy, con
     gateway = await deploy(1, 2, connector=connector)
     slow, fast = gateway.decoders
     slow.faults.add("slow_load", seconds=0.5)
-    for number in range(60):
+    for number in range(250):  # the busier the machine, the more samples are dropped
         assert (await gateway.ask(request(Api.CHAT, f"{number} {PROMPT}", stream=True))).is_done
         if pairs := await slow_pairs(gateway, slow):
             break
