@@ -1,4 +1,4 @@
-"""scripts/check-commits accepts and rejects messages as CONTRIBUTING.md, Writing, describes them."""
+"""scripts/check-commits accepts and rejects messages as docs/contributing/style.md describes them."""
 
 from __future__ import annotations
 

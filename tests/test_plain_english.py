@@ -187,7 +187,7 @@ def explanation(group: str, hits: list[Hit], bound: int) -> str:
         [
             f"{group} has {len(hits)} turns of phrase that are hard to read; its bound is {bound}. These are {which}:",
             *map(str, shown),
-            "CONTRIBUTING.md, Writing, has the rules. Do not raise the bound, and do not write around the pattern:",
+            "docs/contributing/style.md has the rules. Do not raise the bound, and do not write around the pattern:",
             "choose the noun, name the actor, and say it in a short sentence.",
         ]
     )

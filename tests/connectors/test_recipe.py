@@ -1,4 +1,4 @@
-"""A connector as CONTRIBUTING.md says to write one: one class and its traits, and everything else is done around it."""
+"""A connector as docs/contributing/recipes.md says: one class and its traits, and everything else is done around it."""
 
 from __future__ import annotations
 
