@@ -42,11 +42,13 @@ MAX_WORDS: dict[str, int | None] = {
     "guides/clients.md": 700,
     "guides/configuration.md": 400,
     "guides/discovery.md": 600,
+    "guides/instances.md": 500,
     "guides/kubernetes.md": 800,
     "guides/launch.md": 500,
     "guides/models.md": 500,
     "guides/reverse-proxy.md": 500,
     "guides/scaling.md": 800,
+    "guides/several-gateways.md": 600,
     "guides/tls.md": 400,
     "guides/upgrades.md": 900,
     "index.md": 200,
@@ -68,11 +70,8 @@ MAX_WORDS: dict[str, int | None] = {
 }
 # Present sizes of pages that are still longer. These numbers may only fall.
 OVERLONG = {
-    "guides/discovery.md": 624,
     "guides/launch.md": 529,
     "guides/models.md": 523,
-    "guides/scaling.md": 1463,
-    "guides/upgrades.md": 1367,
 }
 OLD_ANCHORS = 81  # headings of OPERATING.md, without its title, before docs/
 NOT_PROSE = re.compile(r"^( *)```[\s\S]*?^\1```$|^    .*$|<!--[\s\S]*?-->", re.MULTILINE)
