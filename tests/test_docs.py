@@ -35,7 +35,7 @@ MAX_WORDS: dict[str, int | None] = {
     "contributing/style.md": 800,
     "engines/sglang.md": 600,
     "engines/vllm-ascend.md": 600,
-    "engines/vllm.md": 600,
+    "engines/vllm.md": 800,
     "get-started/install.md": 400,
     "get-started/migrate.md": 600,
     "guides/client-keys.md": 500,
