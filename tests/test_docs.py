@@ -30,6 +30,7 @@ MAX_WORDS: dict[str, int | None] = {
     "concepts/resume.md": 800,
     "concepts/routing.md": 900,
     "concepts/working-set.md": 500,
+    "contributing/compiled.md": 800,
     "contributing/recipes.md": 2200,
     "contributing/scripts.md": 1500,
     "contributing/style.md": 800,
