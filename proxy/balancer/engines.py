@@ -73,6 +73,9 @@ class Setup:
     """SGLang only: whether the same seed gives the same answer (`--enable-deterministic-inference`)."""
     has_cumulative_events: bool = False
     """SGLang only: whether each event of `/generate` has the whole answer so far, as text and token ids."""
+    allocates_after_prefill: bool = False
+    """SGLang only: whether a decoder takes KV memory only when the prompt is computed
+    (`--disaggregation-decode-allocation-policy prefill_complete`, 0.5.23)."""
     tool_parser: str | None = None
     """SGLang only: parser of tool calls (`--tool-call-parser`)."""
     reasoning_parser: str | None = None
@@ -128,6 +131,7 @@ def parse_setup(info: Any) -> Setup:
             mode,
             _count(_member(info, "disaggregation_bootstrap_port")),
             is_deterministic=_member(info, "enable_deterministic_inference") is True,
+            allocates_after_prefill=_member(info, "disaggregation_decode_allocation_policy") == "prefill_complete",
             has_cumulative_events=not (
                 _member(info, "incremental_streaming_output") or _member(info, "skip_tokenizer_init")
             ),

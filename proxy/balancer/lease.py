@@ -28,6 +28,7 @@ class Lease:
 
     __slots__ = (
         "_compute",
+        "_deferred_kv",
         "_has_begun",
         "_has_outcome",
         "_has_served",
@@ -68,6 +69,7 @@ class Lease:
         self._reported: UpstreamError | None = None
         # Load that the backend is charged with and that is still to be released.
         self._requests = self._running = self._compute = self._kv = 0
+        self._deferred_kv = 0
 
     def __enter__(self) -> Self:
         """Pick a backend and charge it. Raises NoBackendAvailable."""
@@ -154,6 +156,18 @@ class Lease:
         self._requests -= requests
         self._kv = 0
         self._holds_kv = False
+
+    def defer_kv(self) -> None:
+        """Release the KV cache until `charge_kv`, because the backend takes memory only when the prompt is computed."""
+        self._pool.row.take_kv(self.backend.slot, 0, self._kv)
+        self._deferred_kv, self._kv = self._kv, 0
+
+    def charge_kv(self) -> None:
+        """Charge the KV cache that was deferred. May be called again."""
+        if self._deferred_kv and self._requests:
+            self._pool.row.add(self.backend.slot, kv=self._deferred_kv)
+            self._kv = self._deferred_kv
+        self._deferred_kv = 0
 
     def move(self, avoid: Collection[Backend], because: UpstreamError) -> Backend:
         """Move to another backend, because this one failed, and return the new one.

@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 
 _CONNECTORS: Final = {part: name for name, traits in CONNECTOR_TRAITS.items() for part in traits.kv_connectors}
 """Connectors of the gateway, by the KV connectors of vLLM and vLLM-Ascend."""
-_OFFLOADING: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
+_OFFLOADING: Final = frozenset({"HiSparseConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"})
 """KV connectors of vLLM that only move KV between a device and its host, for a larger cache."""
 
 _UNSERVED: Final = {
+    "DecodeBenchConnector": "it fills the KV cache with invented values for benchmarks: start the engines with "
+    "NixlConnector",
+    "ExampleHiddenStatesConnector": "it writes hidden states and transfers no KV cache: start the engines with "
+    "NixlConnector",
     "MoRIIOConnector": "this gateway does not send its heartbeats, so start the engines with NixlConnector",
 }
-"""Advice by KV connectors of vLLM that `auto` does not select (`moriio/` in vLLM 0.33)."""
+"""Advice by KV connectors of vLLM 0.32 and 0.33 that no connector of the gateway serves."""
 
 _OTHER_ROLE: Final = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 _GATEWAY: Final = (
@@ -119,6 +123,8 @@ def find_connector_mismatch(
     if _OFFLOADING.issuperset(setup.kv_connectors):
         return IncompatibilityKind.CONNECTOR, _describe_local_cache(setup.kv_connectors)
     served_by = {_CONNECTORS.get(part) for part in setup.kv_connectors}
+    if served_by == {None} and (part := next(filter(_UNSERVED.get, setup.kv_connectors), None)):
+        return IncompatibilityKind.CONNECTOR, f"runs {part}: {_UNSERVED[part]}"
     if served_by & {None, connector, *traits.passes_on}:
         return None
     parts = " and ".join(setup.kv_connectors)
@@ -197,7 +203,7 @@ def _connector(engine: EngineReport) -> tuple[str, str]:
     if _OFFLOADING.issuperset(parts):
         raise SettingsError(f"connector auto: {engine.name} {_describe_local_cache(parts)}")
     served = {_CONNECTORS[part]: part for part in parts if part in _CONNECTORS}
-    for part in filter(_UNSERVED.get, parts):
+    for part in () if served else filter(_UNSERVED.get, parts):
         raise SettingsError(f"connector auto: {engine.name} has {part}: {_UNSERVED[part]}")
     transferring = {name: part for name, part in served.items() if not CONNECTOR_TRAITS[name].is_store} or served
     if len(transferring) != 1:

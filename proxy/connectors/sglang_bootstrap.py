@@ -85,6 +85,8 @@ class SglangBootstrap(Connector):
             self._ranks.claim() as claim,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
+            if self._allocates_after_prefill(decoder):
+                handoff.decoder.defer_kv()
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             # A prefiller answers when the transfer has ended (`process_disagg_prefill_inflight_queue`, prefill.py).
             handoff.answers_after_transfer = True
@@ -117,6 +119,16 @@ class SglangBootstrap(Connector):
                 for backend in legs.at_work:
                     self._aborts.send(backend, legs.id, call.headers)
                 raise
+
+    def _allocates_after_prefill(self, decoder: Backend) -> bool:
+        """Return whether the decoder takes KV memory only when the prompt is computed.
+
+        With `prefill_complete` it allocates after the prefiller has reported the end of its computation
+        (`MooncakeKVReceiver.poll` in SGLang 0.5.23, PR #40703).
+        """
+        facts = self._context.pools.decode.health.of(decoder).facts
+        setup = None if facts is None else facts.identity.setup
+        return setup is not None and setup.allocates_after_prefill
 
     def _prefill_leg(self, legs: _Legs) -> Leg:
         call, timeouts = legs.call, self._context.live.settings.timeouts
@@ -174,6 +186,7 @@ class _Legs:
         self.answer = answer
         self.at_work.discard(self.prefiller)
         self._handoff.prefiller.free_compute()
+        self._handoff.decoder.charge_kv()
         self._claim.free()
         if self._timeline.stage is Stage.PREFILL:
             self._enter_next_stage()

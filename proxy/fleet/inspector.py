@@ -22,7 +22,7 @@ from proxy.common.background import Background, BackgroundOwner
 from proxy.observe import logs
 from proxy.settings import CONNECTOR_TRAITS
 from proxy.upstream import EngineRequestError
-from proxy.wire.exposition import parse_expired_leases, parse_prompt_tokens, parse_work
+from proxy.wire.exposition import parse_expired_leases, parse_failed_transfers, parse_prompt_tokens, parse_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -66,9 +66,10 @@ NOT_FETCHED: Final[Mapping[Role, str]] = {
 }
 """Hints for instances between which no KV is transferred, by role."""
 EXPIRES: Final = (
-    "frees KV that no decoder has fetched in time (vllm:nixl_num_kv_expired_reqs_total grows). Check that decoders "
-    "reach the address in its kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT), and look for failed "
-    "handshakes and transfers in their logs"
+    "frees KV that no decoder has fetched in time (vllm:nixl_num_kv_expired_reqs_total or "
+    "vllm:mooncake_num_kv_expired_reqs_total grows). Check that decoders reach the address in its kv_transfer_params "
+    "(VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT) or its bootstrap server, and look for failed handshakes and transfers in "
+    "their logs"
 )
 """Hint for a prefiller whose leases expire."""
 NOT_STORED: Final[Mapping[Role, str]] = {
@@ -283,6 +284,8 @@ class _DecoderState:
     """Handoffs before the last reading; None before the first reading."""
     due: float = 0.0
     """Loop time of the next reading."""
+    failed_transfers: float | None = None
+    """Failed transfers that the engine has counted; None before the first reading."""
     pause_seconds: float = _FIRST_READING_SECONDS
     """Time to the next reading if the next one leaves a pair without a verdict."""
     is_being_read: bool = False
@@ -300,6 +303,8 @@ class _PrefillerState:
     due: float = 0.0
     """Loop time of the next check."""
     is_being_read: bool = False
+    failed_transfers: float | None = None
+    """Failed transfers that the engine has counted; None before the first reading."""
     has_counter: bool = True
     """Whether the engine counts expired leases, as far as known."""
 
@@ -379,6 +384,8 @@ class Transfers:
         finally:
             state.is_being_read = False
         reading = None if exposition is None else parse_prompt_tokens(exposition)
+        if exposition is not None:
+            state.failed_transfers = self._count_failures(backend, exposition, state.failed_transfers)
         state.handoffs_read = handoffs
         found = state.watch.read(reading, handoffs)
         found_of_pairs = state.pair_watch.read(
@@ -419,6 +426,16 @@ class Transfers:
         state.pause_seconds = min(2 * state.pause_seconds, interval_seconds)
         return pause_seconds
 
+    def _count_failures(self, backend: Backend, exposition: bytes, before: float | None) -> float | None:
+        """Count the transfers that failed since the previous reading, and return the count of the engine.
+
+        `before`: its count at the previous reading; None: there was none. After a restart the count begins at 0.
+        """
+        count = parse_failed_transfers(exposition)
+        if count is not None and before is not None and count > before:
+            self._metrics.failed_transfers_total.labels(backend.role.value).inc(count - before)
+        return count
+
     # Leases of prefillers
 
     def _read_leases(self, decoders: Collection[Backend], interval_seconds: float) -> None:
@@ -456,6 +473,7 @@ class Transfers:
         now = asyncio.get_running_loop().time()
         totals = None
         if exposition is not None:
+            state.failed_transfers = self._count_failures(backend, exposition, state.failed_transfers)
             expired = parse_expired_leases(exposition)
             state.has_counter = expired is not None
             if expired is not None:

@@ -241,6 +241,12 @@ class Metrics:
         "(`started_anew`).",
         ("role", "address", "reason"),
     )
+    failed_transfers_total = MetricRow(
+        Counter,
+        "Transfers of KV cache that failed, as engines of a role count them in their metrics.",
+        ("role",),
+        series=product(("prefill", "decode")),
+    )
     kv_orphans_total = MetricRow(Counter, "Prefilled KV caches that no decoder is known to have fetched.")
     kv_released_total = MetricRow(
         Counter,

@@ -86,7 +86,9 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
     "nixl_push": ConnectorTraits(
         kv_connectors=("NixlPushConnector",), names_prefill_ranks=True, counts_expired_leases=True
     ),
-    "mooncake_bootstrap": ConnectorTraits(kv_connectors=("MooncakeConnector",), meets_at_bootstrap=True),
+    "mooncake_bootstrap": ConnectorTraits(
+        kv_connectors=("MooncakeConnector",), meets_at_bootstrap=True, counts_expired_leases=True
+    ),
     "sglang_bootstrap": ConnectorTraits(
         engine="SGLang",
         takes_encoders=False,

@@ -65,6 +65,8 @@ class Options:
     """Whether the engine reports its configuration, as with VLLM_SERVER_DEV_MODE=1."""
     ec_role: Literal["", "producer", "consumer"] = ""
     """The role in the transfer of encoded media, as with ECCPUConnector. Empty: the engine has no such connector."""
+    allocates_after_prefill: bool = False
+    """Whether a decoder of SGLang reports the allocation policy `prefill_complete`."""
     bidirectional_kv_xfer: bool = False
     """Whether a decoder reports its own KV cache, as with NIXL's option of this name."""
     request_id_headers: bool = False

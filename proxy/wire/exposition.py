@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 import re
 from itertools import product
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class PromptTokens(NamedTuple):
@@ -37,10 +40,19 @@ def parse_prompt_tokens(exposition: bytes) -> PromptTokens | None:
 def parse_expired_leases(exposition: bytes) -> float | None:
     """Return how many times a prefiller freed KV because no decoder fetched it in time; None: it reports no count.
 
-    The NixlConnector of vLLM counts this since the engine started (kv_connector/v1/nixl/stats.py). The
-    MooncakeConnector only logs it. SGLang has no leases: both legs of a request fail together.
+    vLLM's connectors count this since the engine started: NixlConnector (kv_connector/v1/nixl/stats.py), and since vLLM
+    0.33 MooncakeConnector (mooncake/stats.py). SGLang has no leases: both legs of a request fail together.
     """
-    return _sum(exposition, b"vllm:nixl_num_kv_expired_reqs_total")
+    return _sum_of(exposition, _EXPIRED)
+
+
+def parse_failed_transfers(exposition: bytes) -> float | None:
+    """Return how many transfers of KV cache failed at an engine since it started; None: it reports no count.
+
+    vLLM's NixlConnector counts them at decoders and includes failed handshakes (nixl/stats.py). MooncakeConnector
+    counts at both engines since vLLM 0.33 (mooncake/stats.py), and so does SGLang (metrics_collector.py).
+    """
+    return _sum_of(exposition, _FAILED)
 
 
 def parse_work(exposition: bytes) -> float | None:
@@ -49,8 +61,7 @@ def parse_work(exposition: bytes) -> float | None:
     Only the difference between two readings has a meaning. vLLM counts with each step. SGLang counts in
     `sglang:realtime_tokens_total`, and also at the end of each request.
     """
-    counted = [tokens for name in _WORK if (tokens := _sum(exposition, name)) is not None]
-    return sum(counted) if counted else None
+    return _sum_of(exposition, _WORK)
 
 
 def parse_ranks(exposition: bytes) -> int | None:
@@ -67,6 +78,22 @@ _WORK: Final = tuple(
     f"{engine}:{name}_tokens_total".encode()
     for engine, name in product(("vllm", "sglang"), ("generation", "prompt", "realtime"))
 )
+
+
+_EXPIRED: Final = (b"vllm:nixl_num_kv_expired_reqs_total", b"vllm:mooncake_num_kv_expired_reqs_total")
+_FAILED: Final = (
+    b"vllm:nixl_num_failed_transfers_total",
+    b"vllm:mooncake_num_failed_transfers_total",
+    b"vllm:mooncake_num_failed_recvs_total",
+    b"sglang:num_transfer_failed_reqs_total",
+    b"sglang:num_bootstrap_failed_reqs_total",
+)
+
+
+def _sum_of(exposition: bytes, names: Sequence[bytes]) -> float | None:
+    """Return the sum of all samples with one of these names, or None without any."""
+    sums = [total for name in names if (total := _sum(exposition, name)) is not None]
+    return sum(sums) if sums else None
 
 
 def _read_vllm_tokens(exposition: bytes) -> PromptTokens | None:

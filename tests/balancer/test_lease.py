@@ -70,6 +70,21 @@ def test_compute_and_kv_are_released_separately_and_once(balancer: Balancer) -> 
     assert balancer.all_books() == {NOTHING}
 
 
+def test_deferred_kv_is_charged_later_and_released_once(balancer: Balancer) -> None:
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
+        charged = balancer.books(lease.backend)
+        lease.defer_kv()
+        assert balancer.books(lease.backend)[1].kv == 0
+        for _ in range(2):
+            lease.charge_kv()
+            assert balancer.books(lease.backend) == charged
+    lease.charge_kv()
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
+        lease.defer_kv()
+    lease.charge_kv()
+    assert balancer.all_books() == {NOTHING}
+
+
 def test_lease_can_be_entered_once(balancer: Balancer) -> None:
     lease = balancer.decoders.lease(PickRequest.of(COST))
     with lease, pytest.raises(RuntimeError, match="entered only once"), lease:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from proxy.balancer.engines import Identity, parse_kind, parse_setup
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.recognition import EngineReport, find_connector_mismatch, recognise
 from proxy.common.backend import Role
-from proxy.settings import SettingsError
+from proxy.connectors import CONNECTORS
+from proxy.settings import CONNECTOR_TRAITS, SettingsError
 
 P, D = Role.PREFILL, Role.DECODE
 CONNECTOR, ROLE = IncompatibilityKind.CONNECTOR, IncompatibilityKind.ROLE
@@ -174,6 +176,24 @@ def test_engines_without_a_common_connector_are_an_error(engines: list[EngineRep
     assert problem(*engines) == f"connector auto: {sentence}"
 
 
+# KVConnectorFactory of vLLM 0.32, and vLLM-Ascend 0.30.
+VLLM_NAMES = """DecodeBenchConnector ExampleConnector ExampleHiddenStatesConnector FlexKVConnectorV1 HF3FSKVConnector
+    HiSparseConnector LMCacheConnectorV1 LMCacheMPConnector MoRIIOConnector MooncakeConnector MooncakeStoreConnector
+    NixlConnector NixlPullConnector NixlPushConnector OffloadingConnector SimpleCPUOffloadConnector""".split()
+ASCEND_NAMES = """AscendStoreConnector MooncakeConnectorStoreV1 MooncakeConnectorV1 MooncakeConnectorV2
+    MooncakeD2RHConnectorV1 MooncakeHybridConnector MooncakeLayerwiseConnector MooncakePullConnector
+    SfaRemoteD2HConnector UCMConnector""".split()
+
+
+@pytest.mark.parametrize("name", VLLM_NAMES + ASCEND_NAMES)
+def test_every_kv_connector_has_a_connector_or_a_reason(name: str) -> None:
+    engines = [vllm(P, name), vllm(D, name)]
+    if any(name in traits.kv_connectors for traits in CONNECTOR_TRAITS.values()):
+        assert recognise(engines).connector in CONNECTORS
+    else:
+        assert re.search("(start the engines|combine it) with NixlConnector", problem(*engines))
+
+
 @pytest.mark.parametrize("answer", [None, 1, [], {}, {"data": 1}, {"data": [None, 1]}, models(None), models([1])])
 def test_malformed_models_are_those_of_an_unknown_engine(answer: Any) -> None:
     assert "is neither vLLM nor SGLang" in problem(said(P, "p:1", answer), vllm(D))
@@ -206,6 +226,9 @@ def test_malformed_server_info_of_vllm_is_ignored(info: Any) -> None:
         (sglang(D, "decode"), "plain", ROLE, "must do both stages"),
         (vllm(D, "NixlConnector"), "mooncake_bootstrap", CONNECTOR, "runs NixlConnector"),
         (vllm(P, "MooncakeConnector"), "vllm_store", CONNECTOR, "use mooncake_bootstrap, or auto"),
+        (vllm(P, "NixlPushConnector"), "vllm_pull", CONNECTOR, "use nixl_push, or auto"),
+        (vllm(P, "MoRIIOConnector"), "vllm_pull", CONNECTOR, "does not send its heartbeats"),
+        (vllm(D, "HiSparseConnector"), "vllm_pull", CONNECTOR, "combine it with NixlConnector"),
         (vllm(P, "MooncakeConnector", kv_role="kv_consumer"), "mooncake_bootstrap", ROLE, "as a prefiller"),
         (
             said(D, "d:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}),

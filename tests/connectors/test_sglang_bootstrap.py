@@ -230,6 +230,26 @@ def compute(pair: Pair, role: Role) -> int:
     return pair.gateway.scoreboard.load(backend.slot).compute
 
 
+@pytest.mark.parametrize("late", [True, False])
+async def test_decoder_is_charged_when_it_allocates_memory(deploy: Deploy, late: bool) -> None:
+    """A decoder with the policy `prefill_complete` takes memory when the prompt is computed (SGLang PR #40703)."""
+    gateway = await deploy(connector="sglang_bootstrap", decoder={"allocates_after_prefill": late})
+    (prefiller,), (decoder,) = gateway.prefillers, gateway.decoders
+    (backend,) = gateway.worker.pools.decode.backends()
+
+    def kv() -> int:
+        return gateway.scoreboard.load(backend.slot).kv
+
+    with decoder.held():
+        with prefiller.held(prefills=True):
+            asking = asyncio.create_task(gateway.ask(request(Api.CHAT, stream=True)))
+            await decoder.wait_until(lambda state: state.waiting_rooms == 1)
+            assert (kv() == 0) is late
+        await until(lambda: kv() > 0, "the charge")
+    assert (await asking).is_done
+    assert kv() == 0
+
+
 async def test_prefiller_is_free_when_it_has_answered(deploy: Deploy) -> None:
     pair = await start(deploy, decode=meeting.begins_and_hangs)
     async with pair.gateway.asking(request(Api.CHAT, stream=True)) as client:

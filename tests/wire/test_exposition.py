@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.wire.exposition import PromptTokens, parse_prompt_tokens, parse_ranks
+from proxy.wire.exposition import (
+    PromptTokens,
+    parse_expired_leases,
+    parse_failed_transfers,
+    parse_prompt_tokens,
+    parse_ranks,
+)
 
 VLLM = b"""# HELP vllm:prompt_tokens_by_source_total Number of prompt tokens by source.
 # TYPE vllm:prompt_tokens_by_source_total counter
@@ -81,3 +87,25 @@ vllm:num_requests_waiting{engine="2",model_name="tiny"} 3.0
 )
 def test_ranks_are_counted_by_their_gauges(exposition: bytes, ranks: int | None) -> None:
     assert parse_ranks(exposition) == ranks
+
+
+@pytest.mark.parametrize(
+    ("exposition", "expired", "failed"),
+    [
+        (b"", None, None),
+        (
+            b'vllm:nixl_num_kv_expired_reqs_total{engine="0"} 2\nvllm:nixl_num_kv_expired_reqs_total{engine="1"} 1\n',
+            3,
+            None,
+        ),
+        (b"vllm:mooncake_num_kv_expired_reqs_total 4.0\n", 4, None),
+        (b"vllm:nixl_num_failed_transfers_total 0.0\n", None, 0),
+        (b"vllm:mooncake_num_failed_recvs_total 2\nvllm:mooncake_num_failed_transfers_total 3\n", None, 5),
+        (b"sglang:num_transfer_failed_reqs_total 1\nsglang:num_bootstrap_failed_reqs_total 6\n", None, 7),
+    ],
+)
+def test_failures_of_transfers_are_summed_over_connectors(
+    exposition: bytes, expired: float | None, failed: float | None
+) -> None:
+    assert parse_expired_leases(exposition) == expired
+    assert parse_failed_transfers(exposition) == failed

@@ -250,6 +250,7 @@ def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
 def _inspector(
     basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], releaser: Releaser
 ) -> Inspector:
+    lease = KvTransfer.OTHER if basis.settings.connector_traits.meets_at_bootstrap else KvTransfer.NIXL
     parts = InspectorParts(
         pools=pools,
         scoreboard=basis.shared.scoreboard,
@@ -259,7 +260,7 @@ def _inspector(
         client=lines.client,
         keys=balancing.keys,
         metrics=basis.metrics,
-        lease_seconds=lambda prefiller: releaser.pin_seconds(prefiller, KvTransfer.NIXL),
+        lease_seconds=lambda prefiller: releaser.pin_seconds(prefiller, lease),
     )
     return Inspector(
         parts,

@@ -151,8 +151,14 @@ class ControlRoutes:
             "external_prefix_cache_hits": core.metrics.prompt_tokens_by_source["external_kv_transfer"],
             "num_preemptions": core.scheduler.preemptions,
         }
-        if options.connector == "nixl":
-            counters["nixl_num_kv_expired_reqs"] = core.protocol.describe().get("expired", 0)
+        described = core.protocol.describe()
+        if options.kv_protocol == "transfer":
+            if options.profile_name >= "v0.33":  # older versions only log it
+                counters["mooncake_num_kv_expired_reqs"] = described.get("expired", 0)
+                counters["mooncake_num_failed_recvs"] = core.state.pull_failures
+        elif options.connector == "nixl":
+            counters["nixl_num_kv_expired_reqs"] = described.get("expired", 0)
+            counters["nixl_num_failed_transfers"] = core.state.pull_failures
         text = core.metrics.render(gauges, counters)
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 

@@ -67,6 +67,9 @@ class SglangRoutes:
                 "served_model_name": options.model,
                 "disaggregation_mode": _MODES[options.role],
                 "disaggregation_bootstrap_port": self._bootstrap_port(),
+                "disaggregation_decode_allocation_policy": (
+                    "prefill_complete" if options.allocates_after_prefill else "early"
+                ),
                 "enable_deterministic_inference": False,
                 "reasoning_parser": options.reasoning_parser or None,
                 "tool_call_parser": options.tool_call_parser or None,

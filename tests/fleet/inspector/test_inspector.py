@@ -23,6 +23,7 @@ from tests.deployment import generations
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from proxy.sim.options import ProtocolName
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -308,12 +309,22 @@ LEASE: dict[str, Any] = {
 }
 
 
+MOONCAKE_LEASE: dict[str, Any] = {
+    "connector": "mooncake_bootstrap",
+    "prefiller": {"profile_name": "v0.33", "pin_seconds": 0.2},
+    "kv": {"pin_seconds": 0.2, "release": "never"},
+}
+
+
+@pytest.mark.parametrize(
+    ("lease", "protocol"), [(LEASE, "pull"), (MOONCAKE_LEASE, "transfer")], ids=["nixl", "mooncake"]
+)
 async def test_prefiller_with_expiring_leases_is_logged_without_decoder_counters(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, lease: dict[str, Any], protocol: ProtocolName
 ) -> None:
     decoder = SimulatedEngine(role="decode", protocol="none", connector_name="nixl")
     decoder.faults.add("refuse_status", path="/metrics", status=404)
-    gateway = await deploy_with_readings(deploy, 1, [decoder], **LEASE)
+    gateway = await deploy_with_readings(deploy, 1, [decoder], **lease)
     (engine,) = gateway.prefillers
     await until(lambda: _readings(engine) > 1, "the first reading, beside that for its ranks")
     await send(gateway, 5)
@@ -326,7 +337,7 @@ async def test_prefiller_with_expiring_leases_is_logged_without_decoder_counters
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in line
     await until(lambda: gateway.metrics("pdproxy_kv_orphans_total").get((), 0) >= 3, "the orphans")
 
-    decoder.options = dataclasses.replace(decoder.options, protocol=None)
+    decoder.options = dataclasses.replace(decoder.options, protocol=protocol)
     await decoder.restart()
     await send_until_logged(
         gateway, caplog, f"inspector: prefill instance {address(engine)} fits again: decoders fetch its KV"
@@ -334,6 +345,20 @@ async def test_prefiller_with_expiring_leases_is_logged_without_decoder_counters
     assert misfits(gateway) == set()
     assert len(logged(caplog, "WARNING", "frees KV")) == 1
     gateway.expects_inexact_pins = True
+
+
+async def test_failed_transfers_of_engines_are_counted(deploy: Deploy) -> None:
+    gateway = await deploy_with_readings(
+        deploy, engine={"connector_name": "nixl", "kv_load_failure_policy": "recompute"}
+    )
+    await send(gateway, 1)
+    gateway.prefillers[0].core.protocol.pins.clear()
+    decoder = gateway.decoders[0]
+    decoder.options = dataclasses.replace(decoder.options, unreachable_ports=frozenset({gateway.prefillers[0].port}))
+    decoder.core.protocol._options = decoder.options  # type: ignore[attr-defined]
+    await send(gateway, 3, "again " + LONG)
+    await until(lambda: gateway.metrics("pdproxy_failed_transfers_total") == {("decode",): 3.0}, "the count")
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 3, True
 
 
 async def send_until_logged(gateway: Deployment, caplog: pytest.LogCaptureFixture, line: str) -> None:
@@ -387,7 +412,7 @@ async def test_counters_are_not_read_without_handoffs_or_when_disabled(deploy: D
 
 
 async def test_prefiller_counters_are_read_only_with_leases(deploy: Deploy) -> None:
-    gateway = await deploy_with_readings(deploy, connector="mooncake_bootstrap")
+    gateway = await deploy_with_readings(deploy, connector="ascend_layerwise")
     await until(lambda: _readings(gateway.prefillers[0]) == 1, "the question for its ranks")
     await send(gateway, 4)
     await wait_for_verdicts(gateway, "transferred", 1)
