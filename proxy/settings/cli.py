@@ -161,7 +161,7 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     addresses = [word for role, _, _ in _ROLES for word in given[f"--{role}"] or ()]
     for word in (*unknown, *addresses):
         if word in COMMANDS:  # an address has a port
-            raise SettingsError(f"a sub-command comes first: write `pdproxy {word} [flags]`")
+            raise _make_late_command_error(word)
     # Show only the flag: its value may be a secret.
     if flags := [_flag_of(word) for word in unknown if word.startswith("-")]:
         raise SettingsError(unknown_flag(flags[0], known_flags))
@@ -203,6 +203,11 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     if given[_DISPATCH_MODE] == "single":
         warnings.append(f"{_DISPATCH_MODE} single is ignored: each media item is sent to one encoder, as with fanout")
     return CommandLine(values, given["--config"], tuple(warnings))
+
+
+def _make_late_command_error(command: str) -> SettingsError:
+    """Return the error for a sub-command after flags."""
+    return SettingsError(f"a sub-command comes first: write `pdproxy {command} [flags]`")
 
 
 def _without_abbreviations(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
@@ -275,6 +280,9 @@ def _paired(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[En
     try:
         return pair_endpoints(noun, hosts, ports)
     except ValueError as error:
+        for host in hosts:
+            if host in COMMANDS:  # --decoder-hosts has taken it for one more host
+                raise _make_late_command_error(host) from None
         raise SettingsError(str(error)) from None
 
 

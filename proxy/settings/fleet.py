@@ -230,8 +230,8 @@ def port_at(endpoint: str, port: int) -> int:
 class KvEvents(Section):
     """KV events: engines publish changes of their prefix caches, so the gateway does not have to infer them.
 
-    Requires the extra events: pip install 'pdproxy[events]'. With endpoint auto, the other options of this section are
-    ignored.
+    Requires the extra events: pip install '.[events]' in the checkout. With endpoint auto, the other options of this
+    section are ignored.
     """
 
     endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_endpoint)] = None
@@ -285,7 +285,7 @@ def _group(name: str) -> str:
 class Replicas(Section):
     """Several gateways in front of the same engines that share their loads through Redis or Valkey.
 
-    Requires the extra redis: pip install 'pdproxy[redis]'.
+    Requires the extra redis: pip install '.[redis]' in the checkout.
     """
 
     url: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_store_url)] = None

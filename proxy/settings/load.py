@@ -119,11 +119,11 @@ def _loaded(
         settings = _validated(values)
     origins = {option: values[option].origin if option in values else DEFAULT for option in OPTIONS}
     if settings.discovery.dns_names and find_spec("dns") is None:
-        raise SettingsError("discovery by DNS needs the extra dns: pip install 'pdproxy[dns]'")
+        raise SettingsError("discovery by DNS needs the extra dns: pip install '.[dns]' in the checkout")
     if settings.replicas.url is not None and find_spec("redis") is None:
-        raise SettingsError("replicas.url needs the extra redis: pip install 'pdproxy[redis]'")
+        raise SettingsError("replicas.url needs the extra redis: pip install '.[redis]' in the checkout")
     if settings.kv_events.endpoint is not None and find_spec("zmq") is None:
-        raise SettingsError("kv_events.endpoint needs the extra events: pip install 'pdproxy[events]'")
+        raise SettingsError("kv_events.endpoint needs the extra events: pip install '.[events]' in the checkout")
     if settings.tracing.endpoint is not None:
         warnings += tuple(other_protocol(environ))
     if not needs_backends:

@@ -564,7 +564,7 @@ class Log(Section):
 
 
 class Tracing(Section):
-    """OpenTelemetry spans of requests. Requires the extra otel: pip install 'pdproxy[otel]'."""
+    """OpenTelemetry spans of requests. Requires the extra otel: pip install '.[otel]' in the checkout."""
 
     endpoint: CollectorUrl = None
     """URL of a collector that accepts traces by OTLP over HTTP, for example http://localhost:4318/v1/traces. The

@@ -191,7 +191,7 @@ _FULL: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _BASE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PATH: Final = "v1/traces"
 _NEEDED: Final = "opentelemetry.exporter.otlp.proto.http"
-_MISSING: Final = "is given, but the extra otel is not installed: pip install 'pdproxy[otel]'"
+_MISSING: Final = "is given, but the extra otel is not installed: pip install '.[otel]' in the checkout"
 
 
 def from_otel(environ: Mapping[str, str]) -> Iterator[tuple[str, Sourced]]:

@@ -318,7 +318,7 @@ def as_table(shown: View) -> RenderableType:
 _TIMEOUT_SECONDS: Final = 5.0
 _DESCRIPTION: Final = """\
 Show what a running gateway does: its rates and latencies since the last look, and every instance. On a terminal the
-table renews itself, with pdproxy[tui] installed; otherwise it is printed again and again."""
+table refreshes in place if the extra tui is installed. Otherwise it is printed again each time."""
 
 
 class _Place(NamedTuple):
@@ -438,7 +438,7 @@ def _make_view_printer(stack: ExitStack, *, is_once: bool) -> Callable[[View], N
     try:
         from rich.live import Live
     except ImportError:
-        print("for a table that renews itself: pip install 'pdproxy[tui]'", file=sys.stderr)
+        print("for a table that renews itself: pip install '.[tui]' in the checkout", file=sys.stderr)
         return _print
     live = stack.enter_context(Live(screen=True, auto_refresh=False))
     return lambda shown: live.update(as_table(shown), refresh=True)

@@ -49,7 +49,9 @@ def test_dns_names_are_those_of_a_role_and_may_be_a_stage_of_encoders() -> None:
 
 def test_without_the_extra_dns_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dns", None)  # as if it could not be imported
-    with pytest.raises(SettingsError, match=r"^discovery by DNS needs the extra dns: pip install 'pdproxy\[dns\]'$"):
+    with pytest.raises(
+        SettingsError, match=r"^discovery by DNS needs the extra dns: pip install '.\[dns\]' in the checkout$"
+    ):
         settings("--prefill p:1", PROXY_DISCOVERY__DECODE_DNS="d:1")
     assert settings("--prefill p:1 --decode d:1").discovery.sources == ()
 

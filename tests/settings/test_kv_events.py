@@ -41,5 +41,5 @@ def test_invalid_replay_endpoint_is_refused_without_offering_auto() -> None:
 def test_without_the_extra_events_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)  # as if it could not be imported
     assert load(_ENGINES, {}).settings.kv_events.journal_rings == 0
-    with pytest.raises(SettingsError, match=r"pip install 'pdproxy\[events\]'"):
+    with pytest.raises(SettingsError, match=r"pip install '.\[events\]'"):
         load([*_ENGINES, "--kv-events", "auto"], {})

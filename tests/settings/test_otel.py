@@ -55,10 +55,13 @@ def test_tracing_without_the_extra_is_an_error_for_options_and_a_warning_otherwi
     with pytest.raises(SettingsError) as refused:
         loaded(PROXY_TRACING__ENDPOINT="http://c:4318/v1/traces")
     assert str(refused.value) == (
-        "PROXY_TRACING__ENDPOINT is given, but the extra otel is not installed: pip install 'pdproxy[otel]'"
+        "PROXY_TRACING__ENDPOINT is given, but the extra otel is not installed: pip install '.[otel]' in the checkout"
     )
     without = loaded(**{BASE: "http://c:4318"})
     assert without.settings.tracing.endpoint is None
     assert without.warnings == (
-        f"{BASE} is given, but the extra otel is not installed: pip install 'pdproxy[otel]'; nothing is traced",
+        (
+            f"{BASE} is given, but the extra otel is not installed: pip install '.[otel]' in the checkout; "
+            "nothing is traced"
+        ),
     )

@@ -55,5 +55,5 @@ def test_password_may_be_in_a_file_and_is_a_secret(tmp_path: Path) -> None:
 def test_without_the_extra_redis_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)  # as if it could not be imported
     assert load(_ENGINES, {}).settings.replicas.guest_rows == 0
-    with pytest.raises(SettingsError, match=r"pip install 'pdproxy\[redis\]'"):
+    with pytest.raises(SettingsError, match=r"pip install '.\[redis\]'"):
         load(_ENGINES, {"PROXY_REPLICAS__URL": "redis://a"})

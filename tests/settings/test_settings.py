@@ -674,6 +674,7 @@ def test_mistake_in_the_environment_names_the_variable(name: str, value: str, se
         ("--port 1 doctor", "a sub-command comes first: write `pdproxy doctor [flags]`"),
         ("--json doctor", "a sub-command comes first: write `pdproxy doctor [flags]`"),
         ("--prefill a:1 --decode b:1 top", "a sub-command comes first: write `pdproxy top [flags]`"),
+        ("--prefiller-hosts a --decoder-hosts b doctor", "a sub-command comes first: write `pdproxy doctor [flags]`"),
         ("--retry-max-backoff-ms 5s", "--retry-max-backoff-ms must be a number of milliseconds, not 5s"),
         ("--kv-connector moriio", "--kv-connector must be nixl or mooncake, not moriio"),
         ("--queue-size many", "--queue-size must be a valid integer, not 'many'"),

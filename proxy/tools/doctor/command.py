@@ -34,7 +34,8 @@ _LEARNED: Final = re.compile(rb'^pdproxy_instance_knee\{address="([^"]*)"[^}]*\}
 _DESCRIPTION: Final = """\
 Examine every configured instance and send one long test prompt through every pair of a prefill and a decode instance.
 Report each problem and how to fix it. Also pass the flags with which the gateway is started. Instances that were added
-at run time are not examined."""
+at run time are not examined. A test prompt is a request like any other: if every request crashes an engine, it does,
+too. --canaries 0 sends none."""
 _EPILOG: Final = """\
 The exit code is 0 without problems, 1 with warnings, and 2 with failures."""
 
