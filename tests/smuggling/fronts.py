@@ -70,10 +70,42 @@ http://:{port} {{
 }}
 """
 
+_ENVOY: Final = """
+static_resources:
+  listeners:
+    - address: {{ socket_address: {{ address: 127.0.0.1, port_value: {port} }} }}
+      filter_chains:
+        - filters:
+            - name: envoy.filters.network.http_connection_manager
+              typed_config:
+                "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+                stat_prefix: clients
+                common_http_protocol_options: {{ headers_with_underscores_action: ALLOW }}
+                http_protocol_options: {{ allow_chunked_length: true, accept_http_10: true }}
+                route_config:
+                  request_headers_to_add: [{{ header: {{ key: {mark}, value: "1" }} }}]
+                  virtual_hosts:
+                    - name: gateway
+                      domains: ["*"]
+                      routes: [{{ match: {{ prefix: / }}, route: {{ cluster: gateway }} }}]
+                http_filters:
+                  - name: envoy.filters.http.router
+                    typed_config:
+                      "@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router
+  clusters:
+    - name: gateway
+      load_assignment:
+        cluster_name: gateway
+        endpoints:
+          - lb_endpoints:
+              - endpoint: {{ address: {{ socket_address: {{ address: 127.0.0.1, port_value: {target} }} }} }}
+"""  # noqa: E501
+
 FRONTS: Final = {
     "nginx": (_NGINX, ("-c", "{file}", "-p", "{folder}")),
     "haproxy": (_HAPROXY, ("-db", "-f", "{file}")),
     "caddy": (_CADDY, ("run", "--adapter", "caddyfile", "--config", "{file}")),
+    "envoy": (_ENVOY, ("-c", "{file}", "--concurrency", "1", "--disable-hot-restart", "--log-level", "off")),
 }
 
 
@@ -118,9 +150,9 @@ class HttpListener:
         return up, down
 
 
-def missing() -> list[str]:
+def missing() -> set[str]:
     """Return the proxies that are not installed."""
-    return [name for name in FRONTS if not shutil.which(name)]
+    return {name for name in FRONTS if not shutil.which(name)}
 
 
 @asynccontextmanager
@@ -129,7 +161,7 @@ async def running(name: str, gateway_port: int, folder: Path) -> AsyncIterator[H
     text, words = FRONTS[name]
     front = HttpListener(name, _free_port())
     async with ToxicProxy("127.0.0.1", gateway_port, watch=front.watch) as tap:
-        file = folder / "config"
+        file = folder / "config.yaml"  # Envoy reads no other name
         file.write_text(text.format(folder=folder, port=front.port, target=tap.port, mark=MARK))
         process = await asyncio.create_subprocess_exec(
             *(shutil.which(name) or name, *(word.format(file=file, folder=folder) for word in words)),
