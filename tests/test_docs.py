@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lab.common.docs_links import on_page_markdown
+from lab.common.docs_site import on_page_markdown
 from lab.test_docs import Kind, blocks
 from proxy.settings import load
 
@@ -134,7 +134,7 @@ def test_yaml_examples_are_valid_configurations(page: str, tmp_path: Path) -> No
 
 
 def test_links_out_of_docs_lead_to_the_source() -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="engines/vllm.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="engines/vllm.md"), meta={})
     text = "[a](../index.md#x) [b](../../DESIGN.md#y) [c](https://example.com/z) [d](#e) [f](../../configs)"
     assert on_page_markdown(text, page=page) == (
         "[a](../index.md#x) [b](https://example.com/pdproxy/blob/main/DESIGN.md#y) [c](https://example.com/z) [d](#e) "
@@ -147,3 +147,10 @@ def test_page_of_old_anchors_is_short_and_complete() -> None:
     anchors = re.findall(r'<a id="([\w-]+)">', text)
     assert len(text.splitlines()) <= 60
     assert len(anchors) == len({*anchors}) == OLD_ANCHORS
+
+
+@pytest.mark.parametrize(("page", "meta"), [("troubleshooting/index.md", {"search": {"boost": 3.0}}), ("index.md", {})])
+def test_search_ranks_troubleshooting_before_other_pages(page: str, meta: dict[str, object]) -> None:
+    shown = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
+    on_page_markdown(PAGES[page], page=shown)
+    assert shown.meta == meta

@@ -1,4 +1,4 @@
-"""Hook of mkdocs: links from a page to files outside docs/ lead to the source on the repository's host."""
+"""Hook of mkdocs: links to files outside docs/ lead to the repository's host, and the search ranks groups of pages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from pathlib import Path
 from typing import Protocol
 
 ROOT = Path(__file__).parents[3]
+# Factors for hits below a path. Operators search for symptoms and tasks, and long references match almost any word.
+_SEARCH_BOOSTS = {
+    "troubleshooting/index.md": 3.0,
+    "guides/": 1.5,
+    "engines/": 1.5,
+    "reference/options.md": 0.5,
+    "reference/cli.md": 0.5,
+    "reference/metrics.md": 0.5,
+    "contributing/": 0.2,
+}
 _link = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -18,10 +28,14 @@ class _File(Protocol):
 
 class _Page(Protocol):
     file: _File
+    meta: dict[str, object]
 
 
 def on_page_markdown(markdown: str, *, page: _Page, **_: object) -> str:
     """Return a page's text with addresses for the links that leave docs/. mkdocs calls it for each page."""
+    for path, boost in _SEARCH_BOOSTS.items():
+        if page.file.src_uri.startswith(path):
+            page.meta["search"] = {"boost": boost}
     directory = posixpath.dirname(f"docs/{page.file.src_uri}")
 
     def absolute(match: re.Match[str]) -> str:
