@@ -197,7 +197,7 @@ def collect_status(verdict: Mapping[str, Any]) -> Iterator[Metric]:
         "hold.",
         labels=("code", "kind", "subject"),
     )
-    for reason in verdict["reasons"]:
-        subject = reason["subject"]
-        reasons.add_metric((reason["code"], subject["kind"], subject["name"]), 1)
+    labels = [(reason["code"], reason["subject"]["kind"], reason["subject"]["name"]) for reason in verdict["reasons"]]
+    for row in dict.fromkeys(labels):  # long names of subjects are cut, and may be equal
+        reasons.add_metric(row, 1)
     yield from (state, reasons)

@@ -230,15 +230,16 @@ def _judge_instances(facts: StatusFacts) -> Iterator[Reason]:
                 cause = f": {each.cause}" if each.cause else ""
                 yield Reason(Level.DEGRADED, code, "instance", each.name, f"{title} {words}{where}{cause}.")
                 break
+        else:
+            yield from _judge_failures(each, results.get((each.role, each.name), {}))
         if each.is_refusing:
             text = f"{title} rejects requests as overloaded (429 or 503)."
             yield Reason(Level.DEGRADED, "instance_refuses", "instance", each.name, text)
-        for kind, hint in each.hints.items():
-            text = f"{title} is incompatible ({kind}): {hint}"
+        if each.hints:
+            hints = "; ".join(f"{kind}: {hint}" for kind, hint in each.hints.items())
+            text = f"{title} is incompatible: {hints}"
             yield Reason(Level.DEGRADED, "incompatible", "instance", each.name, text)
-        own_results = results.get((each.role, each.name), {})
         yield from _judge_silence(each, facts.counts, finished_prompts)
-        yield from _judge_failures(each, own_results)
 
 
 def _results_by_instance(counts: Counts) -> Mapping[tuple[str, str], Mapping[str, float]]:
@@ -325,7 +326,10 @@ def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
 
 
 def _judge_pairs(facts: StatusFacts) -> Iterator[Reason]:
+    unhealthy = {each.name for each in facts.instances if any(each.states.get(state) for state, *_ in _UNHEALTHY)}
     for (prefiller, decoder), seconds in facts.pairs_apart.items():
+        if prefiller in unhealthy or decoder in unhealthy:
+            continue  # The pair is not the cause.
         text = (
             f"KV handoffs from prefill {prefiller} to decode {decoder} fail: the pair is kept apart for another "
             f"{seconds:.0f} s."

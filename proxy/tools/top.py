@@ -157,8 +157,29 @@ def _lines(before: Scrape, after: Scrape) -> Sequence[str]:
         f"loop {1000 * after.total('pdproxy_loop_lag_seconds'):,.0f} ms late",
         f"memory {100 * after.total('pdproxy_memory_share'):.0f} %",
     )
-    named = {"requests": requests, "tokens": tokens, "first token": latencies, "gateway": gateway}
+    named = {
+        "status": (_status(after),),
+        "requests": requests,
+        "tokens": tokens,
+        "first token": latencies,
+        "gateway": gateway,
+    }
     return [f"{name:12} {', '.join(parts)}" for name, parts in named.items()]
+
+
+_LEVELS: Final = ("healthy", "degraded", "impaired", "down")
+"""Names of the states of a gateway, by value of pdproxy_status_state."""
+_SHOWN_REASONS: Final = 5
+
+
+def _status(scrape: Scrape) -> str:
+    """Return the state of the gateway and its reasons, as `GET /admin/status` has them, without sentences."""
+    level = int(scrape.total("pdproxy_status_state"))
+    reasons = [dict(labels) for labels in scrape.by_labels("pdproxy_status_reason")]
+    named = [f"{reason['code']} ({reason['subject']})" for reason in reasons]
+    more = [f"{len(named) - _SHOWN_REASONS} more"] if len(named) > _SHOWN_REASONS else []
+    state = _LEVELS[level] if 0 <= level < len(_LEVELS) else "unknown"
+    return ", ".join([state, *named[:_SHOWN_REASONS], *more])
 
 
 def _seconds(seconds: float | None) -> str:
@@ -302,14 +323,21 @@ def as_table(shown: View) -> RenderableType:
     for row in shown.rows:
         style = "" if row.is_well else "yellow" if row.state == "up" else "bold red"
         table.add_row(*(Text(cell) for cell in row.cells()), style=style)
+    lines = [Text(line, style=_line_style(line)) for line in shown.lines]
     if not shown.keys:
-        return Group(*map(Text, shown.lines), Text(), table)
+        return Group(*lines, Text(), table)
     keys = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(KEY_HEADINGS):
         keys.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for cells in shown.keys:
         keys.add_row(*map(Text, cells))
-    return Group(*map(Text, shown.lines), Text(), table, Text(), keys)
+    return Group(*lines, Text(), table, Text(), keys)
+
+
+def _line_style(line: str) -> str:
+    name, _, text = line.partition(" ")
+    state = text.strip().partition(",")[0]
+    return {"degraded": "yellow", "impaired": "bold red", "down": "bold red"}.get(state, "") if name == "status" else ""
 
 
 # The sub-command: its flags, and the loop of scrapes and output.

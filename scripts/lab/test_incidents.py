@@ -194,7 +194,7 @@ async def engine_error(site: Site) -> AsyncIterator[Sequence[Cause]]:
     """Let a decoder answer with status 500."""
     body = {"error": {"message": "CUDA error: an illegal memory access was encountered", "code": 500}}
     site.decode[0].faults.add("refuse_status", status=500, body=body)
-    yield [("instance_failing", _name(site.decode[0]))]
+    yield [("instance_failing|instance_ejected", _name(site.decode[0]))]
 
 
 @asynccontextmanager

@@ -107,7 +107,13 @@ ROWS = [
         Level.DEGRADED,
         "preempted 2 answers",
     ),
-    (with_decoder(hints={"model": "serves b"}), "incompatible", "d:1", Level.DEGRADED, "(model): serves b"),
+    (
+        with_decoder(hints={"model": "serves b", "role": "is a prefiller"}),
+        "incompatible",
+        "d:1",
+        Level.DEGRADED,
+        "is incompatible: model: serves b; role: is a prefiller",
+    ),
     (replace(WELL, pairs_apart={("p:1", "d:1"): 8.0}), "pair_apart", "p:1 d:1", Level.DEGRADED, "another 8 s"),
     (with_decoder(computes_from=("p:1",)), "pair_recomputes", "p:1 d:1", Level.DEGRADED, "computes prompts again"),
     (with_decoder(slow_from={"p:1": (1.5, 0.1)}), "pair_slow", "p:1 d:1", Level.DEGRADED, "take 1.50 s, those of"),
@@ -174,6 +180,15 @@ def test_verdict_names_the_problem(facts: StatusFacts, code: str, subject: str, 
     (found,) = [reason for reason in reasons if reason.code == code]
     assert (found.subject, found.level) == (subject, level)
     assert words in found.text
+
+
+def test_failures_and_pairs_of_an_instance_that_is_down_are_no_further_reasons() -> None:
+    facts = replace(
+        with_decoder(states={HealthState.EJECTED: 1}),
+        counts={("instance_requests", "decode", "d:1", "status"): 4.0},
+        pairs_apart={("p:1", "d:1"): 8.0},
+    )
+    assert [reason.code for reason in judge(facts)] == ["instance_ejected"]
 
 
 def test_every_code_has_a_row() -> None:

@@ -31,7 +31,7 @@ class Administration {
     this.onKey();
   }
 
-  /** The instances, as /instances has them; null where that is refused. `now` are the metrics of this moment. */
+  /** The instances, as /instances has them, with the `status`; null where that is refused. `now`: the latest metrics. */
   async look(now) {
     if (performance.now() < this._asksAgainAt) return null;
     const details = await askAsAdministrator("instances", (error) => this._refused(error));
@@ -39,6 +39,7 @@ class Administration {
       setHidden(byId("key-form"), true);
       setHidden(byId("admin-told"), true);
       setHidden(byId("forget"), sessionStorage.getItem(KEY) === null);
+      details.status = await askAsAdministrator("admin/status", () => {});
       await this._failures.look(now);
       await this._lookAtConfiguration();
     }

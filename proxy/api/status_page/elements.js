@@ -27,10 +27,14 @@ function setHidden(node, isHidden) {
   if (node.hidden !== isHidden) node.hidden = isHidden;
 }
 
-/** Gives the parent one child for each text, in their order. */
-function setList(list, texts) {
-  while (list.children.length > texts.length) list.lastElementChild.remove();
-  texts.forEach((text, index) => setText(list.children[index] ?? list.appendChild(element("li")), text));
+/** Gives the list one item for each text with a note, in their order. */
+function setNotedList(list, lines) {
+  while (list.children.length > lines.length) list.lastElementChild.remove();
+  lines.forEach(([text, note], index) => {
+    const item = list.children[index] ?? list.appendChild(element("li", {}, element("span"), element("small")));
+    setText(item.firstChild, text);
+    setText(item.lastChild, note);
+  });
 }
 
 /** Replaces the children of the parent. Children that it already has are not touched. */

@@ -7,7 +7,7 @@ const WINDOW_MS = 60_000;
 const POINTS = 60;
 const KEY = "pdproxy admin key";
 const WANTED =
-  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|request_end_total|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|build_info|instance_(state|inflight|load_tokens|pinned_kv|misfit|requests_total)|key_(inflight_requests|(requests|tokens|engine_seconds)_total|time_to_first_token_seconds_bucket))$/;
+  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|request_end_total|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|status_(state|reason)|build_info|instance_(state|inflight|load_tokens|pinned_kv|misfit|requests_total)|key_(inflight_requests|(requests|tokens|engine_seconds)_total|time_to_first_token_seconds_bucket))$/;
 
 class Refused extends Error {
   constructor(status, words) {
@@ -109,35 +109,27 @@ function workers(alive, replaced) {
   return replaced ? `${words} (${count(replaced)} replaced)` : words;
 }
 
-/** Returns a sentence for each problem, the worst first. */
-function troubles(now, pools, shown, sources) {
-  const bad = [];
-  const warn = [];
-  for (const [role, instances] of pools) {
-    const names = (ROLES[role] ?? role).toLowerCase();
-    const of = (state) => instances.filter((one) => one.state === state).length;
-    const useless = of("down") + of("ejected") + of("joining");
-    if (instances.length && useless === instances.length) bad.push(`None of the ${names} is up: requests are refused.`);
-    else {
-      for (const state of STATES.slice(2)) {
-        if (of(state)) warn.push(`${of(state)} of ${instances.length} ${names} ${of(state) === 1 ? "is" : "are"} ${state}.`);
-      }
-    }
-    const misfits = instances.filter((one) => one.misfits.length).length;
-    if (misfits) warn.push(`${misfits} of ${instances.length} ${names} ${misfits === 1 ? "does" : "do"} not fit: see the remarks.`);
-  }
-  if (total(now, "pdproxy_overload_state") >= 2) bad.push("Memory is used up: new requests are refused.");
-  if (shown.errors.level) warn.push("Requests end in errors of engines or of the gateway.");
-  for (const { source, problem } of sources) {
-    if (problem !== null) warn.push(`Instances of ${source} are as they were: ${problem}.`);
-  }
-  if (samplesOf(now, "pdproxy_config_last_reload_successful").some((one) => one.value === 0)) {
-    warn.push("The last reload of the configuration was refused: the one before is in force.");
-  }
-  return { level: bad.length ? "bad" : warn.length ? "warn" : "well", sentences: [...bad, ...warn] };
+const STATES_OF_GATEWAY = ["healthy", "degraded", "impaired", "down"];
+const LEVELS = { healthy: "Healthy", degraded: "Degraded", impaired: "Impaired", down: "Down", gone: "Unreachable" };
+const SHOWN_REASONS = 10;
+
+/** Returns the state of the gateway and its reasons: as /admin/status has them, or else without sentences, from the metrics. */
+function verdict(now, status) {
+  if (status) return { state: status.state, reasons: status.reasons, omitted: status.omitted };
+  const reasons = samplesOf(now, "pdproxy_status_reason").map(({ labels: { code, kind, subject } }) => {
+    return { code, subject: { kind, name: subject }, text: `${code.replaceAll("_", " ")}: ${kind} ${subject}`, since: null, look_at: "" };
+  });
+  return { state: STATES_OF_GATEWAY[total(now, "pdproxy_status_state")] ?? "healthy", reasons, omitted: 0 };
 }
 
-const LEVELS = { well: "Well", warn: "Impaired", bad: "Failing", gone: "Unreachable" };
+/** Returns the lines of the banner: a text and a note for each reason. */
+function linesOf({ reasons, omitted }) {
+  const lines = reasons.slice(0, SHOWN_REASONS).map(({ text, since, look_at: lookAt }) => {
+    return [text, since === null ? "" : `since ${clockTime(new Date(1000 * since))}. Look at ${lookAt}.`];
+  });
+  const rest = reasons.length - lines.length + omitted;
+  return rest > 0 ? [...lines, [`${count(rest)} more: see GET /admin/status.`, ""]] : lines;
+}
 
 class Page {
   constructor() {
@@ -197,7 +189,9 @@ class Page {
 
   _show(now, details) {
     const recent = this._before(now, RATE_MS);
+    const found = verdict(now, details?.status);
     const shown = figures(recent, this._before(now, WINDOW_MS), now);
+    if (found.reasons.some(({ code }) => code === "queue")) shown.queue.level = shown.first.level = "bad";
     for (const [name, tile] of this._tiles) tile.show(shown[name]);
     const pools = poolsOf(recent, now, details);
     for (const [role, instances] of pools) {
@@ -211,25 +205,26 @@ class Page {
     this._clients.show(recent, this._before(now, WINDOW_MS), now);
     const version = samplesOf(now, "pdproxy_build_info")[0]?.labels.version ?? "";
     setText(byId("version"), version);
-    const { level, sentences } = troubles(now, pools, shown, details?.sources ?? []);
     const sizes = [...pools].map(([role, all]) => `${all.length} ${(ROLES[role] ?? role).toLowerCase()}`);
-    this._summarize(level, sentences.length ? sentences : [`${sizes.join(" and ") || "No instances"}: all are up.`]);
+    const lines = linesOf(found);
+    this._summarize(found.state, lines.length ? lines : [[`${sizes.join(" and ") || "No instances"}: no problem is known.`, ""]]);
   }
 
   _isGone(error) {
     this._history = []; // what has grown when it is back, or another is there, is no rate
     const why = error instanceof Refused ? error.message : error.name === "TimeoutError" ? "it does not answer" : "there is no connection";
     const since = this._reachedAt === null ? "" : ` Everything below is as it was at ${clockTime(this._reachedAt)}.`;
-    this._summarize("gone", [`The gateway at ${location.host} cannot be reached: ${why}.${since}`]);
+    this._summarize("gone", [[`The gateway at ${location.host} cannot be reached: ${why}.${since}`, ""]]);
   }
 
-  _summarize(level, sentences) {
+  /** `lines`: texts with a note, which may be empty. */
+  _summarize(state, lines) {
     const summary = byId("summary");
-    setAttribute(summary, "data-level", level);
-    setAttribute(document.body, "data-level", level);
-    setText(summary.querySelector(".word"), LEVELS[level]);
-    setList(summary.querySelector("ul"), sentences);
-    setText(document.querySelector("title"), level === "well" ? "pdproxy" : `${LEVELS[level]} – pdproxy`);
+    setAttribute(summary, "data-level", state);
+    setAttribute(document.body, "data-level", state);
+    setText(summary.querySelector(".word"), LEVELS[state]);
+    setNotedList(summary.querySelector("ul"), lines);
+    setText(document.querySelector("title"), state === "healthy" ? "pdproxy" : `${LEVELS[state]} – pdproxy`);
   }
 }
 

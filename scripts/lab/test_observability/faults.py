@@ -168,7 +168,7 @@ UNDER_LOAD: Final = (
         ),
     ),
     Fault(a_decoder_answers_500, ("PdproxyInstanceFlapping",)),
-    Fault(a_decoder_has_no_kv_connector, ("PdproxyInstanceMisfit", "PdproxyKvComputedAgain")),
+    Fault(a_decoder_has_no_kv_connector, ("PdproxyInstanceMisfit", "PdproxyKvComputedAgain", "PdproxyReason")),
     Fault(clients_leave_before_the_hand_over, ("PdproxyKvOrphaned",)),
     Fault(a_decoder_cannot_load_kv, ("PdproxyPairsKeptApart",)),
     Fault(decoders_break_answers_off, ("PdproxyAnswersResumedOften",)),
@@ -176,7 +176,7 @@ UNDER_LOAD: Final = (
     Fault(many_requests_fail_at_once, ("PdproxyRetryBudgetExhausted",)),
     Fault(a_request_kills_decoders, ("PdproxySuspectRequest",)),
     Fault(some_prefills_are_slow, ("PdproxyFirstTokenSlow",)),
-    Fault(more_comes_than_there_is_room_for, ("PdproxyQueueRefuses",)),
+    Fault(more_comes_than_there_is_room_for, ("PdproxyQueueRefuses", "PdproxyImpaired")),
     Fault(a_worker_stands_still, ("PdproxyEventLoopLate",)),
     Fault(a_worker_dies, ("PdproxyWorkerReplaced",)),
 )

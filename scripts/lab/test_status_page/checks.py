@@ -321,6 +321,10 @@ async def works_without_admin_key(browser: Browser, site: Site) -> list[str]:
 
 async def has_stable_layout(shown: Tab) -> list[str]:
     """Check that refreshes move no elements, nothing is wider than the window, and all text is readable."""
+    async with shown.page.expect_response("**/admin/status") as waiting:
+        pass
+    reasons = await (await waiting.value).text()  # their number changes, and with it the height of the summary
+    await shown.page.route("**/admin/status", lambda route: route.fulfill(body=reasons))
     await shown.looks(2)  # until then a rate has no figure
     await shown.run(_SHIFTS)
     await shown.looks(3)
@@ -331,6 +335,20 @@ async def has_stable_layout(shown: Tab) -> list[str]:
     problems += [f"hard to read: {one}" for one in await shown.run(_CONTRAST)]
     rows = await shown.page.get_by_role("row").count()
     return problems + unless(rows > 8, f"there are {rows} rows") + shown.complaints
+
+
+async def names_reasons(browser: Browser, site: Site) -> list[str]:
+    """Check that the summary names each failing instance: by codes without the admin key, and by sentences with it."""
+    names = {f"{HOST}:{engine.port}" for engine in site.failing}
+    async with tab(browser, site.admin_url) as shown:
+        await shown.page.wait_for_selector('#summary:is([data-level="impaired"], [data-level="degraded"])')
+        found = await text(shown, "#summary")
+        problems = unless(all(name in found for name in names), f"without the key the summary says {found!r}")
+        await shown.give_key(KEY)
+        await shown.page.wait_for_selector("#summary small:has-text('Look at')")
+        found = await text(shown, "#summary")
+        problems += unless(all(name in found for name in names), f"the summary says {found!r}")
+        return problems + shown.complaints
 
 
 async def lists_each_instance(shown: Tab, site: Site) -> list[str]:
@@ -354,6 +372,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 ALONE: Final[dict[str, Callable[[Browser, Site], Any]]] = {
     "figures are those of top": agrees_with_top,
+    "reasons": names_reasons,
     "client keys": lists_client_keys,
     "the admin key": requires_admin_key,
     "failures": lists_failures,

@@ -63,6 +63,18 @@ def of_key(name: str, seconds: float, limited: int, first_tokens: tuple[int, int
     ]
 
 
+def test_first_line_has_the_state_and_its_reasons() -> None:
+    names = [f"d:{number}" for number in range(7)]
+    reasons = [
+        f'pdproxy_status_reason{{code="instance_silent",kind="instance",subject="{name}"}} 1.0' for name in names
+    ]
+    after = scrape(2.0, "pdproxy_status_state 2.0", *reasons)
+    shown = ", ".join(f"instance_silent ({name})" for name in names[:5])
+    assert view(after, after).lines[0] == f"status       impaired, {shown}, 2 more"
+    healthy = scrape(2.0, "pdproxy_status_state 0.0")
+    assert view(healthy, healthy).lines[0] == "status       healthy"
+
+
 def test_client_keys_with_the_most_engine_time_stand_first() -> None:
     before = scrape(0.0, *of_key("a", 0, 0, (0, 0)), *of_key("b", 0, 0, (0, 0)))
     after = scrape(2.0, *of_key("a", 2.0, 0, (8, 8)), *of_key("b", 6.0, 5, (0, 8)))
