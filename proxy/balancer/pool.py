@@ -412,7 +412,7 @@ class Pool:
             refusals=0 if others_running else refusals,
         )
         self._announce(transition)
-        self._on_end(backend, error.failure.value)
+        self._on_end(backend, "invalid_request" if error.is_client_mistake else error.failure.value)
 
     def defer_blame(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
         """Record that a request broke down on a backend, and return a function that charges the backend with it.

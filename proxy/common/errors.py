@@ -179,6 +179,9 @@ _STATUS_OF_FAILURE = {
 _INNOCENT_FAILURES: Final = (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED, Failure.RESTARTED)
 
 
+_CLIENT_MISTAKES: Final = frozenset((400, 404, 413, 415, 422))
+
+
 class UpstreamError(GatewayError):
     """A backend failed during one leg of a request.
 
@@ -245,6 +248,11 @@ class UpstreamError(GatewayError):
         if self.failure is Failure.STATUS:
             return (self.engine_status or 500) >= 500 and not self.is_backpressure
         return self.failure in (Failure.RESET, Failure.BROKEN, Failure.BAD_ANSWER) and not self.is_unreadable
+
+    @property
+    def is_client_mistake(self) -> bool:
+        """Whether the engine reported a mistake in the client's request, such as a prompt that is too long."""
+        return self.failure is Failure.STATUS and self.engine_status in _CLIENT_MISTAKES
 
     @property
     def is_backpressure(self) -> bool:

@@ -171,7 +171,9 @@ class Metrics:
         Gauge, "Client requests in flight.", ("api",), series=product(APIS), multiprocess_mode="livesum"
     )
     instance_requests_total = MetricRow(
-        Counter, "Requests sent to an instance, by result: `ok`, or the failure.", ("role", "address", "result")
+        Counter,
+        "Requests sent to an instance, by result: `ok`, `invalid_request` if it rejected the request, or the failure.",
+        ("role", "address", "result"),
     )
     retries_total = MetricRow(
         Counter,

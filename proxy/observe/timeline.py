@@ -39,6 +39,8 @@ class AttemptFailure(NamedTuple):
     kind: str
     """The value of a `Failure`."""
     instance: str
+    message: str
+    """The problem, with the first words of an error that the engine reported."""
 
 
 class ReplacedLeg(NamedTuple):
@@ -200,7 +202,7 @@ class Timeline(AttemptRecord):
 
     def failed(self, error: UpstreamError) -> None:
         """Note the failure that ended the running attempt."""
-        self.failure = AttemptFailure(error.failure.value, error.backend.name)
+        self.failure = AttemptFailure(error.failure.value, error.backend.name, error.message)
 
     def note_prefiller_replaced(self, pick: Pick) -> None:
         """Note that the prefill leg, which produced nothing, is sent again, to this prefiller."""

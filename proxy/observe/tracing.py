@@ -368,8 +368,8 @@ class _RequestSpans:
     def _failure(self, attempt: AttemptRecord, *, is_last: bool) -> tuple[str, str] | None:
         """Return `error.type` and a sentence, or None if the attempt has not failed."""
         if attempt.failure is not None:
-            kind, instance = attempt.failure
-            return kind, f"{instance}: {kind}"
+            kind, instance, message = attempt.failure
+            return kind, f"{instance}: {message}"
         if not is_last:
             return "_OTHER", "no instance could go on with it"
         return None if self._record.error is None else failure_of(self._record.error)

@@ -28,6 +28,9 @@ _STATES: Final = ("unknown", "up", "down", "ejected", "on probation")
 """Names of states, by value of pdproxy_instance_state."""
 _ROLES: Final = ("prefill", "decode", "encode")
 
+_SERVED: Final = ("ok", "invalid_request")
+"""Results that are no failure of the instance."""
+
 HEADINGS: Final = ("role", "instance", "state", "flight", "KV", "req/s", "fail/s", "pinned", "misfits")
 """Headings of the columns, short enough for 80 characters. `KV` is in tokens."""
 
@@ -206,7 +209,9 @@ def _rows(before: Scrape, after: Scrape) -> Sequence[Row]:
                 in_flight=int(_of(after, "pdproxy_instance_inflight", its)),
                 kv_tokens=int(_of(after, "pdproxy_instance_load_tokens", {**its, "kind": "kv"})),
                 requests_per_second=requests,
-                failures_per_second=max(0.0, requests - rate(before, after, name_all, **its, result="ok")),
+                failures_per_second=max(
+                    0.0, requests - sum(rate(before, after, name_all, **its, result=each) for each in _SERVED)
+                ),
                 pinned_kv=int(_of(after, "pdproxy_instance_pinned_kv", its)),
                 misfits=", ".join(sorted(misfits.get(name, ()))),
             )

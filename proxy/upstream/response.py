@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import upstream_error
+from proxy.wire.openai import engine_words
 from proxy.wire.sglang import lacks_kv_memory
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class EngineResponse:
         failure = Failure.RECOMPUTED if lacks_kv_memory(status, body) else Failure.STATUS
         if body is not None:
             body = self._mask_key(body)
+            if words := engine_words(body):
+                message = f"{message}: {words}"
         return upstream_error(failure, self.backend, message, engine_status=status, body=body, headers=headers)
 
 

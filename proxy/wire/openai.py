@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -80,6 +81,11 @@ def error_type(status: int) -> str:
     return "invalid_request_error" if 400 <= status < 500 else "server_error"
 
 
+_MAX_WORDS: Final = 200
+_MAX_SCANNED: Final = 2000
+_QUOTATION: Final = re.compile(r"""[\[{"`]|(?<!\w)'[^']{24,}|input_value|\binput=""")
+
+
 def error_body(error: GatewayError) -> bytes:
     """Return the JSON body for an error of the gateway."""
     param = error.param if isinstance(error, BadRequest) else None
@@ -97,6 +103,26 @@ def is_error_body(body: bytes) -> bool:
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return isinstance(message, str) and bool(message)
+
+
+def engine_words(body: bytes) -> str:
+    """Return the beginning of the message in an engine's error, for logs and operators. Empty: it has none.
+
+    Engines quote parts of an invalid request, and so perhaps the prompt. So the text ends before the first bracket or
+    long quotation.
+    """
+    try:
+        answer = loads(body)
+    except orjson.JSONDecodeError:
+        return ""
+    answer = answer if isinstance(answer, dict) else {}
+    error = answer.get("error", answer.get("detail", answer))
+    message = error.get("message") if isinstance(error, dict) else error
+    if not isinstance(message, str):
+        return ""
+    printable = "".join(letter if letter.isprintable() else " " for letter in message[:_MAX_SCANNED])
+    words = " ".join(_QUOTATION.split(printable, maxsplit=1)[0].split())
+    return words[:_MAX_WORDS].rstrip(" :,;.")
 
 
 def error_event(error: GatewayError) -> bytes:

@@ -64,12 +64,45 @@ async def test_resumed_answer_shows_each_attempt(deploy: Deploy) -> None:
     assert not first["continues"]
     assert [attempt["continues"] for attempt in further] == [True, True]
     for attempt in (first, further[0]):
-        assert attempt["failure"] == {"kind": "broken", "instance": attempt["d"]}
+        assert (attempt["failure"]["kind"], attempt["failure"]["instance"]) == ("broken", attempt["d"])
     assert further[-1]["failure"] is None
     began = [attempt["began"] for attempt in told["history"]]
     assert began == sorted(began)
     sent = [seen.headers["x-request-id"] for seen in generations(*gateway.decoders)]
     assert {attempt["d_id"] for attempt in told["history"]} == set(sent)
+
+
+async def test_words_of_an_engine_are_in_the_receipt_the_log_and_the_status(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(1, 2, health={"eject_after": 1})
+    words = "CUDA error: an illegal memory access was encountered"
+    bad = gateway.decoders[0]
+    bad.faults.add("refuse_status", status=500, path="/v1/chat", body={"error": {"message": words, "code": 500}})
+    said = f"decode instance: answered with status 500: {words}"
+    while not generations(bad):
+        assert (await gateway.ask(request(Api.CHAT), x_request_id="mine")).status == 200
+    told = (await get(gateway, ONE, id="mine"))["requests"]
+    failures = [attempt["failure"] for one in told for attempt in one["history"] if attempt["failure"]]
+    assert failures == [{"kind": "status", "instance": f"127.0.0.1:{bad.port}", "message": said}]
+    assert f"answered with status 500: {words}" in "".join(
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    )
+    instances = (await get(gateway, "/instances"))["instances"]
+    assert next(one["reason"] for one in instances if one["state"] == "ejected").startswith(said)
+
+
+async def test_mistake_of_a_client_is_no_failure_of_the_instance(deploy: Deploy) -> None:
+    gateway = await deploy()
+    prefiller = gateway.prefillers[0]
+    body = {"error": {"message": "This model's maximum context length is 9 tokens.", "code": 400}}
+    prefiller.faults.add("refuse_status", status=400, path="/v1/chat", body=body)
+    assert (await gateway.ask(request(Api.CHAT), x_request_id="mine")).status == 400
+    [told] = (await get(gateway, ONE, id="mine"))["requests"]
+    said = "prefill instance: answered with status 400: This model's maximum context length is 9 tokens"
+    assert told["error"] == said
+    results = gateway.metrics("pdproxy_instance_requests_total")
+    assert results[f"127.0.0.1:{prefiller.port}", "invalid_request", "prefill"] == 1
 
 
 async def test_latest_requests_are_listed_by_filters(deploy: Deploy) -> None:

@@ -60,7 +60,13 @@ _OPEN_LABELS = {
     "model": "a model or an adapter that an instance serves, see [Several models](../guides/models.md)",
 }
 _OPEN_LABELS_OF_METRIC = {
-    ("pdproxy_instance_requests_total", "result"): "`ok`, or a [failure](errors.md#failures-of-instances)",
+    (
+        "pdproxy_instance_requests_total",
+        "result",
+    ): (
+        "`ok`, `invalid_request` if the instance rejected the client's request, or a "
+        "[failure](errors.md#failures-of-instances)"
+    ),
     ("pdproxy_key_requests_total", "result"): _quoted(RESULTS),
     ("pdproxy_key_tokens_total", "kind"): _quoted(TOKEN_KINDS),
     ("pdproxy_instance_load_tokens", "kind"): "`compute`, `kv`",

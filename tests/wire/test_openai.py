@@ -13,6 +13,7 @@ from proxy.wire.openai import (
     DONE_EVENT,
     Api,
     data_event,
+    engine_words,
     error_body,
     error_event,
     error_type,
@@ -122,3 +123,30 @@ def test_prefillers_details_replace_the_decoders(decoders: Any, prefillers: Any,
 def test_usage_without_details_stays_as_it_is() -> None:
     for usage in ({"prompt_tokens": 10}, {"prompt_tokens": 10, "prompt_tokens_details": None}):
         assert with_prompt_details(usage, None) is usage
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("CUDA error: an illegal memory access\nCompile with...", "CUDA error: an illegal memory access Compile"),
+        ("This model's maximum context length is 4096 tokens.", "This model's maximum context length is 4096 tokens"),
+        ("1 validation error: [{'type': 'string_type', 'input': 'a secret'}]", "1 validation error"),
+        ("Invalid value 'the secret of a prompt that is long' for prompt", "Invalid value"),
+        ('Cannot parse "a secret"', "Cannot parse"),
+        ("x" * 300, "x" * 200),
+        ("bell\x07 and \x1b[31m red", "bell and"),
+    ],
+)
+def test_words_of_an_engine_contain_no_quotation(message: str, words: str) -> None:
+    for body in ({"error": {"message": message}}, {"object": "error", "message": message}, {"detail": message}):
+        found = engine_words(orjson.dumps(body))
+        assert found.startswith(words)
+        assert "secret" not in found
+        assert found.isprintable()
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b'{"error":{"message":7}}', b'{"error":true}', b'{"error":null}']
+)
+def test_body_without_a_message_has_no_words(body: bytes) -> None:
+    assert engine_words(body) == ""

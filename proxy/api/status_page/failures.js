@@ -1,20 +1,23 @@
 // The latest failed requests, and the details of one of them. Disconnected clients are not included.
 
 const SHOWN_FAILURES = 20;
-const WHO = { S: "an engine failed", s: "an engine was too slow", P: "refused by the gateway", K: "cut off by a shutdown" };
+const WHO = { S: "an engine failed", s: "an engine was too slow", P: "rejected by the gateway", K: "cut off by a shutdown" };
 const WHERE = {
   R: "while it was read",
   Q: "in the queue",
   E: "while media were encoded",
   F: "in the prefill",
-  H: "in the hand-over",
+  H: "in the handoff",
   T: "before the first token",
   D: "in the stream",
 };
 
-/** The party that ended a request, and the stage, by the two letters of `term` in the log. */
-function ending(term) {
-  return [WHO[term[0]] ?? term, WHERE[term[1]] ?? ""].join(" ").trim();
+const CLIENT_MISTAKES = new Set([400, 404, 413, 415, 422]);
+
+/** The party that ended a request, and the stage, by its status and the two letters of `term` in the log. */
+function ending(term, code) {
+  const who = term[0] === "S" && CLIENT_MISTAKES.has(code) ? "rejected by an engine" : (WHO[term[0]] ?? term);
+  return [who, WHERE[term[1]] ?? ""].join(" ").trim();
 }
 
 class Failures {
@@ -66,7 +69,7 @@ class Failures {
 }
 
 function failureOf({ code, term, p, d, attempts, dur, error }) {
-  return [String(code), ending(term), [p, d].filter((one) => one && one !== "-").join(" "), count(attempts), latency(dur), error ?? ""];
+  return [String(code), ending(term, code), [p, d].filter((one) => one && one !== "-").join(" "), count(attempts), latency(dur), error ?? ""];
 }
 
 /** Returns a link to the details of a request. A plain link would not send the admin key. */

@@ -72,7 +72,8 @@ const COLUMNS = [
 function instance(before, after, { role, address }, state, details) {
   const its = { role, address };
   const requests = rate(before, after, "pdproxy_instance_requests_total", its);
-  const ok = rate(before, after, "pdproxy_instance_requests_total", { ...its, result: "ok" });
+  const served = (result) => rate(before, after, "pdproxy_instance_requests_total", { ...its, result });
+  const ok = served("ok") + served("invalid_request"); // the engine has rejected a mistake of the client
   const misfits = samplesOf(after, "pdproxy_instance_misfit").filter((one) => matches(one.labels, its));
   return {
     role,

@@ -27,7 +27,7 @@ def _gauge(metric: str, where: str = "", over: str = "sum") -> str:
     return gauge(metric, where, by=_EACH, of=INSTANCES, over=over)
 
 
-_FAILED: Final = _requests('result!="ok"')
+_FAILED: Final = _requests('result!~"ok|invalid_request"')
 
 _STATE: Final = Row(
     "State",
