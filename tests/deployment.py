@@ -114,6 +114,8 @@ class Deployment:
     """Amount of KV that may also remain pinned, depending on timing."""
     expects_inexact_pins: bool = False
     """Releases may fail, because KV had been fetched, or clients left during a prefiller's answer."""
+    legs_with_kv_names: int = 1
+    """Requests to `decoders` that may name the same KV: two if they also prefill with SGLang."""
     expects_resent: bool = False
     """Engines reset idle connections, as if they had not received a request."""
     problems: list[str] = field(default_factory=list)
@@ -207,6 +209,7 @@ class Deployment:
 
     def broken_promises(self) -> list[str]:
         """Return violations: an attempt's id or KV parameters used twice, and unexpected errors."""
+        most = self.legs_with_kv_names
         handed_over = Counter(name for request in generations(*self.decoders) for name in _kv_names(request))
         sent = Counter(
             (request.headers.get("x-request-id", ""), engine.url)
@@ -214,7 +217,7 @@ class Deployment:
             for request in generations(engine)
         )
         return [
-            *(f"KV {name} was sent to decoders {times} times" for name, times in handed_over.items() if times > 1),
+            *(f"KV {name} was sent to decoders {times} times" for name, times in handed_over.items() if times > most),
             *(
                 f"attempt {name} was sent to {url} {times} times"
                 for (name, url), times in sent.items()
@@ -310,6 +313,10 @@ def _settings(prefillers: Sequence[Engine], decoders: Sequence[Engine], sections
         "decode": [_endpoint(engine) for engine in decoders],
         **sections,
     }
+    if "elastic" in sections:  # all engines are elastic
+        everybody = [_endpoint(engine) for engine in (*prefillers, *decoders)]
+        tree["elastic"] = {"instances": everybody, **sections["elastic"]}
+        tree["decode"] = [address.partition(" ")[0] for address in tree["decode"]]
     for name, defaults in _SETTINGS.items():
         tree[name] = defaults | sections.get(name, {})
     return Settings.model_validate(tree)
@@ -324,11 +331,12 @@ def _endpoint(engine: Engine) -> str:
 def _shared(settings: Settings) -> Shared:
     """Return the shared state that a supervisor creates, on any free port."""
     scoreboard = Scoreboard(slots=32, guests=settings.replicas.guest_rows)
-    roster = Roster(
-        [(each.host, each.port, each.bootstrap_port, each.models, each.tls) for each in settings.prefill],
-        [(each.host, each.port, each.bootstrap_port, each.models, each.tls) for each in settings.decode],
-        scoreboard,
+    prefill, decode = (
+        [(each.host, each.port, each.bootstrap_port, each.models, each.tls) for each in settings.instances_of(role)]
+        for role in ("prefill", "decode")
     )
+    elastic = {each.place for each in settings.elastic.instances}
+    roster = Roster(prefill, decode, scoreboard, elastic=elastic)
     loaded = Loaded(settings, {}, tls=load_tls(settings))
     callbacks = [socket.create_server(("127.0.0.1", 0))] if settings.connector == "ascend_layerwise" else []
     listeners = Listeners(socket.create_server(("127.0.0.1", 0)), callbacks=callbacks)

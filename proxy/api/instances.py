@@ -67,6 +67,8 @@ class InstanceChange:
     """The seconds until the requests of removed instances are evacuated; see Leaving. None: they are not evacuated."""
     weight: int | None
     """The new weight of the instances; see Member. None: the body has no weight."""
+    is_elastic: bool
+    """Whether added instances may exchange their role."""
 
 
 def is_dry_run(request: web.Request) -> bool:
@@ -87,6 +89,24 @@ async def read_change(
         evacuate_after_seconds: The default for the member `evacuate_after`.
     """
     dry_run = is_dry_run(request)
+    body = await read_object(request)
+    try:
+        role = Role(body.get("type", ""))
+    except ValueError:
+        raise BadRequest("type must be 'prefill', 'decode' or 'encode'", param="type") from None
+    if role not in roles:
+        raise BadRequest(f"this gateway has no {role} instances", param="type")
+    send_key, is_elastic = _boolean(body, "send_key"), _boolean(body, "elastic")
+    endpoints = parse_instances(body, Role.PREFILL if is_elastic else role)
+    evacuate_after = parse_duration(body, "evacuate_after", evacuate_after_seconds)
+    weight = body.get("weight")
+    if weight is not None and not (type(weight) is int and 1 <= weight <= FULL_PERCENT):
+        raise BadRequest(f"weight must be a whole number from 1 to {FULL_PERCENT}", param="weight")
+    return InstanceChange(role, endpoints, dry_run, send_key, evacuate_after, weight, is_elastic)
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """Read a JSON object of an administrator. Raises BadRequest."""
     raw = await read_body(request, _BODY, option=None)
     try:
         body = orjson.loads(raw)
@@ -94,35 +114,36 @@ async def read_change(
         raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
-    try:
-        role = Role(body.get("type", ""))
-    except ValueError:
-        raise BadRequest("type must be 'prefill', 'decode' or 'encode'", param="type") from None
-    if role not in roles:
-        raise BadRequest(f"this gateway has no {role} instances", param="type")
+    return body
+
+
+def parse_instances(body: Mapping[str, Any], role: Role) -> list[Endpoint]:
+    """Return the addresses in the member `instances`, an address or a list of them. Raises BadRequest."""
     listed = body.get("instances")
     texts = [listed] if isinstance(listed, str) else listed
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise BadRequest("instances must be 'host:port' or a list of them", param="instances")
-    send_key = body.get("send_key", False)
-    if not isinstance(send_key, bool):
-        raise BadRequest("send_key must be true or false", param="send_key")
-    evacuate_after = body.get("evacuate_after", evacuate_after_seconds)
-    if evacuate_after is not None and not _is_duration(evacuate_after):
-        raise BadRequest("evacuate_after must be a number of seconds, 0 or more, or null", param="evacuate_after")
-    weight = body.get("weight")
-    if weight is not None and not (type(weight) is int and 1 <= weight <= FULL_PERCENT):
-        raise BadRequest(f"weight must be a whole number from 1 to {FULL_PERCENT}", param="weight")
     try:
-        endpoints = [_endpoint(text, role) for text in texts]
+        return [_endpoint(text, role) for text in texts]
     except ValueError as error:
         raise BadRequest(str(error), param="instances") from None
-    return InstanceChange(role, endpoints, dry_run, send_key, evacuate_after, weight)
 
 
-def _is_duration(value: object) -> bool:
-    """Return whether a JSON value is a number of seconds. A boolean is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_SECONDS
+def _boolean(body: Mapping[str, Any], name: str) -> bool:
+    """Return an optional boolean member. Raises BadRequest."""
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false", param=name)
+    return value
+
+
+def parse_duration(body: Mapping[str, Any], name: str, default: float | None) -> float | None:
+    """Return a member with a number of seconds, or null. Raises BadRequest. A boolean is no number."""
+    value: float | None = body.get(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 <= value <= _MAX_SECONDS):
+        raise BadRequest(f"{name} must be a number of seconds, 0 or more, or null", param=name)
+    return value
 
 
 def _endpoint(text: str, role: Role) -> Endpoint:
@@ -170,17 +191,17 @@ class InstanceView:
     def __init__(self, parts: InstanceParts) -> None:
         self._parts = parts
 
-    def everything(self, configured: Collection[Backend]) -> Iterator[dict[str, Any]]:
+    def everything(self, configured: Collection[tuple[str, int]]) -> Iterator[dict[str, Any]]:
         """Yield all instances, with the loads of all workers and the health that this worker sees.
 
-        `configured`: the instances in the configuration.
+        `configured`: the places of the instances in the configuration.
         """
         for role, pool in self._parts.pools.items():
             pool.backends()  # updates the roster
             self._parts.models.refresh()
             members = self._parts.roster.members(role)
             for member in members:
-                yield self._describe(member, member.backend in configured)
+                yield self._describe(member, member.backend.place in configured)
             for backend in self._parts.joiner.joining(role):
                 yield _described(backend, "joining")
 
@@ -194,6 +215,7 @@ class InstanceView:
             "configured": is_configured,
             "origins": member.origins,
             "weight": member.weight,
+            "elastic": _elasticity(member, now),
             "states": Counter(state.value for state in self._parts.health_board.states(backend)),
             "since_seconds": None if changed_at is None else round(now - changed_at, 3),
             "models": sorted(self._parts.models.of(backend)),
@@ -225,6 +247,21 @@ class InstanceView:
         }
 
 
+def _elasticity(member: Member, now: float) -> dict[str, Any] | None:
+    """Return the state of an elastic instance, or None if it is not elastic. `now`: monotonic seconds."""
+    move = member.move
+    if not member.backend.is_elastic and move is None:
+        return None
+    return {
+        "moves_to": move and move.to,
+        "move_reason": move and move.reason,
+        "move_ends_in_seconds": move and round(max(0.0, move.until - now), 3),
+        "is_role_unknown": move is not None and move.is_switching,
+        "is_pinned": member.is_pinned,
+        "last_problem": member.problem or None,
+    }
+
+
 def membership_of(member: Member) -> str:
     """Return the membership of a member: `enabled`, `disabled` or `draining`."""
     return "draining" if member.is_draining else "disabled" if member.is_disabled else "enabled"
@@ -244,6 +281,7 @@ def _described(
         "configured": False,
         "origins": [ADMIN],
         "weight": FULL_PERCENT,
+        "elastic": None,
         "membership": membership,
         "state": state,
         "reason": reason,
@@ -320,7 +358,7 @@ class InstancesApi:
             {"source": origin, "instances": len(wanted.get(origin, ())), **asdict(state)}
             for origin, state in self._sources.all().items()
         ]
-        configured = frozenset(configured_instances(self._settings()))
+        configured = frozenset(each.place for each in configured_instances(self._settings()))
         instances = await run_in_slices(self._view.everything(configured))
         return _json({"instances": instances, "sources": sources})
 
@@ -328,6 +366,9 @@ class InstancesApi:
 
     async def _add(self, request: web.Request) -> web.Response:
         change = await read_change(request, self._pools.keys())
+        settings = self._settings()
+        if change.is_elastic and not settings.connector_traits.exchanges_roles:
+            raise BadRequest(f"connector {settings.connector} cannot exchange roles", param="elastic")
         for endpoint in change.endpoints:
             await self._check_address(endpoint)
         candidates = {str(endpoint): _candidate(change, endpoint) for endpoint in change.endpoints}
@@ -380,8 +421,8 @@ class InstancesApi:
         role, before = change.role, self._states(change)
         there = [endpoint for endpoint in change.endpoints if before[str(endpoint)]["membership"] is not None]
         warnings = self._warnings(role, there, "added")
-        configured = frozenset(configured_instances(settings))
-        returning = [endpoint for endpoint in there if _backend(role, endpoint) in configured]
+        configured = frozenset(each.place for each in configured_instances(settings))
+        returning = [endpoint for endpoint in there if endpoint.place in configured]
         if returning:
             warnings.append(f"{_names(returning)} are in the configuration: the next reload adds them again.")
         if not change.is_dry_run:
@@ -528,6 +569,7 @@ def _candidate(change: InstanceChange, endpoint: Endpoint) -> Backend:
         bootstrap_port=endpoint.bootstrap_port,
         models=endpoint.models,
         tls=endpoint.tls,
+        is_elastic=change.is_elastic,
     )
 
 

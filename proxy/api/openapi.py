@@ -101,6 +101,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "/instances/remove": Operation(_ADMINISTRATION, "Drain and remove instances.", "Instances", ("dry_run",)),
     "/instances/enable": Operation(_ADMINISTRATION, "Let instances receive requests.", "Instances", ("dry_run",)),
     "/instances/disable": Operation(_ADMINISTRATION, "Send no new requests to instances.", "Instances", ("dry_run",)),
+    "/instances/role": Operation(_ADMINISTRATION, "Change the roles of elastic instances.", "Role", ("dry_run",)),
     "/instances/weight": Operation(_ADMINISTRATION, "Set the share of requests of instances.", "Weight", ("dry_run",)),
     **_each(
         "/reset_prefix_cache /flush_cache",
@@ -149,6 +150,7 @@ _CHANGE: Final = {
     "type": {"enum": ["prefill", "decode", "encode"]},
     "instances": {"oneOf": [_TEXT, {"type": "array", "items": _TEXT}], "description": "host:port, or a list of them"},
     "send_key": {"type": "boolean", "default": False},
+    "elastic": {"type": "boolean", "default": False},
     "evacuate_after": {"type": ["number", "null"], "minimum": 0, "description": "Seconds, or null for no limit"},
     "weight": {"type": "integer", "minimum": 1, "maximum": 100},
 }
@@ -162,6 +164,12 @@ _SCHEMAS: Final[Mapping[str, Any]] = {
         "", text=_TEXT, input_ids={"type": "array"}, sampling_params={"type": "object"}, stream=_STREAM
     ),
     "Instances": _object("type instances", **_CHANGE),
+    "Role": _object(
+        "role instances",
+        role={"enum": ["prefill", "decode", "auto"]},
+        instances=_CHANGE["instances"],
+        evacuate_after=_CHANGE["evacuate_after"],
+    ),
     "Weight": _object("type instances weight", **_CHANGE),
     "Error": _object(
         "error", error=_object("message", message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code={})

@@ -66,7 +66,9 @@ class Setup:
     """How an engine was started. SGLang reports it, and vLLM with VLLM_SERVER_DEV_MODE=1. None: not reported."""
 
     disaggregation_mode: str | None = None
-    """SGLang only: `prefill`, `decode` or `null`."""
+    """SGLang only: `prefill`, `decode` or `null`. It changes when the engine exchanges its role."""
+    can_switch_role: bool = False
+    """SGLang only: whether it may exchange its role (`--enable-pd-role-switch`)."""
     bootstrap_port: int | None = None
     """SGLang only: port of the bootstrap server."""
     is_deterministic: bool = False
@@ -127,9 +129,13 @@ def parse_setup(info: Any) -> Setup:
     """Return the setup from `/server_info?config_format=json`, or from `/get_server_info` of an older SGLang."""
     mode = _member(info, "disaggregation_mode")
     if isinstance(mode, str):
+        # The options keep the mode of the start. The state of the scheduler has the present one.
+        states = _list(info, "internal_states")
+        present = _member(states[0], "disaggregation_mode") if states else None
         return Setup(
-            mode,
-            _count(_member(info, "disaggregation_bootstrap_port")),
+            present if isinstance(present, str) else mode,
+            can_switch_role=_member(info, "enable_pd_role_switch") is True,
+            bootstrap_port=_count(_member(info, "disaggregation_bootstrap_port")),
             is_deterministic=_member(info, "enable_deterministic_inference") is True,
             allocates_after_prefill=_member(info, "disaggregation_decode_allocation_policy") == "prefill_complete",
             has_cumulative_events=not (

@@ -51,6 +51,8 @@ class EngineReport:
     """Configured role."""
     name: str
     identity: Identity
+    is_elastic: bool = False
+    """Whether it may exchange its role."""
 
     @property
     def setup(self) -> Setup:
@@ -148,12 +150,26 @@ def _started_otherwise(engine: EngineReport) -> str | None:
     """Return how an engine was started if that contradicts its role, or None."""
     setup, how = engine.setup, None
     mode = setup.disaggregation_mode
+    if engine.is_elastic:
+        return _started_for_one_role(setup)
     if mode is not None and mode != engine.role.value:
         how = "without --disaggregation-mode" if mode == "null" else f"with --disaggregation-mode {mode}"
     # With NIXL, prefillers and decoders may have the same kv_role.
     elif setup.kv_role == _OTHER_ROLE.get(engine.role) and not any("Nixl" in part for part in setup.kv_connectors):
         how = f"with kv_role {setup.kv_role}"
     return None if how is None else f"is configured as a {_NOUNS[engine.role]} but was started {how}"
+
+
+def _started_for_one_role(setup: Setup) -> str | None:
+    """Return how an elastic engine was started if it cannot exchange its role, or None."""
+    mode = setup.disaggregation_mode
+    if mode == "null":
+        return "is configured as elastic but was started without --disaggregation-mode"
+    if mode is not None and not setup.can_switch_role:
+        return "is configured as elastic but was started without --enable-pd-role-switch"
+    if setup.kv_role in _OTHER_ROLE.values():
+        return f"is configured as elastic but was started with kv_role {setup.kv_role}: start it with kv_both"
+    return None
 
 
 def _started_alone(setup: Setup) -> str | None:

@@ -8,6 +8,9 @@ configuration is read again, or until an origin drops it and then wants it again
 An administrator may also disable a member, which then gets no new requests until it is enabled, and may set its weight.
 Both last as long as the backend is wanted.
 
+An elastic member may move to the other role. The roster alone has its present role, which outlives the role that an
+origin gives. A moving member gets no new requests. It either gets its new role or keeps its old one, in one step.
+
 The roster owns the scoreboard's slots. A member that no origin wants drains: it gets no new requests, keeps its slot
 until its last request has ended, and is then dropped by `finalize`. Create the roster before forking.
 """
@@ -30,6 +33,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """A move of a member to another role that has not ended. The member gets no new requests meanwhile."""
+
+    to: Role
+    """The new role."""
+    until: float
+    """When the move is given up unless the requests of the member have ended, in seconds of the monotonic clock."""
+    reason: str = ""
+    """Origin and reason of the move, for operators."""
+    is_switching: bool = False
+    """Whether the engine may have been asked to exchange its role, so that its role is unknown until it reports it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """A backend with the origins that want it."""
 
@@ -43,6 +60,12 @@ class Member:
     """Whether an administrator has disabled the backend, so that it gets no new requests."""
     weight: int = FULL_PERCENT
     """Share of its requests that the backend gets, in percent from 1 to 100."""
+    move: Move | None = None
+    """The move to another role that has begun. None: the member keeps its role."""
+    is_pinned: bool = False
+    """Whether an administrator has chosen the role, so that only an administrator changes it."""
+    problem: str = ""
+    """Why the last move failed. Empty: it did not, or there was none."""
 
     @property
     def is_draining(self) -> bool:
@@ -52,12 +75,13 @@ class Member:
     @property
     def may_serve(self) -> bool:
         """Whether origins and administrators let the backend get new requests."""
-        return bool(self.origins) and not self.is_disabled
+        return bool(self.origins) and not self.is_disabled and self.move is None
 
     def with_origin(self, origin: str) -> Member:
         """Return the member with one more origin."""
         origins = tuple(sorted({*self.origins, origin}))
-        return replace(self, origins=origins, leaves_at=self.leaves_at if self.is_disabled else None)
+        is_away = self.is_disabled or self.move is not None
+        return replace(self, origins=origins, leaves_at=self.leaves_at if is_away else None)
 
     def without_origin(self, origin: str, leaves_at: float | None) -> Member:
         """Return the member without an origin. If it was the last one, it drains and is evacuated at `leaves_at`."""
@@ -65,9 +89,9 @@ class Member:
         return replace(self, origins=remaining) if remaining else Member(self.backend, leaves_at=leaves_at)
 
     def with_details(self, wanted: Backend, *, is_authority: bool) -> Member:
-        """Return the member with the bootstrap port, models, trust and TLS that an origin gives.
+        """Return the member with the bootstrap port, models, trust, TLS and elasticity that an origin gives.
 
-        A missing port, missing models and missing TLS keep the known ones, unless `is_authority`.
+        A missing port, missing models, missing TLS and missing elasticity keep the known ones, unless `is_authority`.
         """
         current = self.backend
         has_port = is_authority or wanted.bootstrap_port is not None
@@ -77,6 +101,7 @@ class Member:
             trusted=current.trusted or wanted.trusted,
             bootstrap_port=wanted.bootstrap_port if has_port else current.bootstrap_port,
             models=wanted.models if is_authority or wanted.models else current.models,
+            is_elastic=wanted.is_elastic if is_authority else current.is_elastic or wanted.is_elastic,
         )
         return replace(self, backend=backend)
 
@@ -85,20 +110,27 @@ class Member:
         """Member as it is stored in shared memory."""
         b = self.backend
         place = (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted)
-        return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models, b.tls
+        roles = (b.is_elastic, self.is_pinned, self.problem, self.move and astuple(self.move))
+        return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models, b.tls, roles
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Member:
         """Return the member of a stored row.
 
-        A gateway of an older version may have written it, without models or without TLS.
+        A gateway of an older version may have written it, without models, TLS or elasticity.
         """
         role, host, port, bootstrap_port, slot, trusted, origins, leaves_at, is_disabled, weight, *more = row
-        models, tls = more if len(more) == 2 else (more[0] if more else (), False)
-        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models), tls)
-        return cls(backend, tuple(origins), leaves_at, is_disabled, weight)
+        models, tls, roles = [*more, *_OLDER_ROW[len(more) :]]
+        is_elastic, is_pinned, problem, move = roles
+        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models), tls, is_elastic)
+        if move is not None:
+            move = Move(Role(move[0]), *move[1:])
+        return cls(backend, tuple(origins), leaves_at, is_disabled, weight, move, is_pinned, problem)
 
 
+# The last parts of a row that an older version has written: models, TLS and the exchange of roles.
+_OLDER_ROW: Final[tuple[Any, ...]] = ((), False, (False, False, "", None))
+_MAX_PROBLEM_BYTES: Final = 200
 _BYTES_PER_ENTRY: Final = 512  # A host name has at most 253 bytes, and few instances have a list of models.
 
 
@@ -127,7 +159,8 @@ class JoiningList:
                 return None
             ticket = self._shared.version
             place = (backend.role, backend.host, backend.port)
-            instance = [*place, backend.trusted, backend.bootstrap_port, backend.models, backend.tls]
+            details = [backend.trusted, backend.bootstrap_port, backend.models, backend.tls, backend.is_elastic]
+            instance = [*place, *details]
             self._shared.write([*rows, [instance, self._clock() + seconds, ticket]])
             return ticket
 
@@ -154,8 +187,8 @@ class JoiningList:
 
 
 def _backend(row: Any) -> Backend:
-    role, host, port, trusted, bootstrap_port, models, tls = row[0]
-    return Backend(Role(role), host, port, 0, trusted, bootstrap_port, tuple(models), tls)
+    role, host, port, trusted, bootstrap_port, models, tls, is_elastic = row[0]
+    return Backend(Role(role), host, port, 0, trusted, bootstrap_port, tuple(models), tls, is_elastic)
 
 
 def _matches(row: Any, backend: Backend, ticket: int | None) -> bool:
@@ -189,6 +222,7 @@ class Roster:
         scoreboard: Scoreboard,
         encode: Iterable[Address] = (),
         *,
+        elastic: Collection[tuple[str, int]] = (),
         previous_state: Any = None,
     ) -> None:
         """Create the roster from the configuration.
@@ -198,6 +232,7 @@ class Roster:
             decode: Addresses of the configured decoders.
             scoreboard: Scoreboard whose slots the members get.
             encode: Addresses of the configured encoders.
+            elastic: Places of the elastic ones among these; see Backend.
             previous_state: The `state` of the roster to continue. Its instances stay unless the configuration says
                 otherwise. A state that cannot be read is ignored; see `is_restored`. None: there is none.
 
@@ -214,6 +249,7 @@ class Roster:
         self._members: tuple[Member, ...] = ()
         self._by_role: dict[Role, tuple[Member, ...]] = {}
         self._leaving: tuple[Member, ...] = ()
+        self._elastic: tuple[Member, ...] = ()
         self._wanted: dict[str, frozenset[Backend]] = {}  # by origin
         self._write((), {})
         self.is_restored = self._restore(previous_state)
@@ -225,6 +261,8 @@ class Roster:
                 models = address[3] if len(address) >= 4 else ()
                 tls = address[4] if len(address) == 5 else False
                 backend = Backend(role, address[0], address[1], 0, True, bootstrap_port, models, tls)
+                if backend.place in elastic:
+                    backend = replace(backend, is_elastic=True)
                 if configured.setdefault(backend, backend) is not backend:
                     raise ValueError(f"{backend.name} is listed twice as a {role.value} instance")
         self.sync(CONFIG, configured)
@@ -246,6 +284,8 @@ class Roster:
         with self._shared.exclusive():
             members = self._read()
             current = _find(members, wanted)
+            if current is not None:
+                wanted = _in_present_role(wanted, current.backend)
             if current is None:
                 backend = replace(wanted, slot=self._free_slot(members))
                 self._write((*members, Member(backend, (ADMIN,))), self._wanted)
@@ -266,6 +306,96 @@ class Roster:
         self._read()
         return self._leaving
 
+    def elastic(self) -> tuple[Member, ...]:
+        """Return the members that may exchange their role and do not drain, and those that move."""
+        self._read()
+        return self._elastic
+
+    # Moves to another role
+
+    def begin_move(self, backend: Backend, move: Move, leaves_at: float | None, *, is_pinned: bool = False) -> bool:
+        """Begin the move of an elastic member to another role, and return whether it is a member that does not drain.
+
+        A move to its own role ends a move that has begun. `leaves_at`: see Member. `is_pinned`: whether only an
+        administrator may change the role from now on.
+
+        Raises:
+            ValueError: The member cannot move. Nothing has changed.
+        """
+        with self._shared.exclusive():
+            members = self._read()
+            current = _find(members, backend)
+            if current is None or current.is_draining:
+                return False
+            role = current.backend.role
+            if not current.backend.is_elastic:
+                raise ValueError(f"{current.backend.name} is not elastic, so it stays a {role} instance")
+            if current.move is not None and current.move.is_switching and current.move != move:
+                raise ValueError(f"{current.backend.name} is exchanging its role already: try again when it has ended")
+            if move.to is role and not move.is_switching:
+                moving = replace(current, move=None, leaves_at=None if current.move else current.leaves_at)
+            else:
+                others = (each for each in self._by_role[role] if each is not current)
+                if not move.is_switching and not any(each.may_serve for each in others):
+                    raise ValueError(f"{current.backend.name} is the only {role} instance")
+                moving = replace(current, move=move, leaves_at=leaves_at, problem="")
+            moving = replace(moving, is_pinned=is_pinned)
+            if moving != current:
+                self._write((moving if member is current else member for member in members), self._wanted)
+            return True
+
+    def unpin(self, backend: Backend) -> bool:
+        """Let the gateway choose the role of a member again, and return whether it is a member that does not drain."""
+        return self._change(backend.role, backend.host, backend.port, lambda current: replace(current, is_pinned=False))
+
+    def set_switching(self, backend: Backend, is_switching: bool) -> bool:
+        """Note whether the engine of a moving member may have been asked to exchange its role.
+
+        Return whether the member still moves.
+        """
+        return self._end_or_change(
+            backend, lambda current, move: replace(current, move=replace(move, is_switching=is_switching))
+        )
+
+    def abandon_move(self, backend: Backend, problem: str) -> bool:
+        """End a move so that the member keeps its old role, and return whether it was moving.
+
+        `problem`: the reason for operators, of which the first 200 bytes are kept.
+        """
+        told = problem.encode()[:_MAX_PROBLEM_BYTES].decode(errors="ignore")
+        return self._end_or_change(
+            backend, lambda current, _: replace(current, move=None, leaves_at=None, problem=told)
+        )
+
+    def finish_move(self, backend: Backend) -> Backend | None:
+        """Give a moving member its new role in one step, and return the backend, or None if it does not move any more.
+
+        The backend has a new slot. Raises ValueError, after which nothing has changed, if there is none.
+        """
+        with self._shared.exclusive():
+            members = self._read()
+            current = _find(members, backend)
+            if current is None or current.move is None:
+                return None
+            moved = replace(current.backend, role=current.move.to, slot=self._free_slot(members))
+            joined = replace(current, backend=moved, move=None, leaves_at=None, problem="")
+            wanted = {
+                origin: [_in_present_role(each, moved) for each in backends]
+                for origin, backends in self._wanted.items()
+            }
+            self._write((joined if member is current else member for member in members), wanted)
+            return moved
+
+    def _end_or_change(self, backend: Backend, change: Callable[[Member, Move], Member]) -> bool:
+        with self._shared.exclusive():
+            members = self._read()
+            current = _find(members, backend)
+            if current is None or current.move is None or current.backend != backend:
+                return False
+            changed = change(current, current.move)
+            self._write((changed if member is current else member for member in members), self._wanted)
+            return True
+
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
         """Let a backend drain even if origins want it, and return whether it is a member.
 
@@ -284,7 +414,12 @@ class Roster:
 
     def enable(self, role: Role, host: str, port: int) -> bool:
         """Let a disabled backend get requests again, and return whether it is a member that does not drain."""
-        return self._change(role, host, port, lambda current: replace(current, is_disabled=False, leaves_at=None))
+        return self._change(
+            role,
+            host,
+            port,
+            lambda current: replace(current, is_disabled=False, leaves_at=current.leaves_at if current.move else None),
+        )
 
     def set_weight(self, role: Role, host: str, port: int, weight: int) -> bool:
         """Set the weight of a backend, see Member, and return whether it is a member that does not drain."""
@@ -335,6 +470,11 @@ class Roster:
             rows = [member.row for member in self._read()]
             members = {member.backend: member for member in self._members}
             before, added, removed = self._wanted.get(origin, frozenset()), list[Backend](), list[Backend]()
+            present = {backend.place: backend for backend in (*before, *members)}
+            wanted = [
+                _in_present_role(backend, present.get(backend.place, backend), is_authority=restores)
+                for backend in wanted
+            ]
             gone = [members[backend] for backend in before.difference(wanted) & members.keys()]
             for backend in wanted:
                 current = members.get(backend)
@@ -410,6 +550,11 @@ class Roster:
                 for origin, backends in wanted.items()
             }
             self._leaving = tuple(member for member in self._members if member.leaves_at is not None)
+            self._elastic = tuple(
+                member
+                for member in self._members
+                if not member.is_draining and (member.backend.is_elastic or member.move is not None)
+            )
             self._by_role = {
                 role: tuple(member for member in self._members if member.backend.role is role) for role in Role
             }
@@ -428,6 +573,16 @@ def _slot(member: Member) -> int:
 def _find(members: Iterable[Member], backend: Backend) -> Member | None:
     """Return the member at the same address, in any role, because an engine has one role."""
     return next((member for member in members if member.backend.place == backend.place), None)
+
+
+def _in_present_role(wanted: Backend, present: Backend, *, is_authority: bool = False) -> Backend:
+    """Return a wanted backend in its present role, if it is elastic.
+
+    `is_authority`: whether it is only elastic if `wanted` says so.
+    """
+    is_elastic = wanted.is_elastic or (present.is_elastic and not is_authority)
+    is_moved = is_elastic and present.place == wanted.place and present.role is not wanted.role
+    return replace(wanted, role=present.role) if is_moved else wanted
 
 
 def _check_role(current: Member | None, role: Role) -> None:

@@ -43,6 +43,8 @@ class Backend:
     """Configured names of the models that it serves; empty: the engine reports them."""
     tls: bool = field(default=False, compare=False)
     """Whether the engine is reached by TLS."""
+    is_elastic: bool = field(default=False, compare=False)
+    """Whether the instance may exchange its role with the other one of prefill and decode while the gateway runs."""
     place: tuple[str, int] = field(init=False, repr=False)
     """Host and port, the same for all spellings of an address."""
     name: str = field(init=False, compare=False, repr=False)

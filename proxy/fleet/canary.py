@@ -320,6 +320,10 @@ class _AnswerReader:
                     self._complete()
         return True
 
+    def can_move(self) -> bool:
+        """See Sink."""
+        return True
+
     def ended(self, error: UpstreamError | None) -> None:
         """See Sink."""
         if self._completion.done():

@@ -259,7 +259,7 @@ class Inspector(BackgroundOwner):
         self._identities, self._models_by_instance = identities, served
 
     def _check_report(self, backend: Backend, identity: Identity) -> None:
-        engine = EngineReport(backend.role, backend.name, identity)
+        engine = EngineReport(backend.role, backend.name, identity, backend.is_elastic)
         found, hint = find_connector_mismatch(engine, self._connector, backend.bootstrap_port) or (None, "")
         for kind in self._reported_kinds:
             if kind is found:

@@ -8,12 +8,12 @@ import orjson
 
 from proxy.common.terms import Action
 from proxy.dialects.segment import Segment
-from proxy.resume.engines import VLLM
+from proxy.resume.engines import VLLM, has_media
 from proxy.resume.overlap import Mismatch
 from proxy.resume.seam import remove_possible_stop, without_finish_reason, without_tool_calls
 from proxy.resume.transcript import Transcript
 from proxy.wire.chat_members import UnreadableMember
-from proxy.wire.openai import data_event, with_prompt_details, without_engine_members
+from proxy.wire.openai import Api, data_event, with_prompt_details, without_engine_members
 from proxy.wire.sse import Shape
 
 if TYPE_CHECKING:
@@ -242,6 +242,21 @@ class Delivery:
     def shape(self) -> Shape | None:
         """The shape of tokens that may bypass this delivery. None: no token may."""
         return None if self._held and self._whole is None else self.shapes.current
+
+    def can_move(self) -> bool:
+        """Return whether another decoder can probably continue the answer exactly.
+
+        `resume.plan` decides that when the decoder is lost, and may ask engines. This only excludes the answers that it
+        refuses without asking, and those whose tokens it would only repeat.
+        """
+        if not self.has_output:
+            return True
+        call, engine, transcript = self.call, self.engine, self.transcript
+        if self.has_lost_track or not self.is_observed or transcript.tools or not transcript.ids:
+            return False
+        if transcript.prompt_ids is None and call.api is not Api.GENERATE:
+            return False
+        return not has_media(call) and not engine.is_structured(call) and engine.reason_inexact(call) is None
 
     # Attempts
 

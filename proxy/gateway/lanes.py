@@ -304,10 +304,12 @@ class Evacuation:
         due = {member.backend for member in removed if member.leaves_at is not None and member.leaves_at <= now}
         due.update(leaving)
         self._logged &= due
+        moving = {member.backend for member in removed if member.move is not None}
         for backend in due:
-            self._evacuate(backend)
+            self._evacuate(backend, is_moving=backend in moving and backend not in leaving)
 
-    def _evacuate(self, backend: Backend) -> None:
+    def _evacuate(self, backend: Backend, *, is_moving: bool) -> None:
+        """Evacuate an instance. `is_moving`: it stays, so answers that cannot be continued exactly may finish."""
         exchanges = self._upstream.in_exchange(backend)
         if not exchanges:
             return
@@ -325,4 +327,5 @@ class Evacuation:
             logger.log(level, "%s instance %s %s", backend.role, backend.name, what, extra=fields)
         if is_possible:
             budget = lane.service.budget
-            self._upstream.evacuate(backend, at_most=budget.capacity - budget.repeating - budget.waiting)
+            at_most = budget.capacity - budget.repeating - budget.waiting
+            self._upstream.evacuate(backend, at_most, spares_inexact=is_moving)

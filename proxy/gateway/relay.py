@@ -239,6 +239,10 @@ class Relay:
             self._forward_tokens()
         return is_progress
 
+    def can_move(self) -> bool:
+        """See Sink."""
+        return self._delivery.can_move()
+
     def ended(self, error: UpstreamError | None) -> None:
         if self._is_bypassed:
             self._end_bypass()

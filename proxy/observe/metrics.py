@@ -128,6 +128,12 @@ class Metrics:
         ("version", "compiled", "python", "aiohttp"),
         multiprocess_mode="livemax",
     )
+    role_moves_total = MetricRow(
+        Counter,
+        "Moves of elastic instances to this role by result: moved, or failed if the instance kept its old role.",
+        ("role", "result"),
+        series=product(CHOOSING_ROLES, ("moved", "failed")),
+    )
     requests_total = MetricRow(
         Counter, "Client requests by API and HTTP status.", ("api", "code"), series=product(APIS, ("200",))
     )

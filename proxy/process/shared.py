@@ -189,13 +189,18 @@ def share(
     """
     settings = loaded.settings
     prefill, decode, encode = (
-        [(each.host, each.port, each.bootstrap_port, each.models, each.tls) for each in endpoints]
-        for endpoints in (settings.prefill, settings.decode, settings.encode)
+        [(each.host, each.port, each.bootstrap_port, each.models, each.tls) for each in settings.instances_of(role)]
+        for role in ("prefill", "decode", "encode")
     )
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
     scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guest_rows)
     roster = Roster(
-        prefill, decode, scoreboard, encode, previous_state=None if predecessor is None else predecessor.instances
+        prefill,
+        decode,
+        scoreboard,
+        encode,
+        elastic={endpoint.place for endpoint in settings.elastic.instances},
+        previous_state=None if predecessor is None else predecessor.instances,
     )
     if predecessor is not None and not roster.is_restored:
         logger.warning(

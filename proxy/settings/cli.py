@@ -83,7 +83,8 @@ _FLAGS_OF_OTHER_EXAMPLES: Final = (
     *ACCEPTED,
 )
 
-_REPEATABLE: Final = tuple(f"--{role}" for role, _, _ in _ROLES)
+_ELASTIC: Final = "--elastic"
+_REPEATABLE: Final = (*(f"--{role}" for role, _, _ in _ROLES), _ELASTIC)
 
 _DESCRIPTION: Final = """\
 OpenAI-compatible gateway for engines that prefill and engines that decode.
@@ -158,7 +159,7 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     in_full = [_translated(word) for word in spelled]
     found, unknown = parser.parse_known_args(in_full)
     given: dict[str, Any] = vars(found)
-    addresses = [word for role, _, _ in _ROLES for word in given[f"--{role}"] or ()]
+    addresses = [word for flag in _REPEATABLE for word in given[flag] or ()]
     for word in (*unknown, *addresses):
         if word in COMMANDS:  # an address has a port
             raise _make_late_command_error(word)
@@ -194,11 +195,13 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
         if origin := ", ".join(flag for flag in flags if given[flag]):
             hosts = _converted_words(flags[0], partial(_host_alone, url_flag=flags[2]), given[flags[0]])
             ports = _converted_words(flags[1], port_range, given[flags[1]])
-            words = [part for word in given[flags[2]] or () for part in word.split(",") if part]
-            urls = _converted_words(flags[2], parse_endpoints, _addresses(words, has_bootstrap_ports=role == "prefill"))
+            urls = _urls(flags[2], given[flags[2]], has_bootstrap_ports=role == "prefill")
             if hosts or ports:
                 urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
             values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
+    if given[_ELASTIC]:
+        urls = _urls(_ELASTIC, given[_ELASTIC], has_bootstrap_ports=True)
+        values["elastic.instances"] = Sourced([endpoint for several in urls for endpoint in several], _ELASTIC)
     warnings = list(_repeated_flags(in_full, known_flags))
     if given[_DISPATCH_MODE] == "single":
         warnings.append(f"{_DISPATCH_MODE} single is ignored: each media item is sent to one encoder, as with fanout")
@@ -254,6 +257,12 @@ def _converted_words(flag: str, convert: Callable[[str], T], words: Sequence[str
         return [convert(word) for word in words or ()]
     except ValueError as error:
         raise SettingsError(f"{flag}: {error}") from None
+
+
+def _urls(flag: str, words: Sequence[str] | None, *, has_bootstrap_ports: bool) -> list[tuple[Endpoint, ...]]:
+    """Return the instances of each address of a flag. Raises SettingsError."""
+    parts = [part for word in words or () for part in word.split(",") if part]
+    return _converted_words(flag, parse_endpoints, _addresses(parts, has_bootstrap_ports=has_bootstrap_ports))
 
 
 def _host_alone(word: str, url_flag: str) -> str:
@@ -326,6 +335,17 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
             action = "extend" if flag in _REPEATABLE else "store"
             group.add_argument(flag, dest=flag, nargs="+", action=action, metavar=metavar, help=text)
         flags += texts
+    group = parser.add_argument_group("elastic instances")
+    group.add_argument(
+        _ELASTIC,
+        dest=_ELASTIC,
+        nargs="+",
+        action="extend",
+        metavar="URL",
+        help="Addresses of instances that may exchange their role between prefill and decode, as for --prefill."
+        " Repeatable.",
+    )
+    flags.append(_ELASTIC)
     group = parser.add_argument_group("other options")
     for flag, options in _FLAGS.items():
         group.add_argument(flag, dest=flag, metavar="VALUE", help=_help(options))

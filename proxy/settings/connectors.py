@@ -48,11 +48,15 @@ class ConnectorTraits:
     """Whether engines serve lower values of the body's `priority` first, by default."""
     cache_path: str = "/reset_prefix_cache"
     """Route of the engines that clears their prefix caches."""
+    exchanges_roles: bool = False
+    """Whether an engine may prefill at one time and decode at another, so that instances may be elastic."""
+    role_switch_path: str | None = None
+    """Route of the engines that exchanges their role. None: they serve both roles without being asked."""
 
 
 CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
     # until the engines have been asked, at the start
-    "auto": ConnectorTraits(engine=None, needs_prefillers=False),
+    "auto": ConnectorTraits(engine=None, needs_prefillers=False, exchanges_roles=True),
     "vllm_pull": ConnectorTraits(
         kv_connectors=(
             "NixlConnector",
@@ -66,6 +70,7 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         ),
         has_prefill_first=True,
         counts_expired_leases=True,
+        exchanges_roles=True,
     ),
     "vllm_store": ConnectorTraits(
         kv_connectors=(
@@ -82,6 +87,7 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         passes_on=("vllm_pull",),
         has_prefill_first=True,
         is_store=True,
+        exchanges_roles=True,
     ),
     "nixl_push": ConnectorTraits(
         kv_connectors=("NixlPushConnector",), names_prefill_ranks=True, counts_expired_leases=True
@@ -97,6 +103,9 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         has_sglang_routes=True,
         lower_priority_first=False,
         cache_path="/flush_cache",
+        exchanges_roles=True,
+        # entrypoints/http_server.py, with --enable-pd-role-switch
+        role_switch_path="/pd_role_switch",
     ),
     "ascend_layerwise": ConnectorTraits(
         # In both, decoders call the gateway's callback port before the prefill begins.

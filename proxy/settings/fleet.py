@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from proxy.common.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host, split_models
-from proxy.settings.kinds import FilePath, Positive, Seconds, Secret, Section, empty_is_none, texts
+from proxy.settings.kinds import Delay, Endpoints, FilePath, Positive, Seconds, Secret, Section, empty_is_none, texts
 
 _MOST_SOURCES: Final = 64
 _is_service = re.compile(r"_[a-z0-9-]+\._(tcp|udp)\..+", re.IGNORECASE).fullmatch  # RFC 2782
@@ -89,8 +89,9 @@ class Discovery(Section):
 
     files: FilePatterns = ()
     """Paths of watched files with instances, in the format of Prometheus' file_sd_configs (JSON or YAML). * and ? are
-    wildcards. Labels of a group: role (prefill, decode or encode), bootstrap_port (of its prefillers) and model (served
-    by all of its instances). A relative path is relative to the directory of the configuration file that names it."""
+    wildcards. Labels of a group: role (prefill, decode or encode), bootstrap_port (of its prefillers), model (served
+    by all of its instances) and elastic (true: role is only the first one of its instances). A relative path is
+    relative to the directory of the configuration file that names it."""
     prefill_dns: DnsNames = ()
     """DNS names of prefillers. name:port or name:first-last: each address of the name (A, or AAAA if there is no A
     record) is an instance. _service._tcp.name: the SRV records contain hosts and ports. A bootstrap port and models may
@@ -131,6 +132,37 @@ class Discovery(Section):
         return bool(self.files or getattr(self, f"{role}_dns"))
 
 
+# Options of instances that exchange their roles.
+
+
+class Elastic(Section):
+    """Elastic instances, which exchange their role between prefill and decode while the gateway runs.
+
+    The connector must allow it: vllm_pull and vllm_store with engines of kv_role kv_both, and sglang_bootstrap with
+    engines of --enable-pd-role-switch.
+    """
+
+    instances: Endpoints = ()
+    """Addresses of elastic instances, as for prefill. An instance that prefill or decode lists, too, starts in that
+    role, with the details that are given here. The others start, in this order, in the role that has fewer instances.
+    An instance of SGLang starts in the role that it reports."""
+    evacuate_after_seconds: Delay | None = 10.0
+    """Time after the start of a move at which other instances continue the running requests of the instance as after a
+    failure, in seconds. null lets the requests finish. The evacuate_after parameter of /instances/role takes
+    precedence."""
+    drain_seconds: Seconds = 300.0
+    """Maximum time for the requests of an instance to end before it gets its new role, in seconds. After this time it
+    keeps its old role."""
+    min_prefill: Positive = 1
+    """Minimum number of available prefillers that a move leaves."""
+    min_decode: Positive = 1
+    """Minimum number of available decoders that a move leaves."""
+
+    def min_instances(self, role: str) -> int:
+        """Return the minimum number of available instances of a role that a move leaves."""
+        return self.min_prefill if role == "prefill" else self.min_decode
+
+
 # The options of discovery in Kubernetes.
 
 
@@ -169,7 +201,7 @@ class Kubernetes(Section):
     """Names of the service ports of the engines, with the wildcards * and ?. Each port is an instance, as for
     data-parallel ranks. null selects the only port, or the port named http. The bootstrap port of prefillers is the
     port named bootstrap, or the annotation or label sglang.ai/bootstrap-port of the slice. The annotation or label
-    pdproxy/model names the served models."""
+    pdproxy/model names the served models, and pdproxy/elastic: true makes the instances elastic."""
     api_server: Annotated[str, AfterValidator(_server)] | None = None
     """URL of the API server. null uses the cluster that the gateway runs in."""
     token_file: FilePath = None

@@ -190,11 +190,10 @@ def _keys(
 
 
 def _require_backends(settings: Settings) -> None:
-    given = (("prefill", "prefiller", settings.prefill), ("decode", "decoder", settings.decode))
     missing = {
         role: noun
-        for role, noun, listed in given
-        if not listed and settings.needs(role) and not settings.may_find(role)
+        for role, noun in (("prefill", "prefiller"), ("decode", "decoder"))
+        if not settings.instances_of(role) and settings.needs(role) and not settings.may_find(role)
     }
     if missing:
         nouns = " and ".join(f"no {noun}" for noun in missing.values())

@@ -9,10 +9,10 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from proxy.common.endpoints import Host, is_loopback
+from proxy.common.endpoints import Endpoint, Host, is_loopback
 from proxy.common.terms import counted
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
-from proxy.settings.fleet import Discovery, Kubernetes, KvEvents, Replicas
+from proxy.settings.fleet import Discovery, Elastic, Kubernetes, KvEvents, Replicas
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
@@ -622,6 +622,7 @@ class Settings(Section):
     doctor: Doctor = Doctor()
     discovery: Discovery = Discovery()
     kubernetes: Kubernetes = Kubernetes()
+    elastic: Elastic = Elastic()
     joining: Joining = Joining()
     leaving: Leaving = Leaving()
     fanout: Fanout = Fanout()
@@ -645,8 +646,15 @@ class Settings(Section):
                 nouns[endpoint.place] = noun
                 if noun != "a prefiller" and endpoint.bootstrap_port is not None:
                     raise ValueError(f"{endpoint} is {noun}: only prefillers have bootstrap ports")
+        for endpoint in self.elastic.instances:
+            noun = nouns.get(endpoint.place, "")
+            if noun == "an elastic instance":
+                raise ValueError(f"{endpoint} is given twice as an elastic instance")
+            if noun == "an encoder":
+                raise ValueError(f"{endpoint} is given both as an encoder and as an elastic instance")
+            nouns[endpoint.place] = "an elastic instance"
         if self.connector == "auto" and any(
-            self.may_find(role) and not listed for role, listed in (("prefill", self.prefill), ("decode", self.decode))
+            self.may_find(role) and not self.instances_of(role) for role in ("prefill", "decode")
         ):
             raise ValueError("connector auto asks the configured instances: name the connector if all are discovered")
         traits = self.connector_traits
@@ -654,6 +662,11 @@ class Settings(Section):
             self.prefill or self.discovery.prefill_dns or self.kubernetes.prefill_selector
         ) and not traits.takes_prefillers:
             raise ValueError(f"connector {self.connector} has no prefillers: give every engine as a decoder")
+        if self.elastic.instances and not traits.exchanges_roles:
+            raise ValueError(
+                f"connector {self.connector} cannot exchange the roles of instances: give {self.elastic.instances[0]} "
+                "as a prefiller or as a decoder, and not as elastic"
+            )
         if self.has_encoders and not traits.takes_encoders:
             its = f"{traits.engine}'s encoders"
             raise ValueError(f"connector {self.connector} has no encoders: {its} work in another way")
@@ -683,6 +696,20 @@ class Settings(Section):
             self.callback_host  # noqa: B018 raises
         return self
 
+    def instances_of(self, role: str) -> tuple[Endpoint, ...]:
+        """Return the configured instances that start in a role, with elastic ones."""
+        elastic = {endpoint.place: endpoint for endpoint in self.elastic.instances}
+        starting = {
+            role: [elastic.get(endpoint.place, endpoint) for endpoint in endpoints]
+            for role, endpoints in (("prefill", self.prefill), ("decode", self.decode), ("encode", self.encode))
+        }
+        listed = {endpoint.place for endpoint in (*self.prefill, *self.decode)}
+        for endpoint in self.elastic.instances:
+            if endpoint.place not in listed:
+                is_prefill = len(starting["prefill"]) <= len(starting["decode"])
+                starting["prefill" if is_prefill else "decode"].append(endpoint)
+        return tuple(starting[role])
+
     @property
     def has_encoders(self) -> bool:
         """Whether there is a stage of encoders."""
@@ -699,7 +726,10 @@ class Settings(Section):
     @property
     def fleet(self) -> str:
         """How many instances are configured, and how many sources may name others, for people."""
-        parts = [counted(len(self.prefill), "prefiller"), counted(len(self.decode), "decoder")]
+        prefillers, decoders = len(self.instances_of("prefill")), len(self.instances_of("decode"))
+        parts = [counted(prefillers, "prefiller"), counted(decoders, "decoder")]
+        if self.elastic.instances:
+            parts.append(f"{len(self.elastic.instances)} of them elastic")
         if sources := self.discovery.sources + self.kubernetes.sources:
             parts.append(counted(len(sources), "discovery source"))
         return ", ".join(parts)

@@ -20,7 +20,7 @@ LoadFailurePolicy = Literal["fail", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one engine, which never change. All delays are zero by default: work takes no time."""
+    """The options of one engine, which never change, except for the role. All delays are zero by default."""
 
     role: SimRole = "both"
     model: str = "sim"
@@ -83,6 +83,8 @@ class Options:
 
     For a decoder of SGLang: the bootstrap port for requests that name none. Its default is then 8998.
     """
+    pd_role_switch: bool = False
+    """Whether an engine of SGLang exchanges its role on request (`--enable-pd-role-switch`)."""
     dp_size: int = 1
     """The number of data-parallel ranks at the address of this engine."""
     waiting_seconds: float = 300.0
@@ -101,6 +103,10 @@ class Options:
     """JSON in the form that engines accept: publisher, endpoint, replay_endpoint, topic. None: no KV events."""
     store: str | None = None
     """The directory that simulates a KV store. None: KV is neither stored nor found."""
+
+    def switch_role(self, role: SimRole) -> None:
+        """Change the role, as SGLang does at `/pd_role_switch`."""
+        object.__setattr__(self, "role", role)
 
     @property
     def cost(self) -> Cost:

@@ -56,6 +56,9 @@ class Sink(Protocol):
     def ended(self, error: UpstreamError | None) -> None:
         """Handle the end of the body. Called once. `error` None: the body is complete."""
 
+    def can_move(self) -> bool:
+        """Return whether another backend can probably give the same answer, or continue it exactly."""
+
 
 class Exchange(Sink, Protocol):
     """One request on a connection.
@@ -176,6 +179,10 @@ class EngineConnection(FastForward):
             self.pause(False)
         else:
             self.abort()
+
+    def can_move(self) -> bool:
+        """Return whether another backend can probably continue the exchange exactly."""
+        return self._exchange is None or self._exchange.can_move()
 
     def limit_silence(self, seconds: float, has_begun: bool = False) -> None:
         """Treat the answer as a stream: limit the time between its parts instead of its total time.

@@ -91,6 +91,9 @@ class WholeResponse(EngineResponse):
         arrived = self._arrived
         self._on_end(self, arrived[0] if len(arrived) == 1 else b"".join(arrived), error)
 
+    def can_move(self) -> bool:
+        return True
+
 
 class Response(EngineResponse):
     """An answer whose status and headers have arrived, and whose body goes to an attached Sink.
@@ -100,7 +103,7 @@ class Response(EngineResponse):
     """
 
     __slots__ = (
-        *("_arrived", "_connection", "_ended", "_error", "_on_body", "_on_end", "_on_head", "_size"),
+        *("_arrived", "_connection", "_ended", "_error", "_on_body", "_on_head", "_sink", "_size"),
         *("limit_silence", "received"),
     )
 
@@ -117,7 +120,7 @@ class Response(EngineResponse):
         self._arrived: list[bytes] = []
         self.received: Callable[[bytes], bool | None] = self._arrived.append
         """The method `received` of the attached Sink. Until a Sink is attached, it keeps the body."""
-        self._on_end: Callable[[UpstreamError | None], None] | None = None
+        self._sink: Sink | None = None
         self._on_body: Callable[[bytes, UpstreamError | None], None] | None = None
         self._size = 0  # of a body that is collected
         self._ended = False
@@ -150,7 +153,7 @@ class Response(EngineResponse):
         if self._ended:
             sink.ended(self._error)
         else:
-            self.received, self._on_end = sink.received, sink.ended
+            self.received, self._sink = sink.received, sink
 
     def collect(self, on_body: Callable[[bytes, UpstreamError | None], None]) -> None:
         """Call `on_body` once: with the whole body, or with an error if it broke off or is too large."""
@@ -207,14 +210,17 @@ class Response(EngineResponse):
             assert error is not None
             self._on_head(error)
         self.received = self._arrived.append  # drops the reference cycle with the sink
-        if self._on_end is not None:
-            on_end, self._on_end = self._on_end, None
-            on_end(error)
+        if self._sink is not None:
+            sink, self._sink = self._sink, None
+            sink.ended(error)
         elif self._on_body is not None:
             on_body, self._on_body = self._on_body, None
             body = b"" if error is not None else b"".join(self._arrived)
             self._arrived.clear()
             on_body(body, error)
+
+    def can_move(self) -> bool:
+        return self._sink is None or self._sink.can_move()
 
     def _collected(self, data: bytes) -> bool:
         self._size += len(data)

@@ -319,9 +319,16 @@ class Upstream:
         """Return the number of exchanges with a backend that are under way."""
         return sum(connection.backend == backend and not connection.closed for connection in self._busy)
 
-    def evacuate(self, backend: Backend, at_most: int) -> None:
-        """Fail at most `at_most` exchanges of a backend with REMOVED, so that they continue on other backends."""
-        under_way = [connection for connection in self._busy if connection.backend == backend and not connection.closed]
+    def evacuate(self, backend: Backend, at_most: int, *, spares_inexact: bool = False) -> None:
+        """Fail at most `at_most` exchanges of a backend with REMOVED, so that they continue on other backends.
+
+        `spares_inexact`: whether exchanges stay that no other backend could continue exactly.
+        """
+        under_way = [
+            connection
+            for connection in self._busy
+            if connection.backend == backend and not connection.closed and (not spares_inexact or connection.can_move())
+        ]
         for connection in under_way[: max(0, at_most)]:
             connection.abort(upstream_error(Failure.REMOVED, backend, "was removed"))
 

@@ -176,8 +176,8 @@ class Gateway:
             self.add(role, HOST, engine.port)
         return engine
 
-    def add(self, role: Role, host: str, port: int, *, healthy: bool = True, trusted: bool = False) -> None:
-        self.roster.add(Backend(role, host, port, trusted=trusted))
+    def add(self, role: Role, host: str, port: int, *, healthy: bool = True, **details: Any) -> None:
+        self.roster.add(Backend(role, host, port, **details))
         (backend,) = (b for b in self.pools[role].backends() if (b.host, b.port) == (host, port))
         self.health.on_probe(
             backend, healthy, "passed its health check" if healthy else "cannot connect (connection refused)"

@@ -9,6 +9,7 @@ from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
 from proxy.api.credentials import Administrators
 from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.probes import ProbeApi
+from proxy.api.roles import RolesApi
 from proxy.balancer.models import ServedModels
 from proxy.balancer.policies.handoff_times import HandoffTimes
 from proxy.balancer.roster import SourceStates
@@ -82,6 +83,7 @@ async def client_of(
         ProbeApi(gateway.lanes(settings, roles), drain),
         AdminApi(gateway.metrics, dict, reload, administrators),
         instances,
+        RolesApi(parts, administrators, lambda: settings),
         BroadcastApi(parts, gateway.engine_client, keys or gateway.keys(), administrators, cache_path),
     )
     return await gateway.serve([route for api in apis for route in api.routes()])

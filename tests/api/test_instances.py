@@ -67,6 +67,7 @@ async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> N
         "origins": ["admin"],
         "membership": "enabled",
         "weight": 100,
+        "elastic": None,
         "state": "up",
         "reason": "passed its health check",
         "models": [],

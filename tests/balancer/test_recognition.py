@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -273,3 +274,45 @@ def test_configured_bootstrap_port_must_be_that_of_sglang() -> None:
     found = find_connector_mismatch(engine, "sglang_bootstrap", 8999)
     assert found is not None
     assert found[0] is IncompatibilityKind.BOOTSTRAP
+
+
+def elastic(report: EngineReport) -> EngineReport:
+    return replace(report, is_elastic=True)
+
+
+def test_elastic_sglang_may_have_either_role_at_present() -> None:
+    info = {
+        "disaggregation_mode": "prefill",
+        "enable_pd_role_switch": True,
+        "internal_states": [{"disaggregation_mode": "decode"}],
+    }
+    report = said(D, NAMES[D], models("sglang"), info)
+    assert report.setup.disaggregation_mode == "decode"
+    for role in (P, D):
+        assert find_connector_mismatch(elastic(replace(report, role=role)), "sglang_bootstrap", None) is None
+
+
+@pytest.mark.parametrize(
+    ("report", "connector", "words"),
+    [
+        (sglang(D), "sglang_bootstrap", "is configured as elastic but was started without --enable-pd-role-switch"),
+        (
+            sglang(D, "null"),
+            "sglang_bootstrap",
+            "is configured as elastic but was started without --disaggregation-mode",
+        ),
+        (
+            vllm(D, "NixlConnector", kv_role="kv_consumer"),
+            "vllm_pull",
+            "is configured as elastic but was started with kv_role kv_consumer: start it with kv_both",
+        ),
+    ],
+)
+def test_elastic_engine_that_was_started_for_one_role_is_incompatible(
+    report: EngineReport, connector: str, words: str
+) -> None:
+    assert find_connector_mismatch(elastic(report), connector, None) == (ROLE, words)
+
+
+def test_elastic_vllm_that_serves_both_roles_is_compatible() -> None:
+    assert find_connector_mismatch(elastic(vllm(D, "NixlConnector")), "vllm_pull", None) is None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.roster import ADMIN, CONFIG, JoiningList, Member, Roster
+from proxy.balancer.roster import ADMIN, CONFIG, JoiningList, Member, Move, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from tests.forking import in_child
@@ -521,3 +521,128 @@ def test_joining_list_is_shared_by_all_workers(joining: JoiningList) -> None:
     in_child(child)
     assert not joining.has(A, ticket)
     assert joining.backends() == [B]
+
+
+# Elastic members
+
+
+E = Backend(D, "d", 0, is_elastic=True)
+
+
+def elastic_roster() -> Roster:
+    """Return a roster of a prefiller, and of two decoders of which the first is elastic."""
+    return Roster([("p", 0)], [("d", 0), ("d", 1)], Scoreboard(slots=4), elastic={("d", 0)})
+
+
+def begin(roster: Roster, to: Role = P, leaves_at: float | None = 5.0) -> bool:
+    (member,) = roster.elastic()
+    return roster.begin_move(member.backend, Move(to, 9.0, "test"), leaves_at)
+
+
+def configured(roster: Roster, *, is_elastic: bool = True) -> list[Backend]:
+    """Return the instances as the configuration gives them, whatever their present roles are."""
+    return [Backend(P, "p", 0), Backend(D, "d", 0, is_elastic=is_elastic), Backend(D, "d", 1)]
+
+
+def test_moving_member_gets_no_requests_and_is_evacuated() -> None:
+    roster = elastic_roster()
+    assert begin(roster)
+    (member,) = roster.elastic()
+    assert (member.may_serve, member.is_draining, member.leaves_at) == (False, False, 5.0)
+    assert roster.leaving() == (member,)
+
+
+def test_finished_move_replaces_the_member_in_one_step() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    moved = roster.finish_move(E)
+    assert moved is not None
+    assert (moved.role, moved.slot, moved.is_elastic) == (P, 3, True)
+    assert (names(roster, P), names(roster, D)) == (["p:0", "d:0"], ["d:1"])
+    (member,) = roster.elastic()
+    assert (member.may_serve, member.origins, member.leaves_at) == (True, (CONFIG,), None)
+    assert roster.finish_move(moved) is None
+
+
+def test_abandoned_move_leaves_the_old_role_and_the_reason() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    assert roster.abandon_move(E, "refused" + "!" * 300)
+    (member,) = roster.elastic()
+    assert (member.backend.role, member.may_serve, member.leaves_at) == (D, True, None)
+    assert member.problem == "refused" + "!" * 193
+    assert not roster.abandon_move(E, "again")
+
+
+def test_order_for_the_present_role_ends_a_move() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    assert begin(roster, to=D)
+    assert roster.elastic()[0].may_serve
+
+
+def test_move_that_may_have_reached_the_engine_cannot_be_cancelled() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    roster.set_switching(E, True)
+    with pytest.raises(ValueError, match="is exchanging its role already"):
+        begin(roster, to=D)
+
+
+def test_only_elastic_members_move_and_never_the_last_one() -> None:
+    roster = elastic_roster()
+    with pytest.raises(ValueError, match="d:1 is not elastic"):
+        roster.begin_move(Backend(D, "d", 1), Move(P, 9.0), None)
+    assert not roster.begin_move(Backend(D, "nobody", 1), Move(P, 9.0), None)
+    roster.disable(D, "d", 1)
+    with pytest.raises(ValueError, match="d:0 is the only decode instance"):
+        begin(roster)
+
+
+def test_present_role_outlives_what_origins_give() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    roster.finish_move(E)
+    before = roster.versions[0]
+    assert roster.sync(CONFIG, configured(roster), restores=True) == ([], [])
+    assert roster.versions[0] == before
+    roster.sync("file:x", [Backend(D, "d", 0)])
+    assert roster.elastic()[0].origins == (CONFIG, "file:x")
+    assert (names(roster, P), names(roster, D)) == (["p:0", "d:0"], ["d:1"])
+
+
+def test_configuration_cannot_fix_the_other_role_of_a_moved_member() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    roster.finish_move(E)
+    with pytest.raises(ValueError, match="d:0 is already a prefill instance"):
+        roster.sync(CONFIG, configured(roster, is_elastic=False), restores=True)
+
+
+def test_sync_and_enabling_do_not_stop_the_evacuation_of_a_moving_member() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    roster.sync(CONFIG, configured(roster), restores=True)
+    roster.enable(D, "d", 0)
+    assert roster.elastic()[0].leaves_at == 5.0
+
+
+def test_removed_member_does_not_move_any_more() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    roster.remove(D, "d", 0)
+    assert roster.elastic() == ()
+    assert roster.finish_move(E) is None
+    assert roster.finalize() == [E]
+    roster.sync(CONFIG, configured(roster))
+    assert names(roster) == ["d:1"]
+
+
+def test_move_is_taken_over_and_older_rows_are_read() -> None:
+    roster = elastic_roster()
+    begin(roster)
+    taken_over = Roster([("p", 0)], [("d", 0), ("d", 1)], Scoreboard(slots=4), previous_state=roster.state())
+    assert taken_over.elastic()[0].move == Move(P, 9.0, "test")
+    (row, *_) = roster.state()[0]
+    assert Member.of_row(row[:-1]).backend == Member.of_row(row).backend
+    assert Member.of_row(row[:10]).backend == Member.of_row(row).backend

@@ -96,6 +96,9 @@ class Body:
         self.parts.append(data)
         return True
 
+    def can_move(self) -> bool:
+        return True
+
     def ended(self, error: UpstreamError | None) -> None:
         assert not self.ends
         self.ends.append(error)

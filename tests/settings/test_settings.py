@@ -910,3 +910,34 @@ def test_printed_keys_are_masked() -> None:
     text = to_yaml(loaded(OPENAI_API_KEY="hush"))
     assert "  engine_api_key: '**********'  # OPENAI_API_KEY" in text.splitlines()
     assert yaml.safe_load(text)["auth"]["admin_key"] is None
+
+
+# Elastic instances
+
+
+def test_elastic_instances_start_where_they_are_listed_or_where_there_are_fewer() -> None:
+    found = settings("--decode d:1 d:2 --elastic e:1 8998 d:2 --elastic e:2-3")
+    assert texts(found.elastic.instances) == ["e:1", "d:2", "e:2", "e:3"]
+    assert texts(found.instances_of("prefill")) == ["e:1", "e:2", "e:3"]
+    assert texts(found.instances_of("decode")) == ["d:1", "d:2"]
+    assert found.instances_of("prefill")[0].bootstrap_port == 8998
+    assert found.fleet == "3 prefillers, 2 decoders, 4 of them elastic"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--elastic e:1", "no decoder given: use --decode, PROXY_DECODE or a --config file"),
+        ("--elastic e:1 e:1", "e:1 is given twice as an elastic instance"),
+        ("--elastic e:1 e:2 --encode e:1", "e:1 is given both as an encoder and as an elastic instance"),
+        (
+            "--elastic e:1 e:2 --connector layerwise",
+            (
+                "connector ascend_layerwise cannot exchange the roles of instances: give e:1 as a prefiller or as a "
+                "decoder, and not as elastic"
+            ),
+        ),
+    ],
+)
+def test_impossible_elastic_instances_are_rejected(line: str, sentence: str) -> None:
+    assert mistake(line) == sentence

@@ -175,5 +175,8 @@ class Collector:
         self.begun.set()
         return self.is_progress
 
+    def can_move(self) -> bool:
+        return True
+
     def ended(self, error: UpstreamError | None) -> None:
         self.finished.set_result(error)

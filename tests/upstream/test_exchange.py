@@ -34,6 +34,9 @@ class Recorder:
         self._then("received")
         return True
 
+    def can_move(self) -> bool:
+        return True
+
     def ended(self, error: UpstreamError | None) -> None:
         self.told.append(("ended", error and error.failure))
         self.over.set()

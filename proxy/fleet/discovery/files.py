@@ -68,8 +68,8 @@ def _of_group(group: Any, where: str) -> Iterator[Backend]:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ValueError(f"{where} must have targets, a list of host:port")
     role, bootstrap_port = _role(labels, where), _bootstrap_port(labels, where)
-    models = _models(labels, where)
-    if bootstrap_port is not None and role is not Role.PREFILL:
+    models, is_elastic = _models(labels, where), _is_elastic(labels, where)
+    if bootstrap_port is not None and role is not Role.PREFILL and not is_elastic:
         raise ValueError(f"{where} has a bootstrap_port, which only prefillers have")
     for target in targets:
         try:
@@ -86,6 +86,7 @@ def _of_group(group: Any, where: str) -> Iterator[Backend]:
                 bootstrap_port=port,
                 models=served,
                 tls=endpoint.tls,
+                is_elastic=is_elastic,
             )
 
 
@@ -104,6 +105,14 @@ def _bootstrap_port(labels: Any, where: str) -> int | None:
     if not (word.isdecimal() and 1 <= int(word) <= 65535):
         raise ValueError(f"{where}: bootstrap_port must be a number from 1 to 65535")
     return int(word)
+
+
+def _is_elastic(labels: Any, where: str) -> bool:
+    """Return whether the instances may exchange their role."""
+    word = str(labels.get("elastic", "false")).lower()
+    if word not in ("true", "false"):
+        raise ValueError(f"{where}: elastic must be true or false")
+    return word == "true"
 
 
 def _models(labels: Any, where: str) -> tuple[str, ...]:

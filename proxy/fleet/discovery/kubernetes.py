@@ -264,6 +264,8 @@ Kubernetes copies labels of a service to its slices, but not annotations."""
 MODEL_KEY: Final = "pdproxy/model"
 """The annotation or label with the served models. Labels of other projects, such as `llm-d.ai/model`, may have other
 names than requests."""
+ELASTIC_KEY: Final = "pdproxy/elastic"
+"""The annotation or label that makes instances elastic if it is `true`."""
 _DEFAULT_PORT: Final = "http"
 
 
@@ -279,7 +281,9 @@ def instances(role: Role, slices: Iterable[Slice], port_name: str | None) -> lis
     for one in sorted(slices, key=lambda one: (one.get("addressType", ""), one["metadata"]["name"])):
         endpoints = [endpoint for endpoint in one.get("endpoints") or () if not _is_terminating(endpoint)]
         if endpoints:
-            ports, bootstrap_port = _ports(one, port_name), _bootstrap_port(one) if role is Role.PREFILL else None
+            is_elastic = _annotation(one, ELASTIC_KEY) == "true"
+            may_prefill = role is Role.PREFILL or is_elastic
+            ports, bootstrap_port = _ports(one, port_name), _bootstrap_port(one) if may_prefill else None
             models = _models(one)
             secured = {port["port"] for port in one.get("ports") or () if port.get("appProtocol") == "https"}
             for endpoint in endpoints:
@@ -293,6 +297,7 @@ def instances(role: Role, slices: Iterable[Slice], port_name: str | None) -> lis
                         bootstrap_port=bootstrap_port,
                         models=models,
                         tls=port in secured,
+                        is_elastic=is_elastic,
                     )
                     for port in ports
                 ]

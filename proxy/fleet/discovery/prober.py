@@ -142,6 +142,11 @@ class Prober(BackgroundOwner):
             logger.info("prober: %s instance %s is removed", backend.role, backend.name)
             self._on_removed(backend)
 
+    def note_moved(self, before: Backend, after: Backend) -> None:
+        """Forget a backend that has left its role, and probe it at once in its new one."""
+        self._on_removed(before)
+        self._start_probe(after)
+
     async def note_joined(self, backend: Backend, success: str) -> None:
         """Count the probe that let a backend join as the first success of its health checks."""
         self._due[backend] = self._next_due()

@@ -60,7 +60,7 @@ def configured_instances(settings: Settings) -> list[Backend]:
     They are not watched: the process that reloads the configuration publishes them in one step, so that a reload with
     impossible instances is refused as a whole.
     """
-    by_role = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode), (Role.ENCODE, settings.encode))
+    elastic = {endpoint.place for endpoint in settings.elastic.instances}
     return [
         Backend(
             role,
@@ -69,7 +69,9 @@ def configured_instances(settings: Settings) -> list[Backend]:
             trusted=True,
             bootstrap_port=endpoint.bootstrap_port,
             models=endpoint.models,
+            tls=endpoint.tls,
+            is_elastic=endpoint.place in elastic,
         )
-        for role, endpoints in by_role
-        for endpoint in endpoints
+        for role in Role
+        for endpoint in settings.instances_of(role)
     ]

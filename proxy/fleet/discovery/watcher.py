@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from proxy.balancer.roster import Roster, SourceStates
-    from proxy.common.backend import Role
     from proxy.fleet.discovery.sources import Instances, MakeSources, Source
     from proxy.settings import Settings
 
@@ -157,10 +156,12 @@ class Watcher(BackgroundOwner):
         """Publish all instances of a source. Raises ValueError, and publishes nothing, if one is impossible."""
         settings = self._settings
         rules = AddressRules(settings.admin.networks)
-        configured = {endpoint.host for endpoint in (*settings.encode, *settings.prefill, *settings.decode)}
+        configured = {endpoint.host for role in Role for endpoint in settings.instances_of(role)}
         for backend in instances:
             if backend.role not in self._roles:
                 raise ValueError(f"{backend.name}: this gateway has no {backend.role} instances")
+            if backend.is_elastic and not settings.connector_traits.exchanges_roles:
+                raise ValueError(f"{backend.name}: connector {settings.connector} cannot exchange roles")
             if backend.host not in configured and not _is_allowed(backend.host, rules):
                 raise ValueError(f"{backend.name}: the address is not in admin.networks")
             if self._own is not None and self._own.has(backend.host, backend.port):

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from proxy.balancer.engines import EngineKeys, Identity, parse_kind, parse_setup
 from proxy.balancer.recognition import EngineReport, recognise
-from proxy.common.backend import Backend, Role
+from proxy.common.backend import Role
+from proxy.fleet.discovery.sources import configured_instances
 from proxy.settings import Settings, SettingsError
 from proxy.settings.tls import EngineTls
 from proxy.upstream import EngineClient, EngineRequestError
@@ -23,6 +24,7 @@ from proxy.upstream import EngineClient, EngineRequestError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from proxy.common.backend import Backend
     from proxy.settings import Loaded
     from proxy.settings.tls import TlsFiles
     from proxy.upstream import BufferedResponse
@@ -44,7 +46,7 @@ def find_connector(loaded: Loaded) -> str:
     settings = loaded.settings
     if settings.connector != "auto":
         return settings.connector
-    if not settings.prefill:
+    if not settings.instances_of(Role.PREFILL):
         logger.info("connector: auto selects plain: there are no prefillers")
         return "plain"
     engines, silent = asyncio.run(_ask_all(settings, loaded.tls))
@@ -71,10 +73,7 @@ def with_connector(loaded: Loaded, connector: str) -> Loaded:
 
 async def _ask_all(settings: Settings, files: TlsFiles) -> tuple[list[EngineReport], Mapping[str, str]]:
     """Return the reports of engines, and the problems of engines without an answer. Raises ConnectionError."""
-    given = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
-    engines = [
-        Backend(role, at.host, at.port, trusted=True, tls=at.tls) for role, endpoints in given for at in endpoints
-    ]
+    engines = [backend for backend in configured_instances(settings) if backend.role is not Role.ENCODE]
     key = settings.auth.engine_api_key
     client = EngineClient(tls=EngineTls(lambda: (settings.engines, files)))
     asker = _Asker(client, EngineKeys(key.get_secret_value() if key else None), settings.health.timeout_seconds)
@@ -122,7 +121,8 @@ class _Asker:
         except ValueError as error:
             return f"{_MODELS_PATH} failed ({type(error).__name__})"
         setup = parse_setup(await self._ask_info(engine))
-        return EngineReport(engine.role, engine.name, Identity(parse_kind(models), setup=setup))
+        identity = Identity(parse_kind(models), setup=setup)
+        return EngineReport(engine.role, engine.name, identity, engine.is_elastic)
 
     async def _ask_info(self, engine: Backend) -> Any:
         """Return the engine's configuration, or None if it reports none."""

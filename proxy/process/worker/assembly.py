@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,11 @@ from proxy.api.admin import AdminApi, RequestsApi, StatusApi, UsageApi
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.openapi import OpenApi
+from proxy.api.roles import RolesApi
 from proxy.api.status_page import StatusPage
 from proxy.connectors.releaser import SETTLE_SECONDS
 from proxy.fleet.discovery.prober import PeerVerdicts
+from proxy.fleet.roles import RoleMover, RoleMoverParts
 from proxy.gateway.lanes import Evacuation
 from proxy.listener.drain import DrainManager
 from proxy.observe import logs
@@ -77,6 +79,8 @@ class Worker:
     """The service of the lane with all instances."""
     observers: Observers
     evacuation: Evacuation
+    role_mover: RoleMover | None
+    """Moves elastic instances. None: another worker does that."""
     peer_verdicts: PeerVerdicts
     front: HttpListener
     """Listener for clients."""
@@ -106,6 +110,8 @@ class Worker:
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
         self.service.admission.is_short_of_memory = self.monitor.refuses
         self.evacuation.look()
+        if self.role_mover is not None:
+            self.role_mover.look()
         self.peer_verdicts.handle_new()
 
 
@@ -153,6 +159,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         )
         monitor = Monitor(metrics, monitor_parts)
         upstream = engines.lines.upstream
+        role_mover = _role_mover(basis, balancing, engines) if index == 0 else None
         worker = Worker(
             index=index,
             live=live,
@@ -171,12 +178,14 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             service=clients.lanes.whole.service,
             observers=clients.observers,
             evacuation=_evacuation(basis, balancing, engines, clients),
+            role_mover=role_mover,
             peer_verdicts=PeerVerdicts(shared.health_board, shared.roster, engines.prober),
             front=clients.front,
             admin_front=admin_front,
             callback_front=_callback_front(basis, engines),
         )
         async with (
+            role_mover or nullcontext(),
             watcher,
             monitor,
             usage,
@@ -209,6 +218,20 @@ def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: C
         engines.lines.upstream,
         lambda: basis.settings.leaving,
     )
+
+
+def _role_mover(basis: Basis, balancing: Balancing, engines: Engines) -> RoleMover:
+    parts = RoleMoverParts(
+        roster=basis.shared.roster,
+        scoreboard=basis.shared.scoreboard,
+        health=balancing.health,
+        client=engines.lines.client,
+        engine_headers=balancing.keys.headers,
+        settings=lambda: basis.settings,
+        metrics=basis.metrics,
+        on_moved=engines.prober.note_moved,
+    )
+    return RoleMover(parts)
 
 
 def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:
@@ -269,6 +292,7 @@ def _routes(
         administrators=administrators,
         cache_path=settings.connector_traits.cache_path,
     )
+    roles = RolesApi(parts, administrators, lambda: basis.settings)
     admin = AdminApi(basis.metrics, lambda: shown(basis.live.current), watcher.reload, administrators)
     requests = RequestsApi(shared.receipts, clients.observers.settle, administrators)
     apis = (
@@ -276,6 +300,7 @@ def _routes(
         StatusApi(lambda: shared.status.verdict(time.monotonic()), administrators),
         instances,
         broadcasts,
+        roles,
         requests,
         UsageApi(usage, clients.observers.settle, administrators),
     )

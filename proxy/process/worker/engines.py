@@ -288,4 +288,4 @@ def _callback_url(basis: Basis) -> str | None:
 
 def _hosts(settings: Settings) -> set[str]:
     """Return the hosts of the configured instances."""
-    return {endpoint.host for endpoint in (*settings.encode, *settings.prefill, *settings.decode)}
+    return {endpoint.host for role in Role for endpoint in settings.instances_of(role)}

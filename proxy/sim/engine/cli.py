@@ -267,6 +267,12 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
         help="Number of data-parallel ranks. Default: %(default)s.",
     )
     add(
+        "--enable-pd-role-switch",
+        dest="pd_role_switch",
+        action="store_true",
+        help="Exchange the role at /pd_role_switch, as SGLang does.",
+    )
+    add(
         "--waiting-seconds",
         type=float,
         default=default.waiting_seconds,

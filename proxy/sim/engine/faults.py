@@ -37,7 +37,7 @@ ACTIONS: Final[dict[str, str]] = {
     "other_tokenizer": "the prompt has one token more than other engines make of it",
     "ignore_leaving": "do not notice that the client has left; only an abort by name ends the request",
     "missing_kv_params": "answer a prefill without kv_transfer_params, pinning and sending nothing",
-    "lost_response": "pin the KV of a prefill, then reset the connection",
+    "lost_response": "pin the KV of a prefill, or exchange the role, then reset the connection",
     "truncated_json": "close in the middle of a non-streamed body",
     "invalid_json": "answer 200 with a body that is not JSON",
     "split_bytes": "write the stream in pieces of `size` bytes",

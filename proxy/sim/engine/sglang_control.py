@@ -24,6 +24,7 @@ class SglangRoutes:
 
     def __init__(self, core: Core, generations: GenerationRoutes, bootstrap_port: Callable[[], int]) -> None:
         self._core = core
+        self._mode_at_start = _MODES[core.options.role]
         self._bootstrap_port = bootstrap_port
         self._generations = generations
 
@@ -39,6 +40,7 @@ class SglangRoutes:
             web.get("/flush_cache", self._flush_cache),
             web.post("/flush_cache", self._flush_cache),
             web.post("/abort_request", self._abort_request),
+            web.post("/pd_role_switch", self._switch_role),
             web.post("/v1/messages/count_tokens", self._count_tokens),
             web.get("/metrics", self._metrics),
         ]
@@ -65,7 +67,8 @@ class SglangRoutes:
             {
                 "model_path": options.model,
                 "served_model_name": options.model,
-                "disaggregation_mode": _MODES[options.role],
+                "disaggregation_mode": self._mode_at_start,
+                "enable_pd_role_switch": options.pd_role_switch,
                 "disaggregation_bootstrap_port": self._bootstrap_port(),
                 "disaggregation_decode_allocation_policy": (
                     "prefill_complete" if options.allocates_after_prefill else "early"
@@ -95,6 +98,7 @@ class SglangRoutes:
         options = self._core.options
         return {
             "dp_rank": rank,
+            "disaggregation_mode": _MODES[options.role],
             "num_running_reqs": 0 if rank else scheduler.running,
             "num_waiting_reqs": 0 if rank else scheduler.waiting,
             "num_total_reqs": 0 if rank else scheduler.running + scheduler.waiting,
@@ -103,6 +107,27 @@ class SglangRoutes:
             "token_usage": 0.0,
             "max_running_requests": options.max_num_seqs,
         }
+
+    async def _switch_role(self, request: web.Request) -> web.Response:
+        """Exchange the role of an idle engine (disaggregation/role_switch.py)."""
+        body, _ = await read_json(request)
+        options, scheduler = self._core.options, self._core.scheduler
+        new, old = body.get("new_role") if isinstance(body, dict) else None, options.role
+        problem = ""
+        if not options.pd_role_switch:
+            problem = "role switch requires --enable-pd-role-switch"
+        elif new not in ("prefill", "decode"):
+            problem = f"invalid new_role={new!r}"
+        elif old == "both":
+            problem = "instance is not running in PD disaggregation mode"
+        elif new != old and (scheduler.running or scheduler.waiting or self._core.state.waiting_rooms):
+            problem = "instance is not idle"
+        else:
+            options.switch_role(new)
+        if self._core.faults.plan(request.path, "").has_any("lost_response") and request.transport is not None:
+            request.transport.abort()
+        answer = {"success": not problem, "message": problem or "ok", "old_role": old, "new_role": new}
+        return json_response({**answer, "safe_to_restore": bool(problem)}, 400 if problem else 200)
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         if self._core.scheduler.running or self._core.scheduler.waiting:

@@ -82,6 +82,7 @@ class SimulatedEngine:
         """The port at which decoders ask this prefiller while it runs; None if its protocol has none."""
         self.state = State()
         self.faults = Faults()
+        self._role_at_start = self.options.role
         self.kv_events: KvEventPublisher | None = None
         """The publisher of KV events while the engine runs; None if the engine publishes none."""
         self._runner: web.AppRunner | None = None
@@ -158,7 +159,7 @@ class SimulatedEngine:
         )
         await self._runner.setup()
         self.port = await self._listen(self._runner, self.port)
-        if self._core.protocol.has_bootstrap_port and self.options.role != "decode":
+        if self._core.protocol.has_bootstrap_port and (self.options.role != "decode" or self.options.pd_role_switch):
             self.bootstrap_port = await self._listen(self._runner, self.bootstrap_port or self.options.bootstrap_port)
 
     def _parts(self) -> tuple[Scheduler, PrefixCache] | tuple[MachineScheduler, MachineCache]:
@@ -227,6 +228,7 @@ class SimulatedEngine:
         if core is None or runner is None:
             return
         self.state.kills += 1
+        self.options.switch_role(self._role_at_start)
         core.scheduler.stop()
         self._abort_connections(runner)
         await core.protocol.stop()

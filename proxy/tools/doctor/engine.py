@@ -124,7 +124,7 @@ def check_version(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 def check_suits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check connector, role and bootstrap port as far as the engine reports them, and that it is no gateway."""
     backend = engine.backend
-    report = EngineReport(backend.role, backend.name, engine.facts.identity)
+    report = EngineReport(backend.role, backend.name, engine.facts.identity, backend.is_elastic)
     found = find_connector_mismatch(report, fleet.settings.connector, backend.bootstrap_port)
     if found is not None:
         kind, words = found

@@ -155,11 +155,15 @@ class Examination:
         if settings.connector != "auto":
             return fleet, []
         told = [engine for engine in fleet.told if engine.is_healthy]
-        reports = [EngineReport(engine.backend.role, engine.backend.name, engine.facts.identity) for engine in told]
+        reports = [
+            EngineReport(each.backend.role, each.backend.name, each.facts.identity, each.backend.is_elastic)
+            for each in told
+        ]
+        has_prefillers = bool(settings.instances_of(Role.PREFILL))
         try:
-            if settings.prefill and {report.role for report in reports} != {Role.PREFILL, Role.DECODE}:
+            if has_prefillers and {report.role for report in reports} != {Role.PREFILL, Role.DECODE}:
                 raise SettingsError("connector auto: not every role has an instance that reports its software")
-            connector = recognise(reports).connector if settings.prefill else "plain"
+            connector = recognise(reports).connector if has_prefillers else "plain"
             settings = with_connector(self._loaded, connector).settings
         except SettingsError as error:
             hint = "correct the instances, or set connector explicitly"

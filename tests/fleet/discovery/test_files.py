@@ -70,6 +70,12 @@ def test_group_may_name_the_models_of_its_instances() -> None:
         parse_groups([{"targets": ["p:1"], "labels": {"role": "prefill", "model": "x" * 300}}])
 
 
+def test_label_makes_the_instances_of_a_group_elastic() -> None:
+    labels = {"role": "decode", "elastic": "true", "bootstrap_port": 8998}
+    groups = [{"targets": ["e:1"], "labels": labels}, {"targets": ["d:1"], "labels": {"role": "decode"}}]
+    assert [(one.is_elastic, one.bootstrap_port) for one in parse_groups(groups)] == [(True, 8998), (False, None)]
+
+
 @pytest.mark.parametrize(
     ("groups", "why"),
     [
@@ -87,6 +93,7 @@ def test_group_may_name_the_models_of_its_instances() -> None:
         ([{"targets": ["p:1"], "labels": {"role": "prefill", "bootstrap_port": "x"}}], "group 1: bootstrap_port must"),
         ([{"targets": ["p:1"], "labels": {"role": "prefill", "bootstrap_port": 70000}}], "group 1: bootstrap_port"),
         ([{"targets": ["d:1"], "labels": {"role": "decode", "bootstrap_port": 1}}], "group 1 has a bootstrap_port"),
+        ([{"targets": ["d:1"], "labels": {"role": "decode", "elastic": "yes"}}], "group 1: elastic must be true"),
     ],
 )
 def test_error_describes_the_problem_of_a_list(groups: Any, why: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from proxy.common.backend import Role
 from proxy.fleet.discovery.kubernetes import (
     BOOTSTRAP_KEY,
+    ELASTIC_KEY,
     MODEL_KEY,
     ApiServer,
     ApiServerError,
@@ -109,6 +110,13 @@ def test_invalid_bootstrap_port_is_rejected() -> None:
     wrong = endpoint_slice("p", "h", metadata={"name": "p", "annotations": {BOOTSTRAP_KEY: "x"}})
     with pytest.raises(ValueError, match=f"{BOOTSTRAP_KEY} of EndpointSlice p must be a port"):
         named(wrong, role=Role.PREFILL)
+
+
+@pytest.mark.parametrize("where", ["annotations", "labels"])
+def test_slice_annotation_makes_endpoints_elastic(where: str) -> None:
+    elastic = endpoint_slice("d", "h", metadata={"name": "d", where: {ELASTIC_KEY: "true"}})
+    found = [instances(Role.DECODE, [one], None) for one in (elastic, endpoint_slice("d", "h"))]
+    assert [backend.is_elastic for backends in found for backend in backends] == [True, False]
 
 
 @pytest.mark.parametrize("where", ["annotations", "labels"])

@@ -476,3 +476,14 @@ async def test_keys_file_that_is_being_written_is_left_alone(keyed: Files) -> No
             assert part.metric("config_reloads_total") == {"ok": 0.0, "failed": 0.0}
         part.watcher.look()
         await until(lambda: part.metric("config_reloads_total")["failed"], "it to be read")
+
+
+async def test_reload_keeps_the_tls_of_configured_instances(files: Files) -> None:
+    files.write("prefill: [https://p:1]\ndecode: [d:1]")
+    await files.configuration.reload()
+    assert [member.backend.tls for role in Role for member in files.roster.members(role) if member.origins] == [
+        True,
+        False,
+    ]
+    await files.configuration.reload()
+    assert [member.backend.tls for member in files.roster.members(Role.PREFILL) if member.origins] == [True]

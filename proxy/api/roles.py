@@ -1,0 +1,163 @@
+"""`POST /instances/role`: an administrator moves elastic instances to the other role, or lets the gateway choose it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+from aiohttp import web
+
+from proxy.api.credentials import author
+from proxy.api.instances import is_dry_run, parse_duration, parse_instances, read_object
+from proxy.balancer.roster import Move
+from proxy.common.backend import Role
+from proxy.common.errors import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from proxy.api.credentials import Administrators
+    from proxy.api.instances import InstanceParts
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Member
+    from proxy.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
+_ROLES: Final = (Role.PREFILL, Role.DECODE)
+_AUTO: Final = "auto"
+
+
+def refuse_move(pool: Pool, others_moving: int, settings: Settings) -> str:
+    """Return why an instance must not leave its role, or an empty string.
+
+    Args:
+        pool: The pool in which the instance is compared with others.
+        others_moving: Number of its available instances that leave at the same time, with this one.
+        settings: The present settings.
+    """
+    least = settings.elastic.min_instances(pool.role)
+    left = len(pool.eligible()) - others_moving
+    if left >= least:
+        return ""
+    return f"{left} available {pool.role} instances would be left, and elastic.min_{pool.role} is {least}"
+
+
+class RolesApi:
+    """The route by which administrators choose roles."""
+
+    def __init__(self, parts: InstanceParts, administrators: Administrators, settings: Callable[[], Settings]) -> None:
+        """Prepare the route.
+
+        Args:
+            parts: The parts of the routes on instances.
+            administrators: Restricts the route to administrators.
+            settings: Returns the present settings.
+        """
+        self._parts = parts
+        self._roster = parts.roster
+        self._administrators = administrators
+        self._settings = settings
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Return the route for the application."""
+        return [web.post("/instances/role", self._administrators.guard_and_limit(self._move))]
+
+    async def _move(self, request: web.Request) -> web.Response:
+        """Read `{"role": "prefill", "instances": "host:port"}`, and begin the moves unless it is a dry run."""
+        dry_run, settings = is_dry_run(request), self._settings()
+        body = await read_object(request)
+        to = body.get("role")
+        if to not in (*_ROLES, _AUTO):
+            raise BadRequest("role must be 'prefill', 'decode' or 'auto'", param="role")
+        endpoints = parse_instances(body, Role.PREFILL)
+        evacuate_after = parse_duration(body, "evacuate_after", settings.elastic.evacuate_after_seconds)
+        members = {member.backend.place: member for role in _ROLES for member in self._roster.members(role)}
+        named = [
+            (str(endpoint), members[endpoint.place])
+            for endpoint in endpoints
+            if endpoint.place in members and not members[endpoint.place].is_draining
+        ]
+        if fixed := [name for name, member in named if not member.backend.is_elastic]:
+            raise BadRequest(
+                f"{fixed} are not elastic, so their role cannot change: list them in elastic.instances or give them "
+                "the label elastic in discovery",
+                code="not_elastic",
+                param="instances",
+            )
+        moving = [(name, member) for name, member in named if to not in (_AUTO, member.backend.role)]
+        self._check_left([member for _, member in moving if member.may_serve])
+        before = {name: _state(member) for name, member in named}
+        if not dry_run:
+            for _, member in named:
+                self._begin(member, to, evacuate_after, author(request))
+        after = {name: _state_after(member, to) for name, member in named}
+        changes = [
+            {"instance": name, "was": before[name], "becomes": after[name]}
+            for name in before
+            if before[name] != after[name]
+        ]
+        not_found = [str(endpoint) for endpoint in endpoints if str(endpoint) not in before]
+        message = f"Instances {[change['instance'] for change in changes]} get the role {to}."
+        if dry_run:
+            message = f"Dry run, nothing is changed: {message}"
+        logger.info("role change: %s", message, extra={"fields": {"by": author(request)}})
+        plan = [{"instance": name, "steps": self._steps(member, Role(to), evacuate_after)} for name, member in moving]
+        return _json({"message": message, "dry_run": dry_run, "changes": changes, "plan": plan, "not_found": not_found})
+
+    def _check_left(self, leaving: Sequence[Member]) -> None:
+        """Check that enough instances of each pool are left. Raises BadRequest."""
+        pools = [self._parts.pool_of(member.backend) for member in leaving]
+        counts = Counter(map(id, pools))
+        for member, pool in zip(leaving, pools, strict=True):
+            if member.backend in pool.eligible() and (why := refuse_move(pool, counts[id(pool)], self._settings())):
+                raise BadRequest(
+                    f"{member.backend.name} cannot leave its role: {why}", code="too_few", param="instances"
+                )
+
+    def _begin(self, member: Member, to: str, evacuate_after: float | None, by: str) -> None:
+        """Begin a move, end one, or leave the choice of the role to the gateway. Raises BadRequest."""
+        backend, now = member.backend, time.monotonic()
+        try:
+            if to == _AUTO:
+                self._roster.unpin(backend)
+                return
+            move = Move(Role(to), now + self._settings().elastic.drain_seconds, f"requested by {by}")
+            leaves_at = None if evacuate_after is None else now + evacuate_after
+            self._roster.begin_move(backend, move, leaves_at, is_pinned=True)
+        except ValueError as error:
+            raise BadRequest(str(error), param="instances") from None
+
+    def _steps(self, member: Member, to: Role, evacuate_after: float | None) -> list[str]:
+        """Return the steps of a move for people."""
+        backend, settings = member.backend, self._settings()
+        requests = self._parts.scoreboard.requests(backend.slot)
+        pinned = self._parts.scoreboard.pinned(backend.slot).count
+        path = settings.connector_traits.role_switch_path
+        role = backend.role
+        evacuated = "" if evacuate_after is None else f", and after {evacuate_after:g} s other instances continue them"
+        return [
+            f"no new {role} requests",
+            f"its {requests} requests may end within {settings.elastic.drain_seconds:g} s{evacuated}",
+            *([f"its {pinned} KV caches that no decoder fetches are released or expire"] if pinned else []),
+            *([f"its engine exchanges its role (POST {path})"] if path is not None else []),
+            f"it joins as a {to} instance, with its full share after {settings.health.slow_start_seconds:g} s",
+        ]
+
+
+def _state(member: Member) -> Mapping[str, Any]:
+    """Return the properties of an instance that this route changes."""
+    moves_to = None if member.move is None else member.move.to
+    return {"role": member.backend.role, "moves_to": moves_to, "is_pinned": member.is_pinned}
+
+
+def _state_after(member: Member, to: str) -> Mapping[str, Any]:
+    if to == _AUTO:
+        return {**_state(member), "is_pinned": False}
+    moves_to = None if to == member.backend.role else to
+    return {"role": member.backend.role, "moves_to": moves_to, "is_pinned": True}

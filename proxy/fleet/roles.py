@@ -1,0 +1,240 @@
+"""Moves elastic instances between prefill and decode.
+
+The roster has the state of a move. So another worker continues it if this one dies, and so does the process that takes
+over. A move has these steps:
+
+1. `Roster.begin_move`: the instance gets no new requests.
+2. Its requests end, or Evacuation lets other instances continue them. KV cache that it keeps is fetched, released or
+   expires.
+3. The engine is asked to exchange its role, if its software requires that. From then on its role is unknown until it
+   reports it.
+4. `Roster.finish_move` makes the instance a new member of the other role, which begins with slow start. Or
+   `Roster.abandon_move` gives it its old role back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from proxy.balancer.engines import EngineFacts
+from proxy.balancer.roster import Move
+from proxy.common.backend import Role
+from proxy.common.background import Background, BackgroundOwner
+from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, with_setup
+from proxy.upstream import EngineRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from proxy.balancer.health import Health
+    from proxy.balancer.roster import Roster
+    from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.common.backend import Backend
+    from proxy.observe.metrics import Metrics
+    from proxy.settings import Settings
+    from proxy.settings.fleet import Elastic
+    from proxy.upstream import BufferedResponse, EngineClient
+
+logger = logging.getLogger("proxy.roles")
+
+# The engine builds its buffers and graphs for the new role meanwhile.
+_SWITCH_SECONDS: Final = 180.0
+# Time between two questions to an engine for its role.
+_PAUSE_SECONDS: Final = 1.0
+# SGLang refuses to exchange the role of an engine with requests in these words (disaggregation/role_switch.py).
+_NOT_IDLE: Final = "not idle"
+_NO_ROUTE: Final = (404, 405)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoleMoverParts:
+    """The parts of one worker that a RoleMover uses."""
+
+    roster: Roster
+    scoreboard: Scoreboard
+    health: Health
+    client: EngineClient
+    engine_headers: Callable[[Backend], Mapping[str, str]]
+    """Returns the headers that an engine requires."""
+    settings: Callable[[], Settings]
+    """Returns the present settings."""
+    metrics: Metrics
+    on_moved: Callable[[Backend, Backend], None]
+    """Called with each instance that has moved, as it was and as it is now."""
+
+
+class RoleMover(BackgroundOwner):
+    """Continues all moves of one gateway, inside `async with`. A timer of one worker calls `look`."""
+
+    def __init__(self, parts: RoleMoverParts, clock: Callable[[], float] = time.monotonic) -> None:
+        """Keep the parts. `clock`: the monotonic clock that all workers share."""
+        self._parts = parts
+        self._roster = parts.roster
+        self._clock = clock
+        self._idle: set[Backend] = set()
+        """Moving instances without requests at the last look."""
+        self._asked: set[Backend] = set()
+        """Instances whose engines are being asked."""
+        self._unknown: set[Backend] = set()
+        """Instances with an unknown role that the log has announced."""
+        self._compared: dict[Backend, EngineFacts] = {}
+        """Facts of engines whose role was compared with that of the instance."""
+        self._background = Background(logger, "an exchange of roles")
+
+    def look(self) -> None:
+        """Continue the moves. Cheap if there are no elastic instances."""
+        for member in self._roster.elastic():
+            backend, move = member.backend, member.move
+            if move is None:
+                self._compare(backend)
+            elif backend not in self._asked and self._is_idle(backend, move):
+                self._leave(backend, move)
+
+    def _compare(self, backend: Backend) -> None:
+        """Begin a move if the engine reports that it has the other role, as after its restart."""
+        facts = self._parts.health.of(backend).facts
+        setup = None if facts is None else facts.identity.setup
+        if facts is None or setup is None or self._compared.get(backend) is facts or self._switch_path is None:
+            return
+        self._compared[backend] = facts
+        if setup.disaggregation_mode in (Role.PREFILL, Role.DECODE) and setup.disaggregation_mode != backend.role:
+            now, role = self._clock(), Role(setup.disaggregation_mode)
+            logger.warning("roles: engine has the other role: %s instance %s", backend.role, backend.name)
+            self._roster.begin_move(backend, Move(role, now, "its engine reports it", is_switching=True), now)
+
+    def _is_idle(self, backend: Backend, move: Move) -> bool:
+        """Return whether the instance has no requests now and at the last look. Gives a late move up.
+
+        A worker may have chosen the instance just before the move began, and charge it a moment later.
+        """
+        is_late = self._clock() >= move.until
+        if self._parts.scoreboard.requests(backend.slot):
+            self._idle.discard(backend)
+            if is_late and not move.is_switching:
+                self._keep(backend, f"its requests have not ended within {self._elastic.drain_seconds:g} s")
+            return False
+        if self._parts.scoreboard.pinned(backend.slot).count and not is_late:
+            return False
+        if backend in self._idle:
+            return True
+        self._idle.add(backend)
+        return False
+
+    def _leave(self, backend: Backend, move: Move) -> None:
+        if self._switch_path is None:
+            self._finish(backend, move)
+        else:
+            self._asked.add(backend)
+            self._background.start(self._switch(backend, move, self._switch_path))
+
+    def _finish(self, backend: Backend, move: Move) -> None:
+        try:
+            moved = self._roster.finish_move(backend)
+        except ValueError as error:
+            self._keep(backend, str(error))
+            return
+        self._forget(backend)
+        if moved is not None:
+            self._parts.metrics.role_moves_total.labels(moved.role.value, "moved").inc()
+            logger.info("roles: instance has moved from %s to %s: %s", backend.role, moved.role, backend.name)
+            self._parts.on_moved(backend, moved)
+
+    def _keep(self, backend: Backend, problem: str) -> None:
+        """End a move that has failed. The instance keeps its role."""
+        move = next((each.move for each in self._roster.elastic() if each.backend == backend), None)
+        self._forget(backend)
+        if move is not None and self._roster.abandon_move(backend, problem):
+            self._parts.metrics.role_moves_total.labels(move.to.value, "failed").inc()
+            logger.warning(
+                "roles: move failed, and %s instance %s keeps its role: %s", *(backend.role, backend.name, problem)
+            )
+
+    def _forget(self, backend: Backend) -> None:
+        self._idle.discard(backend)
+        self._unknown.discard(backend)
+
+    # Questions to the engine
+
+    async def _switch(self, backend: Backend, move: Move, path: str) -> None:
+        """Let the engine exchange its role, or ask for its role if it was asked before. Ends the move if that shows."""
+        try:
+            if not move.is_switching:
+                if not self._roster.set_switching(backend, True):
+                    return  # the move was cancelled
+                refusal = await self._ask_to_switch(backend, move.to, path)
+                if refusal == "":
+                    self._finish(backend, move)
+                    return
+                if refusal is not None and _NOT_IDLE in refusal and self._clock() < move.until:
+                    # Another gateway still has requests there.
+                    self._roster.set_switching(backend, False)
+                    return
+                if refusal is not None:
+                    self._keep(backend, f"its engine refuses: {refusal}")
+                    return
+            role = await self._ask_role(backend)
+            if role is move.to:
+                self._finish(backend, move)
+            elif role is not None:
+                self._keep(backend, f"its engine still has the role {role}")
+            elif backend not in self._unknown:
+                self._unknown.add(backend)
+                logger.warning(
+                    "roles: role unknown, so the instance gets no requests until its engine reports it: %s",
+                    backend.name,
+                )
+            if role is None:
+                await asyncio.sleep(_PAUSE_SECONDS)
+        finally:
+            self._asked.discard(backend)
+
+    async def _ask_to_switch(self, backend: Backend, role: Role, path: str) -> str | None:
+        """Ask an engine to exchange its role.
+
+        Returns:
+            An empty string if it has done so, its reason if it refuses and its role is unchanged, or None if its role
+            is not known.
+        """
+        headers = self._parts.engine_headers(backend)
+        body = orjson.dumps({"new_role": role})
+        try:
+            answer = await self._parts.client.post(backend.url, path, _SWITCH_SECONDS, body, headers)
+        except EngineRequestError:
+            return None
+        if answer.status in _NO_ROUTE:
+            return f"{path} answered with status {answer.status}"
+        told = answer.json_or_none
+        if not isinstance(told, dict):
+            return None
+        if answer.status == 200 and told.get("success") is True:
+            return ""
+        message = str(told.get("message") or f"{path} answered with status {answer.status}")
+        # SGLang before 0.5.23 does not report whether the old role is intact.
+        return message if told.get("safe_to_restore") is True or _NOT_IDLE in message else None
+
+    async def _ask_role(self, backend: Backend) -> Role | None:
+        """Return the role that an engine reports, or None."""
+        headers = self._parts.engine_headers(backend)
+        try:
+            info: BufferedResponse = await self._parts.client.get(
+                backend.url, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, headers
+            )
+        except EngineRequestError:
+            return None
+        setup = with_setup(EngineFacts(), info).identity.setup
+        mode = None if setup is None else setup.disaggregation_mode
+        return Role(mode) if mode in (Role.PREFILL, Role.DECODE) else None
+
+    @property
+    def _switch_path(self) -> str | None:
+        return self._parts.settings().connector_traits.role_switch_path
+
+    @property
+    def _elastic(self) -> Elastic:
+        return self._parts.settings().elastic

@@ -1,0 +1,292 @@
+"""Elastic instances exchange their roles while clients are served, and nothing of an answer is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.balancer.roster import Move
+from proxy.common.backend import Role
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import Answer, answers_alone, request, until
+from tests.deployment import engine_options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from proxy.balancer.roster import Member
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+pytestmark = pytest.mark.fault(163)
+
+_HEALTH = {"interval_seconds": 0.1, "changing_interval_seconds": 0.05, "slow_start_seconds": 0.0}
+_STREAMS = 200
+_MOVES = 10
+
+
+def name_of(engine: SimulatedEngine) -> str:
+    return f"127.0.0.1:{engine.port}"
+
+
+def engines(count: int, **options: Any) -> list[SimulatedEngine]:
+    return [SimulatedEngine(**{"role": "both", "decode_step_ms": 5.0, **options}) for _ in range(count)]
+
+
+async def elastic_fleet(
+    deploy: Deploy, prefillers: list[SimulatedEngine], decoders: list[SimulatedEngine], **sections: Any
+) -> Deployment:
+    """Start a gateway whose instances are all elastic."""
+    elastic = {"evacuate_after_seconds": 0.0, **sections.pop("elastic", {})}
+    return await deploy(prefillers, decoders, health=_HEALTH, elastic=elastic, **sections)
+
+
+async def order(gateway: Deployment, role: str, *engines: SimulatedEngine, **fields: Any) -> tuple[int, dict[str, Any]]:
+    """Send an administrator's request for a role, and return the status and the answer."""
+    url = gateway.url + "/instances/role" + ("?dry_run=true" if fields.pop("dry_run", False) else "")
+    body = {"role": role, "instances": [name_of(engine) for engine in engines], **fields}
+    async with gateway.session.post(url, json=body) as response:
+        return response.status, await response.json()
+
+
+def member_of(gateway: Deployment, engine: SimulatedEngine) -> Member | None:
+    return next((one for one in gateway.roster.elastic() if one.backend.port == engine.port), None)
+
+
+def role_of(gateway: Deployment, engine: SimulatedEngine) -> str | None:
+    """Return the role in which an instance gets requests, or None."""
+    member = member_of(gateway, engine)
+    return member.backend.role.value if member is not None and member.may_serve else None
+
+
+async def has_role(gateway: Deployment, engine: SimulatedEngine, role: str) -> None:
+    """Wait until an instance gets requests in a role."""
+
+    def is_there() -> bool:
+        pool = gateway.worker.pools.of(Role(role))
+        return any(backend.port == engine.port for backend in pool.eligible())
+
+    await until(is_there, f"{name_of(engine)} to be a {role} instance")
+
+
+def problem_of(gateway: Deployment, engine: SimulatedEngine) -> str:
+    member = member_of(gateway, engine)
+    return "" if member is None else member.problem
+
+
+def moves(gateway: Deployment) -> dict[tuple[str, ...], float]:
+    """Return the counted moves by result and role."""
+    return gateway.metrics("pdproxy_role_moves_total")
+
+
+async def ask_timed(gateway: Deployment, body: dict[str, Any], gaps: list[float]) -> Answer:
+    """Send a request, and note the longest time between two parts of its answer."""
+    clock = asyncio.get_running_loop().time
+    parts: list[bytes] = []
+    at, longest = 0.0, 0.0
+    async with gateway.session.post(gateway.url + Api.CHAT.path, json=body) as response:
+        async for part in response.content.iter_any():
+            longest, at = max(longest, clock() - at if at else 0.0), clock()
+            parts.append(part)
+    gaps.append(longest)
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Answer(response.status, headers, b"".join(parts), is_whole=True)
+
+
+async def ask_all(gateway: Deployment, bodies: list[dict[str, Any]], at_once: int) -> tuple[list[Answer], float]:
+    """Send requests, this number at a time. Return the answers in their order, and the longest gap in one."""
+    answers: dict[int, Answer] = {}
+    gaps: list[float] = []
+    left = iter(enumerate(bodies))
+
+    async def client() -> None:
+        for number, body in left:
+            answers[number] = await ask_timed(gateway, body, gaps)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(client())
+    return [answers[number] for number in range(len(bodies))], max(gaps)
+
+
+def bodies_of(count: int, **fields: Any) -> list[dict[str, Any]]:
+    return [request(Api.CHAT, f"Tell me number {number}", stream=True, **fields) for number in range(count)]
+
+
+async def assert_equal(answers: Sequence[Answer], bodies: list[dict[str, Any]]) -> None:
+    """Check that all answers are complete, and equal to those of a single engine."""
+    assert [answer.status for answer in answers] == [200] * len(bodies)
+    assert all(answer.body.endswith(b"data: [DONE]\n\n") for answer in answers)
+    assert [answer.text for answer in answers] == await answers_alone(bodies)
+
+
+async def move_back_and_forth(gateway: Deployment, engine: SimulatedEngine, times: int) -> None:
+    """Move a decoder to prefill and back, this number of times each."""
+    for role in itertools.islice(itertools.cycle(("prefill", "decode")), 2 * times):
+        status, answer = await order(gateway, role, engine)
+        assert status == 200, answer
+        await has_role(gateway, engine, role)
+
+
+@pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store", "sglang_bootstrap"])
+async def test_streams_are_equal_during_ten_moves_each_way(
+    deploy: Deploy, tmp_path: Path, connector: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = engine_options(connector, lambda: tmp_path)
+    is_sglang = connector == "sglang_bootstrap"
+    roles = ("prefill", "decode") if is_sglang else ("both", "both")
+    prefillers, decoders = (
+        engines(count, role=role, pd_role_switch=is_sglang, **options)
+        for count, role in zip((2, 3), roles, strict=True)
+    )
+    gateway = await elastic_fleet(deploy, prefillers, decoders, connector=connector)
+    gateway.may_stay_pinned = _STREAMS
+    gateway.legs_with_kv_names = 2 if is_sglang else 1
+    bodies = bodies_of(_STREAMS, max_tokens=40)
+    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=40))
+    await decoders[0].wait_until(lambda state: state.live >= 2)
+    await move_back_and_forth(gateway, decoders[0], _MOVES)
+    answers, gap = await serving
+    await assert_equal(answers, bodies)
+    assert moves(gateway) == {("moved", "prefill"): _MOVES, ("moved", "decode"): _MOVES}
+    assert not gateway.metrics("pdproxy_instance_ejected_total")
+    with capsys.disabled():
+        print(f" {connector}: {_STREAMS} equal streams, {2 * _MOVES} moves, longest gap {gap:.3f} s ", end="")
+
+
+async def start_streams(gateway: Deployment, count: int, **fields: Any) -> tuple[list[Any], list[asyncio.Task[Answer]]]:
+    bodies = bodies_of(count, **fields)
+    return bodies, [asyncio.create_task(gateway.ask(body)) for body in bodies]
+
+
+async def test_answers_may_finish_before_the_move(deploy: Deploy) -> None:
+    gateway = await elastic_fleet(deploy, engines(1), engines(2))
+    mover = gateway.decoders[0]
+    bodies, tasks = await start_streams(gateway, 6, max_tokens=60)
+    await mover.wait_until(lambda state: state.live == 3)
+    await order(gateway, "prefill", mover, evacuate_after=None)
+    assert role_of(gateway, mover) is None
+    await has_role(gateway, mover, "prefill")
+    await assert_equal([await task for task in tasks], bodies)
+    assert not gateway.metrics("pdproxy_resumes_total")
+
+
+async def test_instance_keeps_its_role_when_requests_do_not_end_in_time(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await elastic_fleet(deploy, engines(1), engines(2), elastic={"drain_seconds": 0.3})
+    mover = gateway.decoders[0]
+    bodies, tasks = await start_streams(gateway, 2, max_tokens=600)
+    await mover.wait_until(lambda state: state.live == 1)
+    await order(gateway, "prefill", mover, evacuate_after=None)
+    await until(lambda: role_of(gateway, mover), "the end of the move")
+    problem = "its requests have not ended within 0.3 s"
+    assert (role_of(gateway, mover), problem_of(gateway, mover)) == ("decode", problem)
+    assert moves(gateway) == {("failed", "prefill"): 1}
+    assert [record.getMessage() for record in caplog.records if record.name == "proxy.roles"] == [
+        f"roles: move failed, and decode instance {name_of(mover)} keeps its role: {problem}"
+    ]
+    await assert_equal([await task for task in tasks], bodies)
+
+
+async def test_answers_continue_when_the_instance_dies_in_a_move(deploy: Deploy) -> None:
+    gateway = await elastic_fleet(deploy, engines(1), engines(3))
+    mover = gateway.decoders[0]
+    bodies, tasks = await start_streams(gateway, 9, max_tokens=60)
+    await mover.wait_until(lambda state: state.live == 3)
+    await order(gateway, "prefill", mover, evacuate_after=None)
+    await mover.kill()
+    await until(lambda: role_of(gateway, mover), "the end of the move")
+    assert role_of(gateway, mover) == "prefill"
+    await assert_equal([await task for task in tasks], bodies)
+    assert mover.port not in [backend.port for backend in gateway.worker.pools.prefill.eligible()]
+    await mover.start()
+    await has_role(gateway, mover, "prefill")
+
+
+async def test_prefiller_with_kept_kv_moves_when_it_is_released(deploy: Deploy) -> None:
+    gateway = await elastic_fleet(deploy, engines(2), engines(1))
+    mover = gateway.prefillers[0]
+    row = gateway.worker.pinned_kv
+    backend = gateway.worker.pools.prefill.backends()[0]
+    pin = row.pin(backend, 100, 60.0, suspected=True)
+    await order(gateway, "decode", mover)
+    for _ in range(4):
+        gateway.worker.look()
+    assert role_of(gateway, mover) is None
+    row.unpin(pin)
+    await has_role(gateway, mover, "decode")
+
+
+def sglang(role: str, **options: Any) -> list[SimulatedEngine]:
+    return engines(2, role=role, profile_name="sglang", **{"pd_role_switch": True, **options})
+
+
+async def test_refusal_of_the_engine_leaves_the_role(deploy: Deploy) -> None:
+    decoders = sglang("decode", pd_role_switch=False)
+    gateway = await elastic_fleet(deploy, sglang("prefill"), decoders, connector="sglang_bootstrap")
+    await order(gateway, "prefill", decoders[0])
+    await until(lambda: role_of(gateway, decoders[0]), "the end of the move")
+    assert role_of(gateway, decoders[0]) == "decode"
+    assert problem_of(gateway, decoders[0]) == "its engine refuses: role switch requires --enable-pd-role-switch"
+    (answer,) = [await gateway.ask(body) for body in bodies_of(1)]
+    assert answer.is_done
+
+
+async def test_lost_answer_of_the_engine_is_replaced_by_its_report(deploy: Deploy) -> None:
+    decoders = sglang("decode")
+    gateway = await elastic_fleet(deploy, sglang("prefill"), decoders, connector="sglang_bootstrap")
+    decoders[0].faults.add("lost_response", path="/pd_role_switch")
+    await order(gateway, "prefill", decoders[0])
+    await has_role(gateway, decoders[0], "prefill")
+    assert decoders[0].options.role == "prefill"
+    assert moves(gateway) == {("moved", "prefill"): 1}
+
+
+async def test_instance_without_a_known_role_gets_no_requests(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine dies when it is asked. It has one role again when it reports it, which is that of its start."""
+    decoders = sglang("decode")
+    gateway = await elastic_fleet(deploy, sglang("prefill"), decoders, connector="sglang_bootstrap")
+    mover = decoders[0]
+    await mover.kill()
+    await order(gateway, "prefill", mover)
+    words = f"roles: role unknown, so the instance gets no requests until its engine reports it: {name_of(mover)}"
+    await until(lambda: words in caplog.messages, "the log line")
+    assert role_of(gateway, mover) is None
+    (answer,) = [await gateway.ask(body) for body in bodies_of(1)]
+    assert answer.is_done
+    await mover.start()
+    await has_role(gateway, mover, "decode")
+    assert problem_of(gateway, mover) == "its engine still has the role decode"
+    assert caplog.messages.count(words) == 1
+
+
+async def test_engine_that_returns_in_its_first_role_gets_it_back(deploy: Deploy) -> None:
+    decoders = sglang("decode")
+    gateway = await elastic_fleet(deploy, sglang("prefill"), decoders, connector="sglang_bootstrap")
+    mover = decoders[0]
+    await order(gateway, "prefill", mover)
+    await has_role(gateway, mover, "prefill")
+    await mover.kill()
+    pool = gateway.worker.pools.prefill
+    await until(lambda: mover.port not in [each.port for each in pool.eligible()], "the instance to be down")
+    await mover.start()
+    await has_role(gateway, mover, "decode")
+    (answer,) = [await gateway.ask(body) for body in bodies_of(1)]
+    assert answer.is_done
+
+
+async def test_another_worker_continues_a_move(deploy: Deploy) -> None:
+    """The roster has the state of the move, so nothing of the worker that began it is needed."""
+    decoders = sglang("decode")
+    gateway = await elastic_fleet(deploy, sglang("prefill"), decoders, connector="sglang_bootstrap")
+    (backend, _) = gateway.worker.pools.decode.backends()
+    decoders[0].options.switch_role("prefill")  # by the worker that died before it had the answer
+    move = Move(Role.PREFILL, asyncio.get_running_loop().time() + 60, is_switching=True)
+    gateway.roster.begin_move(backend, move, None)
+    await has_role(gateway, decoders[0], "prefill")
