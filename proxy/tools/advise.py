@@ -257,8 +257,8 @@ _MOST_BYTES: Final = 16 * 1024 * 1024
 _FEWEST_SCRAPES: Final = 10
 _MOST_SCRAPES: Final = 60
 _DESCRIPTION: Final = """\
-Watch the metrics of running gateways for a while, and say which side of the fleet is the bottleneck, prefillers or
-decoders, and what moving one instance from one to the other would do."""
+Watch the metrics of running gateways for a while. Report whether prefillers or decoders are the bottleneck, and the
+effect of moving one instance to the other role."""
 
 
 def main(argv: Sequence[str]) -> int:

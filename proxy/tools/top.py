@@ -350,7 +350,7 @@ def _line_style(line: str) -> str:
 
 _TIMEOUT_SECONDS: Final = 5.0
 _DESCRIPTION: Final = """\
-Show what a running gateway does: its rates and latencies since the last look, and every instance. On a terminal the
+Show the activity of a running gateway: rates and latencies since the last scrape, and every instance. On a terminal the
 table refreshes in place if the extra tui is installed. Otherwise it is printed again each time."""
 
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DESCRIPTION = """\
-A simulated engine, of vLLM or SGLang: a deterministic model behind the engine's HTTP interface, with KV hand-over
-between a simulated prefiller and decoder over real sockets. For demonstrations, tests and benchmarks; it computes
-nothing."""
+Run a simulated engine for demonstrations, tests and benchmarks. It has the HTTP interface of vLLM or SGLang, and
+simulated prefillers and decoders hand KV cache over by real sockets. Its answers are deterministic."""
 
 _EPILOG = """\
 control endpoints:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from proxy.tools.launch.plan import Plan
 
 _DESCRIPTION: Final = """\
-Renders the commands of every node and the gateway's configuration from one description of a fleet, the topology. A
-topology that would not work is refused with the reason. configs/topologies has topologies for published guides."""
+Render the commands of every node and the gateway's configuration from one description of a fleet, the topology.
+pdproxy rejects a topology that cannot work, with the reason. configs/topologies has topologies for published guides."""
 _EPILOG: Final = """\
 The exit code of render is 2 if the topology is refused. check, or render --check, compares the fleet that runs with it:
 the exit code is 0 without findings, 1 with warnings, and 2 with failures."""

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from proxy.tools.roll.gateways import Instance
 
 _DESCRIPTION: Final = """\
-Restart the instances of a role one by one while the gateways serve. Each is disabled, its requests end or move to other
-instances, and the hook restarts it; the next one follows when it serves again. The roll stops if too few others serve,
-or if requests of clients fail. Ctrl-C stops it when no instance is out of service, and a second Ctrl-C stops it
-at once. The same command resumes it."""
+Restart the instances of a role one after the other while the gateways serve. pdproxy disables an instance, and its
+requests end or move to other instances. Then the hook restarts it, and pdproxy continues when it serves again. The roll
+stops if too few others serve, or if requests of clients fail. Press Ctrl-C to stop after the present instance, and
+again to stop at once. Run the same command to resume."""
 _PLACEHOLDERS: Final = ("address", "host", "port", "role")
 _KEY_VARIABLE: Final = "PROXY_AUTH__ADMIN_KEY"
 
