@@ -70,6 +70,7 @@ MAX_WORDS: dict[str, int | None] = {
     "reference/errors.md": None,
     "reference/metrics.md": None,
     "reference/options.md": None,
+    "reference/status-codes.md": None,
     "troubleshooting/alerts.md": 1300,
     "troubleshooting/index.md": 1100,
 }

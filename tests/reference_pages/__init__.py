@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tests import compatibility_page
-from tests.reference_pages import command_line, errors, metrics, options
+from tests.reference_pages import command_line, errors, metrics, options, status_codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,5 +23,6 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "reference/errors.md": errors.page,
     "reference/metrics.md": metrics.page,
     "reference/options.md": options.page,
+    "reference/status-codes.md": status_codes.page,
 }
 """The function that renders each page, by its path below docs."""
