@@ -12,6 +12,7 @@ from unittest import mock
 
 from proxy.__main__ import main
 from proxy.settings.cli import _WITH_THESE_FLAGS, COMMANDS
+from tests.reference_pages.options import as_markdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -136,7 +137,7 @@ def _names(action: argparse.Action) -> str:
 def _help(action: argparse.Action) -> str:
     text = " ".join((action.help or "").split())
     text = text.replace("%(default)s", str(action.default)).replace("%%", "%")
-    return _escaped(text)
+    return as_markdown(text)
 
 
 def _sentence(text: str) -> str:
@@ -146,11 +147,7 @@ def _sentence(text: str) -> str:
 def _prose(text: str) -> str:
     """Return help text as one paragraph for each of its blocks."""
     blocks = re.split(r"\n\s*\n", text.strip())
-    return _escaped("\n\n".join(" ".join(block.split()) for block in blocks))
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+    return as_markdown("\n\n".join(" ".join(block.split()) for block in blocks))
 
 
 def _is_of_serve(action: argparse.Action) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.process.configuration import FIXED
@@ -44,6 +45,23 @@ _UNITS: Final = {
 """Unit by the end of an option's name. The first that matches applies."""
 
 
+_IS_NAME: Final = re.compile(
+    r"""
+    (?<![\w:/.`@-])
+    (?: https?://[^\s,;)]+[^\s,;.)] | tcp://\S+[^\s,;.:]  # URLs
+    | --[a-z][a-z0-9-]*(?:=\S+)?  # flags
+    | [A-Z]+(?:_+[A-Z0-9]+)+(?:=\d+)?  # environment variables
+    | [a-z]+(?:_[a-z0-9]+)+(?:\.[a-z_]+)*(?:_\\\*)?  # names with an underscore, such as vllm_pull
+    | [a-z]+\.[a-z]+_[a-z0-9_]+ | [a-z]+_?[a-z]*\.(?:json|yaml|port|host|path|mode|url|verify|files)  # options, files
+    | /[a-z][a-z0-9_/]+(?:\.json|\.conf)?  # paths of HTTP
+    | (?:null|true|false)(?=[\s,.:])
+    )
+    """,
+    re.VERBOSE,
+)
+"""Words of help texts that are shown as code."""
+
+
 def page() -> str:
     """Return the whole page."""
     properties = json_schema()["properties"]
@@ -55,7 +73,7 @@ def page() -> str:
     for section in Settings.model_fields:
         if section in SECTIONS:
             text = " ".join((section_of(Settings.model_fields[section]).__doc__ or "").split())
-            lines += [f"## {section}", "", text, ""]
+            lines += [f"## {section}", "", as_markdown(text), ""]
             for name, schema in properties[section]["properties"].items():
                 lines += _entry(f"{section}.{name}", schema, defaults[section][name])
     return "\n".join(lines)
@@ -77,7 +95,7 @@ def _entry(option: str, schema: Mapping[str, Any], default: object) -> Iterable[
         facts.append(f"{'Flag' if len(flags) == 1 else 'Flags'}: {', '.join(flags)}")
     facts.append(f"Restart: {'required' if option in FIXED else 'not required'}")
     text = " ".join((OPTIONS[option].description or "").split()).removesuffix(" Requires a restart.")
-    return [f"### {option}", "", _escaped(text), "", " · ".join(facts), ""]
+    return [f"### {option}", "", as_markdown(text), "", " · ".join(facts), ""]
 
 
 def flags_of(option: str) -> list[str]:
@@ -118,6 +136,12 @@ def _default(value: object) -> str:
     return f"`{scalar(value)}`"
 
 
-def _escaped(text: str) -> str:
-    """Return text in which Markdown sees no emphasis."""
-    return text.replace("*", "\\*").replace("<", "&lt;")
+def as_markdown(text: str) -> str:
+    """Return a help text with names of options, flags, paths and values as code, in which Markdown sees no emphasis."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else _with_code(part) for part in parts)
+
+
+def _with_code(text: str) -> str:
+    escaped = text.replace("*", "\\*").replace("<", "&lt;").replace("|", "\\|")
+    return _IS_NAME.sub(lambda found: f"`{found[0].replace(chr(92), '')}`", escaped)
