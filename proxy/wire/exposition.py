@@ -64,6 +64,11 @@ def parse_work(exposition: bytes) -> float | None:
     return _sum_of(exposition, _WORK)
 
 
+def parse_start(exposition: bytes) -> float | None:
+    """Return the start of the engine's process in seconds since the Unix epoch; None: it does not report it."""
+    return _sum_of(exposition, (b"process_start_time_seconds",))
+
+
 def parse_ranks(exposition: bytes) -> int | None:
     """Return the number of data-parallel ranks behind the address; None: the engine does not report it.
 

@@ -134,8 +134,10 @@ class ControlRoutes:
         core = self._core
         options = core.options
         waiting = core.scheduler.waiting
+        further_ranks = {("num_requests_running", f'engine="{rank}"'): 0.0 for rank in range(1, options.dp_size)}
         gauges: dict[tuple[str, str], float] = {
             ("num_requests_running", ""): core.scheduler.running,
+            **further_ranks,
             ("num_requests_waiting", ""): waiting,
             ("kv_cache_usage_perc", ""): min(1.0, core.used_blocks / options.kv_blocks),
             ("engine_sleep_state", 'sleep_state="awake"'): 1,
@@ -185,7 +187,12 @@ class ControlRoutes:
                 if options.pin_seconds is not None:
                     extra["kv_lease_duration"] = options.pin_seconds
                 transfer["kv_connector_extra_config"] = extra
-        config = {"kv_transfer_config": transfer, "scheduler_config": {"max_num_seqs": options.max_num_seqs}}
+        config = {
+            "kv_transfer_config": transfer,
+            "scheduler_config": {"max_num_seqs": options.max_num_seqs},
+            "cache_config": {"block_size": options.block_size},
+            "structured_outputs_config": {"reasoning_parser": options.reasoning_parser},
+        }
         return json_response({"vllm_config": config})
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -6,6 +6,7 @@ the gateway's metrics if both run in one test.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class EngineMetrics:
     """The counters that only `/metrics` shows. All other values are read from the engine's state when it is scraped."""
 
     model: str
+    started_at: float = field(default_factory=time.time)
     prompt_tokens_by_source: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SOURCES, 0)))
     requests_by_reason: Counter[str] = field(default_factory=Counter)
     time_to_first_token: Histogram = field(default_factory=Histogram)
@@ -132,9 +134,10 @@ class EngineMetrics:
         Names are given without `vllm:` and, for counters, without `_total`; the name of a gauge includes its labels.
         """
         labels = f'engine="0",model_name="{self.model}"'
-        lines: list[str] = []
+        started = f"process_start_time_seconds {self.started_at:.2f}"
+        lines = ["# TYPE process_start_time_seconds gauge", started]
         for (name, more), value in gauges.items():
-            all_labels = f"{labels},{more}" if more else labels
+            all_labels = more if more.startswith("engine=") else f"{labels},{more}" if more else labels
             lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{all_labels}}} {value}"]
         for name, value in counters.items():
             lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{{{labels}}} {value}"]

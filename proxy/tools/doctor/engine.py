@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.recognition import EngineReport, find_connector_mismatch
 from proxy.common.backend import Role
+from proxy.common.terms import counted
 from proxy.connectors.releaser import KvTransfer, pin_seconds
 from proxy.tools.doctor.examined import IDLE_SECONDS
 from proxy.tools.doctor.findings import Finding, Severity
@@ -191,6 +192,33 @@ def check_limits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
             )
 
 
+def check_ranks(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """Check that the gateway addresses all data-parallel ranks of an engine."""
+    balance, its = fleet.settings.balance, engine.facts.ranks
+    for role, option, ranks in (
+        (Role.PREFILL, "balance.prefill_dp_ranks", balance.prefill_dp_ranks),
+        (Role.DECODE, "balance.decode_dp_ranks", balance.decode_dp_ranks),
+    ):
+        # With 1 the gateway names no rank, and the engine distributes the requests.
+        if engine.backend.role is role and ranks > 1 and its is not None and its != ranks:
+            result = "some ranks get no requests" if its > ranks else "the engine rejects requests to other ranks"
+            words = f"has {counted(its, 'data-parallel rank')}, but {option} is {ranks}: {result}"
+            severity = Severity.WARNING if its > ranks else Severity.FAILURE
+            yield Finding(severity, "ranks", engine.subject, words, f"set {option} to {its}")
+
+
+def check_body_limit(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """Check that the longest prompt of an engine fits into a request body."""
+    length, listen = engine.facts.max_model_len, fleet.settings.listen
+    if length is None:
+        return
+    size = length * fleet.settings.cost.bytes_per_token
+    if size > listen.max_body_bytes:
+        words = f"accepts {length} tokens, about {size} bytes, but listen.max_body_bytes is {listen.max_body_bytes}"
+        hint = "raise listen.max_body_bytes: longer bodies are rejected with 413"
+        yield Finding(Severity.WARNING, "body", engine.subject, words, hint)
+
+
 def check_lease(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check that the engine keeps KV cache as long as the gateway assumes."""
     setup, believed = engine.facts.identity.setup, fleet.settings.kv.pin_seconds
@@ -236,6 +264,8 @@ ENGINE_CHECKS: Final[tuple[Callable[[Examined, Fleet], Iterable[Finding]], ...]]
     check_keep_alive,
     check_metrics,
     check_limits,
+    check_ranks,
+    check_body_limit,
     check_lease,
     check_read_back,
 )

@@ -35,12 +35,12 @@ from proxy.process.worker.basis import Basis, LiveConfiguration
 from proxy.process.worker.engines import build_lines, build_link
 from proxy.settings import SettingsError
 from proxy.tools.doctor.engine import check_engines, good_finding
-from proxy.tools.doctor.examined import IDLE_SECONDS, Examined, Fleet
+from proxy.tools.doctor.examined import IDLE_SECONDS, Examined, Fleet, compared_options
 from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.doctor.fleet import by_model, check_fleet
 from proxy.tools.doctor.pair import Canaries, check_pairs
 from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, connect_problem
-from proxy.wire.exposition import parse_prompt_tokens
+from proxy.wire.exposition import parse_prompt_tokens, parse_ranks, parse_start, parse_work
 from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
@@ -212,7 +212,12 @@ class Examination:
             return link.releaser.pin_seconds(prefiller, KvTransfer.NIXL) if has_leases else None
 
         canaries = Canaries(
-            settings=settings, pairs=results, repeated=repeated, alone=alone, lease_seconds=lease_seconds
+            settings=settings,
+            pairs=results,
+            repeated=repeated,
+            alone=alone,
+            max_tokens={each.backend: each.facts.max_model_len for each in fit if each.facts.max_model_len is not None},
+            lease_seconds=lease_seconds,
         )
         return check_pairs(canaries)
 
@@ -336,12 +341,17 @@ class Asker:
         )
         info = _answer_or_none(await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS))
         facts = with_setup(facts_of(version, _answer_or_none(models)), info)
+        if facts.ranks is None and exposition is not None:
+            facts = replace(facts, ranks=parse_ranks(exposition))
         return replace(
             examined,
             version=_reported_version(version, info),
             models=models if isinstance(models, str) else models.status,
             facts=facts,
             keeps_alive=keeps_alive,
+            started_at=None if exposition is None else parse_start(exposition),
+            served_tokens=None if exposition is None else parse_work(exposition),
+            options=compared_options(None if info is None else info.json_or_none),
             has_metrics=exposition is not None,
             counts_prompts=exposition is not None and parse_prompt_tokens(exposition) is not None,
         )

@@ -9,7 +9,7 @@ from proxy.balancer.engines import EngineFacts
 from proxy.common.backend import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
@@ -42,6 +42,12 @@ class Examined:
     has_metrics: bool = False
     counts_prompts: bool = False
     """Whether its /metrics count the origin of KV cache."""
+    started_at: float | None = None
+    """Time of its start as its /metrics report it, in seconds since the Unix epoch; None if unknown."""
+    served_tokens: float | None = None
+    """Tokens that it has computed and generated since its start; None if unknown."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Options with which it was started, by their flags, as far as it reports them. See `compared_options`."""
     bootstrap: str = ""
     """Why its bootstrap server is unreachable; empty if it is reachable or not needed."""
 
@@ -82,3 +88,45 @@ class Fleet:
     def told(self) -> list[Examined]:
         """Engines that list their models, without encoders, which serve parts of other models."""
         return [engine for engine in self.engines if engine.models == 200 and engine.backend.role is not Role.ENCODE]
+
+
+_MISSING: Final = object()
+_COMPARED: Final[Mapping[str, tuple[str, ...]]] = {
+    # The configuration of vLLM, which it reports in development mode.
+    "--max-num-seqs": ("vllm_config", "scheduler_config", "max_num_seqs"),
+    "--max-num-batched-tokens": ("vllm_config", "scheduler_config", "max_num_batched_tokens"),
+    "--block-size": ("vllm_config", "cache_config", "block_size"),
+    "--kv-cache-dtype": ("vllm_config", "cache_config", "cache_dtype"),
+    "--enable-prefix-caching": ("vllm_config", "cache_config", "enable_prefix_caching"),
+    "--tensor-parallel-size": ("vllm_config", "parallel_config", "tensor_parallel_size"),
+    "--pipeline-parallel-size": ("vllm_config", "parallel_config", "pipeline_parallel_size"),
+    "--data-parallel-size": ("vllm_config", "parallel_config", "data_parallel_size"),
+    "--quantization": ("vllm_config", "model_config", "quantization"),
+    "--dtype": ("vllm_config", "model_config", "dtype"),
+    "--reasoning-parser": ("vllm_config", "structured_outputs_config", "reasoning_parser"),
+    # The arguments of SGLang.
+    "--tp-size": ("tp_size",),
+    "--dp-size": ("dp_size",),
+    "--page-size": ("page_size",),
+    "--max-running-requests": ("max_running_requests",),
+    "--chunked-prefill-size": ("chunked_prefill_size",),
+    "--disable-radix-cache": ("disable_radix_cache",),
+    "--kv-cache-dtype ": ("kv_cache_dtype",),
+    "--quantization ": ("quantization",),
+    "--dtype ": ("dtype",),
+    "--tool-call-parser": ("tool_call_parser",),
+    "--reasoning-parser ": ("reasoning_parser",),
+}
+"""Members of `/server_info` that should be equal in one role, by flag. A space at the end tells equal flags apart."""
+
+
+def compared_options(info: object) -> dict[str, object]:
+    """Return the options in an engine's `/server_info` that should be equal in one role, by flag."""
+    found: dict[str, object] = {}
+    for flag, path in _COMPARED.items():
+        value = info
+        for member in path:
+            value = value.get(member, _MISSING) if isinstance(value, dict) else _MISSING
+        if value is None or isinstance(value, str | int | float):
+            found[flag.strip()] = value
+    return found

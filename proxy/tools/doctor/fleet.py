@@ -76,6 +76,40 @@ def check_different_places(fleet: Fleet) -> Iterator[Finding]:
             yield Finding(Severity.FAILURE, "duplicate", engine.subject, words, hint)
 
 
+def check_same_process(fleet: Fleet) -> Iterator[Finding]:
+    """Check by start and counters that no two instances at the same port are the same engine."""
+    seen: dict[tuple[int, float, float | None], Examined] = {}
+    for engine in fleet.told:
+        setup = engine.facts.identity.setup
+        if engine.started_at is None or (setup is not None and setup.engine_id is not None):
+            continue  # an engine_id is compared instead
+        first = seen.setdefault((engine.backend.port, engine.started_at, engine.served_tokens), engine)
+        if first is engine or set(engine.addresses) & set(first.addresses):
+            continue
+        words = f"seems to be the same engine as {first.subject}: same port, time of start, and number of tokens"
+        hint = "configure each engine once: otherwise pdproxy believes that it has twice the room"
+        # Engines that a script starts together may have equal times before their first request.
+        severity = Severity.WARNING if engine.served_tokens else Severity.NOTE
+        yield Finding(severity, "duplicate", engine.subject, words, hint)
+
+
+def check_same_options(fleet: Fleet) -> Iterator[Finding]:
+    """Check that engines of one role and model have the same options, as far as they report them."""
+    for role in (Role.PREFILL, Role.DECODE):
+        for engines in by_model([engine for engine in fleet.told if engine.backend.role is role]):
+            flags = {flag: None for engine in engines for flag in engine.options}
+            for flag in flags:
+                values = {engine: engine.options[flag] for engine in engines if flag in engine.options}
+                for engine, value, common in _find_deviating_engines(values):
+                    words = f"has {flag} {_shown(value)}, but other {role} instances have {_shown(common)}"
+                    hint = "start all instances of one role with the same options"
+                    yield Finding(Severity.WARNING, "options", engine.subject, words, hint)
+
+
+def _shown(value: object) -> str:
+    return "unset" if value in (None, "") else str(value)
+
+
 def check_roles_are_filled(fleet: Fleet) -> Iterator[Finding]:
     """Check that each role has a healthy engine."""
     for role in (Role.PREFILL, Role.DECODE):
@@ -129,6 +163,8 @@ FLEET_CHECKS: Final[tuple[Callable[[Fleet], Iterable[Finding]], ...]] = (
     check_same_version,
     check_same_connector,
     check_different_places,
+    check_same_process,
+    check_same_options,
     check_roles_are_filled,
     check_aliases,
 )

@@ -6,14 +6,15 @@ An instance is reported if all its pairs failed, as for handoffs of clients. Oth
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict, culprits
 from proxy.balancer.incompatibilities import CACHE_FLAGS, NO_KV_PARAMS
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
-from proxy.fleet.canary import Agreement, agreement, by_time
+from proxy.fleet.canary import ANSWER_TOKENS, Agreement, agreement, by_time
 from proxy.fleet.inspector import NOT_FETCHED, NOT_STORED
 from proxy.tools.doctor.findings import Finding, Severity
 
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 # Faster handoffs are never reported as slow.
 _LEAST_SLOW_SECONDS: Final = 1.0
 _LATE_SHARE: Final = 0.5
+# An engine is slow if it takes this multiple of the usual time of the others, and this much longer.
+_SLOW_FACTOR: Final = 3.0
+_LEAST_SLOW_PREFILL_SECONDS: Final = 1.0
+_LEAST_SLOW_GAP_SECONDS: Final = 0.1
+_LEAST_PACED_TOKENS: Final = 1000
+_SLOW_HINT: Final = "check whether it serves other requests now, its GPU clocks, and its options"
 _ALL: Final = "all pairs"
 _FAILED: Final = (Severity.FAILURE, "see the log of the engine")
 
@@ -42,6 +49,8 @@ class Canaries:
     """Results of a prompt that each prefiller had computed before."""
     alone: Mapping[Backend, CanaryResult]
     """Results of decoders alone, without engines that require a prefiller."""
+    max_tokens: Mapping[Backend, int] = field(default_factory=dict)
+    """Maximum length of a prompt and its answer by engine, as far as the engines report it."""
     lease_seconds: Callable[[Backend], float | None]
     """Returns the seconds for which a prefiller keeps unfetched KV cache; None if the connector has no leases."""
 
@@ -224,6 +233,69 @@ def check_deadline(canaries: Canaries) -> Iterator[Finding]:
             yield Finding(Severity.WARNING, "slow", _pair(prefiller, result.decoder), words, hint)
 
 
+def check_paces(canaries: Canaries) -> Iterator[Finding]:
+    """Check that no engine is much slower than the others of its role. The fastest canary of each engine counts."""
+    prefills: dict[Backend, float] = {}
+    gaps: dict[Backend, float] = {}
+    for result in [*canaries.answered, *(one for one in canaries.alone.values() if not one.problem)]:
+        if result.prefiller is not None and result.prefill_seconds is not None:
+            known = prefills.get(result.prefiller, result.prefill_seconds)
+            prefills[result.prefiller] = min(known, result.prefill_seconds)
+        if result.first_token_seconds is not None:
+            rest_seconds = result.seconds - (result.prefill_seconds or 0.0) - result.first_token_seconds
+            gap_seconds = rest_seconds / (ANSWER_TOKENS - 1)
+            gaps[result.decoder] = min(gaps.get(result.decoder, gap_seconds), gap_seconds)
+    for backend, seconds, usual in _slow_ones(prefills, _LEAST_SLOW_PREFILL_SECONDS):
+        words = f"computes the canary in {seconds:.2f} s, but other prefill instances take {usual:.2f} s"
+        yield Finding(Severity.WARNING, "pace", _of(backend), words, _SLOW_HINT)
+    for backend, seconds, usual in _slow_ones(gaps, _LEAST_SLOW_GAP_SECONDS):
+        words = f"takes {1000 * seconds:.0f} ms for a token, but other decode instances take {1000 * usual:.0f} ms"
+        yield Finding(Severity.WARNING, "pace", _of(backend), words, _SLOW_HINT)
+
+
+def _slow_ones(times: Mapping[Backend, float], least_seconds: float) -> Iterator[tuple[Backend, float, float]]:
+    """Yield each engine that is much slower than most others, its time, and the usual time of the others."""
+    for backend, seconds in times.items():
+        others = [other for peer, other in times.items() if peer != backend]
+        if others and seconds >= max(_SLOW_FACTOR * (usual := median_low(others)), usual + least_seconds):
+            yield backend, seconds, usual
+
+
+def check_longest_prompt(canaries: Canaries) -> Iterator[Finding]:
+    """Check that the longest prompt of a prefiller can be computed within its deadline, at the pace of the canary."""
+    timeouts = canaries.settings.timeouts
+    fastest: dict[Backend, CanaryResult] = {}
+    for result in canaries.answered:
+        if result.prefiller is None or result.prefill_seconds is None:
+            continue
+        if (result.prompt_tokens or 0) < _LEAST_PACED_TOKENS:
+            continue  # the time of a short prompt is mostly that of the connection
+        known = fastest.setdefault(result.prefiller, result)
+        if result.prefill_seconds < (known.prefill_seconds or 0.0):
+            fastest[result.prefiller] = result
+    for prefiller, result in fastest.items():
+        tokens = canaries.max_tokens.get(prefiller)
+        if tokens is None:
+            continue
+        seconds = (result.prefill_seconds or 0.0) / (result.prompt_tokens or 1) * tokens
+        deadline = timeouts.prefill_seconds + timeouts.prefill_seconds_per_1k_tokens * tokens / 1000
+        if seconds > deadline:
+            words = f"takes about {seconds:.0f} s for {tokens} tokens, but its deadline is {deadline:.0f} s"
+            hint = "raise timeouts.prefill_seconds_per_1k_tokens, or lower --max-model-len"
+            yield Finding(Severity.WARNING, "deadline", _of(prefiller), words, hint)
+
+
+def check_prefix_cache(canaries: Canaries) -> Iterator[Finding]:
+    """Check that prefillers find a prompt in their cache that they have computed before."""
+    for result in canaries.repeated:
+        if result.problem or result.prefiller is None or (result.prompt_tokens or 0) < _LEAST_PACED_TOKENS:
+            continue
+        if result.cached_tokens == 0:
+            words = "computed the same prompt twice: its prefix cache is off, or it has less memory than the prompt"
+            hint = "start it with --enable-prefix-caching (SGLang: without --disable-radix-cache)"
+            yield Finding(Severity.NOTE, "prefix-cache", _of(result.prefiller), words, hint)
+
+
 def check_cache_reports(canaries: Canaries) -> Iterator[Finding]:
     """Check that prefillers report the cached tokens of a prompt that they have computed before."""
     for result in canaries.repeated:
@@ -242,7 +314,10 @@ PAIR_CHECKS: Final[tuple[Callable[[Canaries], Iterable[Finding]], ...]] = (
     check_same_answers,
     check_same_tokens,
     check_deadline,
+    check_paces,
+    check_longest_prompt,
     check_cache_reports,
+    check_prefix_cache,
 )
 
 

@@ -42,6 +42,7 @@ class Mistake:
     connector: str = "vllm_pull"
     settings: Mapping[str, Any] = field(default_factory=dict)
     canary_seconds: float = 5.0
+    canary_tokens: int = 256
     places: Callable[[list[SimulatedEngine], list[SimulatedEngine]], Mapping[str, Any]] | None = None
     """Returns settings that depend on the addresses of the engines."""
 
@@ -92,7 +93,9 @@ async def examined(mistake: Mistake, store: Callable[[], Path]) -> Examined:
         names = {f"{e.host}:{e.port}": f"P{i}" for i, e in enumerate(prefillers)}
         names |= {f"{e.host}:{e.port}": f"D{i}" for i, e in enumerate(decoders)}
         names |= {f"127.0.0.2:{e.port}": f"P{i} by another address" for i, e in enumerate(prefillers)}
-        found = await examine(Settings.model_validate(tree), canary_seconds=mistake.canary_seconds)
+        found = await examine(
+            Settings.model_validate(tree), canary_seconds=mistake.canary_seconds, canary_tokens=mistake.canary_tokens
+        )
         return Examined(found, names)
 
 
