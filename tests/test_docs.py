@@ -156,3 +156,9 @@ def test_search_ranks_troubleshooting_before_other_pages(page: str, meta: dict[s
     shown = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
     on_page_markdown(PAGES[page], page=shown)
     assert shown.meta == meta
+
+
+def test_sdist_has_every_file_of_the_pages() -> None:
+    (patterns,) = re.findall(r"^recursive-include docs (.*)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE)
+    files = [path for path in DOCS.rglob("*") if path.is_file()]
+    assert [path for path in files if not any(path.match(pattern) for pattern in patterns.split())] == []
