@@ -74,6 +74,7 @@ MAX_WORDS: dict[str, int | None] = {
     "troubleshooting/alerts.md": 1300,
     "troubleshooting/index.md": 1100,
 }
+MAX_SENTENCE_WORDS = 35
 OLD_ANCHORS = 81  # headings of OPERATING.md, without its title, before docs/
 NOT_PROSE = re.compile(r"^( *)```[\s\S]*?^\1```$|^    .*$|<!--[\s\S]*?-->", re.MULTILINE)
 
@@ -162,3 +163,20 @@ def test_sdist_has_every_file_of_the_pages() -> None:
     (patterns,) = re.findall(r"^recursive-include docs (.*)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE)
     files = [path for path in DOCS.rglob("*") if path.is_file()]
     assert [path for path in files if not any(path.match(pattern) for pattern in patterns.split())] == []
+
+
+def sentences(page: str) -> list[str]:
+    """Return the sentences of a page, without code, tables and headings."""
+    prose = re.sub(r"^ *(?:\||#|>).*$", "", NOT_PROSE.sub("", PAGES[page]), flags=re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose)
+    return [
+        sentence
+        for paragraph in paragraphs
+        for sentence in re.split(r"(?<=[.!?:;])\s+", " ".join(paragraph.split()))
+        if sentence
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_have_at_most_35_words(page: str) -> None:
+    assert [sentence for sentence in sentences(page) if len(sentence.split()) > MAX_SENTENCE_WORDS] == []
