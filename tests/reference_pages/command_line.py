@@ -79,10 +79,10 @@ def parser_of(command: str) -> argparse.ArgumentParser | None:
 def page() -> str:
     """Return the whole page."""
     rows = "\n".join(f"| [`{name}`](#{name}) | {_sentence(text)} |" for name, text in COMMANDS.items())
-    lines = [f"{_HEAD}{rows}\n{_GENERATED}"]
+    lines = [f"{_HEAD}{rows}\n"]
     for name in COMMANDS:
         lines += _command(name)
-    return "\n".join(lines)
+    return "\n".join([*lines, _GENERATED])
 
 
 def _command(name: str) -> Iterator[str]:
