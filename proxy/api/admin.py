@@ -6,6 +6,7 @@ The metrics are open. All other routes are for administrators. The log names the
 from __future__ import annotations
 
 import asyncio
+import math
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -20,7 +21,7 @@ from proxy.common.background import run_in_slices
 from proxy.common.errors import BadRequest, GatewayError
 from proxy.observe.key_usage import HOUR_SECONDS
 from proxy.observe.metrics import exposition
-from proxy.observe.receipts import as_shown, names_engine_id, names_instance
+from proxy.observe.receipts import as_shown, names_engine_id, names_instance, was_saved
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ class StatusApi:
         return _json(self._status())
 
 
-_FILTERS: Final = ("failed", "instance", "model", "key")
+_FILTERS: Final = ("failed", "saved", "slow", "instance", "model", "key")
+_TEXT_FILTERS: Final = ("instance", "model", "key", "id")
+"""Filters whose value is in the receipt."""
 _IDS: Final = ("id", "engine_id")
 _MAX_TIME: Final = 2.0**40
 _DEFAULT_LIMIT: Final = 50
@@ -177,7 +180,7 @@ class RequestsApi:
         """Return up to `limit` requests that match the query."""
         tests = [_test(name, value) for name, value in query.items()]
         # A text that all matching requests contain. The ids of engines are longer than the value in the query.
-        literal = next((value for name, value in query.items() if name not in ("failed", "engine_id")), None)
+        literal = next((value for name, value in query.items() if name in _TEXT_FILTERS), None)
         latest = partial(
             self._receipts.latest,
             lambda receipt: all(fits(receipt) for fits in tests),
@@ -251,11 +254,28 @@ def _limit(text: str | None) -> int:
     raise BadRequest(f"limit must be a whole number from 1 to {_MAX_LIMIT}", param="limit")
 
 
+def _seconds(name: str, value: str) -> float:
+    """Return a number of seconds from the query. Raises BadRequest."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(f"{name} must be a number of seconds, such as 2.5", param=name)
+    return seconds
+
+
 def _test(name: str, value: str) -> Wants:
     """Return a function that tests a request by one filter."""
     if name == "failed":
         is_failed = parse_bool(name, value)
         return lambda receipt: (receipt["term"] != "--") is is_failed
+    if name == "saved":
+        is_saved = parse_bool(name, value)
+        return lambda receipt: was_saved(receipt) is is_saved
+    if name == "slow":
+        min_seconds = _seconds(name, value)
+        return lambda receipt: (receipt["dur"] if receipt["ttft"] is None else receipt["ttft"]) >= min_seconds
     if name == "instance":
         return lambda receipt: names_instance(receipt, value)
     if name == "engine_id":

@@ -131,7 +131,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "/admin/requests/recent": Operation(
         _ADMINISTRATION,
         "Show the receipts of recent requests.",
-        query=("limit", "failed", "instance", "model", "key"),
+        query=("limit", "failed", "saved", "slow", "instance", "model", "key"),
     ),
 }
 """The descriptions by path. For a route that has none, the path itself is the description."""

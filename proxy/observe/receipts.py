@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import Pick
     from proxy.observe.record import RequestRecord
-    from proxy.observe.timeline import AttemptRecord
+    from proxy.observe.timeline import AttemptFailure, AttemptRecord
 
 
 _MAX_CHARS: Final = 512
@@ -51,9 +51,9 @@ def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[s
     history: list[list[Any]] = []
     for unit, timeline in enumerate(record.timelines):
         if timeline.past:
-            history += [_attempt(unit, attempt, is_in_line=False) for attempt in timeline.past]
+            history += [_attempt(unit, attempt, redact, is_in_line=False) for attempt in timeline.past]
         if timeline.attempts:
-            history.append(_attempt(unit, timeline, is_in_line=not unit))
+            history.append(_attempt(unit, timeline, redact, is_in_line=not unit))
     left_out = max(0, len(history) - _MAX_ATTEMPTS)
     return [
         values_of(facts),
@@ -116,6 +116,11 @@ def names_instance(fields: Mapping[str, Any], instance: str) -> bool:
     )
 
 
+def was_saved(fields: Mapping[str, Any]) -> bool:
+    """Return whether the request was answered although an instance failed it before."""
+    return fields["term"] == "--" and any(attempt["failure"] is not None for attempt in fields["history"])
+
+
 def names_engine_id(fields: Mapping[str, Any], engine_id: str) -> bool:
     """Return whether an engine knows a request by this id.
 
@@ -136,7 +141,11 @@ def _replaced_legs(attempt: Mapping[str, Any], name: str) -> list[str]:
 # Writing
 
 
-def _attempt(unit: int, attempt: AttemptRecord, *, is_in_line: bool) -> list[Any]:
+def _failure(failure: AttemptFailure, redact: Callable[[str], str]) -> dict[str, str | None]:
+    return {**failure._asdict(), "message": _text(redact(failure.message))}
+
+
+def _attempt(unit: int, attempt: AttemptRecord, redact: Callable[[str], str], *, is_in_line: bool) -> list[Any]:
     """Return the row of an attempt. `is_in_line`: the access line has its instances and ids."""
     prefill, decode = attempt.prefill_pick, attempt.decode_pick
     prefill_reason, decode_reason = attempt.reasons
@@ -144,7 +153,7 @@ def _attempt(unit: int, attempt: AttemptRecord, *, is_in_line: bool) -> list[Any
     row: list[Any] = [
         unit,
         attempt.continues,
-        None if attempt.failure is None else attempt.failure._asdict(),
+        None if attempt.failure is None else _failure(attempt.failure, redact),
         course,
         attempt.times,
         None if prefill is None else _choice(prefill, prefill_reason),

@@ -447,7 +447,7 @@ LOOK_AT: Final[Mapping[str, str]] = {
     "queue": "pdproxy advise: whether another split of the instances helps, or more instances",
     "rejected": "the option that limits this: the table of error codes names it",
     "errors": "GET /admin/requests/recent?failed=true",
-    "resumed": "GET /admin/requests/recent, and the instances named by other reasons",
+    "resumed": "GET /admin/requests/recent?saved=true, and the instances named by other reasons",
     "key_dominates": "GET /admin/usage?key=…, and max_concurrent and tokens_per_minute of the key",
     "key_limited": "GET /admin/usage?key=…: the limits of the key, or its client",
     "memory": "the memory limit of the container, and the number of requests in flight",

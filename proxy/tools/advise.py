@@ -94,6 +94,9 @@ def verdict(now: Split) -> str:
 # A line through fewer points, or through points that are closer together, cannot be extrapolated.
 _LEAST_POINTS: Final = 5
 _LEAST_SPREAD: Final = 1.3
+# Below both of these, the next request decides which role seems to be the bottleneck.
+_LEAST_STREAMS: Final = 1.0
+_LEAST_BUSY: Final = 0.1
 _NAMES: Final = (
     *("pdproxy_instance_up", "pdproxy_instance_load_tokens", "pdproxy_queued_requests", "pdproxy_rejected_total"),
     *("pdproxy_stage_duration_seconds_count", "pdproxy_stage_duration_seconds_sum", "pdproxy_tokens_total"),
@@ -205,6 +208,12 @@ def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full:
         raise Unknown("no answer ended in this time; watch for longer, while there is load")
     notes = []
     streams = (last.stream_seconds - first.stream_seconds) / seconds / decoders
+    prefill_busy = _prefill_busy(samples)
+    if streams < _LEAST_STREAMS and prefill_busy < _LEAST_BUSY:
+        raise Unknown(
+            f"the load is too low for advice: {streams:.1f} streams on each decoder, and prefillers compute "
+            f"{prefill_busy:.0%} of the time; watch again under load"
+        )
     pace = (last.stream_seconds - first.stream_seconds) / tokens
     full = streams_when_full or _estimate_streams_when_full(samples, decoders, token_seconds)
     if full is None:
@@ -214,7 +223,7 @@ def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full:
             f"how many streams a decoder can have at {1000 * token_seconds:g} ms a token is a guess on the low side,"
             " since their number hardly changed; --decode-streams says it"
         )
-    split = Split(prefillers, decoders, _prefill_busy(samples), streams / full if full else 0.0)
+    split = Split(prefillers, decoders, prefill_busy, streams / full if full else 0.0)
     return Observed(split, streams, full, pace, tuple(notes))
 
 

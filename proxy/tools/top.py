@@ -196,6 +196,13 @@ def _rows(before: Scrape, after: Scrape) -> Sequence[Row]:
     for labels in after.by_labels("pdproxy_instance_misfit"):
         named = dict(labels)
         misfits.setdefault((named["role"], named["address"]), []).append(named["kind"])
+    pairs: dict[str, list[str]] = {}
+    for labels in after.by_labels("pdproxy_status_reason"):
+        reason = dict(labels)
+        if reason["kind"] == "pair":
+            prefiller, _, decoder = reason["subject"].partition(" ")
+            pairs.setdefault(prefiller, []).append(f"{reason['code']} {decoder}")
+            pairs.setdefault(decoder, []).append(f"{reason['code']} {prefiller}")
     rows = []
     for labels, state in after.by_labels("pdproxy_instance_state").items():
         its = dict(labels)
@@ -213,7 +220,7 @@ def _rows(before: Scrape, after: Scrape) -> Sequence[Row]:
                     0.0, requests - sum(rate(before, after, name_all, **its, result=each) for each in _SERVED)
                 ),
                 pinned_kv=int(_of(after, "pdproxy_instance_pinned_kv", its)),
-                misfits=", ".join(sorted(misfits.get(name, ()))),
+                misfits=", ".join(sorted(misfits.get(name, ())) + sorted(pairs.get(its["address"], ()))),
             )
         )
     return sorted(rows, key=lambda row: (_ROLES.index(row.role) if row.role in _ROLES else len(_ROLES), row.address))

@@ -127,9 +127,30 @@ async def test_latest_requests_are_listed_by_filters(deploy: Deploy) -> None:
     assert await recent(gateway, key="team-a") == []
 
 
+async def test_saved_and_slow_requests_are_found(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2)
+    await gateway.ask(request(Api.CHAT, stream=True), x_request_id="well")
+    gateway.prefillers[0].faults.add("slow_headers", path="/v1/chat", seconds=0.3, times=1)
+    await gateway.ask(request(Api.CHAT, stream=True), x_request_id="slow")
+    gateway.decoders[0].faults.add("reset_after_tokens", path="/v1/chat", tokens=3)
+    gateway.decoders[1].faults.add("reset_after_tokens", path="/v1/chat", tokens=3, times=1)
+    assert (await gateway.ask(request(Api.CHAT, stream=True), x_request_id="saved")).is_done
+    gateway.decoders[0].faults.clear()
+    gateway.prefillers[0].faults.add("refuse_status", status=400, path="/v1/chat", times=1)
+    await gateway.ask(request(Api.CHAT), x_request_id="failed")
+    assert [one["id"] for one in await recent(gateway, saved="true")] == ["saved"]
+    assert [one["id"] for one in await recent(gateway, saved="false")] == ["failed", "slow", "well"]
+    assert "slow" in [one["id"] for one in await recent(gateway, slow="0.3")]
+    assert await recent(gateway, slow="3600") == []
+
+
 @pytest.mark.parametrize(
     ("path", "query"),
     [
+        (RECENT, {"slow": "long"}),
+        (RECENT, {"slow": "-1"}),
+        (RECENT, {"slow": "nan"}),
+        (RECENT, {"saved": "maybe"}),
         (RECENT, {"limit": "0"}),
         (RECENT, {"limit": "1001"}),
         (RECENT, {"limit": "9" * 20}),

@@ -27,7 +27,8 @@ class Failures {
     this._links = new Map();
     this._table = new Table(byId("failures-table"), "Requests", [
       { title: "Time", kind: "time" },
-      { title: "Request", kind: "id" },
+      { title: "Latest request", kind: "id" },
+      { title: "Count", kind: "number" },
       { title: "Status", kind: "code" },
       { title: "Ended", kind: "ending" },
       { title: "Prefiller and decoder", kind: "path" },
@@ -48,7 +49,7 @@ class Failures {
     if (this._isStale && !byId("failures-table").matches(":hover, :focus-within")) {
       this._isStale = isNews; // load again later: another worker may not have stored its request yet
       const told = await askAsAdministrator("admin/requests/recent?failed=true&limit=100", () => {});
-      if (told !== null) this._show(told.requests.filter(({ term }) => !/^[Cc]/.test(term)).slice(0, SHOWN_FAILURES));
+      if (told !== null) this._show(told.requests.filter(({ term }) => !/^[Cc]/.test(term)));
     }
   }
 
@@ -57,15 +58,34 @@ class Failures {
   }
 
   _show(requests) {
-    const byKey = new Map(requests.map((request) => [`${request.time} ${request.id}`, request]));
-    this._links = kept(this._links, [...byKey.keys()], (key) => linkTo(byKey.get(key).id));
-    const rows = [...byKey].map(([key, request]) => {
-      return { key, cells: [clockTime(new Date(request.time)), this._links.get(key), ...failureOf(request)] };
+    const groups = groupsOf(requests).slice(0, SHOWN_FAILURES);
+    const byKey = new Map(groups.map((group) => [`${group[0].time} ${group[0].id}`, group]));
+    this._links = kept(this._links, [...byKey.keys()], (key) => linkTo(byKey.get(key)[0].id));
+    const rows = [...byKey].map(([key, group]) => {
+      const [latest] = group;
+      return { key, cells: [clockTime(new Date(latest.time)), this._links.get(key), count(group.length), ...failureOf(latest)] };
     });
     this._table.show(rows);
     setHidden(byId("failures-table"), rows.length === 0);
     setHidden(byId("no-failures"), rows.length > 0);
   }
+}
+
+/** Returns groups of requests that have failed alike, each with its latest first. */
+function groupsOf(requests) {
+  const groups = new Map();
+  for (const request of requests) {
+    const { code, term, p, d, key, error } = request;
+    const alike = JSON.stringify([code, term, code < 500 ? "" : p, code < 500 ? "" : d, key, words(error)]);
+    if (!groups.has(alike)) groups.set(alike, []);
+    groups.get(alike).push(request);
+  }
+  return [...groups.values()];
+}
+
+/** Returns an error without its numbers, which often differ. */
+function words(error) {
+  return (error ?? "").replace(/\d+(\.\d+)?/g, "#");
 }
 
 function failureOf({ code, term, p, d, attempts, dur, error }) {

@@ -89,13 +89,28 @@ function instance(before, after, { role, address }, state, details) {
     failures: Math.max(0, requests - ok),
     pinned: total(after, "pdproxy_instance_pinned_kv", its),
     misfits: misfits.map((one) => one.labels.kind).sort(),
+    pairs: pairsOf(after, address),
     details,
   };
 }
 
+const PAIRS = {
+  pair_apart: "kept apart from",
+  pair_recomputes: "KV is computed again with",
+  pair_slow: "slow handoffs with",
+};
+
+/** Returns a remark for each pair of this instance that does not work as others do. */
+function pairsOf(scrape, address) {
+  return samplesOf(scrape, "pdproxy_status_reason").flatMap(({ labels: { code, kind, subject } }) => {
+    const partner = kind === "pair" ? subject.split(" ").find((one) => one !== address) : undefined;
+    return partner !== undefined && subject.split(" ").includes(address) ? [`${PAIRS[code] ?? code} ${partner}`] : [];
+  });
+}
+
 function levelOf(one) {
   if (one.state === "down" || one.state === "ejected") return "bad";
-  return one.state !== "up" || one.misfits.length || one.isAway || elsewhere(one).length ? "warn" : "well";
+  return one.state !== "up" || one.misfits.length || one.pairs.length || one.isAway || elsewhere(one).length ? "warn" : "well";
 }
 
 const LEVELS_FIRST = ["bad", "warn", "well"];
@@ -164,6 +179,7 @@ function remarksOf(one) {
   if (details?.reason && one.state !== "up") remarks.push(details.reason);
   if (details) remarks.push(...details.misfits.map(({ kind, hint }) => `${kind}: ${hint}`));
   else remarks.push(...misfits);
+  remarks.push(...one.pairs);
   if (typeof details?.evacuated_in_seconds === "number") {
     remarks.push(`its requests are evacuated in ${duration(details.evacuated_in_seconds)}`);
   }

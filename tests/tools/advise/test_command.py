@@ -21,13 +21,14 @@ async def test_report_agrees_with_a_running_gateways_metrics(
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # the address is asked directly
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    gateway = await deploy(2, 1, prefiller={"prefill_ms_per_1k_tokens": 5.0})
+    gateway = await deploy(2, 1, prefiller={"prefill_ms_per_1k_tokens": 5.0}, decoder={"decode_step_ms": 20.0})
     url = f"{gateway.url}/metrics"
-    flags = ["advise", "--metrics", url, "--seconds", "0.3", "--decode-streams", "4"]
+    flags = ["advise", "--metrics", url, "--seconds", "1.5", "--decode-streams", "4"]
     for form in ([], ["--json"]):
         advising = asyncio.create_task(asyncio.to_thread(main, [*flags, *form]))
         while not advising.done():
-            assert (await gateway.ask(ASKED)).is_done
+            answers = await asyncio.gather(*(gateway.ask(ASKED | {"max_tokens": 30}) for _ in range(8)))
+            assert all(answer.is_done for answer in answers)
         assert await advising == 0
     table, _, told = capsys.readouterr().out.partition("{")
     found = json.loads("{" + told)

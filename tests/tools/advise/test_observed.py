@@ -114,3 +114,11 @@ def test_several_gateways_are_added_up() -> None:
 def test_missing_metric_is_named(texts: tuple[str, ...], why: str) -> None:
     with pytest.raises(Unknown, match=why):
         seen(*texts)
+
+
+def test_low_load_is_no_ground_for_advice() -> None:
+    quiet = [exposition(streams=2.0 * number, tokens=20 * number) for number in range(3)]
+    with pytest.raises(Unknown, match=r"too low for advice: 0\.1 streams on each decoder, and prefillers compute 0%"):
+        seen(*quiet)
+    busy = [exposition(streams=2.0 * number, tokens=20 * number, computing=(9, 0)) for number in range(3)]
+    assert seen(*busy).split.prefill_busy == 0.5

@@ -41,9 +41,15 @@ def test_quantile_is_that_of_prometheus(share: float, seconds: float) -> None:
 def test_instance_has_a_row_with_its_problems() -> None:
     misfit = 'pdproxy_instance_misfit{role="decode",address="10.0.0.3:7100",kind="kv_not_fetched"} 1'
     before = scrape(0.0, f"{REQUESTS % 'ok'} 10", f"{REQUESTS % 'reset'} 0")
-    after = scrape(2.0, f"{STATE} 3", misfit, f"{REQUESTS % 'ok'} 14", f"{REQUESTS % 'reset'} 2")
+    pair = 'pdproxy_status_reason{code="pair_apart",kind="pair",subject="10.0.0.1:7100 10.0.0.3:7100"} 1'
+    after = scrape(2.0, f"{STATE} 3", misfit, pair, f"{REQUESTS % 'ok'} 14", f"{REQUESTS % 'reset'} 2")
     (row,) = view(before, after).rows
-    assert (row.role, row.address, row.state, row.misfits) == ("decode", "10.0.0.3:7100", "ejected", "kv_not_fetched")
+    assert (row.role, row.address, row.state, row.misfits) == (
+        "decode",
+        "10.0.0.3:7100",
+        "ejected",
+        "kv_not_fetched, pair_apart 10.0.0.1:7100",
+    )
     assert (row.requests_per_second, row.failures_per_second) == (3.0, 1.0)
 
 
