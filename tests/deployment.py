@@ -216,7 +216,13 @@ class Deployment:
             for engine in self.engines
             for request in generations(engine)
         )
+        read_back = Counter(
+            request.body["kv_transfer_params"]["remote_request_id"]
+            for request in generations(*self.prefillers)
+            if (request.body.get("kv_transfer_params") or {}).get("remote_block_ids")
+        )
         return [
+            *(f"KV {name} was sent to prefillers {times} times" for name, times in read_back.items() if times > 1),
             *(f"KV {name} was sent to decoders {times} times" for name, times in handed_over.items() if times > most),
             *(
                 f"attempt {name} was sent to {url} {times} times"

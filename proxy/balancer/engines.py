@@ -94,6 +94,8 @@ class Setup:
     """vLLM's NixlConnector only: `kv_lease_duration`, the time for which it keeps KV that is not fetched."""
     is_bidirectional: bool = False
     """vLLM's NixlConnector only: whether decoders keep the KV of answers for prefillers (`bidirectional_kv_xfer`)."""
+    answer_seconds: float | None = None
+    """vLLM's NixlConnector only: `decoder_kv_blocks_ttl`, the time for which a decoder keeps the KV of an answer."""
     engine_id: str | None = None
     """vLLM only: ID of its KV connector. With several ranks, the connector appends `_dp` and a number to it."""
     dp_size: int = 1
@@ -154,13 +156,13 @@ def parse_setup(info: Any) -> Setup:
         listed = _list(_member(transfer, "kv_connector_extra_config"), "connectors")
         parts = tuple(_member(part, "kv_connector") for part in listed) or parts
     extra = _member(transfer, "kv_connector_extra_config")
-    lease = _member(extra, "kv_lease_duration")
     role, engine_id = _member(transfer, "kv_role"), _member(transfer, "engine_id")
     return Setup(
         has_transfer_config=True,
         kv_connectors=() if connector is None else tuple(map(str, parts)),
         kv_role=role if isinstance(role, str) else None,
-        lease_seconds=float(lease) if isinstance(lease, int | float) and lease > 0 else None,
+        lease_seconds=_seconds(_member(extra, "kv_lease_duration")),
+        answer_seconds=_seconds(_member(extra, "decoder_kv_blocks_ttl")),
         is_bidirectional=_member(extra, "bidirectional_kv_xfer") is True,
         engine_id=engine_id if isinstance(engine_id, str) else None,
         dp_size=_count(_member(_member(config, "parallel_config"), "data_parallel_size")) or 1,
@@ -250,6 +252,11 @@ def _list(value: Any, name: str) -> list[Any]:
 
 def _member(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
+
+
+def _seconds(value: Any) -> float | None:
+    """Return a positive number of seconds, or None for any other value."""
+    return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
 def _text(value: Any) -> str | None:

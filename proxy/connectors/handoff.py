@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from proxy.balancer.handoff_verdicts import MIN_TOKENS, HandoffVerdict
 from proxy.common.errors import Failure, UpstreamError
@@ -18,6 +18,7 @@ from proxy.common.terms import Stage
 from proxy.observe import logs
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable
     from types import TracebackType
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.read_back import KeptAnswers
     from proxy.connectors.releaser import PrefilledKv
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
@@ -80,6 +82,9 @@ class LocalKv:
         """Record the engine's first output. May be called again."""
         self._lease.confirm()
 
+    def note_kept(self, params: Any, ids: array[int] | None) -> None:
+        """Do nothing. Called when the engine keeps the KV cache of its answer, which no protocol with one leg reads."""
+
     def note_lost(self) -> None:
         """Do nothing. Called when the engine gave up before its first output; there is no KV cache to release."""
 
@@ -93,6 +98,7 @@ class KvHandoff:
 
     __slots__ = (
         *("prefiller", "decoder", "source", "kv", "failed", "state", "on_arrived", "answers_after_transfer"),
+        "kept_answers",
         *("_context", "_call", "_request", "_timeline", "_least_tokens", "_kept", "_computed_at"),
     )
 
@@ -118,6 +124,8 @@ class KvHandoff:
         self.state: KvState = _COMPUTING
         self.on_arrived: Callable[[], None] | None = None
         """Called at the decoder's first output; None if the protocol does not need it."""
+        self.kept_answers: KeptAnswers | None = None
+        """The record of KV caches that decoders keep after an answer; None if the protocol has none."""
         self.answers_after_transfer = False
         """Whether the prefiller answers only after it has sent the KV.
 
@@ -203,6 +211,11 @@ class KvHandoff:
         if began:
             tokens = timeline.usage.prompt_tokens or self._call.prompt_tokens
             self._context.pools.handoffs.note(prefiller, decoder, tokens, began, now)
+
+    def note_kept(self, params: Any, ids: array[int] | None) -> None:
+        """Record that the decoder keeps the KV cache of its answer. See KeptAnswers.keep."""
+        if self.kept_answers is not None:
+            self.kept_answers.keep(self._call, self.decoder.backend, params, ids)
 
     def note_lost(self) -> None:
         """Record that the decoder gave up before its first output. May be called again."""

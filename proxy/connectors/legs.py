@@ -12,6 +12,7 @@ from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Awaitable, Callable, Generator, Mapping
     from types import TracebackType
 
@@ -40,6 +41,12 @@ class Handoff(Protocol):
 
     def note_lost(self) -> None:
         """See Attempt.note_kv_lost. May be called again."""
+
+    def note_kept(self, params: Any, ids: array[int] | None) -> None:
+        """Record the KV parameters of a complete answer, whose KV cache the decoder keeps, and all token ids.
+
+        `ids`: those of the prompt and the answer; None if they are not known for certain.
+        """
 
 
 @dataclass(slots=True, eq=False)

@@ -206,6 +206,14 @@ class Releaser(BackgroundOwner):
         else:
             self._background.start(self._release(kv, pin, failed))
 
+    def pin_answer(self, decoder: Backend, tokens: int, seconds: float) -> Pin:
+        """Count the KV cache of an answer that a decoder keeps for a prefiller."""
+        return self._pinned_kv.pin(decoder, tokens, seconds)
+
+    def unpin(self, pin: Pin) -> None:
+        """Record that an engine has freed KV before its time."""
+        self._pinned_kv.unpin(pin)
+
     def note_fetch(
         self, kv: PrefilledKv, decoder: Backend, verdict: HandoffVerdict, failed: Collection[Backend]
     ) -> None:

@@ -21,9 +21,10 @@ from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
-from proxy.connectors.disaggregated import Disaggregated, Prefill
+from proxy.connectors.disaggregated import Disaggregated, Prefill, prefill_body
 from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
 from proxy.connectors.legs import Attempt, Leg
+from proxy.connectors.read_back import KeptAnswers
 from proxy.connectors.releaser import PrefilledKv, kv_params_in
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext, Prefilled
     from proxy.connectors.legs import Legs, RankClaim
+    from proxy.connectors.read_back import KeptAnswer
     from proxy.dialects.base import EngineAnswer
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
@@ -73,6 +75,8 @@ class Sequential(Disaggregated):
         self._local_prefill = LocalPrefill(context.pools.prefill, context.pools.decode, journal)
         self._metrics = context.metrics
         self._releaser = context.releaser
+        self._kept_answers: KeptAnswers | None = None
+        """The KV caches that decoders keep after answers; None if the protocol has none."""
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Return both legs, or only a decode leg if the prompt is short or the decoder would finish it sooner.
@@ -114,17 +118,29 @@ class Sequential(Disaggregated):
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
             timeline.enter(_PREFILL)
             asks_again = True
+            kept_answers, kept = self._kept_answers, None
+            if kept_answers is not None:
+                handoff.kept_answers = kept_answers
+                if kept_answers.answers:
+                    kept = yield from kept_answers.find(call, handoff.prefiller.backend)
             while True:
                 rank = self._ranks.claim() if balance.prefill_dp_ranks > 1 else None
+                prefilled: Prefilled | None = None
                 try:
-                    answer, body = yield self._prefill_leg(call, handoff, rank, timeline)
+                    answer, body = yield self._prefill_leg(call, handoff, rank, timeline, kept)
                     prefilled = parse_prefilled(answer, body)
                 except UpstreamError as error:
-                    self.prefill_failed(call, error)
-                    raise
+                    if kept is None or error.failure is not Failure.STATUS or not error.is_breakdown:
+                        self.prefill_failed(call, error)
+                        raise
                 finally:
                     if rank is not None:
                         rank.free()
+                if kept is not None:
+                    self._note_read_back(kept, "failed" if prefilled is None else "read")
+                    kept = None
+                if prefilled is None:  # the decoder may have lost the cache, so the prefiller computes the prompt
+                    continue
                 prompt_counts = timeline.usage.add_prompt(prefilled.usage)
                 params, kv = _kept_kv(prefilled, call, handoff.prefiller.backend)
                 if kv is None and prefilled.ended_by_stop:
@@ -186,13 +202,26 @@ class Sequential(Disaggregated):
 
     # Legs
 
-    def _prefill_leg(self, call: Call, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline) -> Leg:
+    def _note_read_back(self, kept: KeptAnswer, result: str) -> None:
+        """Count a prefill leg that named a decoder's KV cache. `result`: `read`, or `failed`."""
+        assert self._kept_answers is not None
+        self._metrics.read_backs_total.labels(result).inc()
+        if result == "read":
+            self._kept_answers.note_read(kept)
+
+    def _prefill_leg(
+        self, call: Call, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline, kept: KeptAnswer | None
+    ) -> Leg:
+        """Return the prefill leg. `kept`: the KV cache of a decoder that the prefiller reads; None: there is none."""
         prefiller = handoff.prefiller.backend
         timeline.prefiller, timeline.prefill_id = prefiller.name, new_attempt_id()
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
             headers |= rank.header(prefiller, self._context.live.settings.balance.prefill_dp_ranks)
-        body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
+        if kept is None:
+            body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
+        else:
+            body = prefill_body(call, self._pools.prefill, prefiller, kept.params)
         seconds = prefill_seconds(self._context.live.settings.timeouts, call)
         return Leg(
             prefiller,
@@ -296,6 +325,10 @@ class VllmPull(Sequential):
     """
 
     source_without_kv = KvSource.DECODER
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._kept_answers = KeptAnswers(context.pools, context.releaser, context.live)
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
         """See Sequential. The prefiller may keep KV after such a failure."""

@@ -73,6 +73,7 @@ class Segment:
         "finish_reasons",
         "has_engine_members",
         "is_mute",
+        "kept_params",
         "open_choices",
         "payload",
         "prompt_ids",
@@ -88,6 +89,8 @@ class Segment:
         """The token ids of the prompt, as the engine's JSON array; None until they arrive."""
         self.has_engine_members = False
         """Whether the last event had members that are only for engines. They are removed from `payload`."""
+        self.kept_params: Any = None
+        """The KV parameters with which the decoder names the cache of its answer, of any type; None: there are none."""
         self.finish_reasons: dict[int, str] = {}
         self.open_choices: set[int] = set()
         self.usage: dict[str, Any] | None = None
@@ -135,6 +138,7 @@ class Segment:
             return MALFORMED if payload else OTHER
         self.has_engine_members = has_engine_members(payload)
         if self.has_engine_members:
+            self.kept_params = payload.get("kv_transfer_params")
             remove_engine_members(payload)
         usage = payload.get("usage")
         has_usage = isinstance(usage, dict) and bool(usage)

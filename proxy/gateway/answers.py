@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from array import array
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, loads, utf8
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from proxy.balancer.pool import Pools
     from proxy.common.errors import UpstreamError
     from proxy.connectors.base import Connector
@@ -217,6 +220,8 @@ class EngineBody(Answer):
         values = dict(self._answer.values)
         dialect.check_answer(response, values)
         attempt.note_usage(dialect.usage(values))
+        if (kept := values.get("kv_transfer_params")) is not None:
+            attempt.handoff.note_kept(kept, _all_ids(values))
         if not dialect.waits_for_prefiller(self.call):
             self._corrections = dialect.correct_members(values, attempt)
 
@@ -305,6 +310,8 @@ class _Relayed(Answer):
         if relay.error is not None:
             raise relay.error
         delivery, segment = self.delivery, relay.segment
+        if segment.kept_params is not None:
+            attempt.handoff.note_kept(segment.kept_params, delivery.all_ids())
         if not segment.has_usage_chunk:
             attempt.note_usage(delivery.total_usage(segment.usage))
             return
@@ -382,6 +389,16 @@ class AssembledBody(_Relayed):
         if self._values is None:
             self._values = self._assembly.values(self.delivery) if self._own is None else self._own.values()
         return self._values
+
+
+def _all_ids(values: Mapping[str, Any]) -> array[int] | None:
+    """Return the token ids of prompt and answer in a whole answer; None if it does not have them."""
+    choices = values.get("choices")
+    choice = choices[0] if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict) else {}
+    try:
+        return array("I", [*(values.get("prompt_token_ids") or choice["prompt_token_ids"]), *choice["token_ids"]])
+    except (LookupError, TypeError, OverflowError):
+        return None
 
 
 def _is_broken(call: dict[str, Any]) -> bool:

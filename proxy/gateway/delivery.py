@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
@@ -257,6 +258,18 @@ class Delivery:
         if transcript.prompt_ids is None and call.api is not Api.GENERATE:
             return False
         return not has_media(call) and not engine.is_structured(call) and engine.reason_inexact(call) is None
+
+    def all_ids(self) -> array[int] | None:
+        """Return the token ids of the prompt and of the whole answer; None if they are not known for certain."""
+        transcript = self.transcript
+        if not self.is_observed or self.has_lost_track or self.seam is not None or transcript.prompt_ids is None:
+            return None
+        try:
+            ids = array("I", orjson.loads(transcript.prompt_ids))
+        except (orjson.JSONDecodeError, TypeError, OverflowError):
+            return None
+        ids.extend(transcript.ids)
+        return ids
 
     # Attempts
 

@@ -36,7 +36,10 @@ _INSTANCE_GAUGES: Final = (
         "kind",
     ),
     ("consecutive_failures", "Failed requests of an instance since its last success."),
-    ("pinned_kv", "KV caches that an instance keeps although no decoder will fetch them, as far as known."),
+    (
+        "pinned_kv",
+        "KV caches that a prefiller keeps for no decoder, or a decoder for the next turn of a chat, as far as known.",
+    ),
     ("pinned_kv_tokens", "Estimated tokens of pdproxy_instance_pinned_kv."),
     ("pinned_kv_oldest_seconds", "Age of the oldest of pdproxy_instance_pinned_kv."),
     (

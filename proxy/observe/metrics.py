@@ -249,6 +249,13 @@ class Metrics:
         "(`started_anew`).",
         ("role", "address", "reason"),
     )
+    read_backs_total = MetricRow(
+        Counter,
+        "Prefill legs that named a decoder's KV cache of the previous answer, by result: `read`, or `failed` (the "
+        "prompt was computed instead).",
+        ("result",),
+        series=product(("read", "failed")),
+    )
     failed_transfers_total = MetricRow(
         Counter,
         "Transfers of KV cache that failed, as engines of a role count them in their metrics.",

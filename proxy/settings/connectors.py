@@ -38,6 +38,8 @@ class ConnectorTraits:
     """Whether prefillers report their bootstrap server. In vLLM, only traffic shows it."""
     meets_at_bootstrap: bool = False
     """Whether decoders connect to a prefiller at its bootstrap server."""
+    reads_back: bool = False
+    """Whether prefillers can read the KV cache of answers from decoders."""
     names_prefill_ranks: bool = False
     """Whether decoders must know the data-parallel rank of the prefill leg, so that it must name one of several."""
     counts_expired_leases: bool = False
@@ -56,7 +58,7 @@ class ConnectorTraits:
 
 CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
     # until the engines have been asked, at the start
-    "auto": ConnectorTraits(engine=None, needs_prefillers=False, exchanges_roles=True),
+    "auto": ConnectorTraits(engine=None, needs_prefillers=False, reads_back=True, exchanges_roles=True),
     "vllm_pull": ConnectorTraits(
         kv_connectors=(
             "NixlConnector",
@@ -69,6 +71,7 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
             "MooncakePullConnector",
         ),
         has_prefill_first=True,
+        reads_back=True,
         counts_expired_leases=True,
         exchanges_roles=True,
     ),

@@ -344,6 +344,10 @@ class Kv(Section):
     short prompts and to prompts that are mostly in the decoder's cache, such as the next turn of a tool-call loop.
     Decoders under full load are skipped, because computing a prompt delays their running answers. Only with connectors
     vllm_pull and vllm_store and prefill policy least_load."""
+    read_back: Literal["auto", "off"] = "auto"
+    """Whether a prefiller reads the KV cache of a conversation's previous answer from its decoder. auto: if both
+    engines report `bidirectional_kv_xfer` (vLLM's NixlConnector with VLLM_SERVER_DEV_MODE=1), and the prompt begins
+    with exactly these tokens. off: never. Only with connector vllm_pull."""
     on_unsupported: Literal["error", "local"] = "error"
     """Action for requests that vLLM's connectors cannot disaggregate: beam search, best_of > n, and prompt logprobs
     (echo with logprobs, prompt_logprobs) with more than one output token. error: reject with status 400. local: a

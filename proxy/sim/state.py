@@ -45,6 +45,8 @@ class State:
     prompt_tokens: int = 0
     pulls: int = 0
     pull_failures: int = 0
+    read_backs: int = 0
+    """The number of KV caches of answers that this prefiller has fetched from decoders."""
     releases: int = 0
     local_prefills: int = 0
     recomputed: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
@@ -20,6 +20,8 @@ from tests.fuzz.cutting import cut, singly, spelled, words
 from tests.parsing import parse
 
 if TYPE_CHECKING:
+    from array import array
+
     from proxy.gateway.client_writer import ClientWriter
 
 # The first byte selects one of these requests.
@@ -95,6 +97,9 @@ class NoHandoff:
         """There is no prefiller."""
 
     def note_lost(self) -> None:
+        """There is no prefiller."""
+
+    def note_kept(self, params: Any, ids: array[int] | None) -> None:
         """There is no prefiller."""
 
 

@@ -63,6 +63,7 @@ async def test_no_answer_contains_kv_transfer_params(deploy: Deploy, stream: boo
     gateway = await deploy(
         engine={"profile_name": "v0.33"}, decoder=decoder, resume={"mode": mode}, listen={"fast_path": is_fast}
     )
+    gateway.may_stay_pinned = 100  # decoders keep the KV cache of each answer
     for path, body in BODIES.items():
         for fields in FIELDS.values() if path in {api.path for api in OPENAI_APIS} else [{}]:
             more = {name: told for name, told in fields.items() if stream or name != "stream_options"}
@@ -75,6 +76,7 @@ async def test_no_answer_contains_kv_transfer_params(deploy: Deploy, stream: boo
 async def test_resumed_answer_does_not_contain_kv_transfer_params(deploy: Deploy) -> None:
     decoder = {"bidirectional_kv_xfer": True, "kv_host": "10.1.2.3"}
     gateway = await deploy(1, 2, engine={"profile_name": "v0.33"}, decoder=decoder)
+    gateway.may_stay_pinned = 100  # decoders keep the KV cache of each answer
     for path, body in BODIES.items():
         for stream in (True, False):
             gateway.decoders[0].faults.clear()

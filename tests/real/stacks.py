@@ -7,7 +7,7 @@ connector for it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -115,6 +115,12 @@ def _nixl(place: Place) -> Options:
     return Options(flags, environment)
 
 
+def _nixl_push(place: Place) -> Options:
+    nixl = _nixl(replace(place, kind="prefill"))
+    config = {"kv_connector": "NixlPushConnector", "kv_role": _role(place), "kv_buffer_device": "cpu"}
+    return Options(_transfer_config(**config), nixl.environment)
+
+
 _port_ranges: Final = count(10_000, 40)
 
 
@@ -203,6 +209,7 @@ THINKING: Final = Stack(
 STACKS: Final = (
     NIXL,
     THINKING,
+    Stack("push", "nixl_push", VLLM, _nixl_push),
     Stack("mooncake", "mooncake_bootstrap", VLLM, _mooncake, has_bootstrap=True),
     Stack("store", "vllm_store", VLLM, _example_store, transferred=_example_blocks),
     Stack("mooncake-store", "vllm_store", VLLM, _mooncake_store, service=_mooncake_master, transferred=_blocks),

@@ -34,7 +34,7 @@ def test_decoders_get_prompts_from_the_source_of_the_connector(cluster: Cluster,
     show(f"{len(prompts)} prompts: {grown}")
 
 
-@pytest.mark.only("nixl", "mooncake", "sglang")
+@pytest.mark.only("nixl", "push", "mooncake", "sglang")
 def test_decoders_have_computed_hardly_any_prompt_tokens(cluster: Cluster, show: Show) -> None:
     """The counts include all earlier tests with this gateway, and one new prompt."""
     ask(cluster.gateway.port, COMPLETIONS, prompt=f"{cluster.gateway.port} again " + "over the lazy dog " * 20)

@@ -52,7 +52,7 @@ def test_no_client_notices_that_a_decoder_was_killed(resuming: Cluster, kills: i
     show(kill_decoders(resuming, kills))
 
 
-@pytest.mark.only("mooncake", "store", "mooncake-store", "plain")
+@pytest.mark.only("push", "mooncake", "store", "mooncake-store", "plain")
 def test_another_decoder_continues_after_a_kill(cluster: Cluster, show: Show) -> None:
     show(kill_decoders(cluster, 4))
 
@@ -134,7 +134,7 @@ def test_answer_that_cannot_be_resumed_never_looks_complete(cluster: Cluster, sh
     show(f"after {kill.received} of {MANY_TOKENS} tokens: {error.value}")
 
 
-@pytest.mark.only("nixl", "mooncake", "store", "mooncake-store", "sglang")
+@pytest.mark.only("push", "nixl", "mooncake", "store", "mooncake-store", "sglang")
 def test_killed_prefiller_does_not_interrupt_running_answers(cluster: Cluster, show: Show) -> None:
     """The answer being decoded continues. The next requests use another prefiller, or are refused if there is none."""
     bodies = [{"prompt": f"{cluster.gateway.port} {i}: what is prefilled?", "max_tokens": TOKENS} for i in range(6)]
@@ -171,7 +171,7 @@ def test_blocks_lost_with_a_killed_engine_are_recomputed(cluster: Cluster, show:
         show(str(cluster.sources() - before))
 
 
-@pytest.mark.only("mooncake", "store", "mooncake-store", "plain", "sglang")
+@pytest.mark.only("push", "mooncake", "store", "mooncake-store", "plain", "sglang")
 def test_engines_keep_no_state_after_kills(cluster: Cluster) -> None:
     cluster.wait_until_nothing_is_left()
 

@@ -65,6 +65,8 @@ class Answer:
         self.options = options
         self.answer_id = answer_id
         self.created = int(time.time())
+        self.kept_params: dict[str, Any] | None = None
+        """The parameters of the decoder's own KV cache, known at the end of the answer; None if it keeps none."""
         self.sent_tokens = [0] * (len(ask.prompts) * ask.samples)
         self.prompt_tokens = sum(map(len, ask.prompts))
 
@@ -140,21 +142,8 @@ class Answer:
         if name and choice["finish_reason"] and not self.ask.include_usage:
             chunk["system_fingerprint"] = name
         if self.options.profile.streams_kv_params:
-            chunk["kv_transfer_params"] = self.own_kv_params() if choice["finish_reason"] else None
+            chunk["kv_transfer_params"] = self.kept_params if choice["finish_reason"] else None
         return event(chunk)
-
-    def own_kv_params(self) -> dict[str, Any] | None:
-        """Return the parameters with which a prefiller can fetch a decoder's KV.
-
-        None: the decoder does not offer it.
-        """
-        options = self.options
-        if not (options.bidirectional_kv_xfer and options.profile.streams_kv_params) or options.role == "prefill":
-            return None
-        blocks = -(-(self.prompt_tokens + sum(self.sent_tokens)) // options.block_size)
-        where = {"remote_engine_id": "decoder", "remote_request_id": self.answer_id, "tp_size": 1}
-        where |= {"remote_host": options.kv_host or "decoder.internal", "remote_port": 5600}
-        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [*range(blocks)], **where}
 
 
 class Speller:
@@ -358,7 +347,7 @@ class ChatAnswer(Answer):
             "prompt_logprobs": self.prompt_logprobs(self.ask.prompts[0]),
             "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
             **({"prompt_text": None} if self.options.profile.has_prompt_text else {}),
-            "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
+            "kv_transfer_params": self.kept_params if kv_params is None else kv_params,
             **({"ec_transfer_params": self._encoded_media()} if self.options.ec_role else {}),
             **({"metrics": None} if self.options.profile.has_routed_experts else {}),
         }
@@ -468,6 +457,6 @@ class CompletionAnswer(Answer):
             "service_tier": None,
             "system_fingerprint": fingerprint(self.options),
             "usage": self._whole_usage(sequences, cached_tokens),
-            "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
+            "kv_transfer_params": self.kept_params if kv_params is None else kv_params,
             **({"metrics": None} if self.options.profile.has_routed_experts else {}),
         }

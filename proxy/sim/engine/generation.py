@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,10 @@ class Generation:
 
     def __init__(self, core: Core, ask: Ask, answer_id: str, plan: Plan, on_delta: Callable[[Delta], None]) -> None:
         self.kv_params: dict[str, Any] | None = None
+        self.kept_params: dict[str, Any] | None = None
+        """The parameters of a decoder's own KV cache after the answer; None if it keeps none."""
+        self._is_foreign = False
+        """Whether the KV of the prompt is that of another one, because a prefiller has read it back by mistake."""
         self._core = core
         self._ask = ask
         self._answer_id = answer_id
@@ -103,7 +108,11 @@ class Generation:
     @property
     def _has_partner(self) -> bool:
         """Return whether the request waits for a partner before its first token."""
-        return self._leg is Leg.DECODE or (self._leg is Leg.PREFILL and self._core.protocol.meets)
+        return self._leg is Leg.DECODE or (self._leg is Leg.PREFILL and (self._core.protocol.meets or self._reads_back))
+
+    @property
+    def _reads_back(self) -> bool:
+        return self._core.protocol.reads_back(self._ask.kv_params)
 
     async def _run_alone(self) -> EngineError | None:
         for sequence in self.sequences:
@@ -132,7 +141,7 @@ class Generation:
                     task.cancel()
 
     def _on_admitted(self, sequence: TokenSequence, arrivals: asyncio.TaskGroup) -> None:
-        arrive = self._fetch if self._leg is Leg.DECODE else self._meet
+        arrive = self._fetch if self._leg is Leg.DECODE else self._read_back if self._reads_back else self._meet
         self._arriving.append(arrivals.create_task(arrive(sequence)))
 
     def abort(self) -> None:
@@ -155,6 +164,27 @@ class Generation:
             return
         self._prefill(sequence)
         self._core.scheduler.begin(sequence)
+
+    async def _read_back(self, sequence: TokenSequence) -> None:
+        """Fetch the KV of an earlier answer, and compute the rest of the prompt."""
+        core = self._core
+        loaded = await core.protocol.read_back(self._child(sequence))
+        if loaded is Loaded.FAILED and core.options.kv_load_failure_policy == "fail":
+            sequence.fail()
+            core.scheduler.drop(sequence)
+            return
+        if loaded is Loaded.FAILED:
+            self._prefill(sequence)
+        else:
+            self._is_foreign = loaded is Loaded.FOREIGN
+            cached = core.cache_prompt(sequence.prompt, self._ask.cache_salt)
+            sequence.cached_tokens = max(cached, int(self._ask.kv_params["remote_num_tokens"]))
+            sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
+            core.metrics.count_prompt(
+                computed=sequence.prefill_tokens, cached=cached, transferred=sequence.cached_tokens - cached
+            )
+            core.state.prompt_tokens += len(sequence.prompt)
+        core.scheduler.begin(sequence)
 
     def _sequence(self, index: int, prompt: list[int]) -> TokenSequence:
         options = self._core.options
@@ -227,6 +257,12 @@ class Generation:
         if not self._first_token_at > self._queued_at:
             self._first_token_at = asyncio.get_running_loop().time()
         self._core.state.recomputed += delta.stop_reason == "recomputed"
+        if self._leg is Leg.DECODE and delta.finish_reason in ("stop", "length"):
+            sequence = self.sequences[delta.index]
+            # The last token was not computed.
+            self.kept_params = self._core.protocol.keep_answer(
+                self._child(sequence), [*sequence.prompt, *sequence.output[:-1]]
+            )
         if self._withheld is None:
             self._on_delta(delta)
         else:
@@ -281,7 +317,8 @@ class Generation:
         if self._leg is Leg.PREFILL and "missing_kv_params" not in self._plan:
             for sequence in self.sequences:
                 if self._leaves_kv_pinned(sequence):
-                    params = await core.protocol.keep(self._child(sequence))
+                    child = self._child(sequence)
+                    params = await core.protocol.keep(replace(child, prompt=[0]) if self._is_foreign else child)
                     if sequence.index == 0:
                         self.kv_params = params
             if self._ask.names_tool and self._ask.is_thinking and core.options.profile.named_tool_choice_fails:

@@ -189,6 +189,7 @@ class GenerationRoutes:
         await self._break_after_headers(request, plan)
 
         def on_delta(delta: Delta) -> None:
+            answer.kept_params = generation.kept_params
             stream.on_delta(delta)
             self._core.state.tokens_sent += len(delta.token_ids)
             self._strike(request, delta)
@@ -245,6 +246,7 @@ class GenerationRoutes:
         if "lost_response" in plan:
             reset(exchange.request)
             await hang()
+        answer.kept_params = generation.kept_params
         body = orjson.dumps(
             answer.whole(generation.sequences, collector.deltas, generation.cached_tokens, generation.kv_params)
         )

@@ -91,6 +91,21 @@ class KvProtocol:
     def announce(self, params: Mapping[str, Any]) -> None:
         """Record that the client gets these parameters."""
 
+    def keep_answer(self, child: Child, ids: Sequence[int]) -> dict[str, Any] | None:
+        """Keep the KV of an answer for a prefiller. Return its parameters; None: the engine keeps none.
+
+        `ids`: the token IDs whose KV the decoder has.
+        """
+        return None
+
+    def reads_back(self, params: Mapping[str, Any]) -> bool:
+        """Return whether a prefill leg reads the KV of an earlier answer from a decoder."""
+        return False
+
+    async def read_back(self, child: Child) -> Loaded:
+        """Fetch the KV of an earlier answer."""
+        raise NotImplementedError
+
     async def load(self, child: Child) -> Loaded:
         """Fetch the KV of a prompt. Raises EngineError if the protocol has its own error for a failure."""
         raise NotImplementedError

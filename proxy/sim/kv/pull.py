@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from proxy.sim.options import Options
     from proxy.sim.state import State
 
+_ANSWER_SECONDS = 480.0
+"""`decoder_kv_blocks_ttl`, the time for which a decoder keeps the KV of an answer."""
 _NEEDED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
 
 
@@ -77,6 +79,32 @@ class PullProtocol(KvProtocol):
         pin = self.table.pin(remote_id, len(prompt), digest(prompt), self._options.block_size, now)
         self._changed()
         return pin
+
+    def keep_answer(self, child: Child, ids: Sequence[int]) -> dict[str, Any] | None:
+        """See KvProtocol, and `request_finished` in vLLM 0.32 `nixl/pull_scheduler.py`."""
+        if not self._options.bidirectional_kv_xfer:
+            return None
+        pin = self._pin(f"{child.request_id}-{uuid.uuid4().hex[:8]}", ids)
+        pin.expires_at = asyncio.get_running_loop().time() + _ANSWER_SECONDS
+        pin.announced = True
+        return self._params(pin, ids) | {
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            "remote_num_tokens": len(ids),
+            "remote_blocks_expiry_time": pin.expires_at,
+        }
+
+    def reads_back(self, params: Mapping[str, Any]) -> bool:
+        return bool(params.get("do_remote_decode") and params.get("remote_block_ids"))
+
+    async def read_back(self, child: Child) -> Loaded:
+        """See KvProtocol. Without the option, the request waits for KV that nothing fetches (`pull_scheduler.py`)."""
+        if not self._options.bidirectional_kv_xfer:
+            await asyncio.Event().wait()
+        answer = await self._ask_prefiller(child.params, "pull")
+        self._state.read_backs += answer is not None
+        same = answer is not None and answer["prompt_digest"] == digest(child.prompt[: answer["prompt_tokens"]])
+        return Loaded.FAILED if answer is None else Loaded.YES if same else Loaded.FOREIGN
 
     def announce(self, params: Mapping[str, Any]) -> None:
         if pin := self.table.pins.get(params["remote_request_id"]):

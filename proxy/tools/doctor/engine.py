@@ -238,17 +238,30 @@ def check_read_back(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check that a decoder does not keep the KV cache of answers that no prefiller reads.
 
     vLLM `nixl/pull_scheduler.py` (0.32): with `bidirectional_kv_xfer`, `request_finished` of a decoder keeps the blocks
-    for `decoder_kv_blocks_ttl` seconds, 480 by default.
+    for `decoder_kv_blocks_ttl` seconds, 480 by default. A prefiller without the option cannot read them.
     """
+    if engine.backend.role is not Role.DECODE or not _is_bidirectional(engine):
+        return
+    settings = fleet.settings
+    if settings.kv.read_back == "off" or not settings.connector_traits.reads_back:
+        why = "pdproxy does not read it (kv.read_back, connector)"
+    elif any(map(_is_bidirectional, fleet.of(Role.PREFILL))):
+        return
+    else:
+        why = "no prefill instance has this option"
+    yield Finding(
+        Severity.WARNING,
+        "read-back",
+        engine.subject,
+        f"keeps the KV cache of each answer for prefillers (bidirectional_kv_xfer), but {why}",
+        "remove bidirectional_kv_xfer from its --kv-transfer-config, because the kept blocks are missing for requests, "
+        "or set it for prefill instances, too",
+    )
+
+
+def _is_bidirectional(engine: Examined) -> bool:
     setup = engine.facts.identity.setup
-    if engine.backend.role is Role.DECODE and setup is not None and setup.is_bidirectional:
-        yield Finding(
-            Severity.WARNING,
-            "read-back",
-            engine.subject,
-            "keeps the KV cache of each answer for prefillers (bidirectional_kv_xfer), but pdproxy does not use it",
-            "remove bidirectional_kv_xfer from its --kv-transfer-config: the kept blocks are missing for requests",
-        )
+    return setup is not None and setup.is_bidirectional
 
 
 ENGINE_CHECKS: Final[tuple[Callable[[Examined, Fleet], Iterable[Finding]], ...]] = (

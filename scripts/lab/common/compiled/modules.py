@@ -13,7 +13,7 @@ _BY_PACKAGE: Final = {
     "balancer/shared": "back_offs journal scoreboard",
     "common": "backend",
     "connectors": (
-        "base disaggregated handoff leg_driver legs nixl_push one_engine releaser sequential sglang_bootstrap"
+        "base disaggregated handoff leg_driver legs nixl_push one_engine read_back releaser sequential sglang_bootstrap"
     ),
     "dialects": (
         "adjustments base call fanout messages messages_request openai requests responses responses_request segment"
