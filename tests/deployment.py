@@ -216,11 +216,7 @@ class Deployment:
             for engine in self.engines
             for request in generations(engine)
         )
-        read_back = Counter(
-            request.body["kv_transfer_params"]["remote_request_id"]
-            for request in generations(*self.prefillers)
-            if (request.body.get("kv_transfer_params") or {}).get("remote_block_ids")
-        )
+        read_back = Counter(filter(None, map(_read_back_name, generations(*self.prefillers))))
         return [
             *(f"KV {name} was sent to prefillers {times} times" for name, times in read_back.items() if times > 1),
             *(f"KV {name} was sent to decoders {times} times" for name, times in handed_over.items() if times > most),
@@ -262,6 +258,12 @@ def kv_params(request: Seen) -> Any:
     """Return the KV parameters of a decode request that fetches KV, or None."""
     params = request.body.get("kv_transfer_params") if isinstance(request.body, dict) else None
     return params if params and params.get("do_remote_prefill") else None
+
+
+def _read_back_name(request: Seen) -> object:
+    """Return the name of the answer whose KV a prefill request reads from a decoder, or None."""
+    params = request.body.get("kv_transfer_params") if isinstance(request.body, dict) else None
+    return params.get("remote_request_id") if params and params.get("remote_block_ids") else None
 
 
 def _kv_names(request: Seen) -> list[object]:
