@@ -88,6 +88,8 @@ class Setup:
     """vLLM only: whether it reports its KV transfer configuration."""
     kv_connectors: tuple[str, ...] = ()
     """vLLM only: names of its KV connectors. Empty: the KV cache is not transferred."""
+    ec_connector: str | None = None
+    """vLLM only: name of its connector for encoded media (`--ec-transfer-config`)."""
     kv_role: str | None = None
     """vLLM only: `kv_producer`, `kv_consumer` or `kv_both`."""
     lease_seconds: float | None = None
@@ -149,6 +151,7 @@ def parse_setup(info: Any) -> Setup:
     config = _member(info, "vllm_config")
     if not isinstance(config, dict) or "kv_transfer_config" not in config:
         return Setup()
+    ec_connector = _text(_member(_member(config, "ec_transfer_config"), "ec_connector"))
     transfer = config["kv_transfer_config"]
     connector = _member(transfer, "kv_connector")
     parts = (connector,)
@@ -160,6 +163,7 @@ def parse_setup(info: Any) -> Setup:
     return Setup(
         has_transfer_config=True,
         kv_connectors=() if connector is None else tuple(map(str, parts)),
+        ec_connector=ec_connector,
         kv_role=role if isinstance(role, str) else None,
         lease_seconds=_seconds(_member(extra, "kv_lease_duration")),
         answer_seconds=_seconds(_member(extra, "decoder_kv_blocks_ttl")),

@@ -35,6 +35,11 @@ _UNSERVED: Final = {
 }
 """Advice by KV connectors of vLLM 0.32 and 0.33 that no connector of the gateway serves."""
 
+# `consumer_zmq` and `ec_items` of `ec_transfer_params` in vLLM 0.32 `ec_connector/mooncake/scheduler.py`.
+_EC_MOONCAKE: Final = (
+    "runs ECMooncakeConnector, whose encoders send only to an address that each request must name, and pdproxy does "
+    "not know it: use ECCPUConnector or ECExampleConnector"
+)
 _OTHER_ROLE: Final = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 _GATEWAY: Final = (
     "is a gateway like this one and no engine: its load and health are not those of the engines behind it, and no KV "
@@ -106,6 +111,8 @@ def find_connector_mismatch(
     identity, setup, traits = engine.identity, engine.setup, CONNECTOR_TRAITS[connector]
     if identity.is_gateway:
         return IncompatibilityKind.GATEWAY, _GATEWAY
+    if setup.ec_connector == "ECMooncakeConnector":
+        return IncompatibilityKind.CONNECTOR, _EC_MOONCAKE
     if identity.kind is None or engine.role is Role.ENCODE:
         return None
     if traits.engine not in (None, identity.kind):

@@ -4,6 +4,8 @@ For vLLM with an EC connector (`--ec-transfer-config`). With ECExampleConnector 
 cache, where the other engines look it up by the item's hash. With ECCPUConnector (vLLM 0.30) an encoder keeps it and
 names its place, by hash, as `ec_transfer_params` of its answer. The other legs get these parameters, without which the
 engines encode the item again (vLLM `ec_connector/cpu/scheduler`, `_admit_item`).
+ECMooncakeConnector is not served: its encoders send to an address that each request must name (`consumer_zmq` in
+vLLM 0.32 `ec_connector/mooncake/scheduler.py`), and engines do not report it.
 Each item is sent as a separate chat without text, answered with one token, as in vLLM-Ascend's disagg_epd_proxy.py. If
 an item cannot be encoded, the attempt fails.
 """

@@ -1,7 +1,8 @@
 """The cached blocks of one rank of an engine, by its KV events, and the reach of its cache. Pure.
 
 The reach is the number of tokens that are stored from the storing of a block until its eviction. For a bounded number
-of blocks, only the position of their storing is kept.
+of blocks, only the position of their storing is kept. Blocks that are evicted from the device may be found in a tier
+below it: in host memory, or on a disk. Then the tier that keeps blocks longest determines the reach.
 """
 
 from __future__ import annotations
@@ -29,6 +30,24 @@ _ENOUGH_EVICTIONS: Final = 8
 _MAX_AGE_IN_REACHES: Final = 4
 _DEVICE: Final = (None, "GPU")
 _DEPTH_BITS: Final = 24
+# Names of media come from engines, so their number is bounded.
+_MAX_TIERS: Final = 4
+
+
+class _Tier:
+    """The blocks in one tier below the device, such as `CPU`.
+
+    Events of such a tier may name neither the size of a block nor the block before it (`offloading/events.py` in vLLM
+    0.32). So positions are those of the device.
+    """
+
+    __slots__ = ("ages", "blocks")
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, int] = {}
+        """Positions of the device when the blocks were stored here, by the hash of a block's hash."""
+        self.ages: deque[int] = deque(maxlen=_EVICTIONS)
+        """Tokens that the device stored between the storing of a block here and its eviction, for the last blocks."""
 
 
 class Blocks:
@@ -55,7 +74,7 @@ class Blocks:
         """Position from which a search for lost evictions is worthwhile."""
         self._ages: deque[int] = deque(maxlen=_EVICTIONS)
         self._group: int | None = None
-        self._has_tiers = False
+        self._tiers: dict[str, _Tier] = {}
 
     def __len__(self) -> int:
         """Return the number of remembered blocks."""
@@ -85,8 +104,11 @@ class Blocks:
     @property
     def count(self) -> CacheCount:
         """The state of the cache, as far as known."""
-        if self._has_tiers:
-            return CacheCount(self.stored, 0, False, self.cleared)
+        if self._tiers:
+            ages = [tier.ages for tier in self._tiers.values() if len(tier.ages) >= _ENOUGH_EVICTIONS]
+            if len(ages) < len(self._tiers):
+                return CacheCount(self.stored, 0, False, self.cleared)
+            return CacheCount(self.stored, int(max(median(of_tier) for of_tier in ages)), True, self.cleared)
         if len(self._ages) >= _ENOUGH_EVICTIONS:
             # The median, because blocks that were used again seem to be evicted late, and blocks that make room for a
             # long prompt early.
@@ -97,8 +119,7 @@ class Blocks:
 
     def _store(self, event: BlocksStored) -> None:
         if event.medium not in _DEVICE:
-            # Blocks that are evicted from the device are found in the other tier, whose block sizes may differ.
-            self._has_tiers = True
+            self._store_below(event)
             return
         if not event.is_whole or not event.hashes or event.block_tokens < 1:
             return
@@ -116,6 +137,26 @@ class Blocks:
         for place, block_hash in enumerate(event.hashes, depth + 1):
             self._blocks[hash(block_hash)] = (self.stored - place * size) << _DEPTH_BITS | place
 
+    def _store_below(self, event: BlocksStored) -> None:
+        medium = str(event.medium)
+        if medium not in self._tiers and len(self._tiers) == _MAX_TIERS:
+            return
+        tier = self._tiers.setdefault(medium, _Tier())
+        if event.group not in (None, self._group):
+            return
+        for block_hash in event.hashes:
+            if len(tier.blocks) < self.max_blocks:
+                tier.blocks[hash(block_hash)] = self.stored
+
+    def _remove_below(self, event: BlocksRemoved) -> None:
+        tier = self._tiers.get(str(event.medium))
+        if tier is None:
+            return
+        for block_hash in event.hashes:
+            stored_at = tier.blocks.pop(hash(block_hash), None)
+            if stored_at is not None:
+                tier.ages.append(self.stored - stored_at)
+
     def _depth_after(self, parent: BlockHash | None) -> int | None:
         if parent is None:
             return 0
@@ -123,7 +164,10 @@ class Blocks:
         return None if packed is None else packed & ((1 << _DEPTH_BITS) - 1)
 
     def _remove(self, event: BlocksRemoved) -> None:
-        if event.medium not in _DEVICE or event.group not in (None, self._group):
+        if event.group not in (None, self._group):
+            return
+        if event.medium not in _DEVICE:
+            self._remove_below(event)
             return
         if self._full_at is None:
             self._full_at = self.stored
@@ -153,6 +197,9 @@ class Blocks:
     def _forget(self) -> None:
         self._blocks = {}
         self._ages.clear()
+        for tier in self._tiers.values():
+            tier.blocks.clear()
+            tier.ages.clear()
         self._since, self._full_at = self.stored, None
         self._refused_at, self._search_from = None, 0
 

@@ -205,3 +205,46 @@ def test_ranks_count_together_and_are_empty_only_together() -> None:
     assert (sum_of_ranks([one, other]).cleared, sum_of_ranks([one, other]).evicts) == (0, False)
     other.take([AllCleared()])
     assert sum_of_ranks([one, other]).cleared == 1
+
+
+def test_reach_is_that_of_the_tier_that_keeps_blocks_longest() -> None:
+    """A block is copied to the host when it is stored, and 20 blocks fit there. The device keeps 4."""
+    blocks = Blocks()
+    for number in range(60):
+        blocks.take([stored(number), copied(number)])
+        if number >= 4:
+            blocks.take([removed(number - 4)])
+        if number >= 20:
+            blocks.take([removed(number - 20, medium="CPU")])
+    assert (blocks.count.reach, blocks.count.evicts) == (20 * SIZE, True)
+
+
+def test_reach_is_not_known_before_a_lower_tier_has_evicted_blocks() -> None:
+    blocks = Blocks()
+    for number in range(30):
+        blocks.take([stored(number), copied(number)])
+        if number >= 4:
+            blocks.take([removed(number - 4)])
+    assert (blocks.count.reach, blocks.count.evicts) == (0, False)
+
+
+def test_lower_tier_is_forgotten_when_events_are_lost() -> None:
+    blocks = Blocks()
+    for number in range(30):
+        blocks.take([stored(number), copied(number)])
+        blocks.take([removed(number - 20, medium="CPU")] if number >= 20 else [])
+    assert blocks.count.evicts
+    blocks.note_lost_events()
+    assert not blocks.count.evicts
+
+
+def test_names_of_tiers_are_bounded() -> None:
+    blocks = Blocks()
+    for number in range(1000):
+        blocks.take([stored(1, medium=f"tier {number}")])
+    assert len(blocks._tiers) == 4
+
+
+def copied(number: int) -> BlocksStored:
+    """Return the event of vLLM's OffloadingConnector, which names no size."""
+    return BlocksStored([number], None, 0, "CPU", None, is_whole=True)
