@@ -265,6 +265,11 @@ class AdmissionQueue:
         role = self._full()
         return len(self._queue), self._clock() - first.arrived, "" if role is None else role.value
 
+    def summarize_turns(self) -> tuple[int, float]:
+        """Return the number of turns that wait for room in a prefix cache, and the longest wait in seconds."""
+        oldest = min((waiter.arrived for waiter in self._held), default=None)
+        return len(self._held), 0.0 if oldest is None else self._clock() - oldest
+
     @property
     def running(self) -> int:
         """The number of units that were admitted and have not left."""

@@ -27,6 +27,8 @@ JUDGE: Final = 0
 WINDOW_SECONDS: Final = 30.0
 """Time over which counts such as rejections are summed."""
 _MIN_WAIT_SECONDS: Final = 2.0
+_MIN_TURN_SECONDS: Final = 30.0
+"""The default of admission.session_patience_seconds: shorter waits keep prefixes cached."""
 _MIN_SILENCE_SECONDS: Final = 5.0
 _MIN_SILENT_ANSWERS: Final = 3
 """A decoder computes the next tokens of all answers at the same time. So it is silent if this number of them is."""
@@ -135,6 +137,9 @@ class WorkerFacts:
     """Time that the first queued request has waited."""
     waits_for: str = ""
     """Role without room. Empty: requests wait for a better instance."""
+    turns: int = 0
+    """Turns of sessions that wait for room in a prefix cache."""
+    oldest_turn_seconds: float = 0.0
     lag_seconds: float = 0.0
     memory_share: float = 0.0
     fds_share: float = 0.0
@@ -359,6 +364,15 @@ def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:
             verb = "wait" if queued > 1 else "waits"
             text = f"{counted(queued, 'request')} {verb} for {target}, the longest for {longest.oldest_seconds:.1f} s."
             yield Reason(Level.IMPAIRED, "queue", "side", role or "prefill", text)
+    turn_seconds = max((worker.oldest_turn_seconds for worker in facts.workers), default=0.0)
+    if turn_seconds >= _MIN_TURN_SECONDS:
+        turns = sum(worker.turns for worker in facts.workers)
+        verb = "wait" if turns > 1 else "waits"
+        text = (
+            f"{counted(turns, 'turn')} of sessions {verb} for room in a prefix cache, the longest for "
+            f"{turn_seconds:.0f} s."
+        )
+        yield Reason(Level.IMPAIRED, "sessions", "side", "prefill", text)
     counts, seconds = facts.counts, f"{WINDOW_SECONDS:.0f} s"
     rejections = 0.0
     for series, count in counts.items():
@@ -445,6 +459,7 @@ LOOK_AT: Final[Mapping[str, str]] = {
     "pair_recomputes": "the KV transfer flags of both engines: pdproxy doctor tests the pair",
     "pair_slow": "the network between both hosts: TCP instead of RDMA, or a slow link",
     "queue": "pdproxy advise: whether another split of the instances helps, or more instances",
+    "sessions": "pdproxy_resident_sessions, the KV memory of the prefillers, and admission.session_wait_seconds",
     "rejected": "the option that limits this: the table of error codes names it",
     "errors": "GET /admin/requests/recent?failed=true",
     "resumed": "GET /admin/requests/recent?saved=true, and the instances named by other reasons",

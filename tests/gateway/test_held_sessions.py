@@ -105,6 +105,8 @@ async def test_turn_waits_until_its_session_has_room(gate: Gate) -> None:
     gate.send(1)
     await gate.settle()
     assert (gate.began, gate.made.waiting, gate.admission.waiting) == ([], 1, 1)
+    assert gate.admission.summarize() == (0, 0.0, "")
+    assert gate.admission.summarize_turns()[0] == 1
     gate.made.roomy.add(session)
     await gate.settle()
     assert gate.began == [1]

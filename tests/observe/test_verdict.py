@@ -132,6 +132,13 @@ ROWS = [
         "1 request waits for a better prefill instance",
     ),
     (
+        with_worker(turns=12, oldest_turn_seconds=45.0),
+        "sessions",
+        "prefill",
+        Level.IMPAIRED,
+        "12 turns of sessions wait for room in a prefix cache, the longest for 45 s.",
+    ),
+    (
         replace(WELL, counts={("rejected", "queue_full"): 3.0}),
         "rejected",
         "queue_full",
@@ -202,6 +209,7 @@ def test_every_code_has_a_row() -> None:
         with_decoder(quiet_seconds=(9.0, 9.0, 4.9), answers=3),
         with_decoder(quiet_seconds=(55.0, 20.0), answers=2, has_begun=False),
         with_decoder(quiet_seconds=(7.0, 7.0), answers=2),
+        with_worker(turns=3, oldest_turn_seconds=20.0),
         with_decoder(slow_from={"p:1": (0.5, 0.1)}),
         with_decoder(slow_from={"p:1": (1.1, 0.5)}),
         with_worker(queued=50, oldest_seconds=1.9, waits_for="decode"),

@@ -106,11 +106,14 @@ class StatusReporter:
         parts, metrics = self._parts, self._parts.metrics
         queues = [lane.service.admission.summarize() for lane in parts.lanes.all]
         queued, oldest_seconds, waits_for = max(queues, key=lambda queue: queue[1])
+        turns = [lane.service.admission.summarize_turns() for lane in parts.lanes.all]
         return {
             "at": now,
             "queued": sum(count for count, _, _ in queues) if queued else 0,
             "oldest_seconds": oldest_seconds,
             "waits_for": waits_for,
+            "turns": sum(count for count, _ in turns),
+            "oldest_turn_seconds": max(seconds for _, seconds in turns),
             "lag_seconds": _gauge(metrics.loop_lag_seconds),
             "memory_share": _gauge(metrics.memory_share),
             "fds_share": _gauge(metrics.open_fds_share),
@@ -246,7 +249,7 @@ class Judgement:
                         name: report[name]
                         for name in (
                             *("queued", "oldest_seconds", "waits_for", "lag_seconds", "memory_share", "fds_share"),
-                            *("overload", "is_reload_refused"),
+                            *("overload", "is_reload_refused", "turns", "oldest_turn_seconds"),
                         )
                     },
                 )
