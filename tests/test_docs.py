@@ -23,7 +23,7 @@ MAX_WORDS: dict[str, int | None] = {
     "compatibility.md": None,
     "concepts/failures.md": 700,
     "concepts/health.md": 700,
-    "concepts/kv-cache.md": 500,
+    "concepts/kv-cache.md": 700,
     "concepts/local-prefill.md": 300,
     "concepts/overload.md": 700,
     "concepts/request-lifecycle.md": 500,
