@@ -60,7 +60,7 @@ MAX_WORDS: dict[str, int | None] = {
     "operate/doctor.md": 700,
     "operate/incompatibilities.md": 500,
     "operate/observability.md": 700,
-    "operate/security.md": 400,
+    "operate/security.md": 450,
     "operate/status.md": 700,
     "performance.md": 1000,
     "reference/access-log.md": 700,

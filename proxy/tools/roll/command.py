@@ -91,7 +91,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         action="append",
         type=_url,
         help="URL of the administration of a gateway. Give all gateways that share the engines. Repeatable. Default: "
-        "http://127.0.0.1:1999.",
+        "http://127.0.0.1:1999. Give it if the gateway has an admin.port.",
     )
     add(
         "--hook",
