@@ -45,6 +45,7 @@ def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBa
     """
     if absent is not None:
         error = NoBackendAvailable(absent)
+        error.message = f"no healthy {absent.value} instance became available within {wait_seconds:g} s"
         error.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
         return error
     return overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")

@@ -302,6 +302,7 @@ async def test_unit_that_waited_for_a_restart_gets_no_backend_available(gate: Ga
     with pytest.raises(NoBackendAvailable) as refused:
         await unit.task
     assert (refused.value.code, refused.value.status) == ("no_healthy_decode", 503)
+    assert refused.value.message == "no healthy decode instance became available within 60 s"
     assert refused.value.retry_after_seconds is not None
     assert 1 <= refused.value.retry_after_seconds <= 2
 
