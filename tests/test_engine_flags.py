@@ -11,8 +11,8 @@ import pytest
 from lab.test_docs import Kind, blocks
 from proxy.settings import CONNECTOR_TRAITS, Settings
 from proxy.tools.launch.command import as_text
-from tests import compatibility_page
 from tests.real.stacks import STACKS, Place
+from tests.reference_pages import compatibility
 from tests.tools.launch.reading import commands, files_of, gateway_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def test_topology_has_what_real_engines_are_started_with(topology: str, tmp_path
         assert set(flags) - _OF_ALL - _SIZES <= {*options.flags, *stack.family.options.flags}
         assert set(command.environment) - _DEVICES <= set(options.environment)
         if "--kv-transfer-config" in options.flags:
-            tried = compatibility_page.kv_transfer(options.flags)
+            tried = compatibility.kv_transfer(options.flags)
             assert flags["--kv-transfer-config"].items() <= tried.items()
 
 
@@ -106,11 +106,6 @@ def test_pages_name_every_connector_of_engines() -> None:
     assert unnamed == {"ExampleConnector", "MooncakeConnectorStoreV1", "MooncakeD2RHConnectorV1", "NixlPullConnector"}
 
 
-def test_compatibility_page_is_up_to_date() -> None:
-    stale = f"docs/compatibility.md is stale; renew it: {compatibility_page.COMMAND}"
-    assert compatibility_page.PAGE.read_text(encoding="utf-8") == compatibility_page.page(), stale
-
-
 def test_compatibility_page_describes_every_capability_of_engines() -> None:
-    described = compatibility_page.ABILITIES.keys() | compatibility_page.WITHOUT_ROW
-    assert described == compatibility_page.capabilities().keys(), "add a row to tests/compatibility_page.py"
+    described = compatibility.ABILITIES.keys() | compatibility.WITHOUT_ROW
+    assert described == compatibility.capabilities().keys(), "add a row to tests/reference_pages/compatibility.py"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tests import compatibility_page
-from tests.reference_pages import command_line, errors, metrics, options, status_codes
+from tests.reference_pages import command_line, compatibility, errors, metrics, options, status_codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 DOCS: Final = Path(__file__).parents[2] / "docs"
 COMMAND: Final = ".venv/bin/python -m tests.reference_pages"
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
-    "compatibility.md": compatibility_page.page,
+    "compatibility.md": compatibility.page,
     "reference/cli.md": command_line.page,
     "reference/errors.md": errors.page,
     "reference/metrics.md": metrics.page,
