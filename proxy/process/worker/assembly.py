@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from proxy.process.shared import Shared
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.clients import Clients
-    from proxy.process.worker.engines import Engines
+    from proxy.process.worker.engines import EngineParts
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 
@@ -210,7 +210,7 @@ def _usage(basis: Basis) -> UsageKeeper:
     return UsageKeeper(ledger, restarts, shared.log_once.is_news, is_logging=basis.index == 0)
 
 
-def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: Clients) -> Evacuation:
+def _evacuation(basis: Basis, balancing: Balancing, engines: EngineParts, clients: Clients) -> Evacuation:
     return Evacuation(
         basis.shared.roster,
         clients.lanes,
@@ -220,7 +220,7 @@ def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: C
     )
 
 
-def _role_mover(basis: Basis, balancing: Balancing, engines: Engines) -> RoleMover:
+def _role_mover(basis: Basis, balancing: Balancing, engines: EngineParts) -> RoleMover:
     parts = RoleMoverParts(
         roster=basis.shared.roster,
         scoreboard=basis.shared.scoreboard,
@@ -234,7 +234,7 @@ def _role_mover(basis: Basis, balancing: Balancing, engines: Engines) -> RoleMov
     return RoleMover(parts)
 
 
-def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:
+def _callback_front(basis: Basis, engines: EngineParts) -> HttpListener | None:
     if engines.callback_url is None:
         return None
     app = application(basis)
@@ -246,7 +246,12 @@ def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:
 
 
 def build_administration(
-    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher, usage: UsageKeeper
+    basis: Basis,
+    balancing: Balancing,
+    engines: EngineParts,
+    clients: Clients,
+    watcher: ConfigWatcher,
+    usage: UsageKeeper,
 ) -> HttpListener | None:
     """Return the application for operators, or None if its routes belong to the application for clients."""
     routes = _routes(basis, balancing, engines, clients, watcher, usage)
@@ -259,7 +264,12 @@ def build_administration(
 
 
 def _routes(
-    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher, usage: UsageKeeper
+    basis: Basis,
+    balancing: Balancing,
+    engines: EngineParts,
+    clients: Clients,
+    watcher: ConfigWatcher,
+    usage: UsageKeeper,
 ) -> list[web.RouteDef]:
     shared, settings = basis.shared, basis.settings
     has_own_port = settings.admin.port is not None

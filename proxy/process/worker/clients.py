@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from proxy.observe.metrics import Metrics
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.basis import Basis
-    from proxy.process.worker.engines import Engines
+    from proxy.process.worker.engines import EngineParts
     from proxy.settings import Settings
 
 
@@ -69,7 +69,7 @@ class Clients:
     """Listener for clients."""
 
 
-def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: DrainManager) -> Clients:
+def build_clients(basis: Basis, balancing: Balancing, engines: EngineParts, drain: DrainManager) -> Clients:
     """Build the client side. Its listener does not listen yet."""
     suspects = _suspects(basis, engines, balancing.pools)
     # Lanes of single models have queues that belong to each worker.
@@ -153,7 +153,7 @@ def _observers(basis: Basis, dialects: Sequence[Dialect]) -> Observers:
     return observers
 
 
-def _counting(basis: Basis, engines: Engines, lanes: Lanes, client_keys: KeyAuth) -> CountTokensApi:
+def _counting(basis: Basis, engines: EngineParts, lanes: Lanes, client_keys: KeyAuth) -> CountTokensApi:
     return CountTokensApi(
         lanes=lanes,
         upstream=engines.lines.upstream,
@@ -163,7 +163,7 @@ def _counting(basis: Basis, engines: Engines, lanes: Lanes, client_keys: KeyAuth
     )
 
 
-def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) -> Lanes:
+def _lanes(basis: Basis, balancing: Balancing, engines: EngineParts, whole: Lane) -> Lanes:
     def make(serving: Serving) -> Lane:
         pools, configure_pools = balancing.part(serving)
         connector, suspects = engines.connect(pools), _suspects(basis, engines, pools)
@@ -199,13 +199,13 @@ def _count_sessions(metrics: Metrics, lanes: Lanes) -> None:
         metrics.resident_tokens_total.labels("lost").inc(lost)
 
 
-def _suspects(basis: Basis, engines: Engines, pools: Pools) -> Suspects:
+def _suspects(basis: Basis, engines: EngineParts, pools: Pools) -> Suspects:
     return Suspects(basis.shared.suspects, pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics)
 
 
 def _service(
     basis: Basis,
-    engines: Engines,
+    engines: EngineParts,
     pools: Pools,
     connector: Connector,
     suspects: Suspects,
@@ -249,7 +249,7 @@ def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
 
 
 def _models_routes(
-    basis: Basis, balancing: Balancing, engines: Engines, parts: QuestionParts
+    basis: Basis, balancing: Balancing, engines: EngineParts, parts: QuestionParts
 ) -> Sequence[web.RouteDef]:
     models = ModelsApi(parts, tuple(engines.serving.values()), balancing.models, lambda: basis.settings)
     return models.routes()
@@ -262,7 +262,9 @@ def _passthrough_routes(
     return passthrough.routes()
 
 
-def _sglang_routes(basis: Basis, engines: Engines, probes: ProbeApi, parts: QuestionParts) -> Sequence[web.RouteDef]:
+def _sglang_routes(
+    basis: Basis, engines: EngineParts, probes: ProbeApi, parts: QuestionParts
+) -> Sequence[web.RouteDef]:
     if not basis.settings.connector_traits.has_sglang_routes:
         return ()
     return SglangApi(parts, engines.serving, probes).routes()

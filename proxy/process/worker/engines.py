@@ -59,7 +59,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engines:
+class EngineParts:
     """The parts on the engine side of a call."""
 
     lines: Lines
@@ -78,7 +78,7 @@ class Engines:
 
 
 @asynccontextmanager
-async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: float) -> AsyncIterator[Engines]:
+async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: float) -> AsyncIterator[EngineParts]:
     """Build the engine side. Leaving closes connections and ends all tasks."""
     pools = balancing.pools
     async with AsyncExitStack() as stack:
@@ -113,7 +113,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
         )
         basis.metrics.watch_models(balancing.models, everybody.values())
         await stack.enter_async_context(_inspector(basis, balancing, lines, everybody, link.releaser))
-        yield Engines(
+        yield EngineParts(
             lines=lines,
             releaser=link.releaser,
             connector=connector,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from proxy.observe.observers import RequestListener
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.basis import Basis
-    from proxy.process.worker.engines import Engines
+    from proxy.process.worker.engines import EngineParts
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ async def build_tracing(basis: Basis) -> AsyncIterator[RequestListener | None]:
 
 
 @asynccontextmanager
-async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) -> AsyncIterator[None]:
+async def build_kv_events(basis: Basis, balancing: Balancing, engines: EngineParts) -> AsyncIterator[None]:
     """Subscribe in worker 0 to the KV events of all engines, inside `async with`.
 
     The other workers get them through the journal. Does nothing in other workers, or if KV events are not configured.
