@@ -15,6 +15,7 @@ import msgspec
 import orjson
 
 from proxy.balancer.handoff_verdicts import MIN_STORED_TOKENS, MIN_TOKENS
+from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.policies.prefill_cost import prompt_costs
 from proxy.common.backend import Role
@@ -25,7 +26,7 @@ from proxy.connectors.disaggregated import Disaggregated, Prefill, prefill_body
 from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
 from proxy.connectors.legs import Attempt, Leg
 from proxy.connectors.read_back import KeptAnswers
-from proxy.connectors.releaser import PrefilledKv, kv_params_in
+from proxy.connectors.releaser import KvTransfer, PrefilledKv, kv_params_in
 
 if TYPE_CHECKING:
     from proxy.balancer.lease import Lease
@@ -46,6 +47,11 @@ _PREFILL: Final = Stage.PREFILL
 _HANDOFF: Final = Stage.HANDOFF
 _FIRST_TOKEN: Final = Stage.FIRST_TOKEN
 _STREAM: Final = Stage.STREAM
+
+_PUSH_HINT: Final = (
+    "runs NixlPushConnector, which connector vllm_pull serves slowly, because decoders register after the prefill: "
+    "set `connector: nixl_push`"
+)
 
 # Only do_remote_decode is read by the engines; the rest is what every proxy for these protocols sends.
 _ASK_FOR_KV: Final = Prefill(
@@ -146,7 +152,7 @@ class Sequential(Disaggregated):
                 if kv is None and prefilled.ended_by_stop:
                     self.allow_decode_without_kv(handoff, answer)
                     break
-                if self.accepts_prefill(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
+                if self.accepts_prefill(call, handoff, answer, kv, asks_again):
                     break
                 asks_again = False
                 timeline.note_prefiller_replaced(handoff.prefiller.pick)
@@ -185,12 +191,12 @@ class Sequential(Disaggregated):
 
     @abstractmethod
     def accepts_prefill(
-        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool
+        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
         """Return whether to send the decode leg after this prefill. Otherwise the prefill leg is sent again.
 
-        `has_kv`: whether the answer names KV to fetch. `asks_again`: whether the prefill leg may be sent again. Raises
-        UpstreamError.
+        `kv`: the KV that the answer names for a decoder; None: it names none. `asks_again`: whether the prefill
+        leg may be sent again. Raises UpstreamError.
         """
 
     @abstractmethod
@@ -335,15 +341,17 @@ class VllmPull(Sequential):
         self._releaser.note_possible_orphan(error.backend, call.prompt_tokens, error)
 
     def accepts_prefill(
-        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool
+        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
         """See Sequential.
 
         If the answer has no KV parameters, the prefill is repeated once if `kv.on_missing` says so.
         """
         lease = handoff.prefiller
-        self._context.compatibility.note_prefill(lease.backend, has_kv)
-        if has_kv:
+        self._context.compatibility.note_prefill(lease.backend, kv is not None)
+        if kv is not None:
+            if kv.transfer is KvTransfer.NIXL_PUSH:
+                self._context.compatibility.report(lease.backend, IncompatibilityKind.CONNECTOR, _PUSH_HINT)
             return True
         asks_again = asks_again and self._context.live.settings.kv.on_missing == "retry_prefill"
         # A long prompt on a decoder stalls every stream that it serves.
@@ -397,7 +405,7 @@ class VllmStore(Sequential):
         """See Sequential. Stored KV needs no release."""
 
     def accepts_prefill(
-        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool
+        self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
         """See Sequential. Any answer is accepted."""
         return True

@@ -232,3 +232,14 @@ def test_distrusted_place_is_known_again_after_one_answer() -> None:
     assert places.of(backend(), 0) is None
     places.learn(backend(), 0, place())
     assert places.of(backend(), 0) == place()
+
+
+async def test_push_engines_behind_vllm_pull_are_served_with_a_warning(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(connector="vllm_pull", engine={"protocol": "push"})
+    for _ in range(2):
+        body = request(Api.CHAT)
+        assert (await gateway.ask(body)).text == await answer_alone(body)
+    assert sum("set `connector: nixl_push`" in line for line in caplog.messages) == 1
+    assert gateway.decoders[0].state.pulls == 2
