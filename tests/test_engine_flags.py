@@ -103,7 +103,7 @@ def test_pages_name_every_connector_of_engines() -> None:
         if not re.search(rf"\b{name}\b", pages)
     }
     # Other names of connectors on the pages, and an example.
-    assert unnamed == {"ExampleConnector", "MooncakeConnectorStoreV1", "MooncakeD2RHConnectorV1", "NixlPullConnector"}
+    assert unnamed == {"ExampleConnector", "NixlPullConnector"}
 
 
 def test_compatibility_page_describes_every_capability_of_engines() -> None:
