@@ -52,7 +52,7 @@ class Engines:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self._environment(VLLM.venv_variable, VLLM.options.environment),
+            env=self.environment(VLLM.venv_variable, VLLM.options.environment),
             cwd=self.directory,
             timeout=timeout_seconds,
             text=True,
@@ -85,7 +85,7 @@ class Engines:
         place = Place("single", next(self.ports), next(self.ports), self.directory)
         name, *arguments = service(place)
         command = [_venv(variable) / "bin" / name, *arguments]
-        program = Program(name, place.port, command, self.directory / f"{name}.log", self._environment(variable, {}))
+        program = Program(name, place.port, command, self.directory / f"{name}.log", self.environment(variable, {}))
         self._services.append(program)
         program.wait_until_ready("/health")
 
@@ -102,14 +102,14 @@ class Engines:
             place.port,
             [python, *family.command, self.model, *arguments],
             self.directory / f"{name}.log",
-            self._environment(family.venv_variable, {**family.options.environment, **options.environment}),
+            self.environment(family.venv_variable, {**family.options.environment, **options.environment}),
             place.second_port if kind == "prefill" and self.stack.has_bootstrap else None,
             options.per_start,
         )
         engines.append(program)
         return program
 
-    def _environment(self, venv_variable: str, more: Mapping[str, str]) -> dict[str, str]:
+    def environment(self, venv_variable: str, more: Mapping[str, str]) -> dict[str, str]:
         venv = _venv(venv_variable)
         # scripts/test-real puts libraries here that Mooncake is linked with, if the machine has none.
         libraries = _venv(VLLM.venv_variable) / "libibverbs"

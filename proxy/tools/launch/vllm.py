@@ -145,7 +145,11 @@ def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
         role: dict[str, object] = {"kv_role": _KV_ROLES[launch.role]}
         if topology.has_store:
             role = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-        more = {"kv_connector_extra_config": topology.connector_options} if topology.connector_options else {}
+        options = topology.connector_options
+        if topology.connector == "MooncakeStoreConnector":
+            # Part of the name of a socket (get_zmq_rpc_path_lookup). Engines of one node would share it otherwise.
+            options = {"lookup_rpc_port": launch.port, **options}
+        more = {"kv_connector_extra_config": options} if options else {}
         return {"kv_connector": topology.connector, **role, **more}
     sizes: dict[str, object] = {role: {"dp_size": part.dp, "tp_size": part.tp} for role, part in topology.roles.items()}
     return {

@@ -159,6 +159,8 @@ def test_bootstrap_port_of_a_prefiller_collides_with_that_of_another() -> None:
 def test_both_roles_read_and_write_a_store() -> None:
     files = rendered(plan_of(SMALL, **without_kv_ports("MooncakeStoreConnector")))
     transfers = [command.flags["--kv-transfer-config"] for _, command in engines(files)]
+    sockets = [transfer.pop("kv_connector_extra_config") for transfer in transfers]
+    assert sockets == [{"lookup_rpc_port": 8100}, {"lookup_rpc_port": 8200}]
     assert transfers == 2 * [
         {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     ]
