@@ -392,6 +392,10 @@ class Policy(ABC):
         """Return the learned maximum of running requests for a backend. None: there is no learned limit."""
         return None
 
+    def answers_within(self, token_seconds: float) -> float | None:
+        """Return the number of running answers at which a token takes this time. None: not known."""
+        return None
+
     def forget_cache(self, backend: Backend) -> None:  # noqa: B027 - optional
         """Note that a backend's caches are empty: it is unreachable, was restarted, or has left. Calls may repeat."""
 

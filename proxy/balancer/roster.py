@@ -68,6 +68,11 @@ class Member:
     """Why the last move failed. Empty: it did not, or there was none."""
 
     @property
+    def next_role(self) -> Role:
+        """Return the role that the backend has, or to which it moves."""
+        return self.backend.role if self.move is None else self.move.to
+
+    @property
     def is_draining(self) -> bool:
         """Whether no origin wants the backend any more, so that it gets no new requests."""
         return not self.origins

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +25,7 @@ import orjson
 
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.roster import Move
+from proxy.balancer.split import MovePlanner, sample_of
 from proxy.common.backend import Role
 from proxy.common.background import Background, BackgroundOwner
 from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, with_setup
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.health import Health
+    from proxy.balancer.pool import Pools
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.balancer.split import FleetSample, MoveAdvice
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
@@ -238,3 +242,141 @@ class RoleMover(BackgroundOwner):
     @property
     def _elastic(self) -> Elastic:
         return self._parts.settings().elastic
+
+
+# The controller.
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RoleControllerParts:
+    """The parts of one worker that a RoleController uses."""
+
+    roster: Roster
+    scoreboard: Scoreboard
+    pools: Pools
+    queued: Callable[[], int]
+    """Returns the number of queued requests of all workers."""
+    settings: Callable[[], Settings]
+    """Returns the present settings."""
+    metrics: Metrics
+    is_mixed: Callable[[], bool]
+    """Returns whether instances serve different models."""
+
+
+class RoleController:
+    """Decides which elastic instances move. A timer of one worker calls `look`.
+
+    Of several gateways that share their loads, the one with the first name decides, and the others follow. Without the
+    store none decides.
+    """
+
+    def __init__(self, parts: RoleControllerParts, clock: Callable[[], float] = time.monotonic) -> None:
+        """Keep the parts. `clock`: the monotonic clock that all workers share."""
+        self._parts = parts
+        self._roster = parts.roster
+        self._clock = clock
+        self._planner = MovePlanner(lambda: self._options)
+        self._due = 0.0
+        self._reported = ""
+        """The last reported advice."""
+        self._problems: dict[Backend, float] = {}
+        """Instances whose last move has failed, with the time since which that is known."""
+        self.leader_roles: Mapping[str, str] | None = None if parts.settings().replicas.url is None else {}
+        """Roles that the leading gateway gives to elastic instances, by name. None: this gateway decides."""
+
+    def look(self) -> None:
+        """Measure the demand, and decide, if it is time."""
+        now, options = self._clock(), self._options
+        if now < self._due or options.mode == "off":
+            return
+        elastic = self._roster.elastic()
+        self._due = now + (_SAMPLE_SECONDS if elastic else _SLOW_SAMPLE_SECONDS)
+        if self.leader_roles is not None:
+            self._follow(self.leader_roles, now)
+        if any(member.move is not None for member in elastic):
+            self._planner.forget()
+            return
+        parts = self._parts
+        sample = sample_of(parts.pools, parts.scoreboard, parts.queued(), now, token_seconds=options.token_seconds)
+        before = self._planner.outcome
+        advice = self._planner.note(sample)
+        if before is None and self._planner.outcome is not None:
+            self._report_outcome(self._planner.outcome)
+        self._show_desired(sample)
+        if advice is not None and elastic and self.leader_roles is None and not parts.is_mixed():
+            self._take(advice, now)
+
+    def _take(self, advice: MoveAdvice, now: float) -> None:
+        """Move an instance, or report that it would pay."""
+        backend = self._choose(advice.to, now)
+        if self._options.mode == "advise" or backend is None:
+            words = f"{advice.now.name} to {advice.then.name}"
+            if words != self._reported:
+                self._reported = words
+                why = "elastic.mode is advise" if backend is not None else "no elastic instance can move"
+                logger.info("roles: a move would pay: %s: %s", why, advice)
+            return
+        try:
+            began = self._begin(backend, advice.to, f"pays: {advice}", now)
+        except ValueError as error:
+            logger.warning("roles: move rejected: %s", error)
+            return
+        if began:
+            self._planner.note_move(advice)
+            logger.info("roles: move begins: %s instance %s: %s", backend.role, backend.name, advice)
+
+    def _choose(self, to: Role, now: float) -> Backend | None:
+        """Return the elastic instance of the other role with the least load, or None if none may move."""
+        board = self._parts.scoreboard
+        may_move = []
+        for member in self._roster.elastic():
+            backend = member.backend
+            if not member.problem:
+                self._problems.pop(backend, None)
+            elif now < self._problems.setdefault(backend, now) + self._options.horizon_seconds:
+                continue
+            if backend.role is not to and member.may_serve and not member.is_pinned:
+                may_move.append(backend)
+        available = set(self._parts.pools.of(Role.DECODE if to is Role.PREFILL else Role.PREFILL).eligible())
+        able = [backend for backend in may_move if backend in available]
+        return min(able, key=lambda each: board.running(each.slot), default=None)
+
+    def _follow(self, roles: Mapping[str, str], now: float) -> None:
+        """Move the instances to which the leading gateway gives another role."""
+        if self._options.mode != "auto":
+            return
+        for member in self._roster.elastic():
+            wanted = roles.get(member.backend.name)
+            if wanted not in (None, member.next_role) and not member.is_pinned and member.move is None:
+                with suppress(ValueError):
+                    self._begin(member.backend, Role(wanted), "the leading gateway moves it", now)
+
+    def _begin(self, backend: Backend, to: Role, reason: str, now: float) -> bool:
+        options = self._options
+        evacuate_after = options.evacuate_after_seconds
+        leaves_at = None if evacuate_after is None else now + evacuate_after
+        return self._roster.begin_move(backend, Move(to, now + options.drain_seconds, reason[:_MAX_REASON]), leaves_at)
+
+    def _report_outcome(self, came_true: bool) -> None:
+        split = self._planner.split
+        if came_true:
+            logger.info("roles: gain of the last move came true: %s", split)
+        else:
+            logger.warning("roles: gain of the last move did not come true, and such moves pause: %s", split)
+
+    def _show_desired(self, sample: FleetSample) -> None:
+        split, gauge = self._planner.split, self._parts.metrics.desired_instances
+        present = {Role.PREFILL: sample.prefillers, Role.DECODE: sample.decoders}
+        for role, count in (present if split is None else split.desired()).items():
+            gauge.labels(role.value).set(count)
+
+    @property
+    def _options(self) -> Elastic:
+        return self._parts.settings().elastic
+
+
+_SAMPLE_SECONDS: Final = 1.0
+# The interval without elastic instances, when only autoscalers use the result.
+_SLOW_SAMPLE_SECONDS: Final = 5.0
+# The roster keeps the reason of a move.
+_MAX_REASON: Final = 300

@@ -128,6 +128,13 @@ class Metrics:
         ("version", "compiled", "python", "aiohttp"),
         multiprocess_mode="livemax",
     )
+    desired_instances = MetricRow(
+        Gauge,
+        "Instances of this role that the demand of the last minute needs, for autoscalers. If the demand is not known, "
+        "the number of available instances.",
+        ("role",),
+        multiprocess_mode="livemax",
+    )
     role_moves_total = MetricRow(
         Counter,
         "Moves of elastic instances to this role by result: moved, or failed if the instance kept its old role.",

@@ -3,13 +3,24 @@
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
 import re
 from dataclasses import dataclass
-from typing import Annotated, Final, Self
+from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from proxy.common.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host, split_models
-from proxy.settings.kinds import Delay, Endpoints, FilePath, Positive, Seconds, Secret, Section, empty_is_none, texts
+from proxy.settings.kinds import (
+    Delay,
+    Endpoints,
+    FilePath,
+    Positive,
+    Ratio,
+    Seconds,
+    Secret,
+    Section,
+    empty_is_none,
+    texts,
+)
 
 _MOST_SOURCES: Final = 64
 _is_service = re.compile(r"_[a-z0-9-]+\._(tcp|udp)\..+", re.IGNORECASE).fullmatch  # RFC 2782
@@ -157,6 +168,19 @@ class Elastic(Section):
     """Minimum number of available prefillers that a move leaves."""
     min_decode: Positive = 1
     """Minimum number of available decoders that a move leaves."""
+    mode: Literal["off", "advise", "auto"] = "advise"
+    """Whether pdproxy moves elastic instances when that pays. auto: it does. advise: it only reports the move in the
+    log. off: it measures nothing, and pdproxy_desired_instances is missing."""
+    window_seconds: Seconds = 60.0
+    """Time over which pdproxy measures the demand for prefill and decode, in seconds. It also passes between two
+    moves."""
+    horizon_seconds: Seconds = 900.0
+    """Time within which a move must gain more than it costs, in seconds. A move in the opposite direction waits for a
+    third of this time."""
+    margin: Ratio = 0.02
+    """Minimum gain of a move beyond its cost, as a share of the demand, from 0 to 1."""
+    token_seconds: Seconds = 0.1
+    """Time between two tokens of an answer at which a decoder is full, in seconds."""
 
     def min_instances(self, role: str) -> int:
         """Return the minimum number of available instances of a role that a move leaves."""

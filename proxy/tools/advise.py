@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
+from proxy.balancer.split import LEAST_GAIN, Split, advised
 from proxy.common.blocking_http import describe_problem
 from proxy.settings import SettingsError
 from proxy.settings.mistakes import Parser
@@ -25,51 +26,6 @@ if TYPE_CHECKING:
     import argparse
     import ssl
     from collections.abc import Iterable, Sequence
-
-LEAST_GAIN: Final = 0.05
-"""Minimum gain of a move, as a share of the present load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Numbers of instances by role, and their utilisation: 1.0 is full, and more means that demand exceeds capacity."""
-
-    prefillers: int
-    decoders: int
-    prefill_busy: float
-    decode_busy: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.prefillers}P{self.decoders}D"
-
-    @property
-    def carries(self) -> float:
-        """Return the load that fills the busier side, as a multiple of the present load; infinite without load."""
-        busiest = max(self.prefill_busy, self.decode_busy)
-        return 1 / busiest if busiest else float("inf")
-
-    @property
-    def bottleneck(self) -> str:
-        """Return the busier role."""
-        return "prefill" if self.prefill_busy >= self.decode_busy else "decode"
-
-    def moved(self, prefillers: int) -> Split | None:
-        """Return the split with `count` more prefillers from the decoders, or fewer; None if a role would be empty."""
-        left = self.prefillers + prefillers, self.decoders - prefillers
-        if min(left) < 1:
-            return None
-        return Split(*left, self.prefill_busy * self.prefillers / left[0], self.decode_busy * self.decoders / left[1])
-
-    def alternatives(self) -> list[Split]:
-        """Return this split and those that differ by one instance."""
-        return [self, *(each for each in (self.moved(1), self.moved(-1)) if each is not None)]
-
-
-def advised(now: Split) -> Split:
-    """Return the recommended split, which differs only if it carries at least LEAST_GAIN more."""
-    best = max(now.alternatives(), key=lambda split: split.carries)
-    return best if best.carries >= (1 + LEAST_GAIN) * now.carries else now
 
 
 def verdict(now: Split) -> str:

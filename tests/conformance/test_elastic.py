@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -290,3 +291,63 @@ async def test_another_worker_continues_a_move(deploy: Deploy) -> None:
     move = Move(Role.PREFILL, asyncio.get_running_loop().time() + 60, is_switching=True)
     gateway.roster.begin_move(backend, move, None)
     await has_role(gateway, decoders[0], "prefill")
+
+
+# The controller
+
+
+_QUICK = {"window_seconds": 2.0, "horizon_seconds": 600.0, "min_prefill": 1}
+
+
+async def overloaded_prefillers(deploy: Deploy, mode: str) -> Deployment:
+    """Start a gateway with one slow prefiller, and with decoders that have little to do."""
+    fleet = engines(4, prefill_ms_per_1k_tokens=150.0)
+    return await elastic_fleet(
+        deploy, fleet[:1], fleet[1:], elastic={**_QUICK, "mode": mode}, admission={"max_running_decode": 16}
+    )
+
+
+def long_prompts(count: int) -> list[dict[str, Any]]:
+    return [request(Api.CHAT, f"{number} " + "x" * 2000, stream=True, max_tokens=4) for number in range(count)]
+
+
+async def test_controller_moves_decoders_to_overloaded_prefill(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await overloaded_prefillers(deploy, "auto")
+    bodies = long_prompts(60)
+    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
+    caplog.set_level(logging.INFO, logger="proxy.roles")
+    await until(lambda: moves(gateway), "a move")
+    assert moves(gateway) == {("moved", "prefill"): 1}
+    (line,) = [text for text in caplog.messages if text.startswith("roles: move begins: ")]
+    assert "1P3D to 2P2D: prefillers " in line
+    assert gateway.metrics("pdproxy_desired_instances")
+    await assert_equal((await serving)[0], bodies)
+
+
+async def test_controller_only_reports_by_default(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await overloaded_prefillers(deploy, "advise")
+    bodies = long_prompts(40)
+    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
+    caplog.set_level(logging.INFO, logger="proxy.roles")
+    await until(lambda: any("roles: a move would pay: " in text for text in caplog.messages), "the advice")
+    await assert_equal((await serving)[0], bodies)
+    assert not moves(gateway)
+    lines = [text for text in caplog.messages if text.startswith("roles: a move would pay: elastic.mode is advise: ")]
+    assert len(lines) == len(set(lines))
+    assert gateway.metrics("pdproxy_desired_instances")[("prefill",)] >= 2
+
+
+async def test_pinned_instances_stay_whatever_the_controller_wants(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await overloaded_prefillers(deploy, "auto")
+    await order(gateway, "decode", *gateway.decoders)
+    bodies = long_prompts(40)
+    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
+    caplog.set_level(logging.INFO, logger="proxy.roles")
+    words = "roles: a move would pay: no elastic instance can move: "
+    await until(lambda: any(words in text for text in caplog.messages), "the report")
+    await assert_equal((await serving)[0], bodies)
+    assert not moves(gateway)

@@ -310,6 +310,11 @@ class LeastDecodeSeconds(LeastTokens):
         """Return the answers at the saturation point."""
         return None if self.pace.most == _ANY else int(self.pace.most)
 
+    def answers_within(self, token_seconds: float) -> float | None:
+        """See Policy."""
+        pace = self.pace
+        return max(1.0, (token_seconds - pace.step) / pace.slope) if pace.is_fitted else None
+
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """Return what the answer takes of a decoder at its highest throughput; 0.0: not known."""
         return self.pace.token_seconds * self.memory.likely_tokens(request)

@@ -49,6 +49,10 @@ class ExchangeParts:
     metrics: Metrics
     on_verdict: Callable[[], None] = lambda: None
     """Called when there is a new verdict on an instance."""
+    on_roles: Callable[[Mapping[str, str] | None], None] = lambda roles: None
+    """Called after each exchange with the roles that the leading gateway gives to elastic instances, by name.
+
+    None: this gateway leads. Empty: the store does not answer."""
     clock: Callable[[], float] = time.monotonic
     """The clock of the journal's records and of the ApiKeys."""
     rng: random.Random = field(default_factory=random.Random)
@@ -62,6 +66,7 @@ class StateExchange(BackgroundOwner):
         self._own = parts.own
         self._guests = parts.guests
         self._on_verdict = parts.on_verdict
+        self._on_roles = parts.on_roles
         self._key_slots = parts.key_slots
         self._options = parts.settings.replicas
         self._peers = Peers(parts.me, parts.settings.replicas.ttl_seconds)
@@ -106,9 +111,11 @@ class StateExchange(BackgroundOwner):
                 message = encode(self._own.state(now))
                 self._take_messages(await self._store.exchange(message, self._peers.silent_names(now)))
                 failures = 0
+                self._on_roles(self._peers.leader_roles(self._clock()))
             except StoreFailed as error:
                 failures += 1
                 self._note_failure(error)
+                self._on_roles({})
             self._charge()
             pause_seconds = interval_seconds
             if failures:  # a single failed retry must not let this gateway's loads expire at the others

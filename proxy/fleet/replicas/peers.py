@@ -28,6 +28,7 @@ class _Peer:
     instances: dict[str, Charge] = field(default_factory=dict)
     keys: dict[str, Used] = field(default_factory=dict)
     verdicts: dict[str, int] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
     front: int = NO_HEAD
 
 
@@ -62,6 +63,7 @@ class Peers:
                 peer.turn, tokens = state.turn, state.key_tokens
                 peer.keys = {name: (*counts, tokens.get(name, 0)) for name, counts in state.keys.items()}
                 peer.instances, peer.verdicts = dict(state.instances), dict(state.verdicts)
+                peer.roles = state.roles
                 peer.front = shift_head(state.front, now - state.turn / 1e9)
 
     def take_news(self, news: News, now: float) -> bool:
@@ -109,6 +111,15 @@ class Peers:
     def front(self, now: float) -> int:
         """Return the place of the first request in their queues by this gateway's clock; NO_HEAD: none is queued."""
         return first_head(peer.front for peer in self._current_peers(now))
+
+    def leader_roles(self, now: float) -> Mapping[str, str] | None:
+        """Return the roles that the leading gateway gives to elastic instances; None: this gateway leads.
+
+        The gateway with the first name leads.
+        """
+        current = [name for name, peer in self._peers.items() if self._is_current(peer, now)]
+        first = min(current, default=self._me)
+        return None if self._me <= first else self._peers[first].roles
 
     def silent_names(self, now: float) -> list[str]:
         """Return the names of gateways that are silent for so long that their messages can be deleted."""

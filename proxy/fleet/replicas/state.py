@@ -73,6 +73,8 @@ class GatewayState(msgspec.Struct, frozen=True):
     """Place of the first request in its queues, see `encode_head`, by the clock of `turn`."""
     verdicts: dict[str, _Number] = {}
     """Instances that this gateway has found unhealthy itself, by Backend.key. Each verdict has a new number."""
+    roles: dict[str, str] = {}
+    """Roles of elastic instances, or the roles that they move to, by the name of the instance."""
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -190,6 +192,7 @@ class LocalState:
             key_tokens={name: tokens for name, (_, _, tokens) in used.items() if tokens},
             front=self._queue_heads.first_of_workers(),
             verdicts=self._current_verdicts(now),
+            roles={member.backend.name: member.next_role for member in self._roster.elastic()},
         )
 
     def news(self, now: float) -> News | None:

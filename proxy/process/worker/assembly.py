@@ -15,7 +15,7 @@ from proxy.api.roles import RolesApi
 from proxy.api.status_page import StatusPage
 from proxy.connectors.releaser import SETTLE_SECONDS
 from proxy.fleet.discovery.prober import PeerVerdicts
-from proxy.fleet.roles import RoleMover, RoleMoverParts
+from proxy.fleet.roles import RoleController, RoleControllerParts, RoleMover, RoleMoverParts
 from proxy.gateway.lanes import Evacuation
 from proxy.listener.drain import DrainManager
 from proxy.observe import logs
@@ -81,6 +81,8 @@ class Worker:
     evacuation: Evacuation
     role_mover: RoleMover | None
     """Moves elastic instances. None: another worker does that."""
+    role_controller: RoleController | None
+    """Decides which elastic instances move. None: another worker does that."""
     peer_verdicts: PeerVerdicts
     front: HttpListener
     """Listener for clients."""
@@ -112,6 +114,8 @@ class Worker:
         self.evacuation.look()
         if self.role_mover is not None:
             self.role_mover.look()
+        if self.role_controller is not None:
+            self.role_controller.look()
         self.peer_verdicts.handle_new()
 
 
@@ -160,6 +164,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         monitor = Monitor(metrics, monitor_parts)
         upstream = engines.lines.upstream
         role_mover = _role_mover(basis, balancing, engines) if index == 0 else None
+        role_controller = _role_controller(basis, balancing, clients) if index == 0 else None
         worker = Worker(
             index=index,
             live=live,
@@ -179,6 +184,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             observers=clients.observers,
             evacuation=_evacuation(basis, balancing, engines, clients),
             role_mover=role_mover,
+            role_controller=role_controller,
             peer_verdicts=PeerVerdicts(shared.health_board, shared.roster, engines.prober),
             front=clients.front,
             admin_front=admin_front,
@@ -189,7 +195,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             watcher,
             monitor,
             usage,
-            build_replicas(basis, worker.peer_verdicts),
+            build_replicas(basis, worker.peer_verdicts, role_controller),
             build_kv_events(basis, balancing, engines),
         ):
             try:
@@ -232,6 +238,23 @@ def _role_mover(basis: Basis, balancing: Balancing, engines: EngineParts) -> Rol
         on_moved=engines.prober.note_moved,
     )
     return RoleMover(parts)
+
+
+def _role_controller(basis: Basis, balancing: Balancing, clients: Clients) -> RoleController | None:
+    """Return the controller, or None if the connector has one role."""
+    shared = basis.shared
+    if not basis.settings.connector_traits.takes_prefillers:
+        return None
+    parts = RoleControllerParts(
+        roster=shared.roster,
+        scoreboard=shared.scoreboard,
+        pools=balancing.pools,
+        queued=lambda: sum(int(report.get("queued", 0)) for report in shared.status.reports().values()),
+        settings=lambda: basis.settings,
+        metrics=basis.metrics,
+        is_mixed=lambda: clients.lanes.models.is_mixed,
+    )
+    return RoleController(parts)
 
 
 def _callback_front(basis: Basis, engines: EngineParts) -> HttpListener | None:

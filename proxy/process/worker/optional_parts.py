@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from proxy.fleet.discovery.prober import PeerVerdicts
+    from proxy.fleet.roles import RoleController
     from proxy.observe.observers import RequestListener
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.basis import Basis
@@ -77,7 +78,9 @@ async def build_kv_events(basis: Basis, balancing: Balancing, engines: EnginePar
 
 
 @asynccontextmanager
-async def build_replicas(basis: Basis, peer_verdicts: PeerVerdicts) -> AsyncIterator[None]:
+async def build_replicas(
+    basis: Basis, peer_verdicts: PeerVerdicts, roles: RoleController | None
+) -> AsyncIterator[None]:
     """Exchange loads with the other gateways in one worker, inside `async with`.
 
     Leaving deletes this gateway's loads from the store. Does nothing in other workers, or without `replicas.url`.
@@ -97,6 +100,11 @@ async def build_replicas(basis: Basis, peer_verdicts: PeerVerdicts) -> AsyncIter
         journal=shared.journal.writer(settings.workers),
     )
     key_slots = partial(_key_slots, basis)
+
+    def on_roles(leader_roles: Mapping[str, str] | None) -> None:
+        if roles is not None:
+            roles.leader_roles = leader_roles
+
     async with (
         Store(settings, shared.replica) as store,
         StateExchange(
@@ -109,6 +117,7 @@ async def build_replicas(basis: Basis, peer_verdicts: PeerVerdicts) -> AsyncIter
                 settings=settings,
                 metrics=basis.metrics,
                 on_verdict=peer_verdicts.handle_new,
+                on_roles=on_roles,
             )
         ),
     ):

@@ -12,7 +12,8 @@ from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import policies
 from lab.replay.sweep import Progress, arrivals, fleets, in_virtual_time
 from lab.replay.trace import Request
-from proxy.tools.advise import LEAST_GAIN, Split, verdict
+from proxy.balancer.split import LEAST_GAIN, Split
+from proxy.tools.advise import verdict
 
 
 def advice(options: argparse.Namespace, traces: dict[str, list[Request]]) -> str:

@@ -105,3 +105,14 @@ def test_invalid_values_are_no_load() -> None:
 
 def test_unknown_fields_of_later_versions_are_ignored() -> None:
     assert decode(b'{"turn":1,"instances":{"a":[1,2,3]},"more":[]}') == GatewayState(1, {"a": (1, 2, 3)})
+
+
+def test_gateway_with_the_first_name_gives_the_roles() -> None:
+    roles = {"10.0.0.1:7100": "prefill"}
+    messages = {"b": encode(GatewayState(1, roles=roles)), "c": encode(GatewayState(1, roles={"x": "decode"}))}
+    follower, leader = Peers("d", ttl_seconds=1.0), Peers("a", ttl_seconds=1.0)
+    for peers in (follower, leader):
+        peers.take_messages(messages, 100.0)
+    assert follower.leader_roles(100.5) == roles
+    assert leader.leader_roles(100.5) is None
+    assert follower.leader_roles(102.0) is None  # the others are gone

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.tools.advise import Split, advised, verdict
+from proxy.balancer.split import Split, advised
+from proxy.tools.advise import verdict
 
 
 def test_sides_work_spreads_over_more_instances_and_piles_up_on_fewer() -> None:

@@ -1,0 +1,198 @@
+"""The prediction of other splits, and the decisions of the controller of elastic instances."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.balancer.split import FleetSample, MoveAdvice, MovePlanner, Split, split_of
+from proxy.common.backend import Role
+from proxy.settings.fleet import Elastic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+IDLE = FleetSample(at=0.0, prefillers=4, decoders=4, computing=2, streams=20, full=10.0, waiting=0, handoffs=0)
+
+
+def samples(count: int = 61, *, began: float = 0.0, rate: int = 10, growth: int = 0, **more: Any) -> list[FleetSample]:
+    """Return a sample each second, with answers that begin at this rate, and a queue that grows."""
+    return [
+        replace(IDLE, at=began + second, handoffs=rate * second, waiting=growth * second, **more)
+        for second in range(count)
+    ]
+
+
+def planner(**options: Any) -> MovePlanner:
+    elastic = Elastic(**options)
+    return MovePlanner(lambda: elastic)
+
+
+def proposals(plan: MovePlanner, samples: list[FleetSample]) -> list[MoveAdvice]:
+    """Return the moves that the planner proposes. None of them is made."""
+    return [advice for sample in samples if (advice := plan.note(sample)) is not None]
+
+
+def test_split_has_the_mean_use_of_both_roles() -> None:
+    split = split_of(samples(), 900.0)
+    assert split is not None
+    assert (split.name, split.prefill_busy, split.decode_busy) == ("4P4D", 0.5, 0.5)
+    assert split.served == 1.0
+    assert split.desired() == {Role.PREFILL: 3, Role.DECODE: 3}
+
+
+def test_queue_that_grows_is_demand_for_both_roles() -> None:
+    split = split_of(samples(computing=4, growth=5), 1e9)
+    assert split is not None
+    assert (split.prefill_busy, split.decode_busy) == (pytest.approx(1.5), pytest.approx(0.75))
+    assert split.served == pytest.approx(0.6)
+
+
+def test_long_queue_that_does_not_grow_counts_in_part() -> None:
+    split = split_of([replace(each, waiting=900) for each in samples(computing=4)], 900.0)
+    assert split is not None
+    assert split.prefill_busy == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("more", [{"rate": 0}, {"full": math.inf}, {"prefillers": 0}, {"decoders": 0}])
+def test_split_is_unknown_without_answers_or_limits(more: dict[str, Any]) -> None:
+    assert split_of(samples(**more), 900.0) is None
+
+
+def test_move_that_pays_is_proposed_after_the_window_and_a_quarter_of_it() -> None:
+    plan = planner()
+    proposed = proposals(plan, samples(120, computing=4, growth=2))
+    assert proposed
+    assert {advice.to for advice in proposed} == {Role.PREFILL}
+    assert (proposed[0].now.name, proposed[0].then.name) == ("4P4D", "5P3D")
+    assert proposed[0].gain > 0.1
+    plan = planner()
+    assert not proposals(plan, samples(68, computing=4, growth=2))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},  # neither is full
+        {"computing": 4, "streams": 40},  # both are
+        {"computing": 4, "streams": 36, "growth": 5},
+    ],
+)
+def test_no_move_is_proposed_that_gains_nothing(more: dict[str, Any]) -> None:
+    assert not proposals(planner(), samples(300, **more))
+
+
+def test_minimum_of_a_role_is_kept() -> None:
+    assert not proposals(planner(min_decode=4), samples(300, computing=4, growth=2))
+
+
+def test_short_peak_is_no_reason_for_a_move() -> None:
+    plan = planner()
+    calm, peak = samples(70), samples(14, began=70.0, computing=4)
+    peak = [replace(each, handoffs=each.handoffs + 700) for each in peak]
+    assert not proposals(plan, [*calm, *peak])
+
+
+def test_expensive_moves_are_not_proposed() -> None:
+    load = samples(120, computing=4, growth=1)
+    assert proposals(planner(), load)
+    assert not proposals(planner(evacuate_after_seconds=None, drain_seconds=3600.0), load)
+
+
+def play(
+    plan: MovePlanner, demand: Callable[[float], tuple[float, float]], seconds: int, prefillers: int = 8
+) -> list[tuple[int, Role]]:
+    """Let the planner move instances of 16 for some time, and return its moves.
+
+    `demand` returns the instances that both roles need at a time. Requests that are not served wait.
+    """
+    moves: list[tuple[int, Role]] = []
+    waiting, handoffs = 0.0, 0.0
+    for second in range(seconds):
+        needs = demand(float(second))
+        decoders = 16 - prefillers
+        served = min(1.0, prefillers / max(needs[0], 1e-9), decoders / max(needs[1], 1e-9))
+        waiting = min(600.0, max(0.0, waiting + 10 * (1 - served) - (0.5 if served == 1.0 else 0.0)))
+        handoffs += 10 * served
+        sample = FleetSample(
+            at=float(second),
+            prefillers=prefillers,
+            decoders=decoders,
+            computing=round(min(prefillers, needs[0] * served)),
+            streams=round(10 * min(decoders, needs[1] * served)),
+            full=10.0,
+            waiting=round(waiting),
+            handoffs=round(handoffs),
+        )
+        advice = plan.note(sample)
+        if advice is not None:
+            plan.note_move(advice)
+            prefillers += 1 if advice.to is Role.PREFILL else -1
+            moves.append((second, advice.to))
+    return moves
+
+
+def test_moves_follow_the_demand_and_end() -> None:
+    moves = play(planner(), lambda at: (12.0, 3.0) if at < 3600 else (2.0, 12.0), 7200)
+    first, second = (
+        [to for at, to in moves if at < 3600],
+        [to for at, to in moves if at >= 3600],
+    )
+    assert set(first) == {Role.PREFILL}
+    assert 4 <= len(first) <= 5
+    assert set(second) == {Role.DECODE}
+    assert 9 <= len(second) <= 11
+    assert max(at for at, to in moves) < 3600 + 2000
+
+
+def test_steady_demand_that_fits_causes_no_moves() -> None:
+    assert play(planner(), lambda at: (6.5, 6.8), 7200) == []
+
+
+@pytest.mark.parametrize("period", [60, 120, 900, 1800])
+def test_square_waves_cause_no_oscillation(period: int) -> None:
+    """A move back waits for a third of the horizon, so moves are bounded whatever the period is."""
+    moves = play(planner(), lambda at: (9.5, 6.0) if int(at) % period < period / 2 else (6.0, 9.5), 7200)
+    turns = sum(before[1] is not after[1] for before, after in itertools.pairwise(moves))
+    assert turns <= 7200 / 300
+    assert len(moves) <= 7200 / 75
+
+
+def test_gain_that_does_not_come_true_pauses_such_moves() -> None:
+    """More prefillers do not help: for example, half of the engines are slow."""
+    plan = planner()
+
+    def overloaded() -> Iterator[FleetSample]:
+        for second in range(4000):
+            yield replace(
+                IDLE,
+                at=float(second),
+                prefillers=4 + len(made),
+                decoders=12 - len(made),
+                computing=4 + len(made),
+                streams=10,
+                waiting=2 * second,
+                handoffs=10 * second,
+            )
+
+    made: list[MoveAdvice] = []
+    for sample in overloaded():
+        advice = plan.note(sample)
+        if advice is not None:
+            plan.note_move(advice)
+            made.append(advice)
+    assert 1 <= len(made) <= 4
+    assert plan.outcome is False
+
+
+def test_advice_prints_its_numbers() -> None:
+    now = Split(8, 8, 1.18, 0.57)
+    then = now.moved(1)
+    assert then is not None
+    assert str(MoveAdvice(Role.PREFILL, now, then, 0.005)) == (
+        "8P8D to 9P7D: prefillers 118% to 105% busy, decoders 57% to 65%, served in time 76% to 86%, cost 0.5%"
+    )
