@@ -12,7 +12,7 @@ from typing import Final
 import orjson
 
 from lab.common.processes import allow_many_files, called_from, unwind_on_signals
-from lab.replay import sessions
+from lab.replay import elastic, sessions
 from lab.replay.advising import advice
 from lab.replay.drawn import DRAWN, drawn
 from lab.replay.figures import Run, chart, fits, margins, table
@@ -150,11 +150,12 @@ def read_options() -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write every run to this file")
     add("--svg", type=Path, metavar="FILE", help="draw answers in time over load to this file, for one trace and fleet")
     sessions.add_options(parser)
+    elastic.add_options(parser)
     options = parser.parse_args()
     if options.sessions:
         if options.traces or options.drawn or options.sockets or options.margins or options.advise:
             parser.error("--sessions takes no trace, and no --sockets, --margins or --advise")
-    elif not options.traces and not options.drawn and not options.fit:
+    elif not options.traces and not options.drawn and not options.fit and not options.elastic:
         parser.error("name at least one trace, one load of --drawn, or --sessions")
     options.machine = options.machine or (AGENTS.name if options.sessions else "kimi-k2-thinking-a3")
     options.decode_machine = options.decode_machine or (AGENTS.name if options.sessions else "kimi-k2.5-h200")
@@ -193,6 +194,9 @@ def main() -> int:
     try:
         if options.sessions:
             print(sessions.report(options))
+            return 0
+        if options.elastic:
+            print(elastic.report(options))
             return 0
         traces = {path.name: read(called_from() / path)[: options.requests] for path in options.traces}
         traces |= {name: drawn(name, options.requests or _DRAWN_REQUESTS) for name in options.drawn}

@@ -37,10 +37,16 @@ def _conversation(rng: random.Random) -> Lengths:
     return round(_log_normal(rng, 6900, 85_000)), min(2000, round(_log_normal(rng, 350, 1120)))
 
 
+def _coding(rng: random.Random) -> Lengths:
+    """Agents that write code: long prompts and short answers, without their prefixes."""
+    return round(_log_normal(rng, 20_000, 90_000)), min(1000, round(_log_normal(rng, 180, 900)))
+
+
 DRAWN: Final[dict[str, Callable[[random.Random], Lengths]]] = {
     "reasoning": _reasoning,
     "mixed": _mixed,
     "conversation": _conversation,
+    "coding": _coding,
 }
 """Functions that draw the lengths of one request, by the name of the load."""
 

@@ -75,11 +75,20 @@ class Engine:
         await self._submit(work)
         return work
 
-    async def end(self, work: Work) -> None:
-        """Return with the last token."""
+    async def end(self, work: Work) -> int:
+        """Return with the last token, or when the answer is evacuated. Return the number of its tokens."""
         if not work.is_ended:
             self._waiting[work] = self._loop.create_future()
             await self._waiting[work]
+        return work.generated
+
+    def evacuate(self) -> None:
+        """Break off the answers that have begun."""
+        for work in [work for work in self._waiting if work.generated and not work.keeps_kv]:
+            self._watchers.pop(work, None)
+            self.batch.drop(work, self._loop.time())
+            self._waiting.pop(work).set_result(None)
+        self._arm()
 
     def give_back(self, work: Work) -> None:
         """Free the KV cache of a prompt."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lab.replay.engines import Engine
-from lab.replay.gateways import FIRST_PORT, Gateway, KvEventRelay, Plan, SharedStore
+from lab.replay.gateways import FIRST_PORT, Gateway, KvEventRelay, Plan, SharedStore, Worker
 from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.lease import Lease
@@ -280,6 +280,46 @@ class Replay:
         pair = prefiller.port - FIRST_PORT, decoder.port - FIRST_PORT - len(self.pools.prefill.backends())
         return self._slow_factor if pair in self._slow_pairs else 1.0
 
+    async def _attempt(self, course: Course, worker: Worker, pick: PickRequest, done: int) -> int:
+        """Run a request on a prefiller and a decoder, and return the number of new tokens.
+
+        `done`: tokens of the answer that the prompt includes.
+        """
+        request = course.request
+        tokens = request.input_tokens + done
+        with _leased(worker.pools, pick) as (prefiller, decoder):
+            engine, sent_at = self.engines[prefiller.backend], self._loop.time()
+            if not done:
+                course.prefiller = prefiller.backend
+                if prefiller.prediction is not None:
+                    course.predicted_seconds = prefiller.prediction.seconds
+                    course.expected_tokens = prefiller.prediction.cached_tokens
+            kv = await engine.prefill(tokens, request.blocks[: request.input_tokens // BLOCK_TOKENS])
+            if not done:
+                course.prefill_seconds = self._loop.time() - sent_at
+                course.cached_tokens = kv.cached_tokens
+            prefiller.note_usage(tokens, kv.cached_tokens if self._tells_cached else None)
+            prefiller.free_compute()
+            computed_at = self._loop.time()
+            decoding = self.engines[decoder.backend]
+            answer = await decoding.begin(
+                tokens,
+                request.output_tokens - done,
+                link_factor=self._link_factor(prefiller.backend, decoder.backend),
+            )
+            engine.give_back(kv)
+            prefiller.free_kv()
+            began_at = self._loop.time()
+            course.first_token_at = course.first_token_at or began_at
+            worker.pools.decode.row.count_handoff(prefiller.backend.slot, decoder.backend.slot, tokens)
+            if self._learns_handoffs:
+                worker.pools.handoffs.note(prefiller.backend, decoder.backend, tokens, computed_at, began_at)
+            decoder.confirm()
+            generated = await decoding.end(answer)
+            if generated + done == request.output_tokens:
+                decoder.answer_tokens = generated
+            return generated
+
     async def _serve(self, request: Request, key: str = "-") -> None:
         """Run one request as a connector does that calls the decoder after the prefiller's answer.
 
@@ -297,32 +337,10 @@ class Replay:
         worker = self._rng.choice(self.workers) if len(self.workers) > 1 else self.workers[0]
         try:
             async with worker.admission.admit(key, request=lambda: pick):
-                with _leased(worker.pools, pick) as (prefiller, decoder):
-                    course.prefiller = prefiller.backend
-                    if prefiller.prediction is not None:
-                        course.predicted_seconds = prefiller.prediction.seconds
-                        course.expected_tokens = prefiller.prediction.cached_tokens
-                    engine, sent_at = self.engines[prefiller.backend], self._loop.time()
-                    kv = await engine.prefill(tokens, request.blocks[: tokens // BLOCK_TOKENS])
-                    course.prefill_seconds = self._loop.time() - sent_at
-                    course.cached_tokens = kv.cached_tokens
-                    prefiller.note_usage(tokens, kv.cached_tokens if self._tells_cached else None)
-                    prefiller.free_compute()
-                    computed_at = self._loop.time()
-                    answer = await self.engines[decoder.backend].begin(
-                        tokens, request.output_tokens, link_factor=self._link_factor(prefiller.backend, decoder.backend)
-                    )
-                    engine.give_back(kv)
-                    prefiller.free_kv()
-                    course.first_token_at = self._loop.time()
-                    if self._learns_handoffs:
-                        worker.pools.handoffs.note(
-                            prefiller.backend, decoder.backend, tokens, computed_at, course.first_token_at
-                        )
-                    decoder.confirm()
-                    await self.engines[decoder.backend].end(answer)
-                    course.ended_at = self._loop.time()
-                    decoder.answer_tokens = request.output_tokens
+                done = 0
+                while done < request.output_tokens:  # again if the answer was evacuated
+                    done += await self._attempt(course, worker, pick, done)
+                course.ended_at = self._loop.time()
         except (Overloaded, NoBackendAvailable):
             course.is_rejected = True
         self._on_end()

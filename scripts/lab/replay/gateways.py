@@ -173,13 +173,16 @@ class Gateway:
         self._name = name
         self._plan = plan
         count = plan.prefillers + plan.decoders
-        self.scoreboard = Scoreboard(workers=plan.workers, slots=count, guests=guests)
+        self.scoreboard = Scoreboard(workers=plan.workers, slots=count + 1, guests=guests)
         self._journal = Journal(plan.workers + guests, write_only=int(plan.kv_events))
         self.events = self._journal.writer(self._journal.workers) if plan.kv_events else None
         """Writer of received KV events. None: the gateway receives none."""
         addresses = [("10.0.0.1", FIRST_PORT + number) for number in range(count)]
-        self._roster = Roster(addresses[: plan.prefillers], addresses[plan.prefillers :], self.scoreboard)
-        self._health = Health(None, self._clock, rng)
+        places = set(addresses)
+        self.roster = Roster(
+            addresses[: plan.prefillers], addresses[plan.prefillers :], self.scoreboard, elastic=places
+        )
+        self.health = Health(None, self._clock, rng)
         self._engines = engines
         self._rng = rng
         self._fronts = QueueHeads(plan.workers, guests)
@@ -207,7 +210,7 @@ class Gateway:
             ExchangeParts(
                 store=store.of(self._name),
                 me=self._name,
-                own=LocalState(self._name, self._roster, dict, rows),
+                own=LocalState(self._name, self.roster, dict, rows),
                 guests=PeerRows(rows),
                 key_slots=dict,
                 settings=Settings.model_validate(sections),
@@ -241,8 +244,8 @@ class Gateway:
                 policy=self._plan.policies[role](context, self._engines),
                 scoreboard=self.scoreboard,
                 row=self.scoreboard.row(worker),
-                roster=self._roster,
-                health=self._health,
+                roster=self.roster,
+                health=self.health,
                 limits=PoolLimits(max_running=self._plan.max_running[role]),
                 clock=self._clock,
                 rng=self._rng,

@@ -1,0 +1,37 @@
+"""The controller of elastic instances in virtual time, beside fixed splits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import orjson
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_controller_beats_a_split_for_another_load(tmp_path: Path) -> None:
+    """The load has long prompts, and the fleet begins with too few prefillers."""
+    words = [
+        *("--elastic", "coding", "--fleet", "2P6D", "--phase-seconds", "1200", "--loads", "0.5"),
+        *("--machine", "kimi-k2-thinking-a3", "--decode-machine", "kimi-k2-thinking-a3"),
+        *("--fixed-splits", "2", "4", "--elastic-options", "window_seconds=30", "--json", "rows.json"),
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "lab.replay", *words],
+        env={"PYTHONPATH": "scripts", "CALLED_FROM": str(tmp_path)},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    rows = {row["policy"]: row for row in orjson.loads((tmp_path / "rows.json").read_bytes())}
+    assert rows.keys() == {"2P6D", "4P4D", "elastic", "clairvoyant"}
+    elastic = rows["elastic"]
+    assert elastic["moves"] >= 2
+    assert elastic["phases"] == {"1 coding": elastic["goodput"]}
+    assert elastic["goodput"] > 2 * rows["2P6D"]["goodput"]
+    assert rows["clairvoyant"]["goodput"] == max(rows["2P6D"]["goodput"], rows["4P4D"]["goodput"])
+    assert "2P6D to 3P5D: prefillers " in ran.stdout
+    assert "times the best fixed split (4P4D)" in ran.stdout
