@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -26,6 +27,7 @@ BASE = ROOT / "configs" / "kubernetes" / "base"
 VLLM = ROOT / "configs" / "kubernetes" / "examples" / "vllm"
 CHART = ROOT / "configs" / "helm" / "pdproxy"
 COMPONENTS = ROOT / "configs" / "kubernetes" / "components"
+ELASTIC = ROOT / "configs" / "kubernetes" / "examples" / "elastic"
 MANIFESTS = sorted((ROOT / "configs" / "kubernetes").rglob("*.yaml"))
 UNIT = (ROOT / "configs" / "systemd" / "pdproxy.service").read_text()
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -192,10 +194,84 @@ def test_chart_has_the_version_and_the_configuration_of_the_base() -> None:
 def test_autoscaler_uses_existing_metrics() -> None:
     metrics = (ROOT / "docs/reference/metrics.md").read_text()
     metric_names = set()
-    for path in COMPONENTS.glob("autoscaling/*.yaml"):
+    for path in (*COMPONENTS.glob("autoscaling/*.yaml"), *ELASTIC.glob("*.yaml")):
         metric_names |= set(re.findall(r"\bpdproxy_\w+", path.read_text()))
     assert metric_names
     assert [name for name in metric_names if f"`{name}`" not in metrics] == []
+
+
+_POLICIES = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["periodSeconds", "type", "value"],
+        "properties": {
+            "periodSeconds": {"type": "integer", "minimum": 1, "maximum": 1800},
+            "type": {"enum": ["Pods", "Percent"]},
+            "value": {"type": "integer", "minimum": 1},
+        },
+        "additionalProperties": False,
+    },
+}
+
+
+def _object(required: str, **properties: object) -> dict[str, object]:
+    return {
+        "type": "object",
+        "required": required.split(),
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+# The parts of KEDA's CustomResourceDefinition (config/crd/bases/keda.sh_scaledobjects.yaml) that the example uses, and
+# the metadata of the scaler `prometheus` (pkg/scalers/prometheus_scaler.go).
+_COUNT = {"type": "integer", "minimum": 0}
+_TEXT = {"type": "string"}
+_SCALING = _object(
+    "", policies=_POLICIES, stabilizationWindowSeconds={"type": "integer", "minimum": 0, "maximum": 3600}
+)
+_SCALED_OBJECT = _object(
+    "scaleTargetRef triggers",
+    scaleTargetRef=_object("name", apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
+    minReplicaCount=_COUNT,
+    maxReplicaCount=_COUNT,
+    pollingInterval=_COUNT,
+    advanced=_object(
+        "",
+        horizontalPodAutoscalerConfig=_object("", behavior=_object("", scaleUp=_SCALING, scaleDown=_SCALING)),
+    ),
+    triggers={
+        "type": "array",
+        "items": _object(
+            "type metadata",
+            type={"const": "prometheus"},
+            metadata=_object("serverAddress query threshold", serverAddress=_TEXT, query=_TEXT, threshold=_TEXT),
+        ),
+    },
+)
+
+
+def test_scaled_objects_are_valid_and_scale_both_roles() -> None:
+    found = documents(ELASTIC / "keda.yaml")
+    for one in found:
+        assert (one["apiVersion"], one["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+        jsonschema.validate(one["spec"], _SCALED_OBJECT)
+        (trigger,) = one["spec"]["triggers"]
+        role = one["metadata"]["name"]
+        assert trigger["metadata"]["query"] == f'max(pdproxy_desired_instances{{role="{role}"}})'
+        assert one["spec"]["scaleTargetRef"]["name"] == role
+    assert [one["metadata"]["name"] for one in found] == ["prefill", "decode"]
+
+
+def test_autoscalers_by_demand_have_the_same_limits_with_and_without_keda() -> None:
+    for plain, scaled in zip(documents(ELASTIC / "hpa.yaml"), documents(ELASTIC / "keda.yaml"), strict=True):
+        spec, keda = plain["spec"], scaled["spec"]
+        assert spec["scaleTargetRef"] == keda["scaleTargetRef"]
+        assert (spec["minReplicas"], spec["maxReplicas"]) == (keda["minReplicaCount"], keda["maxReplicaCount"])
+        assert spec["behavior"] == keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        (metric,) = spec["metrics"]
+        assert metric["external"]["metric"]["selector"]["matchLabels"] == {"role": plain["metadata"]["name"]}
 
 
 def test_autoscaler_adds_only_engines_of_the_configuration() -> None:

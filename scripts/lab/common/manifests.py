@@ -39,7 +39,8 @@ def main() -> int:
         problems += [f"the chart differs from {name}: {text}" for text in differences(expected, found)]
         for version in VERSIONS:
             problems += [*invalid(expected, version), *invalid(found, version)]
-    for others in (kustomized(_KUBERNETES / "examples/vllm"), documented()):
+    autoscalers = _by_name(yaml.safe_load_all((_KUBERNETES / "examples/elastic/hpa.yaml").read_text()))
+    for others in (kustomized(_KUBERNETES / "examples/vllm"), autoscalers, documented()):
         problems += [text for version in VERSIONS for text in invalid(others, version)]
     problems += [f"helm lint: {finding}" for finding in lint_findings()]
     for text in dict.fromkeys(problems):
