@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 from proxy.balancer.backend_health import FULL_PERCENT
 from proxy.balancer.pick import PREFERRED, Candidate, Policy
 from proxy.balancer.policies.least_tokens import WEIGHTS
-from proxy.balancer.shared.scoreboard import SlotReader
 from proxy.common.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import ChoiceBasis, PickRequest
     from proxy.balancer.shared.back_offs import BackOffs
-    from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard, SlotReader
     from proxy.common.backend import Backend, Role
 
 
@@ -58,7 +57,7 @@ class Chooser:
         self.candidates: tuple[Candidate, ...] = ()
         self.basis: ChoiceBasis | str = ""
         """Basis of the last choice, or its reason if no policy was asked."""
-        self._reader = SlotReader(scoreboard, ())  # reads the slots of the candidates
+        self._reader: SlotReader | None = None  # reads the slots of the candidates; None: it is not made yet
         self.may_pass_over = False
         """Whether candidates may have to be passed over because they refuse requests or lack KV memory."""
         self.has_limits = False
@@ -80,7 +79,7 @@ class Chooser:
         """
         both = zip(backends, limits, strict=True)
         self.candidates = tuple(Candidate(backend, limit, self._scoreboard) for backend, limit in both)
-        self._reader = SlotReader(self._scoreboard, [backend.slot for backend in backends])
+        self._reader = None
         self.has_limits = any(limit is not None for limit in limits)
         self._is_any_slow = any(self._share_percent(backend) < FULL_PERCENT for backend in backends)
         self.refresh()
@@ -142,6 +141,7 @@ class Chooser:
         """Set the policy for later choices."""
         self.policy = policy
         self._per_compute, self._per_kv = policy.weights or WEIGHTS[self._role]
+        self._reader = None
         self.holds_queue = type(policy).has_room is not Policy.has_room
 
     def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
@@ -203,15 +203,19 @@ class Chooser:
         """
         policy, reader = self.policy, self._reader
         considered = self._with_shares(candidates) if self._is_any_slow else candidates
-        if considered is not self.candidates:
-            reader = SlotReader(self._scoreboard, [candidate.backend.slot for candidate in considered])
-        weights = reader.weights(self._per_compute, self._per_kv)
+        if reader is None or considered is not self.candidates:
+            slots = [candidate.backend.slot for candidate in considered]
+            reader = self._scoreboard.reader(slots, self._per_compute, self._per_kv)
+            if considered is self.candidates:
+                self._reader = reader
+        reader.refresh()
+        weights = reader.weights
         if self._is_any_slow and policy.weighs_load:
             load = policy.cost_of(considered[0].backend, request)
             cost = max(1, self._per_compute * load.compute + self._per_kv * load.kv)
             weights = weights_by_share(weights, [candidate.share_percent for candidate in considered], cost)
         chosen = policy.choose(considered, weights, request)
-        self.basis = policy, considered, weights, policy.snapshot
+        self.basis = policy, considered, weights[:], policy.snapshot
         if self.has_limits and not chosen.has_room:
             roomy = [candidate for candidate in candidates if candidate.has_room]
             if roomy:

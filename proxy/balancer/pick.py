@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar
 
+from proxy.balancer.shared.scoreboard import FEW
 from proxy.common.backend import Load, Role
 from proxy.wire.prefix import NO_KEYS, PrefixKeys
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     Columns = tuple[Mapping[str, Sequence[float]], Sequence[float]]
     """A policy's figures by name, each with one number per candidate in their order; and the scores of the candidates.
     The policy prefers lower scores."""
-    Figures = tuple[str, Sequence[Any], Mapping[str, Sequence[float]], Sequence[float]]
-    """The policy's label, the Candidates, and their Columns."""
+    Figures = tuple[str, Sequence[Any], Mapping[str, Sequence[float]], Sequence[float], int]
+    """The policy's label, the examined Candidates, their Columns, and the number of other candidates."""
 
 
 TRIAL: Final = "trial"
@@ -78,7 +79,10 @@ def figures(pick: Pick) -> Figures | None:
         return None
     policy, candidates, weights, snapshot = basis
     columns, order = policy.figures(snapshot, weights)
-    return policy.label, candidates, columns, order
+    if len(candidates) <= FEW:
+        return policy.label, candidates, columns, order, 0
+    examined = policy.examined(snapshot, candidates)
+    return policy.label, examined, columns, order, len(candidates) - len(examined)
 
 
 class Subject(Protocol):
@@ -376,7 +380,8 @@ class Policy(ABC):
 
         Args:
             candidates: At least one backend, in slot order.
-            weights: Load of each candidate as one number. It is raised for backends with less than a full share.
+            weights: Load of each candidate as one number. It is raised for backends with less than a full share. The
+                list may change after the call.
             request: The request.
         """
 
@@ -405,6 +410,13 @@ class Policy(ABC):
         `snapshot`: the policy's snapshot of that choice.
         """
         return self.label
+
+    def examined(self, snapshot: Any, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return the candidates that the figures of a choice are about. The others are idle and not better.
+
+        It is called for more than FEW candidates. The figures of fewer are always about all.
+        """
+        return candidates
 
     def figures(self, snapshot: Any, weights: Sequence[int]) -> Columns:
         """Return the figures of a choice.

@@ -173,9 +173,9 @@ def _choice(pick: Pick, reason: str | None) -> list[Any]:
     examined = figures(pick)
     if examined is None:
         return [reason]
-    policy, candidates, columns, order = examined
+    policy, candidates, columns, order, left_out = examined
     if len(candidates) <= _MAX_CANDIDATES:
-        return [reason, policy, [candidate.backend.name for candidate in candidates], columns, 0]
+        return [reason, policy, [candidate.backend.name for candidate in candidates], columns, left_out]
     # Sorting the places by their numbers would take three times as long as sorting the numbers alone.
     most = sorted(order)[_MAX_CANDIDATES - 1]
     nearest = sorted([place for place, number in enumerate(order) if number < most], key=order.__getitem__)
@@ -188,7 +188,7 @@ def _choice(pick: Pick, reason: str | None) -> list[Any]:
         policy,
         [candidates[place].backend.name for place in nearest],
         {name: [column[place] for place in nearest] for name, column in columns.items()},
-        len(candidates) - _MAX_CANDIDATES,
+        len(candidates) - _MAX_CANDIDATES + left_out,
     ]
 
 

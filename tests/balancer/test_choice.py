@@ -32,7 +32,8 @@ def test_every_policy_has_a_reason(balancer: Balancer, policy: str, role: Role) 
         assert reason(lease.pick) == ("equal" if policy == "least_load" else policy)
         known = figures(lease.pick)
         assert known is not None
-        label, candidates, columns, order = known
+        label, candidates, columns, order, left_out = known
+        assert left_out == 0
         assert label == policy
         assert [candidate.backend.port for candidate in candidates] == [1, 2]
         assert all(len(column) == 2 for column in (order, *columns.values()))
@@ -43,7 +44,7 @@ def test_figures_of_a_choice_do_not_change_later(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, "least_load")
     with pool.lease(LOAD) as first, pool.lease(LOAD) as second, pool.lease(LOAD) as third:
         seen = [figures(lease.pick) for lease in (first, second, third)]
-        assert [sorted(columns["running"]) for _, _, columns, _ in filter(None, seen)] == [[0, 0], [0, 1], [1, 1]]
+        assert [sorted(columns["running"]) for _, _, columns, _, _ in filter(None, seen)] == [[0, 0], [0, 1], [1, 1]]
 
 
 def test_reason_is_cached_prefix_when_the_cache_decided(balancer: Balancer) -> None:
@@ -54,7 +55,7 @@ def test_reason_is_cached_prefix_when_the_cache_decided(balancer: Balancer) -> N
         assert reason(lease.pick) == "cached_prefix"
         known = figures(lease.pick)
         assert known is not None
-        _, candidates, columns, _ = known
+        _, candidates, columns, _, _ = known
         place = [candidate.backend for candidate in candidates].index(lease.backend)
         assert columns["cached_tokens"][place] == pytest.approx(4 * 512)
         assert columns["work_seconds"][place] == min(columns["work_seconds"])
@@ -72,7 +73,7 @@ def test_figures_of_a_queued_request_have_all_candidates(balancer: Balancer) -> 
     assert reason(lease.pick) == "least_seconds"
     known = figures(lease.pick)
     assert known is not None
-    _, candidates, columns, order = known
+    _, candidates, columns, order, _ = known
     place = [candidate.backend for candidate in candidates].index(lease.backend)
     assert columns["wait_seconds"][place] == 0.0
     assert columns["wait_seconds"][1 - place] > 0.0

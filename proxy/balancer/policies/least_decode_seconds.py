@@ -17,19 +17,19 @@ from proxy.balancer.backend_health import FULL_PERCENT
 from proxy.balancer.pick import EQUAL, LEAST_SECONDS, PendingSamples
 from proxy.balancer.policies.decode_memory import DecodeMemory, DecoderKv, Fill, HeldKv
 from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
-from proxy.balancer.policies.least_tokens import LeastTokens
-from proxy.balancer.shared.scoreboard import SlotReader
-from proxy.common.backend import Load
+from proxy.balancer.policies.least_tokens import WEIGHTS, LeastTokens
+from proxy.common.backend import Load, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
+    from proxy.balancer.shared.scoreboard import SlotReader
     from proxy.common.backend import Backend
 
-    _Snapshot = tuple[Sequence[int], Sequence[float], bool, Sequence[float] | None]
-    """Running answers of the candidates, their seconds per token, whether several are equal, and what slow handoffs add
-    to the seconds per token. None: no handoff is slow."""
+    _Snapshot = tuple[Sequence[int], Sequence[int], Sequence[float], bool, Sequence[float] | None]
+    """Places of the examined candidates, their running answers and seconds per token, whether several are equal, and
+    what slow handoffs add to the seconds per token. None: no handoff is slow."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ _OVERFULL: Final = 1.2
 _MIN_FILL: Final = 0.4
 # Maximum wait of a request, as a multiple of the time that it is predicted to gain by waiting.
 _HOLD_GAINS: Final = 2.0
+# Number of idle decoders in the figures of a choice.
+_SHOWN_IDLE: Final = 8
 _ANY: Final = float("inf")
 _AS_CHARGED: Final = Fill(1.0, 1.0)
 
@@ -145,6 +147,10 @@ class _Bounds:
     prompts_kv: list[float]
     """The same for the KV of prompts alone."""
     slowness: list[float]
+    by_speed: list[int] = field(init=False)
+    """Places of the candidates, the fastest first."""
+    takes_idle: bool = False
+    """No bound keeps an answer from an idle candidate."""
     has_kv: bool = False
     is_open: bool = False
     """None of them has any bound for choosing."""
@@ -155,6 +161,18 @@ class _Bounds:
         self.has_kv = min(self.kv, default=_ANY) < _ANY
         self.is_open = not self.has_kv and min(self.preferred, default=_ANY) == _ANY
         self.has_most = self.has_kv or min(self.most, default=_ANY) < _ANY
+        self.takes_idle = min(self.most, default=0.0) > 0 and min(self.preferred, default=0.0) > 0
+        self.by_speed = sorted(range(len(self.slowness)), key=self.slowness.__getitem__)
+
+    def idle(self, count: int) -> list[int]:
+        """Return the places of the fastest idle candidates, at most `count`."""
+        found, busy = [], self.reader.busy
+        for place in self.by_speed:
+            if place not in busy:
+                found.append(place)
+                if len(found) == count:
+                    break
+        return found
 
 
 class LeastDecodeSeconds(LeastTokens):
@@ -178,20 +196,29 @@ class LeastDecodeSeconds(LeastTokens):
         self._has_held = False  # the saturation point has made requests wait since it was believed
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """Return the candidate where a token takes least, for all answers there together. Equal ones take turns."""
+        """Return the candidate where a token takes least, for all answers there together. Equal ones take turns.
+
+        Idle candidates differ only in their speed, so they are not scored one by one.
+        """
         bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
-        running = bounds.reader.running()
-        held = sum(weights) / (sum(running) or 1) or 1.0
+        reader = bounds.reader
+        running, slowness, is_open = reader.running, bounds.slowness, bounds.is_open
+        handoffs = self._handoffs(candidates, request) if request.partner is not None else None
+        places, all_weights = reader.places, reader.all_weights
+        if weights is not reader.weights:  # they are raised for candidates with less than a full share
+            reader.refresh()
+            all_weights = sum(weights)
+        elif handoffs is None and bounds.takes_idle and not reader.are_few:
+            places = reader.places_to_score()
+        held = all_weights / (reader.all_running or 1) or 1.0
         pace, share = self.pace, _KV_SHARE / held
         slope, step = 2 * pace.slope, pace.step + pace.slope
-        slowness, is_open = bounds.slowness, bounds.is_open
         least, best_tier = _ANY, _LACKS_KV
-        equal: list[Candidate] = []
+        equal: list[int] = []
         seconds: list[float] = []
-        handoffs = self._handoffs(candidates, request) if request.partner is not None else None
         charge = self.memory.charge(request) if bounds.has_kv else 0.0
-        for place, candidate in enumerate(candidates):
-            answers, weight, percent = running[place], weights[place], candidate.share_percent
+        for place in places:
+            answers, weight, percent = running[place], weights[place], candidates[place].share_percent
             load = answers + share * weight
             score = (step + slope * load) * slowness[place]
             seconds.append(score)
@@ -206,12 +233,37 @@ class LeastDecodeSeconds(LeastTokens):
             if tier < best_tier:
                 best_tier, least = tier, _ANY
             if score < least * _BELOW:
-                least, equal = score, [candidate]
+                least, equal = score, [place]
             elif score <= least * _AS_GOOD:
-                equal.append(candidate)
-        is_equal = len(equal) > 1
-        self.snapshot = running, seconds, is_equal, handoffs
-        return self._take_turn(equal) if is_equal else equal[0]
+                equal.append(place)
+        shown, answers_there, most = places, running[:], 0.0
+        idle = bounds.idle(_SHOWN_IDLE) if len(places) < len(running) else []
+        if idle:
+            shown = places + idle
+            answers_there = [running[place] for place in shown]
+            seconds += [step * slowness[place] for place in idle]
+            best = seconds[len(places)]
+            if best_tier > 0 or best < least * _BELOW:
+                least, equal = best, []
+            if best <= least * _AS_GOOD:
+                most = least * _AS_GOOD / step  # an idle candidate is as good as the best one up to this slowness
+        if most and (equal or (len(idle) > 1 and slowness[idle[1]] <= most)):
+            is_equal, busy = True, reader.busy
+            chosen = self._next_place_of(
+                reader.slots, lambda place: slowness[place] <= most if place not in busy else place in equal
+            )
+        elif len(equal) > 1:
+            is_equal = True
+            chosen = self._next_place(reader.slots, equal)
+        else:
+            is_equal = False
+            chosen = (equal or idle)[0]
+        if idle and chosen not in shown:
+            shown.append(chosen)
+            answers_there.append(0)
+            seconds.append(step * slowness[chosen])
+        self.snapshot = shown, answers_there, seconds, is_equal, handoffs
+        return candidates[chosen]
 
     def _handoffs(self, candidates: Sequence[Candidate], request: PickRequest) -> list[float] | None:
         """Return what slow handoffs add to the scores of the candidates. None: none of them is slow.
@@ -240,11 +292,15 @@ class LeastDecodeSeconds(LeastTokens):
 
     def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
         """See Policy."""
-        return EQUAL if snapshot[2] else LEAST_SECONDS
+        return EQUAL if snapshot[3] else LEAST_SECONDS
+
+    def examined(self, snapshot: _Snapshot, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return the candidates with answers, and the fastest idle ones."""
+        return [candidates[place] for place in snapshot[0]]
 
     def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
         """See Policy."""
-        running, seconds, _, handoffs = snapshot
+        _, running, seconds, _, handoffs = snapshot
         if handoffs is None:
             return {"running": running, "token_seconds": seconds}, seconds
         scores = list(map(add, seconds, handoffs))
@@ -278,20 +334,20 @@ class LeastDecodeSeconds(LeastTokens):
         if not bounds.has_kv:
             return True
         charge = self.memory.charge(request())
-        held = bounds.reader.weights(0, 1)
+        held = bounds.reader.held
         return any(
             answers < bounds.most[place] and (not answers or held[place] + charge <= bounds.kv[place])
-            for place, answers in enumerate(bounds.reader.running())
+            for place, answers in enumerate(bounds.reader.running)
         )
 
     def would_take(self, candidates: Sequence[Candidate]) -> bool:
         """See Policy. The KV of prompts counts. The learned saturation point and lengths of answers do not."""
         bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
-        running = bounds.reader.running()
-        held = bounds.reader.weights(0, 1) if bounds.has_kv else running
+        bounds.reader.refresh()
+        held = bounds.reader.held
         return any(
-            answers < bounds.limits[place] and (not answers or tokens <= bounds.prompts_kv[place])
-            for place, (answers, tokens) in enumerate(zip(running, held, strict=True))
+            answers < bounds.limits[place] and (not answers or held[place] <= bounds.prompts_kv[place])
+            for place, answers in enumerate(bounds.reader.running)
         )
 
     def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
@@ -303,7 +359,7 @@ class LeastDecodeSeconds(LeastTokens):
         if not self.pace.gain_seconds or not self._candidates or self._has_free(self._bounds):
             return _ANY
         bounds = self._bounds
-        sharing = (sum(bounds.reader.running()) + waiting) / len(bounds.most)
+        sharing = (bounds.reader.all_running + waiting) / len(bounds.most)
         return _HOLD_GAINS * self.pace.gain_at(sharing) * sharing * self.memory.likely_tokens(request)
 
     def most_running(self, backend: Backend) -> int | None:
@@ -320,9 +376,12 @@ class LeastDecodeSeconds(LeastTokens):
         return self.pace.token_seconds * self.memory.likely_tokens(request)
 
     def _has_free(self, bounds: _Bounds) -> bool:
-        running = bounds.reader.running()
-        held = bounds.reader.weights(0, 1) if bounds.has_kv else running
-        for place, answers in enumerate(running):
+        reader = bounds.reader
+        reader.refresh()
+        if bounds.takes_idle and len(reader.busy) < len(reader.places):
+            return True
+        held = reader.held
+        for place, answers in enumerate(reader.running):
             if answers < bounds.most[place] and not self._lacks_kv(bounds, place, answers, held[place]):
                 return True
         return False
@@ -405,7 +464,7 @@ class LeastDecodeSeconds(LeastTokens):
             bounds = self._bounds_of(candidates)
             if bounds.has_kv:
                 names = [candidate.backend.name for candidate in candidates]
-                filled = zip(names, bounds.kv, bounds.reader.weights(0, 1), strict=True)
+                filled = zip(names, bounds.kv, bounds.reader.held, strict=True)
                 self._fills = self.memory.look([name for name, most, held in filled if held > _MIN_FILL * most])
                 bounds = self._bounds_of(candidates)
             self._candidates, self._bounds = candidates, bounds
@@ -442,7 +501,8 @@ class LeastDecodeSeconds(LeastTokens):
         backends = [candidate.backend for candidate in candidates]
         facts = [self.context.facts(backend) for backend in backends]
         limits = [_ANY if candidate.limit is None else float(candidate.limit) for candidate in candidates]
-        reader = SlotReader(candidates[0].scoreboard, [backend.slot for backend in backends])
+        slots = [backend.slot for backend in backends]
+        reader = candidates[0].scoreboard.reader(slots, *WEIGHTS[Role.DECODE])
         prompts = kv = [_ANY if each is None or each.kv_tokens is None else float(each.kv_tokens) for each in facts]
         if min(kv) < _ANY:
             fills = [self._fills.get(backend.name, _AS_CHARGED) for backend in backends]

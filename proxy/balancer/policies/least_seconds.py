@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import inf
 from operator import add
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from zlib import crc32
 
 from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, WORKING_SET, Prediction
@@ -21,16 +21,11 @@ from proxy.balancer.shared.memory import AGEING
 from proxy.common.backend import Load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence, Set
 
     from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext, Subject
     from proxy.balancer.policies.prefill_cost import Sent
-    from proxy.balancer.policies.working_sets import Session
     from proxy.common.backend import Backend
-
-    _Snapshot = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None, bool]
-    """The prefillers, their waits and prefill times in seconds, whether several were equal, the probably cached tokens
-    of each (None: the cache was not looked up), and whether the request has waited for its session."""
 
 # Scores are equal if they differ by less than this share and this time, which is the precision of predictions.
 _TIE_SHARE: Final = 0.05
@@ -50,12 +45,83 @@ _HOLD_WAITS: Final = 2.0
 # Weights of a token of compute, and of a token of KV that no decoder has pulled yet, which takes memory and no time.
 _WEIGHTS: Final = 100, 3
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / _WEIGHTS[0]
+# Number of idle prefillers in the figures of a choice.
+_SHOWN_IDLE: Final = 8
 # Request, chosen prefiller, costs of the prompt, number of cached pieces, and prefill time in seconds.
 _Choice = tuple["PickRequest", Prefiller, PromptCosts, int, float]
 
 
+class _Scores:
+    """Scores of prefillers for one prompt. The lists have the same order.
+
+    The prefillers that have work or may have the prefix are scored one by one. All others differ only in their speed,
+    so the fastest of them stand for these at the end of the lists.
+    """
+
+    __slots__ = ("admitted", "count", "counts", "near", "places", "plain", "scores", "waits", "work")
+
+    def __init__(self, places: list[int], waits: list[float], plain: float, counts: float) -> None:
+        self.places = places
+        """Places of the prefillers."""
+        self.waits = waits
+        """Seconds until each of them is free."""
+        self.work: list[float] = []
+        """Prefill times in seconds."""
+        self.scores: list[float] = []
+        self.count = len(places)
+        """Number of prefillers that are scored one by one."""
+        self.plain = plain
+        """Prefill time without the prefix on a prefiller of normal speed."""
+        self.counts = counts
+        """Weight of the prefill time in a score."""
+        self.near = 0.0
+        """The highest score that counts as equal to the lowest."""
+        self.admitted: _Scores | None = None
+        """Scores by which the request has left the queue: only the prefillers that were near may be chosen. None: it
+        was not in the queue."""
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a prefiller that is not scored one by one is as good as the best one."""
+        return len(self.scores) > self.count and self.scores[self.count] <= self.near
+
+    def takes_idle(self, slowness: float) -> bool:
+        """Return whether a prefiller of this slowness that is not scored one by one is as good as the best one."""
+        is_near = self.counts * (self.plain * slowness) <= self.near
+        return is_near and (self.admitted is None or self.admitted.takes_idle(slowness))
+
+    def index_of_least(self) -> int:
+        """Return the index of the lowest score; of equal ones, that of the first place."""
+        least = min(self.scores)
+        found = self.scores.index(least)
+        for index in range(found + 1, len(self.scores)):
+            if self.scores[index] == least and self.places[index] < self.places[found]:
+                found = index
+        return found
+
+
+class _Admitted(NamedTuple):
+    """A request that left the queue for its best prefillers."""
+
+    subject: object
+    prefillers: Sequence[Prefiller]
+    """The prefillers by place."""
+    best: Set[int]
+    """Places of the best ones of those that were scored one by one."""
+    scores: _Scores
+
+
+# The scores, the index of the chosen prefiller in them, whether several were equal, the probably cached tokens of each
+# (None: the cache was not looked up), and whether the request has waited for its session.
+_Snapshot = tuple[_Scores, int, bool, "Sequence[float] | None", bool]
+
+
 class LeastSeconds(LeastTokens):
-    """Policy `least_load` for prefillers."""
+    """Policy `least_load` for prefillers.
+
+    It scores those that have work or may have the prefix, and the fastest idle ones. So a choice does not cost more in
+    a larger fleet, except between equal prefillers for a long prompt without a hit.
+    """
 
     label = "least_load"
     weights = _WEIGHTS
@@ -69,14 +135,14 @@ class LeastSeconds(LeastTokens):
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
-        self._prefillers = Prefillers(self.context)
+        self._prefillers = Prefillers(self.context, _WEIGHTS)
         self.working_sets = self._sets = self._prefillers.working_sets
         self._busy = 0.0
         self._lag = 0.0  # maximum recent lag of the event loop, in seconds
         self._lag_due = -inf  # time of the next update of `_lag`
         self._waiting: dict[int, PromptCosts] = {}  # costs of waiting prompts, by the ID of the subject
         self._waiting_seconds: dict[int, float] = {}  # prefill times of waiting prompts, by the same ID
-        self._decided: tuple[object, list[Prefiller]] | None = None  # admitted subject and its best prefillers
+        self._admitted: _Admitted | None = None  # the request that was admitted last, until it is sent
         self._chosen: _Choice | None = None
         self._waited: Subject | None = None  # subject that left the queue last
 
@@ -89,58 +155,87 @@ class LeastSeconds(LeastTokens):
         alike without sharing state, also if keys differ, for example because the URL of an image changes. Short prompts
         and prompts without a session and keys go to the least loaded candidate.
         """
-        prefillers = self._prefillers.look_up(candidates)
+        known = self._prefillers
+        prefillers = known.look_up(candidates)
         prompt = self._waiting.get(id(request.subject or request)) if self._waiting else None
         if prompt is None:
             prompt = prompt_costs(request)
-        waits = self._waits(prefillers, weights, self.context.clock(), _SECONDS_PER_WEIGHT)
-        work = self._prefillers.work(prefillers, prompt)
+        # Raised weights are those of all candidates, so all are scored one by one.
+        places, reader = known.reader.places, known.reader
+        if weights is reader.weights and not reader.are_few:
+            places = reader.places_to_score()
+        now, unit = self.context.clock(), _SECONDS_PER_WEIGHT
+        waits = [prefillers[each].left(weights[each] * unit, now) if weights[each] else 0.0 for each in places]
+        scores = self._scores(prompt, places, waits)
         place, is_equal, has_waited = 0, False, False
-        session = self._resident(prompt, request) if self._sets.is_active else None
-        if session is not None:
-            has_waited = session.is_placed
-        if len(candidates) > 1:
-            decided, among = self._decided, None
-            if session is not None:
-                among = [prefiller.cached is session.cache for prefiller in prefillers]
-            elif decided is not None and decided[0] is (request.subject or request):
-                among = [prefiller in decided[1] for prefiller in prefillers]
-            scores = self._scores(self._with_handoffs(candidates, waits, prompt), work, among)
-            place, is_equal = self._soonest(candidates, prefillers, weights, request, prompt, scores)
-        self._decided = None
-        hit, cached = 0, None
+        home = self._home(prompt, request) if self._sets.is_active else None
+        if home is not None:
+            place, has_waited = home
+        elif len(candidates) > 1:
+            if self._admitted is not None and self._admitted.subject is (request.subject or request):
+                scores = self._restricted(scores, self._admitted)
+            place, is_equal = self._soonest(candidates, weights, request, prompt, scores)
+        self._admitted = None
+        if place not in scores.places:
+            scores.places.append(place)
+            scores.waits.append(0.0)
+            scores.work.append(scores.plain * prefillers[place].slowness)
+        index, hit = scores.places.index(place), 0
+        cached: list[float] | None = None
         if prompt.keys:
-            hit, cached = prompt.by_prefiller[prefillers[place]][1], _cached_tokens(prefillers, prompt)
-        self._chosen = request, prefillers[place], prompt, hit, work[place]
-        self.snapshot = prefillers, waits, work, is_equal, cached, has_waited
+            hits = [known.own(prefillers[each], prompt)[0] for each in scores.places[: scores.count]]
+            hits += [0] * (len(scores.places) - scores.count)
+            hit, cached = hits[index], [prompt.ends[each - 1] if each else 0.0 for each in hits]
+        self._chosen = request, prefillers[place], prompt, hit, scores.work[index]
+        self.snapshot = scores, index, is_equal, cached, has_waited
         return candidates[place]
 
     def _soonest(
         self,
         candidates: Sequence[Candidate],
-        prefillers: Sequence[Prefiller],
         weights: Sequence[int],
         request: PickRequest,
         prompt: PromptCosts,
-        scored: tuple[list[float], float],
+        scores: _Scores,
     ) -> tuple[int, bool]:
-        """Return the index of the chosen candidate, and whether others are equal. `scored`: result of `_scores`."""
-        scores, near = scored
-        equal = [place for place, score in enumerate(scores) if score <= near]
+        """Return the place of the chosen prefiller, and whether others are equal."""
+        known, near = self._prefillers, scores.near
+        prefillers, places, count = known.prefillers, scores.places, scores.count
+        equal = [place for place, score in zip(places, scores.scores, strict=True) if score <= near]
         if len(equal) == 1:
             return equal[0], False
+        has_idle = scores.has_idle
         if not prompt.keys and (prompt.tokens < MIN_CACHED_PROMPT_TOKENS or request.session is None):
-            tied, loads = candidates, weights
-            if len(equal) < len(candidates):
-                tied, loads = [candidates[place] for place in equal], [weights[place] for place in equal]
-            return equal[tied.index(super().choose(tied, loads, request))], True
-        if prompt.keys and any(prompt.by_prefiller[prefillers[place]][1] for place in equal):
-            return scores.index(min(scores)), True
+            tied: list[int] = []
+            lowest = 0 if has_idle else weights[equal[0]]
+            for place in equal:
+                if weights[place] < lowest:
+                    lowest, tied = weights[place], []
+                if weights[place] == lowest:
+                    tied.append(place)
+            if not has_idle:
+                tied.sort()
+                return self._next_place(known.reader.slots, tied), True
+            scored = set(places[:count])
+            return self._next_place_of(
+                known.reader.slots,
+                lambda place: place in tied if place in scored else scores.takes_idle(prefillers[place].slowness),
+            ), True
+        if prompt.keys and any(known.own(prefillers[place], prompt)[0] for place in equal):
+            return places[scores.index_of_least()], True
         session = request.session
         if session is not None:
             kind = crc32(session.encode(errors="surrogatepass"))
         else:
             kind = prompt.keys[min(len(prompt.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
+        if has_idle:
+            scored = set(places[:count])
+            equal = [place for place in equal if place in scored]
+            for place in known.idle(scored, len(candidates)):
+                if not scores.takes_idle(prefillers[place].slowness):
+                    break
+                equal.append(place)
+        equal.sort()
         return max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind)), True
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
@@ -175,23 +270,26 @@ class LeastSeconds(LeastTokens):
 
     def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
         """See Policy."""
-        prefillers, waits, _, is_equal, cached, has_waited = snapshot
+        scores, index, is_equal, cached, has_waited = snapshot
         if has_waited:
             return WORKING_SET
         if cached is not None:
-            place = [prefiller.backend.key for prefiller in prefillers].index(backend.key)
-            soon = waits[place] + _TIE_SECONDS
-            if any(wait <= soon and hit < cached[place] for wait, hit in zip(waits, cached, strict=True)):
+            soon, hit = scores.waits[index] + _TIE_SECONDS, cached[index]
+            if any(wait <= soon and tokens < hit for wait, tokens in zip(scores.waits, cached, strict=True)):
                 return CACHED_PREFIX
         return EQUAL if is_equal else LEAST_SECONDS
 
+    def examined(self, snapshot: _Snapshot, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return the candidates with work or with the prefix, and the fastest idle ones."""
+        return [candidates[place] for place in snapshot[0].places]
+
     def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
         """See Policy."""
-        _, waits, work, _, cached, _ = snapshot
-        columns: dict[str, Sequence[float]] = {"wait_seconds": waits, "work_seconds": work}
+        scores, _, _, cached, _ = snapshot
+        columns: dict[str, Sequence[float]] = {"wait_seconds": scores.waits, "work_seconds": scores.work}
         if cached is not None:
             columns["cached_tokens"] = cached
-        return columns, [*map(add, waits, work)]
+        return columns, [*map(add, scores.waits, scores.work)]
 
     def forget_cache(self, backend: Backend) -> None:
         """See Policy."""
@@ -201,10 +299,14 @@ class LeastSeconds(LeastTokens):
 
     def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
         """Return the least sum of a prefiller's wait and its prefill time for the prompt."""
-        prefillers = self._prefillers.look_up(candidates)
-        loads = self._prefillers.reader.compute()
-        waits = self._waits(prefillers, loads, self.context.clock())
-        return min(map(float.__add__, waits, self._prefillers.work(prefillers, prompt_costs(request))))
+        known = self._prefillers
+        known.look_up(candidates)
+        prompt = prompt_costs(request)
+        known.reader.refresh()
+        places = known.reader.places_to_score()
+        waits = self._waits(places, known.reader.compute, self.context.clock())
+        scores = self._scores(prompt, places, waits)
+        return min(map(float.__add__, scores.waits, scores.work))
 
     def working_set(self, backend: Backend) -> Mapping[str, float]:
         """See Policy."""
@@ -236,9 +338,8 @@ class LeastSeconds(LeastTokens):
         subject = id(request.subject or request)
         prompt = self._waiting[subject] = prompt_costs(request)
         self._sets.note_waiting(prompt.keys, request.session, self.context.clock())
-        seconds = self._waiting_seconds[subject] = min(
-            self._prefillers.work(self._prefillers.look_up(candidates), prompt)
-        )
+        self._prefillers.look_up(candidates)
+        seconds = self._waiting_seconds[subject] = self._least_work(prompt)
         return seconds
 
     def left_queue(self, request: PickRequest) -> None:
@@ -254,61 +355,89 @@ class LeastSeconds(LeastTokens):
 
         The wait is the time until a prefiller is free, plus the work of all waiting prompts and of later, shorter ones.
         """
-        candidates, prefillers = self._prefillers.candidates, self._prefillers.prefillers
+        known = self._prefillers
+        prefillers = known.prefillers
         if request is None or not prefillers:
             return inf
-        loads = self._prefillers.reader.compute()
-        waits = self._waits(prefillers, loads, self.context.clock())
-        if any(map(self._is_free, candidates, prefillers, waits, loads)):
+        known.reader.refresh()
+        if known.reader.computing < len(prefillers):
             return inf  # the request waits for decoders
-        work = min(self._prefillers.work(prefillers, prompt_costs(request)))
+        places, loads = known.reader.places, known.reader.compute
+        waits = self._waits(places, loads, self.context.clock())
+        if any(map(self._is_free, known.candidates, prefillers, waits, loads)):
+            return inf
+        work = self._least_work(prompt_costs(request))
         return _HOLD_WAITS * (min(waits) + sum(self._waiting_seconds.values()) / len(prefillers) + work / AGEING)
+
+    def _least_work(self, prompt: PromptCosts) -> float:
+        """Return the shortest prefill time of a prompt."""
+        return min(self._scores(prompt, [], []).work)
 
     def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
         """Return the index of the first request whose best prefiller has room.
 
         The requests before it wait for other prefillers. The work of each counts for those that wait behind it.
         """
-        prefillers = self._prefillers.look_up(candidates)
-        loads = self._prefillers.reader.compute()
-        now = self.context.clock()
-        waits = self._waits(prefillers, loads, now)
-        free = list(map(self._is_free, candidates, prefillers, waits, loads))
-        is_open = list(map(self._has_room_in_step, prefillers))
-        gathers = [
-            has_room and prefiller.is_ending(now) for has_room, prefiller in zip(is_open, prefillers, strict=True)
-        ]
-        share = len(self._waiting) / len(prefillers)
-        for place, request in enumerate(waiting):
+        known = self._prefillers
+        prefillers = known.look_up(candidates)
+        known.reader.refresh()
+        now, loads, places = self.context.clock(), known.reader.compute, known.reader.places_to_score().copy()
+        waits = self._waits(places, loads, now)
+        held_back = {
+            place
+            for place, wait in zip(places, waits, strict=True)
+            if not self._is_free(candidates[place], prefillers[place], wait, loads[place])
+        }
+        for number, request in enumerate(waiting):
             prompt = self._waiting.get(id(request.subject or request)) or prompt_costs(request)
-            work = self._prefillers.work(prefillers, prompt)
-            scores, near = self._scores(self._with_handoffs(candidates, waits, prompt), work)
-            # If the prompt takes equally long everywhere, waiting for another prefiller gains nothing.
-            is_same = max(work) <= min(work) * (1 + _TIE_SHARE)
-            session = self._resident(prompt, request) if self._sets.is_active else None
-            best = [
-                prefillers[at]
-                for at, score in enumerate(scores)
-                if (score <= near if session is None else prefillers[at].cached is session.cache)
-                and (
-                    free[at]
-                    or (is_same and is_open[at] and prefillers[at].fits_in_step(prompt.tokens))
-                    or (gathers[at] and self._should_join_next_step(prefillers[at], work[at], share))
-                )
-            ]
-            if best:
-                self._decided = request.subject or request, best
-                return place
-            soonest = scores.index(min(scores))
-            waits[soonest] += work[soonest]
+            scores = self._scores(prompt, places, waits)
+            home = self._home(prompt, request) if self._sets.is_active else None
+            best: set[int] = set()
+            for index in range(scores.count):
+                place = scores.places[index]
+                if (scores.scores[index] <= scores.near if home is None else place == home[0]) and (
+                    place not in held_back or self._joins(index, scores, prompt, now)
+                ):
+                    best.add(place)
+            if best or (scores.has_idle if home is None else home[0] not in scores.places[: scores.count]):
+                self._admitted = _Admitted(request.subject or request, prefillers, best, scores)
+                return number
+            soonest = scores.index_of_least()
+            if soonest < len(places):
+                waits[soonest] += scores.work[soonest]
+            else:
+                places.append(scores.places[soonest])
+                waits.append(scores.work[soonest])
         return None
 
-    def _resident(self, prompt: PromptCosts, request: PickRequest) -> Session | None:
-        """Return the session of a prompt if it is a resident of one of the candidates."""
+    def _joins(self, index: int, scores: _Scores, prompt: PromptCosts, now: float) -> bool:
+        """Return whether a prompt should join the next step of a prefiller, if it has room in it."""
+        prefiller = self._prefillers.prefillers[scores.places[index]]
+        if not self._has_room_in_step(prefiller):
+            return False
+        # If the prompt takes equally long everywhere, waiting for another prefiller gains nothing.
+        if prefiller.fits_in_step(prompt.tokens) and self._is_same(scores):
+            return True
+        return prefiller.is_ending(now) and self._should_join_next_step(prefiller, scores.work[index])
+
+    def _is_same(self, scores: _Scores) -> bool:
+        """Return whether a prompt takes equally long on all prefillers."""
+        seconds, prefillers = scores.work.copy(), self._prefillers.prefillers
+        if len(scores.places) > scores.count:
+            for place in self._prefillers.idle(set(scores.places[: scores.count]), len(prefillers)):
+                seconds.append(scores.plain * prefillers[place].slowness)
+        return max(seconds) <= min(seconds) * (1 + _TIE_SHARE)
+
+    def _home(self, prompt: PromptCosts, request: PickRequest) -> tuple[int, bool] | None:
+        """Return the place of the prefiller where the session of a prompt is a resident, or None if there is none.
+
+        The second value is whether the request has waited for that place.
+        """
         session = self._sets.find(prompt.keys, request.session, self.context.clock())
-        if session is None or not session.is_resident:
+        if session is None or not session.is_resident or session.cache is None:
             return None
-        return session if any(each.cached is session.cache for each in self._prefillers.prefillers) else None
+        place = self._prefillers.place_of.get(session.cache)
+        return None if place is None else (place, session.is_placed)
 
     def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
         """Return whether a prefiller may get the next prompt.
@@ -343,22 +472,24 @@ class LeastSeconds(LeastTokens):
             and concurrency.lanes == 1
         )
 
-    def _should_join_next_step(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
+    def _should_join_next_step(self, prefiller: Prefiller, seconds: float) -> bool:
         """Return whether a prompt should join the next step rather than the one after it.
 
         The cost: the prompts of the next step wait for this prompt's own time. The gain: one step less, whose shared
-        time is saved for this prompt, for the `share` of waiting prompts, and for the prompts that arrive meanwhile.
+        time is saved for this prompt, for its share of waiting prompts, and for the prompts that arrive meanwhile.
         """
-        shared = prefiller.shared_seconds
+        shared, share = prefiller.shared_seconds, len(self._waiting) / len(self._prefillers.prefillers)
         return prefiller.behind * (seconds - shared) < shared * (1 + share + self._expected_arrivals)
 
     # Scores
 
     def _has_room(self, candidates: Sequence[Candidate]) -> bool | None:
         """Return whether all candidates have room. None: some of them have."""
-        prefillers = self._prefillers.look_up(candidates)
-        loads = self._prefillers.reader.compute()
-        idle = loads.count(0) / len(loads)
+        known = self._prefillers
+        prefillers = known.look_up(candidates)
+        reader, count = known.reader, len(prefillers)
+        reader.refresh()
+        idle = (count - reader.computing) / count
         self._busy += _BUSY_STEP * (1 - idle - self._busy)
         if idle == 1:
             return True
@@ -367,54 +498,105 @@ class LeastSeconds(LeastTokens):
             self._lag_due = now + _LAG_LOOK_SECONDS
             lag = self.context.lag_within(now - _LAG_SECONDS, now - _LAG_LOOK_SECONDS)
             self._lag = self._lag if lag is None else lag
-        waits = self._waits(prefillers, loads, now)
-        free = list(map(self._is_free, candidates, prefillers, waits, loads))
-        if False not in free:
+        is_any_free, are_all_free, places = idle > 0, True, reader.places_to_score()
+        for place in places:
+            prefiller, candidate, load = prefillers[place], candidates[place], reader.compute[place]
+            # Without a limit and a known order the wait does not count.
+            is_unlimited = candidate.limit is None and not prefiller.concurrency.is_orderly
+            wait = 0.0 if is_unlimited or not load else prefiller.left(load * SECONDS_PER_LOAD, now)
+            if is_unlimited or self._is_free(candidate, prefiller, wait, load):
+                is_any_free = True
+            else:
+                are_all_free = False
+            if is_any_free and not are_all_free:
+                return None
+        if are_all_free:
             return True
-        return None if True in free or any(map(self._has_room_in_step, prefillers)) else False
+        return None if any(self._has_room_in_step(prefillers[place]) for place in places) else False
 
     @property
     def _expected_arrivals(self) -> float:
         """Expected number of prompts that arrive before a busy prefiller is idle again."""
         return self._busy / (1 - self._busy) if self._busy < _MAX_BUSY else _MAX_CROWDING
 
-    def _scores(
-        self, waits: Sequence[float], work: Sequence[float], among: Sequence[bool] | None = None
-    ) -> tuple[list[float], float]:
-        """Return the score of each prefiller, and the highest score that counts as equal to the lowest.
+    def _scores(self, prompt: PromptCosts, places: Sequence[int], waits: Sequence[float]) -> _Scores:
+        """Return the scores for a prompt.
 
-        `among`: which prefillers may be chosen; the score of the others is infinite. None, or none of them: all may.
+        Args:
+            prompt: The prompt.
+            places: Places of the prefillers that may not be idle.
+            waits: Seconds until each of them is free.
         """
-        counts = 1 + self.crowding * self._expected_arrivals
-        scores = [wait + counts * work[place] for place, wait in enumerate(waits)]
-        if among is not None and True in among:
-            scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]
+        known, counts = self._prefillers, 1 + self.crowding * self._expected_arrivals
+        prefillers, is_unknown = known.prefillers, prompt.request.subject is None
+        if is_unknown:
+            plain = prompt.request.prefill.compute * SECONDS_PER_LOAD
+        else:
+            plain = known.cost.seconds(prompt.tokens, 0.0)
+        found, handoffs = _Scores([*places], [*waits], plain, counts), self.context.handoffs
+        places, waits = found.places, found.waits
+        far: Sequence[int] = ()
+        if handoffs is not None and handoffs.far:
+            far = [known.place_of[key] for key in handoffs.far if key in known.place_of]
+        if len(places) < len(prefillers):
+            scored = set(places)
+            # A passed-through request takes the same time everywhere, whatever the speed.
+            for place in range(len(prefillers)) if is_unknown else (*known.holders(prompt), *far):
+                if place not in scored:
+                    scored.add(place)
+                    places.append(place)
+                    waits.append(0.0)
+            found.count = len(places)
+            places += known.idle(scored, _SHOWN_IDLE)
+            waits += [0.0] * (len(places) - found.count)
+        work = [plain] * len(places) if is_unknown else [plain * prefillers[place].slowness for place in places]
+        if prompt.keys:
+            for index in range(found.count):
+                work[index] = known.own(prefillers[places[index]], prompt)[1]
+        found.work = work
+        found.scores = scores = [wait + counts * seconds for wait, seconds in zip(waits, work, strict=True)]
+        if far and handoffs is not None:
+            backends = [known.candidates[place].backend for place in far]
+            for place, seconds in zip(far, handoffs.least_extra_seconds(backends, round(prompt.tokens)), strict=True):
+                index = places.index(place)
+                scores[index] = waits[index] + seconds + counts * work[index]
         least = min(scores)
-        return scores, least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
+        found.near = least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
+        return found
 
-    def _with_handoffs(
-        self, candidates: Sequence[Candidate], waits: Sequence[float], prompt: PromptCosts
-    ) -> Sequence[float]:
-        """Return the waits, with the additional time of handoffs from prefillers all of whose links are slow."""
-        handoffs = self.context.handoffs
-        if handoffs is None or not handoffs.far:
-            return waits
-        backends = [candidate.backend for candidate in candidates]
-        return list(map(add, waits, handoffs.least_extra_seconds(backends, round(prompt.tokens))))
+    def _restricted(self, scores: _Scores, admitted: _Admitted) -> _Scores:
+        """Return the scores of only the prefillers for which the request has left the queue, if there are any."""
+        prefillers, before = self._prefillers.prefillers, admitted.scores
+        was_scored, best = set(before.places[: before.count]), admitted.best
+        if admitted.prefillers is not prefillers:  # the candidates have changed
+            places = {prefiller: place for place, prefiller in enumerate(prefillers)}
+            now = {place: places.get(prefiller, -1) for place, prefiller in enumerate(admitted.prefillers)}
+            was_scored, best = {now[place] for place in was_scored} - {-1}, {now[place] for place in best}
+        left = _Scores(scores.places[: scores.count], scores.waits[: scores.count], scores.plain, scores.counts)
+        left.work, left.scores, left.admitted = scores.work[: scores.count], scores.scores[: scores.count], before
+        for place in was_scored.difference(left.places):  # these are idle now
+            left.places.append(place)
+            left.waits.append(0.0)
+            left.work.append(scores.plain * prefillers[place].slowness)
+            left.scores.append(scores.counts * left.work[-1])
+        left.count = len(left.places)
+        for index, place in enumerate(left.places):
+            if not (place in best if place in was_scored else before.takes_idle(prefillers[place].slowness)):
+                left.scores[index] = inf
+        for index in range(scores.count, len(scores.places)):
+            place = scores.places[index]
+            if place not in was_scored:
+                left.places.append(place)
+                left.waits.append(0.0)
+                left.work.append(scores.work[index])
+                left.scores.append(scores.scores[index] if before.takes_idle(prefillers[place].slowness) else inf)
+        if not left.scores or min(left.scores) == inf:
+            return scores
+        least = min(left.scores)
+        left.near = least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
+        return left
 
-    def _waits(
-        self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float, unit: float = SECONDS_PER_LOAD
-    ) -> list[float]:
-        """Return the time until each prefiller is free, in seconds. `unit`: seconds per unit of `loads`."""
-        waits = [0.0] * len(loads)
-        if any(loads):
-            for place, load in enumerate(loads):
-                if load:
-                    waits[place] = prefillers[place].left(load * unit, now)
-        return waits
-
-
-def _cached_tokens(prefillers: Sequence[Prefiller], prompt: PromptCosts) -> Sequence[float]:
-    """Return the tokens of a prompt that are probably cached on each prefiller."""
-    ends, there = prompt.ends, prompt.by_prefiller
-    return [ends[pieces - 1] if (pieces := there[prefiller][1]) else 0.0 for prefiller in prefillers]
+    def _waits(self, places: Sequence[int], loads: Sequence[int], now: float) -> list[float]:
+        """Return the time until each of some prefillers is free, in seconds. `loads`: compute load by place."""
+        prefillers, unit = self._prefillers.prefillers, SECONDS_PER_LOAD
+        return [prefillers[place].left(loads[place] * unit, now) if loads[place] else 0.0 for place in places]

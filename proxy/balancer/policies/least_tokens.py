@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
+from bisect import bisect_right
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
@@ -50,13 +51,38 @@ class _Turns(Policy):
         self._last_slot = -1
 
     def _take_turn(self, candidates: Sequence[Candidate]) -> Candidate:
-        place = 0
-        for index, candidate in enumerate(candidates):
-            if candidate.backend.slot > self._last_slot:
-                place = index
-                break
-        self._last_slot = candidates[place].backend.slot
-        return candidates[(place + self.context.worker) % len(candidates)]
+        slots = [candidate.backend.slot for candidate in candidates]
+        return candidates[self._next_place(slots, range(len(slots)))]
+
+    def _next_place(self, slots: Sequence[int], equal: Sequence[int]) -> int:
+        """Return the place of the next one of equal backends.
+
+        `slots`: those of all backends, in ascending order. `equal`: places of the equal ones in it, in ascending order.
+        """
+        last, index = self._last_slot, 0
+        if slots[equal[-1]] > last:
+            while slots[equal[index]] <= last:
+                index += 1
+        self._last_slot = slots[equal[index]]
+        return equal[(index + self.context.worker) % len(equal)]
+
+    def _next_place_of(self, slots: Sequence[int], is_equal: Callable[[int], bool]) -> int:
+        """Return the place of the next one of equal backends, of which there is at least one.
+
+        `is_equal` returns whether a place is that of an equal one, so that many of them need no list.
+        """
+        turns, is_first = self.context.worker, True
+        place = bisect_right(slots, self._last_slot)
+        while True:
+            if place >= len(slots):
+                place = 0
+            if is_equal(place):
+                if is_first:
+                    self._last_slot, is_first = slots[place], False
+                if not turns:
+                    return place
+                turns -= 1
+            place += 1
 
 
 class LeastTokens(_Turns):

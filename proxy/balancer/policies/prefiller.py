@@ -9,7 +9,6 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.pick import PendingSamples
@@ -27,16 +26,16 @@ from proxy.balancer.policies.prefill_cost import (
     packed,
     unpacked,
 )
-from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
+from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes, PrefixHolders
 from proxy.balancer.policies.working_sets import WorkingSets
-from proxy.balancer.shared.scoreboard import SlotReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
     from proxy.balancer.pick import Candidate, PolicyContext
     from proxy.balancer.policies.prefill_cost import PromptCosts
     from proxy.balancer.shared.journal import JournalWriter
+    from proxy.balancer.shared.scoreboard import SlotReader
     from proxy.common.backend import Backend
 
 logger = logging.getLogger("proxy.balancer.policies.prefillers")
@@ -417,9 +416,16 @@ def read_journal(
 
 
 class Prefillers:
-    """All prefillers of one worker. It learns from its answers and from those of other workers."""
+    """All prefillers of one worker. It learns from its answers and from those of other workers.
 
-    def __init__(self, context: PolicyContext) -> None:
+    A prefiller's place is its index among the candidates.
+    """
+
+    def __init__(self, context: PolicyContext, weights: tuple[int, int]) -> None:
+        """Create it without prefillers.
+
+        `weights`: see Policy.
+        """
         self.cost = PrefillCost()
         self.working_sets = WorkingSets(
             lambda: context.balance is None or context.balance().working_sets,
@@ -430,6 +436,7 @@ class Prefillers:
         self._clock = context.clock
         self._facts = context.facts
         self._journal = context.journal
+        self._weights = weights
         self.by_key: dict[str, Prefiller] = {}
         """Prefillers by `Backend.key`."""
         self._by_slot: dict[int, Prefiller] = {}
@@ -437,6 +444,11 @@ class Prefillers:
         """Candidates of the last call of `look_up`."""
         self.prefillers: list[Prefiller] = []
         """Their prefillers, in the same order."""
+        self.place_of: dict[str | CachedPrefixes, int] = {}
+        """Places of the candidates, by `Backend.key` and by cache."""
+        self._holders = PrefixHolders()
+        self._by_speed: list[int] = []  # places, the fastest prefiller first
+        self._is_sorted = False  # whether the speeds are those of `_by_speed`
         self._pending: PendingSamples[tuple[Prefiller, PrefillSample]] = PendingSamples(context)
         self._next_lesson = 0.0
         self._has_enough_lessons = False
@@ -452,14 +464,17 @@ class Prefillers:
     def _set_candidates(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = candidates
         self.prefillers = [self.of(candidate.backend) for candidate in candidates]
-        for prefiller, candidate in zip(self.prefillers, candidates, strict=True):
+        self.place_of = {}
+        for place, (prefiller, candidate) in enumerate(zip(self.prefillers, candidates, strict=True)):
             if prefiller.backend is not candidate.backend:  # it came back, perhaps in another slot
                 prefiller.backend = candidate.backend
                 self._by_slot[candidate.backend.slot] = prefiller
             self._take_facts(prefiller)
+            self.place_of[candidate.backend.key] = self.place_of[prefiller.cached] = place
+        self._is_sorted = False
         if candidates:
             slots = [candidate.backend.slot for candidate in candidates]
-            self.reader = SlotReader(candidates[0].scoreboard, slots)
+            self.reader = candidates[0].scoreboard.reader(slots, *self._weights)
 
     def read_records(self) -> None:
         """Apply new records of other workers."""
@@ -472,7 +487,8 @@ class Prefillers:
         known = self.by_key.get(backend.key)
         if known is None:
             journal = self._journal
-            known = Prefiller(backend, journal=journal if journal is not None and journal.has_readers else None)
+            journal = journal if journal is not None and journal.has_readers else None
+            known = Prefiller(backend, cached=CachedPrefixes(self._holders), journal=journal)
             known.on_end = partial(self._end, known)
             self.by_key[backend.key] = self._by_slot[backend.slot] = known
         return known
@@ -547,6 +563,7 @@ class Prefillers:
             if self._has_enough_lessons:
                 self._next_lesson = now + _LESSON_SECONDS
             prefiller.slowness = self.cost.slowness(prefiller.backend.key)
+            self._is_sorted = False
         prefiller.overhead_seconds = self.cost.overhead
         had_shared = prefiller.shared_seconds > 0
         prefiller.shared_seconds = 0.0 if prefiller.computes_one_at_a_time else self.cost.shape[0] * prefiller.slowness
@@ -572,12 +589,23 @@ class Prefillers:
             known = prompt.by_prefiller[prefiller] = prefiller.version, hit, seconds
         return known[1], known[2]
 
-    def work(self, prefillers: Sequence[Prefiller], prompt: PromptCosts) -> list[float]:
-        """Return the prefill time of a prompt on each prefiller, in seconds."""
-        if prompt.keys or prompt.request.subject is None:
-            own, among = self.own, repeat(prompt)
-            return [seconds for _, seconds in map(own, prefillers, among)]
-        work = [self.cost.seconds(prompt.tokens, 0.0)] * len(prefillers)
-        for place, prefiller in enumerate(prefillers):
-            work[place] *= prefiller.slowness
-        return work
+    def holders(self, prompt: PromptCosts) -> list[int]:
+        """Return the places of the prefillers that may have the prefix of a prompt."""
+        if not prompt.keys:
+            return []
+        place_of = self.place_of
+        return [place_of[cache] for cache in self._holders.of(prompt.keys[0]) if cache in place_of]
+
+    def idle(self, scored: Set[int], count: int) -> list[int]:
+        """Return the places of the fastest prefillers that are not scored one by one, at most `count`."""
+        found: list[int] = []
+        if not self._is_sorted:
+            prefillers = self.prefillers
+            self._by_speed = sorted(range(len(prefillers)), key=lambda place: prefillers[place].slowness)
+            self._is_sorted = True
+        for place in self._by_speed:
+            if place not in scored:
+                found.append(place)
+                if len(found) == count:
+                    break
+        return found

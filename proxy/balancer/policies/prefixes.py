@@ -13,7 +13,7 @@ from math import gcd, log, log2, sqrt
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 _MIN_TOKENS: Final = 32_768
@@ -170,15 +170,52 @@ _SAME_USE_SHARE: Final = 0.1
 _SAME_USE_TOKENS: Final = 2.0
 
 
+class PrefixHolders:
+    """The caches that may have the first piece of a prompt, so that the other caches need not be asked.
+
+    A cache that has lost a piece stays until the piece is examined again. Each addition examines the two pieces that
+    were examined least recently, so there are never many that no cache has.
+    """
+
+    __slots__ = ("_by_key",)
+
+    def __init__(self) -> None:
+        self._by_key: dict[int, dict[CachedPrefixes, None]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of pieces."""
+        return len(self._by_key)
+
+    def of(self, key: int) -> Iterable[CachedPrefixes]:
+        """Return the caches that may have a first piece."""
+        return self._by_key.get(key, ())
+
+    def add(self, key: int, cache: CachedPrefixes) -> None:
+        """Note that a cache has a first piece."""
+        by_key = self._by_key
+        known = by_key.get(key)
+        if known is not None:
+            known[cache] = None
+            return
+        by_key[key] = {cache: None}
+        for _ in range(2):
+            oldest = next(iter(by_key))
+            holders = by_key.pop(oldest)
+            if kept := {holder: None for holder in holders if holder.has(oldest)}:
+                by_key[oldest] = kept
+
+
 class CachedPrefixes:
     """Cached prefixes of one backend. Prompts are cut into pieces; `ends[i]` is the number of tokens up to piece i."""
 
     __slots__ = (
         *("capacity", "odometer", "trust"),
-        *("_block", "_count", "_old", "_reach", "_reports", "_turned", "_uncounted", "_young"),
+        *("_block", "_count", "_holders", "_old", "_reach", "_reports", "_turned", "_uncounted", "_young"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, holders: PrefixHolders | None = None) -> None:
+        """Create an empty cache. `holders`: gets the first pieces of its prompts. None: nothing does."""
+        self._holders = holders
         self.capacity = float(_FIRST_CAPACITY)
         """Capacity of the cache in tokens."""
         self.odometer = 0.0
@@ -199,6 +236,10 @@ class CachedPrefixes:
     def __len__(self) -> int:
         """Return the number of keys that are remembered; a key in both generations counts twice."""
         return len(self._young) + len(self._old)
+
+    def has(self, key: int) -> bool:
+        """Return whether a key is remembered."""
+        return key in self._young or key in self._old
 
     def hit(self, keys: Sequence[int]) -> int:
         """Return the number of leading pieces of a prompt that are probably cached."""
@@ -253,6 +294,8 @@ class CachedPrefixes:
             readings = [old(key) if reading is None else reading for key, reading in zip(keys, readings, strict=True)]
         odometer = self.odometer = self.odometer + computed
         self._young.update(zip(keys, map(odometer.__sub__, ends), strict=True))
+        if keys and self._holders is not None:
+            self._holders.add(keys[0], self)
         if len(self._young) > MAX_KEYS or odometer - self._turned > self.capacity:
             self._young, self._old, self._turned = {}, self._young, odometer
         return readings

@@ -21,15 +21,13 @@ import itertools
 import mmap
 import time
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from operator import add
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.backend import Load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence, Set
+    from collections.abc import Callable, Iterable, Set
 
     from proxy.common.backend import Backend
 
@@ -46,6 +44,17 @@ _PINNED_SINCE: Final = 6
 _PINNED_EVER: Final = 7
 _CELL_BYTES = 8
 _SLOT_BYTES = CELLS_PER_SLOT * _CELL_BYTES
+# Cells of one slot, up to its pinned tokens.
+_LOADS: Final = Struct("6q")
+# Number of the last changes of a row that readers find by their slots.
+_CHANGES: Final = 128
+# A reader of several rows reads all its slots again after this number of calls. A processor may show another core the
+# note of a change before the change.
+_MAX_STALE_CALLS: Final = 1024
+FEW: Final = 8
+"""Up to this number of candidates are scored one by one, whatever their load."""
+# Number of readers that are kept.
+_READERS: Final = 16
 LANES: Final = 64
 """Counters of handoffs per decoder. Prefillers whose slots are `LANES` apart share one.
 
@@ -76,11 +85,12 @@ class HandoffCount:
 class LoadRow:
     """The part of the scoreboard that one worker or guest writes."""
 
-    __slots__ = ("_cells", "_lanes")
+    __slots__ = ("_cells", "_changes", "_lanes")
 
-    def __init__(self, cells: memoryview[int], lanes: memoryview[int]) -> None:
+    def __init__(self, cells: memoryview[int], lanes: memoryview[int], changes: memoryview[int]) -> None:
         self._cells = cells
         self._lanes = lanes
+        self._changes = changes
 
     def add(self, slot: int, requests: int = 0, running: int = 0, compute: int = 0, kv: int = 0) -> None:
         """Charge a slot. Negative numbers release load."""
@@ -89,12 +99,20 @@ class LoadRow:
         _CHARGES.pack_into(
             cells, place, had_requests + requests, had_running + running, had_compute + compute, had_kv + kv
         )
+        changes = self._changes
+        number = changes[0]
+        changes[1 + number % _CHANGES] = slot
+        changes[0] = number + 1
 
     def take_work(self, slot: int, compute: int) -> None:
         """Release the compute of one request whose work is done, and its `running`."""
         cells, first = self._cells, CELLS_PER_SLOT * slot
         cells[first + RUNNING] -= 1
         cells[first + COMPUTE] -= compute
+        changes = self._changes
+        number = changes[0]
+        changes[1 + number % _CHANGES] = slot
+        changes[0] = number + 1
 
     def take_kv(self, slot: int, requests: int, kv: int) -> None:
         """Release a KV cache, and the requests that have finished with the backend."""
@@ -102,12 +120,17 @@ class LoadRow:
         cells[first + KV] -= kv
         if requests:
             cells[first + REQUESTS] -= requests
+        changes = self._changes
+        number = changes[0]
+        changes[1 + number % _CHANGES] = slot
+        changes[0] = number + 1
 
     def charge(self, slot: int, running: int, compute: int, kv: int) -> None:
         """Replace the load in this row. Only for guests, whose requests are not known one by one."""
         first = CELLS_PER_SLOT * slot
         cells = self._cells
         cells[first + RUNNING], cells[first + COMPUTE], cells[first + KV] = running, compute, kv
+        self._note(slot)
 
     def count_handoff(self, prefiller: int, decoder: int, tokens: int) -> None:
         """Count a handoff from a prefiller's slot to a decoder's slot. The count never decreases."""
@@ -127,22 +150,17 @@ class LoadRow:
         cells[first + _PINNED_COUNT] = pinned.count
         cells[first + _PINNED_TOKENS] = pinned.tokens
         cells[first + _PINNED_SINCE] = 0 if pinned.since is None else max(1, round(pinned.since * _TICKS_PER_SECOND))
+        self._note(slot)
 
+    def _note(self, slot: int) -> None:
+        """Note that the load of a slot has changed, for SlotReader.
 
-@lru_cache(maxsize=64)
-def _layout(slots: tuple[int, ...], kinds: tuple[int, ...]) -> Struct:
-    """Return the layout of some cells of a row, from the first slot on.
-
-    It is cached, because it takes 0.1 ms for 64 slots, and while a backend is passed over, every pick needs that of the
-    others.
-    """
-    form, at = "", CELLS_PER_SLOT * slots[0] if slots else 0
-    for slot in slots:
-        for kind in kinds:
-            cell = CELLS_PER_SLOT * slot + kind
-            form += f"{_CELL_BYTES * (cell - at)}xq"
-            at = cell + 1
-    return Struct(form)
+        The methods that each request calls have these lines themselves, which saves calls.
+        """
+        changes = self._changes
+        number = changes[0]
+        changes[1 + number % _CHANGES] = slot
+        changes[0] = number + 1
 
 
 class Scoreboard:
@@ -163,10 +181,12 @@ class Scoreboard:
         self._cells = memoryview(mmap.mmap(-1, self.rows * self._width * _CELL_BYTES)).cast("q")
         self._lanes_width = 2 * LANES * slots
         self._lanes = memoryview(mmap.mmap(-1, self.rows * self._lanes_width * _CELL_BYTES)).cast("q")
+        self._changes = memoryview(mmap.mmap(-1, self.rows * (1 + _CHANGES) * _CELL_BYTES)).cast("q")
+        self._readers: dict[tuple[tuple[int, ...], int, int], SlotReader] = {}  # the least recently requested first
 
     def row(self, number: int) -> LoadRow:
         """Return the row of a worker, or of a guest, whose numbers follow those of the workers."""
-        return LoadRow(self._cells_of(number), self._lanes_of(number))
+        return LoadRow(self._cells_of(number), self._lanes_of(number), self._changes_of(number))
 
     def load(self, slot: int) -> Load:
         """Return the load of a backend."""
@@ -206,27 +226,20 @@ class Scoreboard:
             return self._cells[CELLS_PER_SLOT * slot + RUNNING]
         return self._sum(slot, RUNNING)
 
-    def reader(self, slots: Sequence[int], *kinds: int) -> Callable[[], Sequence[int]]:
-        """Return a function that reads cells as sums over all rows, slot by slot.
+    def reader(self, slots: Iterable[int], per_compute: int, per_kv: int) -> SlotReader:
+        """Return the reader of some slots, in ascending order, with their present loads.
 
-        Args:
-            slots: Slots in ascending order.
-            kinds: Cells of each slot in ascending order.
+        Equal calls return the same reader.
+
+        `per_compute` and `per_kv`: see `SlotReader.weights`.
         """
-        first = CELLS_PER_SLOT * slots[0] if slots else 0
-        read, cells = _layout(tuple(slots), kinds).unpack_from, self._cells
-        starts = [_CELL_BYTES * (row * self._width + first) for row in range(self.rows)]
-        if self.rows == 1:
-            return partial(read, cells, starts[0])
-        first_row, *others = starts
-
-        def sums() -> Sequence[int]:
-            total: Sequence[int] = read(cells, first_row)
-            for start in others:
-                total = [*map(add, total, read(cells, start))]
-            return total
-
-        return sums
+        key = tuple(slots), per_compute, per_kv
+        reader = self._readers.pop(key, None) or SlotReader(self, *key)
+        self._readers[key] = reader
+        reader.refresh()
+        if len(self._readers) > _READERS:
+            del self._readers[next(iter(self._readers))]
+        return reader
 
     def pinned(self, slot: int) -> Pinned:
         """Return the pinned KV of all workers on a backend."""
@@ -265,6 +278,7 @@ class Scoreboard:
         """Set a row to zero. Only for the row of a dead worker, or by the guest that writes it."""
         for cells in (self._cells_of(number), self._lanes_of(number)):
             cells[:] = memoryview(bytes(cells.nbytes)).cast("q")
+        self._changes_of(number)[0] += _CHANGES + 1  # more than readers can follow, so that they read all slots
 
     def _cells_of(self, number: int) -> memoryview[int]:
         if not 0 <= number < self.rows:
@@ -273,6 +287,9 @@ class Scoreboard:
 
     def _lanes_of(self, number: int) -> memoryview[int]:
         return self._lanes[number * self._lanes_width : (number + 1) * self._lanes_width]
+
+    def _changes_of(self, number: int) -> memoryview[int]:
+        return self._changes[number * (1 + _CHANGES) : (number + 1) * (1 + _CHANGES)]
 
     def _firsts(self, slot: int) -> range:
         """Return the indexes of a decoder's first lane in all rows."""
@@ -289,28 +306,123 @@ class Scoreboard:
 
 
 class SlotReader:
-    """Reads some slots in one pass over plain integers, because a Load for each slot costs three times as much.
+    """Loads of some slots. `refresh` reads only the slots that have changed. Get a reader from `Scoreboard.reader`.
 
-    Every pick reads the slots of its candidates. Create a reader once for slots in ascending order.
+    The lists have one number for each slot, in the order of the slots, and are changed in place.
     """
 
-    __slots__ = ("compute", "running", "_loads", "_places")
+    __slots__ = (
+        *(
+            "all_running",
+            "all_weights",
+            "are_few",
+            "busy",
+            "compute",
+            "computing",
+            "held",
+            "places",
+            "running",
+            "slots",
+            "weights",
+        ),
+        *("_calls", "_per_compute", "_per_kv", "_place_of", "_scoreboard", "_seen"),
+    )
 
-    def __init__(self, scoreboard: Scoreboard, slots: Sequence[int]) -> None:
-        self.running = scoreboard.reader(slots, RUNNING)
-        """Running requests of each slot."""
-        self.compute = scoreboard.reader(slots, COMPUTE)
-        """Compute load of each slot."""
-        self._loads = scoreboard.reader(slots, COMPUTE, KV, _PINNED_TOKENS)
-        self._places = range(0, 3 * len(slots), 3)
+    def __init__(self, scoreboard: Scoreboard, slots: tuple[int, ...], per_compute: int, per_kv: int) -> None:
+        count = len(slots)
+        self.slots = slots
+        self.running: list[int] = [0] * count
+        """Running requests."""
+        self.compute: list[int] = [0] * count
+        """Compute load."""
+        self.held: list[int] = [0] * count
+        """KV tokens, with those that are pinned."""
+        self.weights: list[int] = [0] * count
+        """`per_compute * compute + per_kv * held`."""
+        self.busy: set[int] = set()
+        """Places of the slots that have any load, in the order of the slots."""
+        self.places = list(range(count))
+        """All places."""
+        self.are_few = count <= FEW
+        """Whether all places are scored one by one, whatever their load."""
+        self.computing = 0
+        """Number of slots with compute load."""
+        self.all_running = self.all_weights = 0
+        """Sums of the lists."""
+        self._scoreboard = scoreboard
+        self._place_of = [-1] * scoreboard.slots  # by slot; -1: not one of these slots
+        for place, slot in enumerate(slots):
+            self._place_of[slot] = place
+        self._per_compute, self._per_kv = per_compute, per_kv
+        self._seen = [-1 - _CHANGES] * scoreboard.rows  # number of changes of each row up to the last call
+        self._calls = 0
 
-    def weights(self, per_compute: int, per_kv: int) -> list[int]:
-        """Return `per_compute * compute + per_kv * (kv + pinned tokens)` of each slot."""
-        loads, weights = self._loads(), []  # a comprehension would cost one more call
-        for place in self._places:
-            weight = per_compute * loads[place] + per_kv * (loads[place + 1] + loads[place + 2])
-            weights.append(weight)
-        return weights
+    def refresh(self) -> None:
+        """Read the slots that have changed in any row since the last call."""
+        board, seen = self._scoreboard, self._seen
+        changes = board._changes
+        if board.rows == 1:
+            if changes[0] == seen[0]:
+                return
+        else:
+            self._calls += 1
+            if self._calls >= _MAX_STALE_CALLS:
+                self._calls = 0
+                seen[0] = -1 - _CHANGES
+        reads_all = False
+        places = self._place_of
+        for row in range(board.rows):
+            first = row * (1 + _CHANGES)
+            number, before = changes[first], seen[row]
+            if number == before:
+                continue
+            seen[row] = number
+            if number - before > _CHANGES:
+                reads_all = True
+                continue
+            last = -1
+            for each in range(before, number):
+                slot = changes[first + 1 + each % _CHANGES]
+                place = places[slot]
+                if place >= 0 and place != last:
+                    last = place
+                    self._read(place, slot)
+            # The writer of another row may have gone on, and replaced slots that were not read yet.
+            reads_all = reads_all or changes[first] - before > _CHANGES
+        if reads_all:
+            for place, slot in enumerate(self.slots):
+                self._read(place, slot)
+
+    def places_to_score(self) -> list[int]:
+        """Return the places with load, in ascending order, or all places if these are few or most have load."""
+        if self.are_few or 2 * len(self.busy) >= len(self.places):
+            return self.places
+        return sorted(self.busy)
+
+    def _read(self, place: int, slot: int) -> None:
+        board, at = self._scoreboard, _SLOT_BYTES * slot
+        _, running, compute, kv, _, pinned = _LOADS.unpack_from(board._cells, at)
+        for row in range(1, board.rows):
+            _, its_running, its_compute, its_kv, _, its_pinned = _LOADS.unpack_from(
+                board._cells, at + row * board._width * _CELL_BYTES
+            )
+            running += its_running
+            compute += its_compute
+            kv += its_kv
+            pinned += its_pinned
+        held = kv + pinned
+        weight = self._per_compute * compute + self._per_kv * held
+        self.all_running += running - self.running[place]
+        self.all_weights += weight - self.weights[place]
+        self.computing += (compute != 0) - (self.compute[place] != 0)
+        self.running[place], self.compute[place] = running, compute
+        self.held[place], self.weights[place] = held, weight
+        has_load = running != 0 or compute != 0 or held != 0
+        if has_load != (place in self.busy):
+            if has_load:
+                self.busy.add(place)
+            else:
+                self.busy.remove(place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -344,7 +456,7 @@ class PinnedKv:
         self._row = row
         self._clock = clock
         # By slot and not by backend, because a backend that was removed and added again is equal but has another slot.
-        self._slots: dict[int, _Slot] = {}
+        self.slots: dict[int, _Slot] = {}
         # The number keeps pins from being compared.
         self.expiries: list[tuple[float, int, Pin]] = []
         """Heap of pins by end. Empty while nothing is pinned."""
@@ -354,7 +466,7 @@ class PinnedKv:
         """Record KV that the engine keeps for `seconds` more."""
         now = self._clock()
         pin = Pin(backend, tokens, now, now + seconds, suspected)
-        slot = self._slots.setdefault(backend.slot, _Slot())
+        slot = self.slots.setdefault(backend.slot, _Slot())
         slot.pins[pin] = None
         self._row.count_pinned(backend.slot)
         slot.tokens += tokens
@@ -364,7 +476,7 @@ class PinnedKv:
 
     def unpin(self, pin: Pin) -> None:
         """Remove a pin that the engine has released. May be called again, also for an expired pin."""
-        slot = self._slots.get(pin.backend.slot)
+        slot = self.slots.get(pin.backend.slot)
         if slot is not None and pin in slot.pins:
             del slot.pins[pin]
             slot.tokens -= pin.tokens
@@ -380,14 +492,14 @@ class PinnedKv:
 
     def forget(self, backend: Backend) -> None:
         """Remove all pins on a backend that has left."""
-        slot = self._slots.pop(backend.slot, None)
+        slot = self.slots.pop(backend.slot, None)
         if slot is not None:
             self._publish(backend.slot, _Slot())
 
     def pins(self) -> list[Pin]:
         """Return the pins of this worker that have not expired."""
         self.expire()
-        return [pin for slot in self._slots.values() for pin in slot.pins]
+        return [pin for slot in self.slots.values() for pin in slot.pins]
 
     def _publish(self, number: int, slot: _Slot) -> None:
         oldest = next(iter(slot.pins), None)

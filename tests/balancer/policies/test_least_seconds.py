@@ -416,11 +416,8 @@ def test_prompt_of_another_worker_counts_with_its_remaining_time(workers: list[P
     one.clock.now += 3.5
     candidates = other.candidates
     other.policy._prefillers.look_up(candidates)
-    waits = other.policy._waits(
-        other.policy._prefillers.look_up(candidates),
-        other.policy._prefillers.reader.compute(),
-        other.clock(),
-    )
+    reader = other.policy._prefillers.reader
+    waits = other.policy._waits(reader.places, reader.compute, other.clock())
     assert all(0.2 < wait < 1.2 for wait in waits)
     for lease in leases:
         lease.__exit__(None, None, None)

@@ -12,7 +12,7 @@ from hypothesis import given
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pin, Pinned, PinnedKv, Scoreboard, SlotReader, _layout
+from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pin, Pinned, PinnedKv, Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from tests.balancer.conftest import make_pool
 from tests.clock import Clock
@@ -44,20 +44,52 @@ def test_slot_reader_returns_the_weights_of_the_loads(workers: int) -> None:
     slots = [0, 2, 4]
     loads = [board.load(slot) for slot in slots]
     pinned = [7 * slot * workers for slot in slots]
-    assert SlotReader(board, slots).weights(10, 3) == [
+    reader = board.reader(slots, 10, 3)
+    assert reader.weights == [
         10 * load.compute + 3 * (load.kv + tokens) for load, tokens in zip(loads, pinned, strict=True)
     ]
-    assert list(SlotReader(board, slots).compute()) == [load.compute for load in loads]
-    assert list(SlotReader(board, slots).running()) == [board.running(slot) for slot in slots] == [2 * workers] * 3
+    assert reader.compute == [load.compute for load in loads]
+    assert reader.running == [board.running(slot) for slot in slots] == [2 * workers] * 3
 
 
-def test_layout_of_the_same_slots_is_cached() -> None:
-    board = Scoreboard(workers=2, slots=64)
-    made = []
-    for _ in range(3):
-        SlotReader(board, [5, *range(20, 64)])
-        made.append(_layout.cache_info().misses)
-    assert made[0] == made[1] == made[2]
+def test_equal_calls_return_the_same_slot_reader() -> None:
+    board = Scoreboard(slots=64)
+    first = board.reader([5, 7], 1, 1)
+    assert board.reader([5, 7], 1, 1) is first
+    assert board.reader([5, 7], 1, 0) is not first
+    for slot in range(20):
+        board.reader([slot], 1, 1)
+    assert board.reader([5, 7], 1, 1) is not first
+
+
+@given(data=st.data())
+def test_slot_reader_follows_all_changes_of_all_rows(data: st.DataObject) -> None:
+    workers, slots = data.draw(st.integers(1, 3)), 40
+    board = Scoreboard(workers, slots=slots, guests=1)
+    kept = data.draw(st.lists(st.integers(0, slots - 1), unique=True, min_size=1).map(sorted))
+    reader = board.reader(kept, 10, 3)
+    numbers = st.integers(0, 5)
+    changes = st.tuples(st.integers(0, workers), st.integers(0, slots - 1), numbers, numbers, numbers, numbers)
+    for repeat in data.draw(st.lists(st.sampled_from([1, 1, 150]), max_size=5)):
+        for row, slot, running, compute, kv, pinned in data.draw(st.lists(changes, max_size=8)):
+            for _ in range(repeat):
+                board.row(row).add(slot, 1, running, compute, kv)
+            board.row(row).set_pinned(slot, Pinned(1, pinned, 1.0))
+            if not pinned:
+                board.row(row).take_work(slot, compute)
+                board.row(row).take_kv(slot, 1, kv)
+            elif pinned == 5:
+                board.erase(row)
+        reader.refresh()
+        loads = [board.load(slot) for slot in kept]
+        assert reader.running == [board.running(slot) for slot in kept]
+        assert reader.compute == [load.compute for load in loads]
+        assert reader.held == [load.kv + board.pinned(slot).tokens for slot, load in zip(kept, loads, strict=True)]
+        assert reader.weights == [10 * each + 3 * held for each, held in zip(reader.compute, reader.held, strict=True)]
+        assert (reader.all_running, reader.all_weights) == (sum(reader.running), sum(reader.weights))
+        assert reader.computing == sum(map(bool, reader.compute))
+        having = zip(reader.running, reader.compute, reader.held, strict=True)
+        assert reader.busy == {place for place, loads in enumerate(having) if any(loads)}
 
 
 def test_pinned_kv_is_summed_over_workers_with_the_oldest_time() -> None:
@@ -152,7 +184,7 @@ def test_load_of_another_gateway_is_a_guest_row(runs: Callable[[Callable[[], Non
 
     runs(publish)
     assert (board.running(1), board.load(1)) == (3, Load(compute=75, kv=25))
-    assert SlotReader(board, [0, 1]).weights(10, 3) == [0, 825]
+    assert board.reader([0, 1], 10, 3).weights == [0, 825]
     assert board.requests(1) == 1  # requests of other gateways do not keep a removed instance
     runs(replica.clear)
     assert (board.running(1), board.load(1)) == (1, Load(compute=5, kv=5))

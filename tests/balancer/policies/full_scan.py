@@ -1,0 +1,269 @@
+"""The policies `least_load` without shortcuts: each choice scores all candidates, from the scoreboard itself."""
+
+from __future__ import annotations
+
+from math import inf
+from operator import add
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from proxy.balancer.backend_health import FULL_PERCENT
+from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, WORKING_SET
+from proxy.balancer.policies import least_decode_seconds, least_seconds
+from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
+from proxy.balancer.policies.least_seconds import LeastSeconds
+from proxy.balancer.policies.prefill_cost import MIN_CACHED_PROMPT_TOKENS, SECONDS_PER_LOAD, prompt_costs
+from proxy.balancer.shared.memory import AGEING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.balancer.pick import Candidate, PickRequest
+    from proxy.balancer.policies.prefill_cost import PromptCosts
+    from proxy.balancer.policies.prefiller import Prefiller
+    from proxy.balancer.policies.working_sets import Session
+    from proxy.common.backend import Backend
+
+
+def take_turn(policy: Any, candidates: Sequence[Candidate]) -> Candidate:
+    later = [place for place, candidate in enumerate(candidates) if candidate.backend.slot > policy._last_slot]
+    place = later[0] if later else 0
+    policy._last_slot = candidates[place].backend.slot
+    return candidates[(place + policy.context.worker) % len(candidates)]
+
+
+class ScanningSeconds(LeastSeconds):
+    """The policy for prefillers."""
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        prefillers = self._prefillers.look_up(candidates)
+        prompt = self._waiting.get(id(request.subject or request)) or prompt_costs(request)
+        waits = self.all_waits(prefillers, weights, least_seconds._SECONDS_PER_WEIGHT)
+        work = self.all_work(prefillers, prompt)
+        place, is_equal, has_waited = 0, False, False
+        session = self.resident(prompt, request)
+        if session is not None:
+            has_waited = session.is_placed
+        if len(candidates) > 1:
+            decided, among = self._admitted, None
+            if session is not None:
+                among = [prefiller.cached is session.cache for prefiller in prefillers]
+            elif decided is not None and decided[0] is (request.subject or request):
+                among = [prefiller in decided[1] for prefiller in prefillers]
+            scores, near = self.all_scores(self.with_handoffs(candidates, waits, prompt), work, among)
+            place, is_equal = self.soonest(candidates, weights, request, prompt, scores, near)
+        self._admitted = None
+        hit, cached = 0, None
+        if prompt.keys:
+            hits = [self._prefillers.own(prefiller, prompt)[0] for prefiller in prefillers]
+            hit, cached = hits[place], [prompt.ends[each - 1] if each else 0.0 for each in hits]
+        self._chosen = request, prefillers[place], prompt, hit, work[place]
+        self.snapshot = prefillers, waits, work, is_equal, cached, has_waited
+        return candidates[place]
+
+    def soonest(
+        self,
+        candidates: Sequence[Candidate],
+        weights: Sequence[int],
+        request: PickRequest,
+        prompt: PromptCosts,
+        scores: Sequence[float],
+        near: float,
+    ) -> tuple[int, bool]:
+        equal = [place for place, score in enumerate(scores) if score <= near]
+        if len(equal) == 1:
+            return equal[0], False
+        if not prompt.keys and (prompt.tokens < MIN_CACHED_PROMPT_TOKENS or request.session is None):
+            lowest = min(weights[place] for place in equal)
+            tied = [place for place in equal if weights[place] == lowest]
+            if len(tied) > 1:
+                return candidates.index(take_turn(self, [candidates[place] for place in tied])), True
+            self._last_slot = candidates[tied[0]].backend.slot
+            return tied[0], True
+        known = self._prefillers
+        if prompt.keys and any(known.own(known.prefillers[place], prompt)[0] for place in equal):
+            return scores.index(min(scores)), True
+        if request.session is not None:
+            kind = crc32(request.session.encode())
+        else:
+            kind = prompt.keys[min(len(prompt.keys), least_seconds._KIND_PIECES) - 1] & 0xFFFFFFFF
+        return max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind)), True
+
+    def reason(self, snapshot: Any, backend: Backend) -> str:
+        prefillers, waits, _, is_equal, cached, has_waited = snapshot
+        if has_waited:
+            return WORKING_SET
+        if cached is not None:
+            place = [prefiller.backend.key for prefiller in prefillers].index(backend.key)
+            soon = waits[place] + least_seconds._TIE_SECONDS
+            if any(wait <= soon and hit < cached[place] for wait, hit in zip(waits, cached, strict=True)):
+                return CACHED_PREFIX
+        return EQUAL if is_equal else LEAST_SECONDS
+
+    def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
+        prefillers = self._prefillers.look_up(candidates)
+        waits = self.all_waits(prefillers, self.loads(candidates))
+        return min(map(add, waits, self.all_work(prefillers, prompt_costs(request))))
+
+    def _least_work(self, prompt: PromptCosts) -> float:
+        return min(self.all_work(self._prefillers.prefillers, prompt))
+
+    def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
+        candidates, prefillers = self._prefillers.candidates, self._prefillers.prefillers
+        if request is None or not prefillers:
+            return inf
+        loads = self.loads(candidates)
+        waits = self.all_waits(prefillers, loads)
+        if any(map(self._is_free, candidates, prefillers, waits, loads)):
+            return inf
+        work = self._least_work(prompt_costs(request))
+        ahead = min(waits) + sum(self._waiting_seconds.values()) / len(prefillers)
+        return least_seconds._HOLD_WAITS * (ahead + work / AGEING)
+
+    def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+        prefillers = self._prefillers.look_up(candidates)
+        loads, now = self.loads(candidates), self.context.clock()
+        waits = self.all_waits(prefillers, loads)
+        free = list(map(self._is_free, candidates, prefillers, waits, loads))
+        for number, request in enumerate(waiting):
+            prompt = self._waiting.get(id(request.subject or request)) or prompt_costs(request)
+            work = self.all_work(prefillers, prompt)
+            scores, near = self.all_scores(self.with_handoffs(candidates, waits, prompt), work)
+            is_same = max(work) <= min(work) * (1 + least_seconds._TIE_SHARE)
+            session = self.resident(prompt, request)
+            best = {
+                prefiller
+                for prefiller, score, seconds, is_free in zip(prefillers, scores, work, free, strict=True)
+                if (score <= near if session is None else prefiller.cached is session.cache)
+                and (
+                    is_free
+                    or (
+                        self._has_room_in_step(prefiller)
+                        and (
+                            (is_same and prefiller.fits_in_step(prompt.tokens))
+                            or (prefiller.is_ending(now) and self._should_join_next_step(prefiller, seconds))
+                        )
+                    )
+                )
+            }
+            if best:
+                self._admitted = request.subject or request, best  # type: ignore[assignment]
+                return number
+            soonest = scores.index(min(scores))
+            waits[soonest] += work[soonest]
+        return None
+
+    def _has_room(self, candidates: Sequence[Candidate]) -> bool | None:
+        prefillers = self._prefillers.look_up(candidates)
+        loads = self.loads(candidates)
+        idle = loads.count(0) / len(loads)
+        self._busy += least_seconds._BUSY_STEP * (1 - idle - self._busy)
+        if idle == 1:
+            return True
+        waits = self.all_waits(prefillers, loads)
+        free = list(map(self._is_free, candidates, prefillers, waits, loads))
+        if False not in free:
+            return True
+        return None if True in free or any(map(self._has_room_in_step, prefillers)) else False
+
+    def loads(self, candidates: Sequence[Candidate]) -> list[int]:
+        return [candidate.load.compute for candidate in candidates]
+
+    def resident(self, prompt: PromptCosts, request: PickRequest) -> Session | None:
+        if not self._sets.is_active:
+            return None
+        session = self._sets.find(prompt.keys, request.session, self.context.clock())
+        if session is None or not session.is_resident:
+            return None
+        return session if any(each.cached is session.cache for each in self._prefillers.prefillers) else None
+
+    def all_work(self, prefillers: Sequence[Prefiller], prompt: PromptCosts) -> list[float]:
+        if prompt.keys or prompt.request.subject is None:
+            return [self._prefillers.own(prefiller, prompt)[1] for prefiller in prefillers]
+        return [self._prefillers.cost.seconds(prompt.tokens, 0.0) * prefiller.slowness for prefiller in prefillers]
+
+    def all_scores(
+        self, waits: Sequence[float], work: Sequence[float], among: Sequence[bool] | None = None
+    ) -> tuple[list[float], float]:
+        counts = 1 + self.crowding * self._expected_arrivals
+        scores = [wait + counts * seconds for wait, seconds in zip(waits, work, strict=True)]
+        if among is not None and True in among:
+            scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]
+        least, share = min(scores), least_seconds._TIE_SHARE
+        return scores, least + max(share * least, min(least_seconds._TIE_SECONDS, 2 * share * least))
+
+    def with_handoffs(
+        self, candidates: Sequence[Candidate], waits: Sequence[float], prompt: PromptCosts
+    ) -> Sequence[float]:
+        handoffs = self.context.handoffs
+        if handoffs is None or not handoffs.far:
+            return waits
+        backends = [candidate.backend for candidate in candidates]
+        return list(map(add, waits, handoffs.least_extra_seconds(backends, round(prompt.tokens))))
+
+    def all_waits(
+        self, prefillers: Sequence[Prefiller], loads: Sequence[int], unit: float = SECONDS_PER_LOAD
+    ) -> list[float]:
+        now = self.context.clock()
+        return [
+            prefiller.left(load * unit, now) if load else 0.0 for prefiller, load in zip(prefillers, loads, strict=True)
+        ]
+
+
+class ScanningDecodeSeconds(LeastDecodeSeconds):
+    """The policy for decoders."""
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
+        running = [candidate.running for candidate in candidates]
+        pace = self.pace
+        share = least_decode_seconds._KV_SHARE / (sum(weights) / (sum(running) or 1) or 1.0)
+        slope, step = 2 * pace.slope, pace.step + pace.slope
+        handoffs = self._handoffs(candidates, request) if request.partner is not None else None
+        charge = self.memory.charge(request) if bounds.has_kv else 0.0
+        # Scores that differ by less than a thousandth are equal, to the first of them. So the order counts.
+        least, best_tier = inf, least_decode_seconds._LACKS_KV
+        equal: list[int] = []
+        for place in sorted(range(len(candidates)), key=lambda place: not (running[place] or weights[place])):
+            percent = candidates[place].share_percent
+            load = running[place] + share * weights[place]
+            if percent != FULL_PERCENT:
+                load = (load + 1) * FULL_PERCENT / percent - 1
+            score = (step + slope * load) * bounds.slowness[place]
+            if handoffs is not None:
+                score += handoffs[place]
+            tier = 0 if bounds.is_open else self._tier(bounds, place, running[place], weights[place], charge)
+            if tier > best_tier:
+                continue
+            if tier < best_tier:
+                best_tier, least = tier, inf
+            if score < least * least_decode_seconds._BELOW:
+                least, equal = score, [place]
+            elif score <= least * least_decode_seconds._AS_GOOD:
+                equal.append(place)
+        is_equal = len(equal) > 1
+        self.snapshot = (), (), (), is_equal, None
+        return take_turn(self, [candidates[place] for place in sorted(equal)]) if is_equal else candidates[equal[0]]
+
+    def admits(self, candidates: Sequence[Candidate], request: Any) -> bool:
+        if not self.has_room(candidates):
+            return False
+        bounds = self._bounds
+        if not bounds.has_kv:
+            return True
+        charge = self.memory.charge(request())
+        return any(
+            answers < bounds.most[place] and (not answers or held + charge <= bounds.kv[place])
+            for place, (answers, held) in enumerate(self.answers_and_held(candidates))
+        )
+
+    def _has_free(self, bounds: Any) -> bool:
+        return any(
+            answers < bounds.most[place] and not self._lacks_kv(bounds, place, answers, held)
+            for place, (answers, held) in enumerate(self.answers_and_held(self._candidates))
+        )
+
+    def answers_and_held(self, candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
+        board = candidates[0].scoreboard
+        slots = [candidate.backend.slot for candidate in candidates]
+        return [(board.running(slot), board.load(slot).kv + board.pinned(slot).tokens) for slot in slots]

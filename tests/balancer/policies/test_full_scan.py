@@ -1,0 +1,250 @@
+"""`least_load` chooses as if it scored all instances, in fleets where most of them are idle, busy or slow."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.engines import EngineFacts
+from proxy.balancer.health import Health
+from proxy.balancer.pick import PickRequest, PolicyContext, reason
+from proxy.balancer.policies.handoff_times import HandoffTimes
+from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
+from proxy.balancer.policies.least_seconds import LeastSeconds
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
+from proxy.balancer.roster import Roster
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Load, Role
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.settings import HealthChecks
+from proxy.wire.prefix import NO_KEYS, PrefixKeys
+from tests.balancer.policies.full_scan import ScanningDecodeSeconds, ScanningSeconds
+from tests.balancer.policies.test_least_seconds import PIECE, Subject
+from tests.clock import Clock
+
+if TYPE_CHECKING:
+    from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import Policy
+    from proxy.common.backend import Backend
+
+pytestmark = pytest.mark.interpreted
+
+SIZE = 24
+"""Instances of each role."""
+STEPS = 900
+SLOW = (0, 7)
+"""Ports of prefillers with slow links to all decoders."""
+
+
+@dataclass
+class World:
+    """A worker with both pools. Worlds in which the same happens differ only in their policies."""
+
+    scans: bool
+    worker: int
+    kv_tokens: int | None
+    open: list[tuple[Lease, Lease | None, PickRequest]] = field(default_factory=list)
+    waiting: list[PickRequest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+        checks = HealthChecks(slow_start_seconds=5.0, eject_seconds=5.0)
+        self.health = Health(lambda: checks, self.clock, random.Random(1))
+        self.scoreboard = Scoreboard(2, slots=4 * SIZE)
+        ports = [range(first, first + SIZE) for first in (0, 100)]
+        self.roster = Roster([("p", port) for port in ports[0]], [("d", port) for port in ports[1]], self.scoreboard)
+        self.handoffs = HandoffTimes(PolicyContext(clock=self.clock))
+        prefill = ScanningSeconds if self.scans else LeastSeconds
+        decode = ScanningDecodeSeconds if self.scans else LeastDecodeSeconds
+        self.prefill_policy = prefill(self.context(Role.PREFILL))
+        self.pools = Pools(
+            self.pool(self.prefill_policy),
+            self.pool(decode(self.context(Role.DECODE))),
+            handoffs=self.handoffs,
+        )
+
+    def context(self, role: Role) -> PolicyContext:
+        return PolicyContext(
+            self.worker,
+            random.Random(1),
+            clock=self.clock,
+            role=role,
+            facts=lambda _: EngineFacts(kv_tokens=self.kv_tokens),
+            handoffs=self.handoffs,
+        )
+
+    def pool(self, policy: Policy) -> Pool:
+        return Pool(
+            PoolParts(
+                role=policy.context.role,
+                policy=policy,
+                scoreboard=self.scoreboard,
+                row=self.scoreboard.row(0),
+                roster=self.roster,
+                health=self.health,
+                handoffs=self.handoffs,
+                clock=self.clock,
+                rng=random.Random(1),
+                limits=PoolLimits(max_running=40),
+            )
+        )
+
+    def ask(self, request: PickRequest) -> list[object]:
+        """Ask for room, and lease instances or queue the request. Return all that was decided."""
+        prefill, decode = self.pools.prefill, self.pools.decode
+        rooms: list[object] = [
+            prefill.has_room(lambda: request),
+            decode.has_room(lambda: request),
+            prefill.soonest_seconds(request),
+        ]
+        if not all(rooms[:2]):
+            self.waiting.append(request)
+            return [*rooms, prefill.work_seconds(request), prefill.policy.hold_seconds(request, len(self.waiting))]
+        return [*rooms, *self.lease(request)]
+
+    def look(self) -> list[object]:
+        """Let one of the queued requests go."""
+        if not self.waiting:
+            return []
+        for prompt in self.prefill_policy._waiting.values():
+            prompt.by_prefiller.clear()  # costs that were predicted when it began to wait, which may differ by now
+        place = self.pools.prefill.first_to_admit(self.waiting)
+        if place is None:
+            return [None]
+        request = self.waiting.pop(place)
+        self.pools.prefill.left_queue(request)
+        return [place, *self.lease(request)]
+
+    def lease(self, request: PickRequest) -> list[object]:
+        try:
+            prefiller, decoder = self.pools.lease_both(request)
+        except NoBackendAvailable:
+            return ["none"]
+        self.open.append((prefiller, decoder, request))
+        return [prefiller.backend.name, reason(prefiller.pick), decoder.backend.name, reason(decoder.pick)]
+
+    def end(self, number: int, share: float, failure: Failure | None) -> None:
+        """End a prefill, or an answer whose prefill has ended. `share`: the part of the prompt that was cached."""
+        prefiller, decoder, request = self.open.pop(number)
+        if failure is not None:
+            error = UpstreamError(failure, prefiller.backend, "failed")
+            prefiller.__exit__(type(error), error, None)
+        elif decoder is not None:
+            prefiller.note_usage(request.prompt_tokens, int(share * request.prompt_tokens))
+            prefiller.free_compute()
+            decoder.confirm()
+            self.handoffs.note(
+                prefiller.backend,
+                decoder.backend,
+                request.prompt_tokens,
+                self.clock.now - (2.0 if decoder.backend.port == 100 or prefiller.backend.port in SLOW else 0.1),
+                self.clock.now,
+            )
+            self.open.append((decoder, None, request))
+            prefiller.free_kv()
+            prefiller.__exit__(None, None, None)
+            return
+        else:
+            prefiller.answer_tokens = 20
+            prefiller.__exit__(None, None, None)
+        if failure is not None and decoder is not None:
+            decoder.__exit__(RuntimeError, RuntimeError(), None)
+
+    def instance(self, number: int) -> Backend:
+        return [member.backend for role in (Role.PREFILL, Role.DECODE) for member in self.roster.members(role)][number]
+
+    def change(self, kind: str, number: int) -> None:
+        """Change an instance."""
+        backend = self.instance(number)
+        role, host, port = backend.role, backend.host, backend.port
+        if kind == "disable":
+            self.roster.disable(role, host, port)
+        elif kind == "enable":
+            self.roster.enable(role, host, port)
+        elif kind == "weight":
+            self.roster.set_weight(role, host, port, 30)
+        elif kind == "full weight":
+            self.roster.set_weight(role, host, port, 100)
+        elif kind == "down":
+            self.health.on_outcome(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
+        elif kind == "up":
+            self.health.on_probe(backend, True, "test")
+        elif kind == "press":
+            pool = self.pools.of(role)
+            pool.report(backend, UpstreamError(Failure.RECOMPUTED, backend, "recomputed"))
+        elif kind == "other load":  # of another worker
+            self.scoreboard.row(1).add(backend.slot, 1, 1, 5000 if role is Role.PREFILL else 0, 3000)
+        elif kind == "no other load":
+            self.scoreboard.erase(1)
+        elif kind == "computes in order":
+            for prefiller in self.prefill_policy._prefillers.by_key.values():
+                prefiller.concurrency.is_orderly = True
+                prefiller.concurrency._valid_left = 1000
+                prefiller.shared_seconds = 0.05 * (number % 3)
+        elif kind == "limits sessions":
+            sets = self.prefill_policy._sets
+            sets.is_active = not sets.is_active
+
+
+CHANGES = (
+    *("disable", "enable", "enable", "weight", "full weight", "full weight"),
+    *("down", "up", "up", "press", "other load", "no other load"),
+    *("computes in order", "computes in order", "limits sessions"),
+)
+
+
+def requests(rng: random.Random) -> PickRequest:
+    """Return a short request, one with a prefix of which others have a part, or one that is passed through."""
+    kind = rng.random()
+    if kind < 0.05:
+        return PickRequest.of(Load(rng.choice([0, 500]), 700))
+    tokens = rng.randint(1, 200) if kind < 0.4 else PIECE * rng.randint(1, 12)
+    session = None if rng.random() < 0.7 else f"session {rng.randrange(5)}"
+    keys = NO_KEYS
+    if kind > 0.5:
+        length = tokens // PIECE
+        chain = (rng.randrange(4), *(rng.choice([0, 0, 0, number]) for number in range(length - 1)))
+        pieces = [hash(chain[: place + 1]) & 0xFFFFFFFFFFFF for place in range(length)]
+        keys = PrefixKeys(pieces, [4 * PIECE * (place + 1) for place in range(length)])
+    load = Load(tokens + 3480, tokens)
+    return PickRequest(load, Load(0, tokens + 100), Subject(tokens, keys, 100, session))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_choices_are_those_of_a_scan_of_all_instances(seed: int) -> None:
+    rng = random.Random(seed)
+    worker, kv_tokens = seed % 2, rng.choice([None, 20_000, 10**6])
+    worlds = [World(scans, worker, kv_tokens) for scans in (False, True)]
+    for world in worlds:
+        for pool in (world.pools.prefill, world.pools.decode):
+            for backend in pool.backends():
+                pool.note_success(backend)
+    decided: set[object] = set()
+    in_flight = rng.choice([4, 20, 120])
+    for step in range(STEPS):
+        if step % 150 == 0:
+            in_flight = rng.choice([4, 20, 120])
+        count = len(worlds[0].open)
+        if rng.random() < count / (2 * in_flight):
+            number, share = rng.randrange(count), rng.random()
+            failure = Failure.CONNECT if rng.random() < 0.03 else None
+            for world in worlds:
+                world.end(number, share, failure)
+        elif rng.random() < 0.06 and step > 100:
+            change, number = rng.choice(CHANGES), rng.randrange(2 * SIZE)
+            for world in worlds:
+                world.change(change, number)
+        else:
+            request = requests(rng)
+            indexed, scanned = (world.ask(request) for world in worlds)
+            assert indexed == scanned, f"step {step}"
+            decided.update(map(str, indexed))
+        indexed, scanned = (world.look() for world in worlds)
+        assert indexed == scanned, f"step {step}, from the queue"
+        passed = rng.expovariate(20 / in_flight)
+        for world in worlds:
+            world.clock.now += passed
+    assert {"equal", "least_seconds", "cached_prefix"} <= decided
