@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import combinations
+from math import lcm
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.endpoints import canonical_host, is_literal, is_loopback
@@ -152,9 +153,19 @@ def check_engine_ids(plan: Plan) -> Iterator[Finding]:
 def check_tp(plan: Plan) -> Iterator[Finding]:
     """Check that the connector can combine the tensor-parallel sizes."""
     connector, roles = plan.topology.connector, plan.topology.roles
-    if connector is None or not connector.startswith(("Mooncake", "Nixl")) or plan.topology.has_store:
+    if connector is None or not connector.startswith(("Mooncake", "Nixl")):
         return
     prefill, decode = roles["prefill"].tp, roles["decode"].tp
+    if plan.topology.has_store:
+        # resolve_store_tp_size of vLLM's mooncake/store/worker.py
+        has_common_layout = plan.topology.connector_options.keys() & {"store_tp_size", "enable_store_tp_lcm"}
+        if connector == "MooncakeStoreConnector" and prefill != decode and not has_common_layout:
+            words = (
+                f"{connector} keeps the KV cache of each rank, and prefillers have tp {prefill}, decoders tp {decode}"
+            )
+            hint = f"set connector_options: {{store_tp_size: {lcm(prefill, decode)}}}"
+            yield Finding(Severity.WARNING, "tp", "fleet", words, hint)
+        return
     if plan.topology.engine == "vllm":
         # TransferTopology.tp_ratio, and _get_tp_ratio of mooncake_connector.py, which raise an error
         if prefill % decode and decode % prefill:

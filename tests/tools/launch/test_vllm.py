@@ -167,6 +167,11 @@ def test_both_roles_read_and_write_a_store() -> None:
     assert gateway_of(files)["connector"] == "vllm_store"
 
 
-def test_tensor_parallel_sizes_of_a_store_are_independent() -> None:
-    changes = without_kv_ports("LMCacheConnectorV1", nodes__n0__devices=5, roles__prefill__tp=2, roles__decode__tp=3)
-    assert refusals(plan_of(SMALL, **changes)) == []
+def test_different_tensor_parallel_sizes_need_a_common_layout_of_mooncakes_store() -> None:
+    changes = without_kv_ports(
+        "MooncakeStoreConnector", nodes__n0__devices=6, roles__prefill__tp=4, roles__decode__tp=2
+    )
+    (found,) = refusals(plan_of(SMALL, **changes))
+    assert (found.severity, found.hint) == (Severity.WARNING, "set connector_options: {store_tp_size: 4}")
+    assert "prefillers have tp 4, decoders tp 2" in found.words
+    assert refusals(plan_of(SMALL, **changes, connector_options={"store_tp_size": 4})) == []
