@@ -184,8 +184,8 @@ class Admission(Section):
     """Maximum number of requests in the queue of a worker. Further requests are rejected with status 503."""
     wait_seconds: Seconds = 60.0
     """Maximum time in the queue, in seconds. After this time the request is rejected with status 503. The same limit
-    applies to requests, and to releases of KV cache, that wait for instances that were up and now refuse connections,
-    for example during a restart."""
+    applies to requests, and to releases of KV cache, that wait for instances that were up and now refuse connections
+    or let health checks time out, for example during a restart."""
     session_patience_seconds: Seconds = 30.0
     """Time in seconds after which a turn that waits for room in the prefix caches takes the place of a session that has
     had several turns. See balance.working_sets."""
