@@ -174,7 +174,7 @@ class PrefixHolders:
     """The caches that may have the first piece of a prompt, so that the other caches need not be asked.
 
     A cache that has lost a piece stays until the piece is examined again. Each addition examines the two pieces that
-    were examined least recently, so few of them are in no cache.
+    were examined least recently. This bounds the pieces without a cache.
     """
 
     __slots__ = ("_by_key",)
