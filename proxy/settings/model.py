@@ -583,15 +583,16 @@ class Settings(Section):
     """All options. `proxy.settings.load` reads them from the command line, the environment and a file."""
 
     prefill: Endpoints = ()
-    """Addresses of prefillers, as host:port or host:first-last. Leave empty with connector plain. With sglang_bootstrap
+    """Addresses of prefillers, as host:port or host:first-last. An IPv6 address needs brackets, and quotes in YAML:
+    `"[fd00::1]:7100"`. Leave empty with connector plain. With sglang_bootstrap
     or mooncake_bootstrap, a bootstrap port may follow the address, as in `10.0.0.1:30000 8998`. Models may follow, too,
     as in `10.0.0.1:7100 model=kimi`; without them pdproxy asks the engine."""
     decode: Endpoints = ()
-    """Addresses of decoders, as host:port or host:first-last. Models may follow the address, as for prefill."""
+    """Addresses of decoders, as for prefill. Models may follow the address."""
     encode: Endpoints = ()
     """Addresses of encoders, as host:port or host:first-last. Encoders are vLLM engines that encode the images, audio
-    and video of a chat and share the results with the other engines (--ec-transfer-config). If empty, prefillers encode
-    them. Adding the first or removing the last encoder requires a restart."""
+    and video of a chat and share the results with the other engines (--ec-transfer-config). If empty, prefillers and
+    decoders fetch and encode them. Adding the first or removing the last encoder requires a restart."""
     connector: ConnectorName = "vllm_pull"
     """Protocol of the KV handoff. vllm_pull: the decoder fetches the KV cache. vllm_store: the engines share a store.
     nixl_push: vLLM's NixlPushConnector; both legs at once, and the prefiller writes into the decoder's memory.
