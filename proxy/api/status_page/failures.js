@@ -45,8 +45,9 @@ class Failures {
     const isNews = count !== this._count;
     this._count = count;
     this._isStale ||= isNews;
-    // Rows do not move while the pointer or the focus is on the table.
-    if (this._isStale && !byId("failures-table").matches(":hover, :focus-within")) {
+    // Rows do not move while the pointer or the focus is on the table, or the details of one are open.
+    const isUsed = byId("failures-table").matches(":hover, :focus-within") || byId("receipt").open;
+    if (this._isStale && !isUsed) {
       this._isStale = isNews; // load again later: another worker may not have stored its request yet
       const told = await askAsAdministrator("admin/requests/recent?failed=true&limit=100", () => {});
       if (told !== null) this._show(told.requests.filter(({ term }) => !/^[Cc]/.test(term)));
@@ -106,12 +107,52 @@ function linkTo(id) {
 
 async function showReceipt(id, path) {
   setText(byId("receipt-title"), `Request ${id}`);
-  setText(byId("receipt-text"), "The gateway is being asked.");
+  byId("receipt-body").replaceChildren("Loading.");
   byId("receipt").showModal();
   try {
     const { requests } = await (await ask(path)).json();
-    setText(byId("receipt-text"), requests.map((one) => JSON.stringify(one, null, 2)).join("\n\n"));
+    byId("receipt-body").replaceChildren(...requests.flatMap(receiptOf));
   } catch (error) {
-    setText(byId("receipt-text"), error instanceof Refused ? error.message : "The gateway cannot be reached.");
+    byId("receipt-body").replaceChildren(error instanceof Refused ? error.message : "The gateway cannot be reached.");
   }
+}
+
+/** Returns the elements that describe a request: a table of values, a table of attempts, and all fields as JSON. */
+function receiptOf(request) {
+  const { time, code, term, key, client, model, p, d, kv, tokens_in: read, tokens_cached: cached, tokens_out: written, ttft, dur, error } = request;
+  const values = {
+    Ended: `${clockTime(new Date(time))}, status ${code}: ${term === "--" ? "complete" : ending(term, code)}`,
+    Error: error,
+    Client: [key, client].filter((one) => one && one !== "-").join(", "),
+    Model: model,
+    "Prefiller and decoder": `${p} ${d}, KV ${kv}`,
+    Tokens: `${count(read ?? 0)} in, ${count(cached ?? 0)} of them cached, ${count(written ?? 0)} out`,
+    Time: `first token after ${latency(ttft ?? null)}, complete after ${latency(dur)}`,
+  };
+  const facts = Object.entries(values).filter(([, value]) => value);
+  const rows = facts.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)));
+  const attempts = new Table(element("table", { class: "attempts" }), "Attempts", [
+    { title: "Began after", kind: "time" },
+    { title: "Prefiller", kind: "path" },
+    { title: "Decoder", kind: "path" },
+    { title: "Time in each stage", kind: "stages" },
+    { title: "KV", kind: "kv" },
+    { title: "Failure", kind: "remarks" },
+  ]);
+  attempts.show(request.history.map((one, index) => ({ key: String(index), cells: attemptOf(one) })));
+  const fields = element("details", {}, element("summary", {}, "All fields"), element("pre", {}, JSON.stringify(request, null, 2)));
+  return [element("table", { class: "facts" }, element("tbody", {}, ...rows)), attempts.element, fields];
+}
+
+function attemptOf({ began, p, d, choices, stages, kv, continues, failure }) {
+  const place = (name, reason) => (name === "-" ? "" : `${name}${reason ? ` (${reason.replaceAll("_", " ")})` : ""}`);
+  const times = Object.entries(stages).map(([stage, seconds]) => `${stage.replaceAll("_", " ")} ${latency(seconds)}`);
+  return [
+    `${latency(began)}${continues ? ", resumed" : ""}`,
+    place(p, choices.prefill?.reason),
+    place(d, choices.decode?.reason),
+    times.join(", "),
+    kv === "-" ? "" : kv,
+    failure === null ? "" : `${failure.instance}: ${failure.message}`,
+  ];
 }

@@ -29,7 +29,7 @@ from lab.test_observability.alerts import (
     outcome,
     prometheus,
 )
-from lab.test_observability.faults import IDLE, UNDER_LOAD, disturb
+from lab.test_observability.faults import IDLE, UNDER_LOAD, a_decoder_has_no_kv_connector, disturb
 from lab.test_observability.picture import picture
 from lab.test_observability.site import Site, site
 
@@ -62,8 +62,10 @@ async def run(workers: int, times: int, directory: Path, picture_file: Path | No
             began = time.time()
             await asyncio.sleep(_WARM_SECONDS)
             await disturb(test_site, _DISTURBED_SECONDS)
-            await until_served(prometheus_server)
-            shown = await look(prometheus_server, began, time.time())
+            async with a_decoder_has_no_kv_connector(test_site):  # a panel shows what is incompatible now
+                await asyncio.sleep(2 * _DISTURBED_SECONDS)
+                await until_served(prometheus_server)
+                shown = await look(prometheus_server, began, time.time())
             problems += [f"{one.title}: {problem}" for one in shown for problem in one.problems]
             problems += [f"variable {name} has no values" for name in await empty_variables(prometheus_server)]
             problems += [f"no engine has the metric {name}" for name in await missing_engine_metrics(prometheus_server)]

@@ -21,6 +21,7 @@ from proxy.sim.engine import SimulatedEngine
 
 _STOPPED_SECONDS: Final = 0.8
 _MANY: Final = 200
+_FULL_CHECKS: Final = 60
 _MIB: Final = 1024 * 1024
 
 
@@ -182,6 +183,14 @@ UNDER_LOAD: Final = (
 )
 
 
+async def _queue_is_filled(site: Site) -> None:
+    """Wait until requests are queued. On a busy machine that takes longer."""
+    for _ in range(_FULL_CHECKS):
+        if await asyncio.to_thread(site.serving.figure, "queued_requests") > 0:
+            return
+        await asyncio.sleep(1.0)
+
+
 async def disturb(site: Site, seconds: float) -> None:
     """Cause several faults briefly, so that every panel has data."""
     with rule(site.prefill, "refuse_status", status=500):
@@ -195,9 +204,9 @@ async def disturb(site: Site, seconds: float) -> None:
     ):
         async with fault(site):
             await site.clients.send(b"NOT HTTP\r\n\r\n")
+            if fault is more_comes_than_there_is_room_for:
+                await _queue_is_filled(site)
             await asyncio.sleep(seconds)
-    async with a_decoder_has_no_kv_connector(site):
-        await asyncio.sleep(2 * seconds)
 
 
 # Faults of an idle gateway

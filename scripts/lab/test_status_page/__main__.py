@@ -31,22 +31,23 @@ async def run(directory: Path, pictures: Path | None) -> list[str]:
         problems.extend(f"{name}: {one}" for one in found)
 
     async with site(directory) as shown, shown.busy(), chromium() as browser:
+        shown.pictures = pictures
         await shown.break_down()
         for size in SIZES:
             for scheme in SCHEMES:
-                report(f"{size}, {scheme}", await look(browser, shown, size, scheme, pictures))
+                report(f"{size}, {scheme}", await look(browser, shown, size, scheme))
         for name, check in ALONE.items():
             report(name, await check(browser, shown))
     return problems
 
 
-async def look(browser: Browser, shown: Site, size: str, scheme: str, pictures: Path | None) -> list[str]:
+async def look(browser: Browser, shown: Site, size: str, scheme: str) -> list[str]:
     """Check the page with the admin key, and take pictures if wanted."""
     async with tab(browser, shown.admin_url, size, scheme) as one:  # type: ignore[arg-type]
         await one.give_key(KEY)
         await one.page.wait_for_selector("#configuration-table tbody tr")
         problems = await has_stable_layout(one) + await lists_each_instance(one, shown)
-        if pictures is not None:
+        if (pictures := shown.pictures) is not None:
             await one.page.screenshot(path=pictures / f"{size}-{scheme}.png", full_page=True)
             if (size, scheme) == ("wide", "light"):
                 await one.page.set_viewport_size(_PICTURE)

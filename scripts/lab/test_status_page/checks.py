@@ -230,17 +230,21 @@ async def lists_failures(browser: Browser, site: Site) -> list[str]:
             async with asyncio.timeout(_LEAVES_SECONDS):
                 await site.ask(random.Random(3), "", "the-one-who-left")
         await site.ask(random.Random(1), DOOMED, "the-doomed-one")
-        link = shown.page.get_by_role("link", name="the-doomed-one")
-        row_text = await shown.page.get_by_role("row").filter(has=link).inner_text()
+        row = shown.page.locator("#failures-table tbody tr").filter(has_text="answered with status 500").first
+        link, row_text = row.get_by_role("link"), await row.inner_text()
         problems = unless("an engine failed" in row_text and "500" in row_text, f"its row says {row_text!r}")
         problems += unless("who-left" not in await text(shown, "#failures"), "clients that left are failures")
         await link.focus()
         await shown.page.keyboard.press("Enter")
         await shown.page.wait_for_function(
-            "() => document.getElementById('receipt-text').innerText.includes('history')"
+            "() => document.querySelector('#receipt .attempts tbody tr td.remarks')?.innerText.includes('500')"
         )
         await shown.looks(1)
         problems += unless(await shown.page.is_visible("#receipt"), "a refresh closes it")
+        width, window = await shown.run(_WIDTHS)
+        problems += unless(width <= window, f"the receipt makes the page {width} wide in a window of {window}")
+        if site.pictures is not None:
+            await shown.page.screenshot(path=site.pictures / "receipt.png")
         await shown.page.keyboard.press("Escape")
         problems += unless(await shown.page.is_hidden("#receipt"), "Escape does not close it")
         problems += unless(await link.evaluate("one => one === document.activeElement"), "the focus is lost")

@@ -47,6 +47,8 @@ class Site:
     admin_url: str
     connections: Connections
     failing: list[SimulatedEngine]
+    pictures: Path | None = None
+    """Directory for pictures. None: no pictures are taken."""
 
     async def break_down(self) -> None:
         """Kill one decoder and let another one fail. Return when the gateway knows."""
