@@ -210,7 +210,7 @@ class Chooser:
                 self._reader = reader
         reader.refresh()
         weights = reader.weights
-        if self._is_any_slow and policy.weighs_load:
+        if self._is_any_slow and policy.weighs_load:  # `_with_shares` may have changed it
             load = policy.cost_of(considered[0].backend, request)
             cost = max(1, self._per_compute * load.compute + self._per_kv * load.kv)
             weights = weights_by_share(weights, [candidate.share_percent for candidate in considered], cost)
@@ -227,6 +227,9 @@ class Chooser:
         percents = [self._share_percent(candidate.backend) for candidate in candidates]
         for candidate, percent in zip(candidates, percents, strict=True):
             candidate.share_percent = percent
+        if candidates is self.candidates and min(percents) >= FULL_PERCENT:
+            self._is_any_slow = False  # the last slow start is over, and the next one begins with `consider`
+            return candidates
         if self.policy.weighs_load:
             return candidates
         return sample_by_share(candidates, percents, self._rng)

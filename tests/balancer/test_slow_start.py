@@ -8,7 +8,13 @@ from collections import Counter
 import pytest
 
 from proxy.balancer.backend_health import slow_start_percent
-from proxy.balancer.chooser import sample_by_share, weights_by_share
+from proxy.balancer.chooser import Chooser, sample_by_share, weights_by_share
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies.least_tokens import make_policy
+from proxy.balancer.shared.back_offs import BackOffs
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Backend, Load, Role
+from tests.clock import Clock
 
 
 @pytest.mark.parametrize(
@@ -45,3 +51,34 @@ def test_shares_are_relative_to_the_largest() -> None:
     present = Counter(name for _ in range(10_000) for name in sample_by_share("ab", [40, 10], rng))
     assert present["a"] == 10_000
     assert 2350 < present["b"] < 2650
+
+
+@pytest.mark.parametrize("policy", ["least_load", "round_robin"])
+def test_shares_are_not_read_after_the_last_slow_start(policy: str) -> None:
+    reads: list[Backend] = []
+    share = 40
+
+    def share_percent(backend: Backend) -> int:
+        reads.append(backend)
+        return share if backend.port == 2 else 100
+
+    chooser = Chooser(
+        Role.PREFILL, Scoreboard(slots=3), share_percent, BackOffs(3), clock=Clock(), rng=random.Random(1)
+    )
+    chooser.use(make_policy(policy))
+    backends = [Backend(Role.PREFILL, "p", port, port) for port in range(3)]
+    chooser.consider(backends, [None] * 3)
+    for _ in range(5):
+        reads.clear()
+        chooser.choose(PickRequest.of(Load(1, 1)))
+        assert set(reads) == set(backends)
+    share = 100
+    chooser.choose(PickRequest.of(Load(1, 1)))
+    reads.clear()
+    assert {chooser.choose(PickRequest.of(Load(1, 1))) for _ in range(3)} == set(backends)
+    assert not reads
+    share = 40
+    chooser.consider(backends, [None] * 3)
+    reads.clear()
+    chooser.choose(PickRequest.of(Load(1, 1)))
+    assert set(reads) == set(backends)
