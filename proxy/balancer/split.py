@@ -148,13 +148,14 @@ def split_of(samples: Sequence[FleetSample], horizon_seconds: float) -> Split | 
     """
     first, last = samples[0], samples[-1]
     seconds, started = last.at - first.at, last.handoffs - first.handoffs
-    if seconds <= 0 or started <= 0 or not last.prefillers or not last.decoders:
+    is_idle = started <= 0 and not last.waiting and not last.streams
+    if seconds <= 0 or is_idle or not last.prefillers or not last.decoders:
         return None
     full = [sample.full for sample in samples]
     if math.isinf(max(full)):
         return None
     unserved = max(0, last.waiting - first.waiting) + last.waiting * seconds / horizon_seconds
-    factor = (1 + unserved / started) / len(samples)
+    factor = (1 + unserved / max(1, started)) / len(samples)
     prefill = sum(sample.computing for sample in samples) * factor
     decode = sum(sample.streams / sample.full for sample in samples) * factor
     return Split(last.prefillers, last.decoders, prefill / last.prefillers, decode / last.decoders)
@@ -213,6 +214,8 @@ class MovePlanner:
         """The role of the last move, until the next decision. Another move to this role needs a part of the window."""
         self._rate = 0.0
         """Answers that began per second before the last move."""
+        self._streams = 0.0
+        """Running answers before the last move."""
         self.split: Split | None = None
         """The present split; None: too little is known."""
         self.outcome: bool | None = None
@@ -248,7 +251,7 @@ class MovePlanner:
     def note_move(self, advice: MoveAdvice) -> None:
         """Note that a move has begun."""
         self._pending, self._last_move, self.outcome = advice, advice.to, None
-        self._rate = _started_per_second(self._samples)
+        self._rate, self._streams = _started_per_second(self._samples), _mean_streams(self._samples)
         self._blocked_until[_other(advice.to)] = max(
             self._blocked_until[_other(advice.to)], self._samples[-1].at + self._options().horizon_seconds / 3
         )
@@ -268,11 +271,13 @@ class MovePlanner:
         advice, self._pending = self._pending, None
         if advice is None:
             return
-        rate, options = self._rate, self._options()
-        self._rate = _started_per_second(self._samples)
+        rate, streams, options = self._rate, self._streams, self._options()
+        self._rate, self._streams = _started_per_second(self._samples), _mean_streams(self._samples)
         is_relieved = split.served >= advice.now.served + advice.gain / 2
         is_faster = self._rate >= rate * (1 + _LEAST_SPEED_UP / max(split.prefillers, split.decoders))
-        self.outcome = is_relieved or is_faster
+        # Long answers end long after the move.
+        fills = advice.to is Role.DECODE and self._streams >= streams + _LEAST_SPEED_UP * self._samples[-1].full
+        self.outcome = is_relieved or is_faster or fills
         failures = self._failures[advice.to] = 0 if self.outcome else self._failures[advice.to] + 1
         if failures >= _MAX_FAILURES:
             seconds = options.horizon_seconds * 2 ** min(_MAX_DOUBLINGS, failures - _MAX_FAILURES)
@@ -317,6 +322,10 @@ _LEAST_SPEED_UP: Final = 0.25
 def _started_per_second(samples: Sequence[FleetSample]) -> float:
     """Return how many answers began per second."""
     return (samples[-1].handoffs - samples[0].handoffs) / max(1e-9, samples[-1].at - samples[0].at)
+
+
+def _mean_streams(samples: Sequence[FleetSample]) -> float:
+    return sum(sample.streams for sample in samples) / len(samples)
 
 
 def _other(role: Role) -> Role:

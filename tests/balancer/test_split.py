@@ -58,7 +58,7 @@ def test_long_queue_that_does_not_grow_counts_in_part() -> None:
     assert split.prefill_busy == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize("more", [{"rate": 0}, {"full": math.inf}, {"prefillers": 0}, {"decoders": 0}])
+@pytest.mark.parametrize("more", [{"rate": 0, "streams": 0}, {"full": math.inf}, {"prefillers": 0}, {"decoders": 0}])
 def test_split_is_unknown_without_answers_or_limits(more: dict[str, Any]) -> None:
     assert split_of(samples(**more), 900.0) is None
 

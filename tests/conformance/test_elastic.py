@@ -351,3 +351,29 @@ async def test_pinned_instances_stay_whatever_the_controller_wants(
     await until(lambda: any(words in text for text in caplog.messages), "the report")
     await assert_equal((await serving)[0], bodies)
     assert not moves(gateway)
+
+
+async def test_gateway_follows_the_leading_one(deploy: Deploy) -> None:
+    gateway = await elastic_fleet(deploy, engines(1), engines(3), elastic={**_QUICK, "mode": "auto"})
+    controller = gateway.worker.role_controller
+    assert controller is not None
+    mover, pinned, unknown = gateway.decoders
+    await order(gateway, "decode", pinned)
+    controller.leader_roles = {name_of(mover): "prefill", name_of(pinned): "prefill", name_of(unknown): "nonsense"}
+    await has_role(gateway, mover, "prefill")
+    assert [role_of(gateway, engine) for engine in (pinned, unknown)] == ["decode", "decode"]
+    controller.leader_roles = {name_of(mover): "decode"}
+    await has_role(gateway, mover, "decode")
+
+
+async def test_no_gateway_decides_without_the_store(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await overloaded_prefillers(deploy, "auto")
+    controller = gateway.worker.role_controller
+    assert controller is not None
+    controller.leader_roles = {}
+    bodies = long_prompts(40)
+    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
+    await until(lambda: gateway.metrics("pdproxy_desired_instances").get(("prefill",), 0) >= 2, "the demand")
+    await assert_equal((await serving)[0], bodies)
+    assert not moves(gateway)
+    assert not any("move" in text for text in caplog.messages)

@@ -63,7 +63,7 @@ class Engine:
         *,
         link_factor: float = 1.0,
     ) -> Work:
-        """Fetch a prompt's KV cache and decode. Return with the first token.
+        """Fetch a prompt's KV cache and decode. Return with the first token, or without one if it is evacuated.
 
         `on_tokens` gets the number of new tokens at each step. `link_factor`: relative time of the transfer.
         """
@@ -83,8 +83,8 @@ class Engine:
         return work.generated
 
     def evacuate(self) -> None:
-        """Break off the answers that have begun."""
-        for work in [work for work in self._waiting if work.generated and not work.keeps_kv]:
+        """Break off all answers. Those that have not begun end without a token."""
+        for work in [work for work in self._waiting if not work.keeps_kv]:
             self._watchers.pop(work, None)
             self.batch.drop(work, self._loop.time())
             self._waiting.pop(work).set_result(None)
@@ -115,6 +115,8 @@ class Engine:
         self._loop.call_later(seconds, self._arrive, work)
 
     def _arrive(self, work: Work) -> None:
+        if work not in self._waiting:
+            return  # it was evacuated during the transfer
         self.batch.arrive(work, self._loop.time())
         self._arm()
 

@@ -309,6 +309,8 @@ class Replay:
             )
             engine.give_back(kv)
             prefiller.free_kv()
+            if not answer.generated:
+                return 0
             began_at = self._loop.time()
             course.first_token_at = course.first_token_at or began_at
             worker.pools.decode.row.count_handoff(prefiller.backend.slot, decoder.backend.slot, tokens)
