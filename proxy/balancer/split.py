@@ -192,10 +192,10 @@ class MoveAdvice:
 class MovePlanner:
     """Decides which moves pay. Its owner reports a sample every second, and each move.
 
-    A move must gain more than its cost and a margin within the horizon, for a quarter of the window. The next one is
-    decided from samples after the last one, and after half of the window if it has the same direction. If the gain of
-    two moves in a row does not come true, there is none in this direction for the horizon, and for twice the time after
-    each further one.
+    A move must gain more than its cost and a margin within the horizon, for another window, or for a quarter of it if
+    many requests are late. The next one is decided from samples after the last one, and after half of the window if it
+    has the same direction. If the gain of two moves in a row does not come true, there is none in this direction for the
+    horizon, and for twice the time after each further one.
     """
 
     def __init__(self, options: Callable[[], Elastic]) -> None:
@@ -246,7 +246,8 @@ class MovePlanner:
             return advice
         if advice.to is not self._direction:
             self._direction, self._since = advice.to, sample.at
-        return advice if sample.at - self._since >= _HOLD * options.window_seconds else None
+        hold = _URGENT_HOLD if split.served < _URGENT else _HOLD
+        return advice if sample.at - self._since >= hold * options.window_seconds else None
 
     def note_move(self, advice: MoveAdvice) -> None:
         """Note that a move has begun."""
@@ -307,8 +308,11 @@ class MovePlanner:
         return lost + again_seconds / split.prefillers / options.horizon_seconds
 
 
-# Time for which a move must pay before it begins, as a share of the window.
-_HOLD: Final = 0.25
+# Time for which a move must pay before it begins, as a share of the window. Loads that fit vary by chance.
+_HOLD: Final = 1.0
+_URGENT_HOLD: Final = 0.25
+# The share of the demand that is served in time below which a move is urgent.
+_URGENT: Final = 0.85
 # The part of the window after which another move in the same direction may follow.
 _NEXT_SHARE: Final = 0.5
 # Time from the end of the requests of an instance to its full share in the new role.
