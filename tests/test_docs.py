@@ -28,7 +28,7 @@ MAX_WORDS: dict[str, int | None] = {
     "concepts/overload.md": 700,
     "concepts/request-lifecycle.md": 500,
     "concepts/resume.md": 800,
-    "concepts/routing.md": 900,
+    "concepts/routing.md": 950,
     "concepts/working-set.md": 500,
     "contributing/compiled.md": 800,
     "contributing/recipes.md": 2200,
