@@ -128,7 +128,7 @@ def _cluster(engines: Engines, name: str, prefillers: int, decoders: int, chats:
     engines.need(prefillers, decoders)
     chosen = engines.prefillers[:prefillers], engines.decoders[:decoders]
     log = engines.directory / f"gateway-{name}-{chats}.log"
-    variables = {} if chats == "auto" else {"PROXY_RESUME__CHATS": chats}
+    variables = {**engines.stack.gateway, **({} if chats == "auto" else {"PROXY_RESUME__CHATS": chats})}
     words = ("--connector", engines.stack.connector, *endpoints(*chosen))
     gateway = start_gateway(next(engines.ports), log, *words, **variables)
     print(f"{name}: engines and gateway are ready after {time.monotonic() - began:.0f} s", flush=True)

@@ -82,6 +82,8 @@ class Stack:
     """Numbers of prefillers and decoders; the tests run with each of these pairs."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Flags of all engines, including the single one."""
+    gateway: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the gateway."""
     model: str = ""
     """The kind of model that make_tiny_model.py makes; empty for its default."""
     service: Callable[[Place], Sequence[str]] | None = None
@@ -119,6 +121,17 @@ def _nixl_push(place: Place) -> Options:
     nixl = _nixl(replace(place, kind="prefill"))
     config = {"kv_connector": "NixlPushConnector", "kv_role": _role(place), "kv_buffer_device": "cpu"}
     return Options(_transfer_config(**config), nixl.environment)
+
+
+def _nixl_read_back(place: Place) -> Options:
+    nixl = _nixl(replace(place, kind="prefill"))
+    # A test reads short caches, too, and waits until decoders have freed the others.
+    extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "decoder_kv_blocks_ttl": 40}
+    config = {"kv_connector": "NixlConnector", "kv_role": _role(place), "kv_buffer_device": "cpu"}
+    return Options(
+        _transfer_config(**config, kv_connector_extra_config=extra),
+        {**nixl.environment, "VLLM_SERVER_DEV_MODE": "1"},
+    )
 
 
 _port_ranges: Final = count(10_000, 40)
@@ -210,6 +223,14 @@ STACKS: Final = (
     NIXL,
     THINKING,
     Stack("push", "nixl_push", VLLM, _nixl_push),
+    Stack(
+        "read-back",
+        "vllm_pull",
+        VLLM,
+        _nixl_read_back,
+        sizes=((2, 1),),
+        gateway={"PROXY_BALANCE__PREFILL_POLICY": "round_robin"},
+    ),
     Stack("mooncake", "mooncake_bootstrap", VLLM, _mooncake, has_bootstrap=True),
     Stack("store", "vllm_store", VLLM, _example_store, transferred=_example_blocks),
     Stack("mooncake-store", "vllm_store", VLLM, _mooncake_store, service=_mooncake_master, transferred=_blocks),
