@@ -194,8 +194,8 @@ class MovePlanner:
 
     A move must gain more than its cost and a margin within the horizon, for another window, or for a quarter of it if
     many requests are late. The next one is decided from samples after the last one, and after half of the window if it
-    has the same direction. If the gain of two moves in a row does not come true, there is none in this direction for the
-    horizon, and for twice the time after each further one.
+    has the same direction. If the gain of two moves in a row does not come true, there is none in this direction for
+    the horizon, and for twice the time after each further one.
     """
 
     def __init__(self, options: Callable[[], Elastic]) -> None:
