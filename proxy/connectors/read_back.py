@@ -80,7 +80,7 @@ class KeptAnswer:
 class KeptAnswers:
     """The KV caches of answers that decoders keep, as far as one worker knows them.
 
-    They are found by the session of the request. Without one, they are found by the beginning of the prompt.
+    They are found by the session of the request, and by the beginning of the prompt.
     """
 
     def __init__(
@@ -170,15 +170,12 @@ class KeptAnswers:
 
 def _names(call: Call, *, is_stored: bool) -> Iterator[object]:
     """Yield the names under which an answer is stored, or under which it may be stored: one, or several."""
-    if (session := call.session) is not None:
-        yield call.served_model, call.values.get("cache_salt"), session
-        return
+    session, keys = call.session, call.prefix_keys.keys
     # The last piece of a prompt grows with the next turn. The other ones stay the same.
-    keys = call.prefix_keys.keys
-    if is_stored:
-        yield from keys[-2:-1]
-    else:
-        yield from reversed(keys)
+    for key in keys[-2:-1] if is_stored else reversed(keys):
+        yield session, key
+    if session is not None:  # of a prompt that is shorter than a piece
+        yield session, call.served_model, call.values.get("cache_salt")
 
 
 def _is_rendered_alike(call: Call) -> bool:

@@ -27,7 +27,7 @@ BOTH: dict[str, Any] = {
 
 
 def turn(prompt: str, **fields: Any) -> dict[str, Any]:
-    return request(Api.COMPLETIONS, max_tokens=40, stream=True, **fields) | {"prompt": prompt}
+    return request(Api.COMPLETIONS, **{"max_tokens": 40, "stream": True, **fields}) | {"prompt": prompt}
 
 
 async def start(deploy: Deploy, prefillers: int = 1, decoders: int = 1, **options: Any) -> Deployment:
@@ -78,6 +78,23 @@ async def test_prompt_of_text_is_tokenized_once_to_compare_it(deploy: Deploy) ->
     assert [seen.path for seen in gateway.prefillers[0].requests].count("/tokenize") == 1
     await gateway.ask(turn("something else " * 80))
     assert [seen.path for seen in gateway.prefillers[0].requests].count("/tokenize") == 1
+
+
+async def test_other_conversation_of_a_session_costs_no_tokenization(deploy: Deploy) -> None:
+    gateway = await start(deploy)
+    said = await gateway.ask(turn(TEXT, user="all"))
+    await gateway.ask(turn("something else " * 80, user="all", max_tokens=1))
+    assert not any(seen.path == "/tokenize" for seen in gateway.prefillers[0].requests)
+    await gateway.ask(turn(f"{TEXT}{said.text}, and then?", user="all"))
+    assert read_backs(gateway) == 1
+
+
+async def test_short_prompt_of_a_session_reads_the_previous_answer(deploy: Deploy) -> None:
+    gateway = await start(deploy)
+    said = await gateway.ask(turn("once upon a time", user="all"))
+    second = turn(f"once upon a time{said.text}, and then?", user="all")
+    assert (await gateway.ask(second)).text == await answer_alone(second)
+    assert read_backs(gateway) == 1
 
 
 async def test_chat_that_is_rendered_otherwise_in_the_next_turn_is_computed(deploy: Deploy) -> None:

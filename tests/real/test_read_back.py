@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.real.answers import COMPLETIONS, ask
+from tests.real.answers import COMPLETIONS, ask, request
 from tests.real.cluster import count_sources, total, wait_until
 
 if TYPE_CHECKING:
@@ -21,9 +21,12 @@ _MAX_TURNS = 20
 def test_next_turn_reads_the_kv_cache_of_the_previous_answer(cluster: Cluster, show: Show) -> None:
     """Turns go to the two prefillers alternately, so that the other one has the previous prompt in its cache.
 
-    VLLM 0.32 names the cache in whole answers only, and the gateway streams longer ones. On a busy machine the gateway
-    learns the engines' options some turns after their first health check.
+    VLLM 0.32 names the cache in whole answers only, and the gateway streams longer ones. The gateway has asked for the
+    engines' options before, and their first answer takes seconds.
     """
+    for program in (*cluster.prefillers, *cluster.decoders):
+        with request(program.port, "/server_info?config_format=json") as response:
+            response.read()
     before = count_sources(cluster.stack, [], cluster.prefillers)
     prompt = [20 + cluster.gateway.port % 100 + 2 * number for number in range(150)]
     turns = read = 0
