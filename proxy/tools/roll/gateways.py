@@ -137,7 +137,8 @@ class Gateways:
         except HTTPError as error:
             with error:
                 said = _error_message(error.read(_MOST_BYTES))
-                raise GatewayTrouble(f"{request.full_url} answers {error.code}: {said}") from None
+                remedy = "; if the gateway has an admin.port, give that port in --url" if error.code == 404 else ""
+                raise GatewayTrouble(f"{request.full_url} answers {error.code}: {said}{remedy}") from None
 
 
 class _NoRedirects(HTTPRedirectHandler):

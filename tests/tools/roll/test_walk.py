@@ -257,3 +257,11 @@ async def test_refusal_of_a_gateway_is_reported_with_its_text(deploy: Deploy) ->
     gateway = await deploy(1, 2, auth={"admin_key": "canary"})
     with pytest.raises(GatewayTrouble, match="answers 401: this route needs the admin key"):
         await Roll(gateway).goes()
+
+
+async def test_port_of_clients_is_reported_when_administration_has_another(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2, admin={"port": 0})
+    with pytest.raises(
+        GatewayTrouble, match=r"answers 404: .*; if the gateway has an admin\.port, give that port in --url"
+    ):
+        await Roll(gateway).goes()
