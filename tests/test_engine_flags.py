@@ -66,10 +66,10 @@ def test_page_of_an_engine_shows_what_launch_renders(page: str) -> None:
 def test_pages_show_a_topology_for_every_real_stack_with_two_roles() -> None:
     shown = {name for page in PAGES for name in topologies(page)}
     assert TRIED.keys() | {"vllm-ascend-1p1d"} == shown
-    # ExampleConnector is an example of vLLM, thinking has the engines of nixl, and push has the lines of nixl with
-    # another connector.
+    # ExampleConnector is an example of vLLM, thinking has the engines of nixl, push has the lines of nixl with another
+    # connector, and read-back has them with bidirectional_kv_xfer.
     disaggregated = {stack.name for stack in STACKS if CONNECTOR_TRAITS[stack.connector].takes_prefillers}
-    assert disaggregated - {"thinking", "store", "push"} == {*TRIED.values()}
+    assert disaggregated - {"thinking", "store", "push", "read-back"} == {*TRIED.values()}
 
 
 @pytest.mark.parametrize("topology", TRIED)
