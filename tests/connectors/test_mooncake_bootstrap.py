@@ -262,7 +262,7 @@ async def test_rank_is_free_when_its_prefill_is_done(deploy: Deploy, bootstrap: 
 
 FAILURES: dict[str, tuple[Act, int, str]] = {
     # what it does, the status for the client, what it is called
-    "400": (says(REFUSED, "400 Bad Request"), 400, "status"),
+    "400": (says(REFUSED, "400 Bad Request"), 400, "invalid_request"),
     "503": (says(REFUSED, "503 Service Unavailable"), 503, "status"),
     "500": (says(REFUSED, "500 Internal Server Error"), 500, "status"),
     "reset": (resets, 502, "reset"),

@@ -281,7 +281,7 @@ async def test_echo_with_logprobs_is_refused(deploy: Deploy) -> None:
 
 FAILURES: dict[str, tuple[Act, int, bytes | None, str, bool]] = {
     # what it does, the status and the body for the client, what it is called, may the engine still work
-    "flat 400": (says(FLAT, "400 Bad Request"), 400, FLAT, "status", False),
+    "flat 400": (says(FLAT, "400 Bad Request"), 400, FLAT, "invalid_request", False),
     "flat 503": (says(FLAT, "503 Service Unavailable"), 503, FLAT, "status", False),
     "flat 500": (says(FLAT, "500 Internal Server Error"), 500, FLAT, "status", False),
     "reset": (resets, 502, None, "reset", True),
