@@ -215,7 +215,7 @@ class Chooser:
             cost = max(1, self._per_compute * load.compute + self._per_kv * load.kv)
             weights = weights_by_share(weights, [candidate.share_percent for candidate in considered], cost)
         chosen = policy.choose(considered, weights, request)
-        self.basis = policy, considered, weights[:], policy.snapshot
+        self.basis = policy, considered, weights[:] if policy.keeps_weights else (), policy.snapshot
         if self.has_limits and not chosen.has_room:
             roomy = [candidate for candidate in candidates if candidate.has_room]
             if roomy:

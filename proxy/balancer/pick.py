@@ -360,6 +360,8 @@ class Policy(ABC):
     """Name in receipts and metrics."""
     weighs_load: ClassVar[bool] = True
     """Whether a backend with a larger weight gets fewer requests. It decides how slow start is applied."""
+    keeps_weights: ClassVar[bool] = True
+    """Whether `figures` needs the weights of the choice. Otherwise they are not copied."""
     weights: ClassVar[tuple[int, int] | None] = None
     """Weights of a compute token and of a KV token in a backend's weight. None: those of the role."""
     snapshot: Any = None
@@ -421,7 +423,7 @@ class Policy(ABC):
     def figures(self, snapshot: Any, weights: Sequence[int]) -> Columns:
         """Return the figures of a choice.
 
-        `snapshot` and `weights`: those of that choice.
+        `snapshot` and `weights`: those of that choice; no weights unless `keeps_weights`.
         """
         return {"weight": weights}, weights
 

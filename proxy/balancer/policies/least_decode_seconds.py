@@ -179,6 +179,7 @@ class LeastDecodeSeconds(LeastTokens):
     """The policy `least_load` for decoders."""
 
     label = "least_load"
+    keeps_weights = False
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
@@ -236,11 +237,10 @@ class LeastDecodeSeconds(LeastTokens):
                 least, equal = score, [place]
             elif score <= least * _AS_GOOD:
                 equal.append(place)
-        shown, answers_there, most = places, running[:], 0.0
         idle = bounds.idle(_SHOWN_IDLE) if len(places) < len(running) else []
+        shown, most = places + idle, 0.0
+        answers_there = [running[place] for place in shown]
         if idle:
-            shown = places + idle
-            answers_there = [running[place] for place in shown]
             seconds += [step * slowness[place] for place in idle]
             best = seconds[len(places)]
             if best_tier > 0 or best < least * _BELOW:

@@ -124,6 +124,7 @@ class LeastSeconds(LeastTokens):
     """
 
     label = "least_load"
+    keeps_weights = False
     weights = _WEIGHTS
     crowding = 1.0
     """Weight of the delay of later prompts. 0: it does not count."""
