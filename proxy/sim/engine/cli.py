@@ -221,6 +221,11 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Report the KV cache of decoders, as with NIXL's bidirectional_kv_xfer.",
     )
+    add(
+        "--allocates-after-prefill",
+        action="store_true",
+        help="Report the allocation policy prefill_complete, as decoders of SGLang do.",
+    )
     add("--ec-role", choices=("producer", "consumer"), default="", help="Role in the transfer of encoded media.")
     add(
         "--request-id-randomization",
