@@ -164,7 +164,8 @@ class Health:
         self._clock = clock
         self._rng = rng or random.Random()
         self._board = board or HealthBoard()
-        self._conditions: dict[Backend, BackendHealth] = {}
+        self.conditions: dict[Backend, BackendHealth] = {}
+        """Health of the known backends. Others must not change it. Compiled code reads it faster than by `of`."""
         self.events = 0
         """Number of outcomes, which orders them without a clock."""
         self._trials = 0
@@ -328,7 +329,7 @@ class Health:
             return ()
         self.due = math.inf
         released = []
-        for backend, condition in self._conditions.items():
+        for backend, condition in self.conditions.items():
             if condition.breaker.phase is BreakerPhase.EJECTED:
                 if condition.breaker.until <= now:
                     released.append(self._release(backend, condition, "the next request decides"))
@@ -365,14 +366,14 @@ class Health:
         """Drop the state of a backend that has left. If it returns, it is unknown."""
         self.leaving -= {backend}
         self._board.note_work(backend, 0.0)
-        if self._conditions.pop(backend, None) is not None:
+        if self.conditions.pop(backend, None) is not None:
             self.version += 1
 
     # State
 
     def of(self, backend: Backend) -> BackendHealth:
         """Return the health of a backend, which the caller must not change."""
-        return self._conditions.get(backend, _UNKNOWN_BACKEND)
+        return self.conditions.get(backend, _UNKNOWN_BACKEND)
 
     def share_percent(self, backend: Backend) -> int:
         """Return the share of its requests that a backend gets now, in percent. It is below 100 after it came back."""
@@ -381,9 +382,9 @@ class Health:
     # Details
 
     def _condition(self, backend: Backend) -> BackendHealth:
-        condition = self._conditions.get(backend)
+        condition = self.conditions.get(backend)
         if condition is None:
-            condition = self._conditions[backend] = BackendHealth()
+            condition = self.conditions[backend] = BackendHealth()
         return condition
 
     def _update_worked_at(self, backend: Backend, condition: BackendHealth, now: float) -> None:

@@ -126,8 +126,8 @@ class SglangBootstrap(Connector):
         With `prefill_complete` it allocates after the prefiller has reported the end of its computation
         (`MooncakeKVReceiver.poll` in SGLang 0.5.23, PR #40703).
         """
-        facts = self._context.pools.decode.health.of(decoder).facts
-        setup = None if facts is None else facts.identity.setup
+        health = self._context.pools.decode.health.conditions.get(decoder)
+        setup = None if health is None or health.facts is None else health.facts.identity.setup
         return setup is not None and setup.allocates_after_prefill
 
     def _prefill_leg(self, legs: _Legs) -> Leg:

@@ -135,7 +135,7 @@ class AnySequence(RuleBasedStateMachine):
                 each.is_trial &= lease.backend != backend or each.worker != worker
         if transition.cause is not None:
             peers = self.enabled(backend.role)
-            out = [peer for peer in peers if health._conditions[peer].breaker.phase is not BreakerPhase.CLOSED]
+            out = [peer for peer in peers if health.conditions[peer].breaker.phase is not BreakerPhase.CLOSED]
             assert len(out) <= max(1, len(peers) // 2)
             assert any(health.of(peer).is_eligible for peer in peers)
 
@@ -150,7 +150,7 @@ class AnySequence(RuleBasedStateMachine):
         """Return the backends that may be picked, and whether as a trial, computed without the pool's cache."""
         self.look()
         health, enabled = pool.health, self.enabled(pool.role)
-        unproven = {backend for backend in enabled if health._conditions[backend].awaits_first_probe}
+        unproven = {backend for backend in enabled if health.conditions[backend].awaits_first_probe}
         tried = {lease.backend for lease, each in self.open.items() if each.is_trial and each.pool.health is health}
         free = {backend for backend in enabled if health.of(backend).state in (HealthState.UNKNOWN, HealthState.UP)}
         trials = {backend for backend in enabled - tried if health.of(backend).state is HealthState.PROBATION}
@@ -404,7 +404,7 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def each_trial_belongs_to_one_open_lease(self) -> None:
         for worker, health in enumerate(self.healths):
-            under_way = [backend for backend, each in health._conditions.items() if each.breaker.trial]
+            under_way = [backend for backend, each in health.conditions.items() if each.breaker.trial]
             tried = [lease.backend for lease, each in self.open.items() if each.worker == worker and each.is_trial]
             assert set(under_way) <= set(tried)
 
