@@ -140,20 +140,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         watcher = ConfigWatcher(shared.configuration, live.current, live.apply, metrics)
         usage = _usage(basis)
         admin_front = build_administration(basis, balancing, engines, clients, watcher, usage)
-        status = StatusReporter(
-            StatusParts(
-                shared=shared,
-                index=index,
-                live=live,
-                metrics=metrics,
-                health=balancing.health,
-                pools=engines.serving,
-                quarantine=balancing.pools.quarantine,
-                handoffs=balancing.pools.handoffs,
-                lanes=clients.lanes,
-                upstream=engines.lines.upstream,
-            )
-        )
+        status = _status(basis, balancing, engines, clients)
         metrics.watch_status(lambda: shared.status.verdict(time.monotonic()))
         monitor_parts = MonitorParts(
             memory=Memory(basis.settings.workers),
@@ -202,6 +189,22 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
                 yield worker
             finally:
                 metrics.settle()
+
+
+def _status(basis: Basis, balancing: Balancing, engines: EngineParts, clients: Clients) -> StatusReporter:
+    parts = StatusParts(
+        shared=basis.shared,
+        index=basis.index,
+        live=basis.live,
+        metrics=basis.metrics,
+        health=balancing.health,
+        pools=engines.serving,
+        quarantine=balancing.pools.quarantine,
+        handoffs=balancing.pools.handoffs,
+        lanes=clients.lanes,
+        upstream=engines.lines.upstream,
+    )
+    return StatusReporter(parts)
 
 
 def _usage(basis: Basis) -> UsageKeeper:
