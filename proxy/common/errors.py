@@ -212,6 +212,9 @@ class UpstreamError(GatewayError):
         self.engine_status = engine_status
         self.body = body
         self.headers = headers or {}
+        self.engine_words = ""
+        """The beginning of the engine's own message, for administrators. No log has it, because engines quote prompts.
+        Empty: the engine sent none."""
         self.blame: Callable[[], None] | None = None
         """Counts a breakdown as a failure of the backend, once the request is known not to be the cause. None: nothing
         is left to count. See `balancer.blame`."""

@@ -202,7 +202,8 @@ class Timeline(AttemptRecord):
 
     def failed(self, error: UpstreamError) -> None:
         """Note the failure that ended the running attempt."""
-        self.failure = AttemptFailure(error.failure.value, error.backend.name, error.message)
+        message = f"{error.message}: {error.engine_words}" if error.engine_words else error.message
+        self.failure = AttemptFailure(error.failure.value, error.backend.name, message)
 
     def note_prefiller_replaced(self, pick: Pick) -> None:
         """Note that the prefill leg, which produced nothing, is sent again, to this prefiller."""

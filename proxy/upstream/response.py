@@ -53,9 +53,10 @@ class EngineResponse:
         failure = Failure.RECOMPUTED if lacks_kv_memory(status, body) else Failure.STATUS
         if body is not None:
             body = self._mask_key(body)
-            if words := engine_words(body):
-                message = f"{message}: {words}"
-        return upstream_error(failure, self.backend, message, engine_status=status, body=body, headers=headers)
+        error = upstream_error(failure, self.backend, message, engine_status=status, body=body, headers=headers)
+        if body is not None:
+            error.engine_words = engine_words(body)
+        return error
 
 
 class WholeResponse(EngineResponse):

@@ -106,10 +106,10 @@ def is_error_body(body: bytes) -> bool:
 
 
 def engine_words(body: bytes) -> str:
-    """Return the beginning of the message in an engine's error, for logs and operators. Empty: it has none.
+    """Return the beginning of the message in an engine's error, for administrators. Empty: it has none.
 
     Engines quote parts of an invalid request, and so perhaps the prompt. So the text ends before the first bracket or
-    long quotation.
+    long quotation, and no log has it.
     """
     try:
         answer = loads(body)
