@@ -191,8 +191,8 @@ async def test_engine_that_differs_is_named(name: str) -> None:
 async def test_engines_that_do_not_tell_their_role_are_a_note() -> None:
     looked = await looked_at(on_loopback("kimi-k2.6-1p1d"), lambda _, options: options | {"dev_mode": False})
     assert looked.told() == []
-    (note,) = looked.told(Severity.NOTE)
-    assert note == ("role", "4 of 4 engines do not tell role and connector")
+    notes = looked.told(Severity.NOTE)  # on a busy machine, engines may differ in pace, too
+    assert [note for note in notes if note[0] == "role"] == [("role", "4 of 4 engines do not tell role and connector")]
 
 
 async def test_engines_that_hand_nothing_over_need_not_tell_their_role() -> None:
