@@ -140,6 +140,7 @@ def rewritten(root: Path) -> Iterator[tuple[str, str]]:
 def _stamp(is_trained: bool) -> str:
     """Return a hash of everything that a compiled package is built from."""
     made = hashlib.sha256(f"{sys.version} {importlib.metadata.version('mypy')} {is_trained} {MODULES}".encode())
-    for path in sorted([*_ROOT.glob("proxy/**/*.[cp]*"), *_HERE.glob("*.py")]):
+    package = [path for path in _ROOT.glob("proxy/**/*.*") if path.is_file() and path.suffix not in (".pyc", ".so")]
+    for path in sorted([*package, *_HERE.glob("*.py")]):
         made.update(f"{path.name}\n".encode() + path.read_bytes())
     return made.hexdigest()
