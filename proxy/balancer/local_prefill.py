@@ -1,6 +1,6 @@
-"""Decision that a decoder computes a prompt, because that is faster than a prefiller and a handoff.
+"""Decides which prompts decoders compute, because that is faster than a prefiller and a handoff.
 
-It is made for short prompts, and for long prompts that are mostly in the decoder's cache. After an answer the cache
+These are short prompts, and long prompts that are mostly in the decoder's cache. After an answer the cache
 holds the prompt and the answer, so only the tool's result is new in the next turn of an agent. The prefill time of
 decoders is learned from the prompts that they compute, and the time of a handoff from handoffs.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -245,3 +246,27 @@ def _nixl_extras(profile_name: str, prompt_tokens: int) -> dict[str, Any]:
     if profile_name >= "v0.33":
         extras |= {"dcp_size": 1, "pp_size": 1, "transfer_mode": "pull", "remote_prefill_cached_tokens": 0}
     return extras
+
+
+class RankedPullProtocol(PullProtocol):
+    """A pull protocol whose prefiller has an engine ID for each data-parallel rank."""
+
+    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+        super().__init__(options, state, address)
+        self._ranks: Counter[int] = Counter()
+        self._served = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state for tests. `dp_ranks`: the number of prefill legs of each rank."""
+        ranks = {str(rank): count for rank, count in sorted(self._ranks.items())}
+        return super().describe() | {"dp_ranks": ranks}
+
+    def _rank(self, child: Child) -> int:
+        """Return the rank that the request names. Without one, ranks take turns."""
+        self._served += 1
+        rank = (self._served - 1) % self._options.dp_size if child.dp_rank is None else child.dp_rank
+        self._ranks[rank] += 1
+        return rank
+
+    def _engine_of(self, rank: int) -> str:
+        return self.engine_id if self._options.dp_size == 1 else f"{self.engine_id}_dp{rank}"

@@ -9,14 +9,13 @@ the prefiller then writes for a decoder that no longer waits (vLLM 0.32 `nixl/pu
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
 from proxy.sim.kv.protocol import Child, Leg, Loaded, address
-from proxy.sim.kv.pull import PullProtocol
+from proxy.sim.kv.pull import RankedPullProtocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,13 +28,11 @@ if TYPE_CHECKING:
 _NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
 
 
-class PushProtocol(PullProtocol):
+class PushProtocol(RankedPullProtocol):
     """Simulates both the prefiller's and the decoder's side. Pins have the prefiller's id of the request."""
 
     def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
         super().__init__(options, state, address)
-        self._ranks: Counter[int] = Counter()
-        self._served = 0
         self._finished: dict[tuple[str, str], str] = {}
         """Prompts that wait for a decoder: the id of the pin, by engine and by the request's id without suffix."""
         self._registered: dict[tuple[str, str], asyncio.Future[Pin]] = {}
@@ -86,19 +83,8 @@ class PushProtocol(PullProtocol):
         return [*super().routes(), web.post("/_mock/register", self._register)]
 
     def describe(self) -> dict[str, Any]:
-        """Return the state for tests. `dp_ranks`: the number of prefill legs of each rank."""
-        ranks = {str(rank): count for rank, count in sorted(self._ranks.items())}
-        return super().describe() | {"dp_ranks": ranks, "registered": len(self._registered)}
-
-    def _rank(self, child: Child) -> int:
-        """Return the rank that the request names. Without one, ranks take turns."""
-        self._served += 1
-        rank = (self._served - 1) % self._options.dp_size if child.dp_rank is None else child.dp_rank
-        self._ranks[rank] += 1
-        return rank
-
-    def _engine_of(self, rank: int) -> str:
-        return self.engine_id if self._options.dp_size == 1 else f"{self.engine_id}_dp{rank}"
+        """Return the state for tests. `registered`: the number of decoders that wait for a prompt."""
+        return super().describe() | {"registered": len(self._registered)}
 
     async def _register(self, request: web.Request) -> web.Response:
         """Answer a decoder when the KV of its prompt has been written into its memory."""

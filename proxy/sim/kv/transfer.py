@@ -9,7 +9,7 @@ protocol.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -17,7 +17,7 @@ from aiohttp import web
 
 from proxy.sim.kv.cache import blocks_of
 from proxy.sim.kv.protocol import Child, Leg, Loaded, address
-from proxy.sim.kv.pull import PullProtocol
+from proxy.sim.kv.pull import RankedPullProtocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,20 +29,18 @@ _NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 _MAX_UNWANTED = 1000
 
 
-class TransferProtocol(PullProtocol):
+class TransferProtocol(RankedPullProtocol):
     """Simulates both the prefiller's and the decoder's side. The transfer ID is the key of the pinned KV."""
 
     has_bootstrap_port = True
 
     def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
         super().__init__(options, state, address)
-        self._ranks: Counter[int] = Counter()
         self._engines: dict[str, str] = {}
         self._unwanted: OrderedDict[str, None] = OrderedDict()
         self._workers: dict[str, str] = {}
         """The addresses of all engines that were ever reported to this decoder, by engine ID (vLLM's `_remote_agents`).
         """
-        self._served = 0
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
         if params.get("do_remote_prefill") and all(params.get(name) for name in _NEEDED):
@@ -81,21 +79,6 @@ class TransferProtocol(PullProtocol):
 
     def routes(self) -> list[web.RouteDef]:
         return [*super().routes(), web.get("/query", self._tell)]
-
-    def describe(self) -> dict[str, Any]:
-        """Return the state for tests. `dp_ranks`: the number of prefill legs of each rank."""
-        ranks = {str(rank): count for rank, count in sorted(self._ranks.items())}
-        return super().describe() | {"dp_ranks": ranks}
-
-    def _rank(self, child: Child) -> int:
-        """Return the rank that the request names. Without one, ranks take turns."""
-        self._served += 1
-        rank = (self._served - 1) % self._options.dp_size if child.dp_rank is None else child.dp_rank
-        self._ranks[rank] += 1
-        return rank
-
-    def _engine_of(self, rank: int) -> str:
-        return self.engine_id if self._options.dp_size == 1 else f"{self.engine_id}_dp{rank}"
 
     async def _tell(self, request: web.Request) -> web.Response:
         worker = address(*self._address())

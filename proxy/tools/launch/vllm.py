@@ -90,7 +90,7 @@ def _serve_ranks(plan: Plan, launch: Launch) -> str:
         _exports(plan, launch),
         commands,
         [
-            "# Ranks work in step: when one ends, the others are of no use.",
+            "# Ranks work in step: when one ends, the others cannot go on.",
             "trap 'kill $(jobs -p)' EXIT",
             f"while running=($(jobs -rp)) && [ ${{#running[@]}} -eq {len(commands)} ]; do sleep 1; done",
             "exit 1",

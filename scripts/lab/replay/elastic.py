@@ -27,8 +27,6 @@ from proxy.common.backend import Role
 from proxy.settings.fleet import Elastic
 
 _SAMPLE_SECONDS: Final = 1.0
-_STEADY: Final = "steady"
-_SQUARE: Final = "square"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def panels(model: dict[str, Any]) -> list[dict[str, Any]]:
 @each
 def test_dashboard_file_equals_its_description(dashboard: Dashboard) -> None:
     file = ROOT / DIRECTORY / f"{dashboard.name}.json"
-    assert json.loads(file.read_text(encoding="utf-8")) == as_json(dashboard), "scripts/dashboards writes it anew"
+    assert json.loads(file.read_text(encoding="utf-8")) == as_json(dashboard), "write it with scripts/dashboards"
 
 
 def test_no_other_dashboard_files_exist() -> None:
