@@ -12,13 +12,13 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import orjson
 from aiohttp import web
 
 from proxy.api.credentials import author
 from proxy.api.instances import is_dry_run, parse_bool
 from proxy.common.background import run_in_slices
 from proxy.common.errors import BadRequest, GatewayError
+from proxy.listener.replies import json_response
 from proxy.observe.key_usage import HOUR_SECONDS
 from proxy.observe.metrics import exposition
 from proxy.observe.receipts import as_shown, names_engine_id, names_instance, was_saved
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from proxy.settings.load import ConfigChange
 
     Wants = Callable[[Mapping[str, Any]], bool]
-
-
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class Reload(Protocol):
@@ -90,7 +87,7 @@ class AdminApi:
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _show_configuration(self, request: web.Request) -> web.Response:
-        return _json(self._configuration())
+        return json_response(self._configuration())
 
     async def _reload(self, request: web.Request) -> web.Response:
         """Reload the configuration, and answer with the changes."""
@@ -100,7 +97,7 @@ class AdminApi:
         except SettingsError as error:
             raise BadRequest(str(error), code="invalid_configuration") from None
         instances = {"added": change.added, "removed": change.removed}
-        return _json({"dry_run": dry_run, "changed": change.options, "instances": instances})
+        return json_response({"dry_run": dry_run, "changed": change.options, "instances": instances})
 
 
 class StatusApi:
@@ -116,7 +113,7 @@ class StatusApi:
         return [web.get("/admin/status", self._administrators.guard(self._show))]
 
     async def _show(self, request: web.Request) -> web.Response:
-        return _json(self._status())
+        return json_response(self._status())
 
 
 _FILTERS: Final = ("failed", "saved", "slow", "instance", "model", "key")
@@ -156,7 +153,7 @@ class RequestsApi:
         """Show the latest requests that match all filters of the query, latest first."""
         query = _query(request, ("limit", *_FILTERS))
         limit = _limit(query.pop("limit", None))
-        return _json({"requests": await self._find(query, limit)})
+        return json_response({"requests": await self._find(query, limit)})
 
     async def _show_one(self, request: web.Request) -> web.Response:
         """Show the requests with an id: usually one, but clients choose their ids."""
@@ -174,7 +171,7 @@ class RequestsApi:
                 code="request_not_kept",
                 status=404,
             )
-        return _json({"requests": found})
+        return json_response({"requests": found})
 
     async def _find(self, query: Mapping[str, str], limit: int) -> list[dict[str, Any]]:
         """Return up to `limit` requests that match the query."""

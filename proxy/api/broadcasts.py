@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import orjson
 from aiohttp import hdrs, web
 
 from proxy.api.credentials import author
 from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body
+from proxy.listener.replies import json_response
 from proxy.settings import Listen
 from proxy.upstream import EngineRequest, EngineRequestError
 
@@ -55,7 +54,6 @@ _TIMEOUT_SECONDS: Final = {START_PROFILE: 600.0, STOP_PROFILE: 600.0}
 _CACHE_TIMEOUT_SECONDS: Final = 90.0
 _CONNECT_SECONDS: Final = 5.0
 _BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ class BroadcastApi:
             answer = {"failed": [backend.url for backend in failed]}
             if path in _SLEEP or path in _WAKE:
                 answer["disabled"] = [backend.url for backend in failed if self._is_disabled(backend)]
-            return _json(answer, status=500)
+            return json_response(answer, status=500)
 
         return self._administrators.guard(send_to_all)
 

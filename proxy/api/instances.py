@@ -21,6 +21,7 @@ from proxy.common.background import run_in_slices
 from proxy.common.errors import BadRequest
 from proxy.fleet.discovery.sources import configured_instances
 from proxy.listener.body import read_body
+from proxy.listener.replies import json_response
 from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:
@@ -304,8 +305,6 @@ logger = logging.getLogger(__name__)
 _State = dict[str, object]
 """The properties of an instance that administrators can change: `membership` and `weight`."""
 
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
-
 
 class InstancesApi:
     """The routes under `/instances`."""
@@ -360,7 +359,7 @@ class InstancesApi:
         ]
         configured = frozenset(each.place for each in configured_instances(self._settings()))
         instances = await run_in_slices(self._view.everything(configured))
-        return _json({"instances": instances, "sources": sources})
+        return json_response({"instances": instances, "sources": sources})
 
     # Changes. Each reports its effect, and is made unless it is a dry run.
 
@@ -540,7 +539,7 @@ class InstancesApi:
         for role in (role for role in Role if role is not Role.ENCODE or role in self._pools):
             answer[f"current_{role}_instances"] = [backend.name for backend in self._backends(role)]
             answer[f"joining_{role}_instances"] = [backend.name for backend in self._joiner.joining(role)]
-        return _json(answer)
+        return json_response(answer)
 
     def _backends(self, role: Role) -> Sequence[Backend]:
         return self._pools[role].backends() if role in self._pools else ()

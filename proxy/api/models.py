@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
 from aiohttp import web
 
 from proxy.api.questions import ask, bad_answer, make_counted_route, no_answer
 from proxy.common.errors import UnknownModel, UpstreamError
 from proxy.dialects.adjustments import ModelNames
+from proxy.listener.replies import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _PATH: Final = "/v1/models"
 _NAMED: Final = _PATH + "/{model:.+}"  # names may have slashes
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 _TIMEOUT_SECONDS: Final = 3.0
 _WHAT: Final = "list its models"
 _FRESH_SECONDS: Final = 2.0
@@ -73,7 +71,7 @@ class ModelsApi:
         models = await self._merge_models(self._client_keys.credential(request))
         names = ModelNames(self._settings().models.aliases)
         aliases = [{**models[served], "id": alias} for alias, served in names.exact.items() if served in models]
-        return _json({"object": "list", "data": [*models.values(), *aliases]})
+        return json_response({"object": "list", "data": [*models.values(), *aliases]})
 
     async def _model(self, request: web.Request) -> web.Response:
         models = await self._merge_models(self._client_keys.credential(request))
@@ -81,7 +79,7 @@ class ModelsApi:
         model = models.get(ModelNames(self._settings().models.aliases).engine_name(name))
         if model is None:
             raise UnknownModel()
-        return _json({**model, "id": name})
+        return json_response({**model, "id": name})
 
     async def _merge_models(self, credential: str | None) -> dict[str, dict[str, Any]]:
         """Return the models of all engines by id."""

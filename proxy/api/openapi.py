@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
 from aiohttp import hdrs, web
 
 from proxy import __version__
+from proxy.listener.replies import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 _PATH: Final = "/openapi.json"
 _parameters_of: Final = re.compile(r"\{(\w+)\}").findall
 
@@ -186,7 +184,7 @@ class OpenApi:
 
     async def _show(self, request: web.Request) -> web.Response:
         routes = [(route.method, route.resource.canonical) for route in request.app.router.routes() if route.resource]
-        return _json(description([(method, path) for method, path in routes if method != hdrs.METH_HEAD]))
+        return json_response(description([(method, path) for method, path in routes if method != hdrs.METH_HEAD]))
 
 
 def description(routes: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import orjson
 from aiohttp import web
 
 from proxy import __version__
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable, ShuttingDown
-from proxy.listener.replies import error_response
+from proxy.listener.replies import error_response, json_response
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.gateway.lanes import Lanes
     from proxy.listener.drain import DrainManager
-
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class ProbeApi:
@@ -52,7 +48,7 @@ class ProbeApi:
 
     async def _live(self, request: web.Request) -> web.Response:
         """Answer that the process is alive. The answer does not depend on engines."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer whether the gateway should receive new requests. Several routes use it."""
@@ -62,7 +58,7 @@ class ProbeApi:
         if self._lanes.models.is_mixed:
             return self._ready_by_model(request.query.get("model"))
         absent = self._lanes.whole.absent()
-        return _json({"status": "ok"}) if absent is None else error_response(NoBackendAvailable(absent))
+        return json_response({"status": "ok"}) if absent is None else error_response(NoBackendAvailable(absent))
 
     def _ready_by_model(self, name: str | None) -> web.Response:
         """Answer whether a model can be served. `name` None: whether at least one model can be served."""
@@ -75,7 +71,7 @@ class ProbeApi:
         absent_role = next((role for role in absent.values() if role is not None), None)
         if absent_role is not None and "ok" not in states.values():
             return error_response(NoBackendAvailable(absent_role))
-        return _json({"status": "ok", "models": states})
+        return json_response({"status": "ok", "models": states})
 
     async def _healthcheck(self, request: web.Request) -> web.Response:
         """Answer as vLLM-Ascend's example proxy does."""
@@ -83,7 +79,7 @@ class ProbeApi:
         whole = self._lanes.whole
         decoders = whole.pools.decode
         prefillers = whole.pools.prefill if Role.PREFILL in whole.connector.roles else None
-        return _json(
+        return json_response(
             {
                 "status": "ok",
                 "prefill_instances": len(prefillers.backends()) if prefillers else 0,
@@ -93,4 +89,4 @@ class ProbeApi:
         )
 
     async def _version(self, request: web.Request) -> web.Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
 from aiohttp import web
 
 from proxy.api.credentials import author
@@ -16,6 +14,7 @@ from proxy.api.instances import is_dry_run, parse_duration, parse_instances, rea
 from proxy.balancer.roster import Move
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest
+from proxy.listener.replies import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 _ROLES: Final = (Role.PREFILL, Role.DECODE)
 _AUTO: Final = "auto"
 
@@ -108,7 +106,9 @@ class RolesApi:
             message = f"Dry run, nothing is changed: {message}"
         logger.info("role change: %s", message, extra={"fields": {"by": author(request)}})
         plan = [{"instance": name, "steps": self._steps(member, Role(to), evacuate_after)} for name, member in moving]
-        return _json({"message": message, "dry_run": dry_run, "changes": changes, "plan": plan, "not_found": not_found})
+        return json_response(
+            {"message": message, "dry_run": dry_run, "changes": changes, "plan": plan, "not_found": not_found}
+        )
 
     def _check_left(self, leaving: Sequence[Member]) -> None:
         """Check that enough instances of each pool are left. Raises BadRequest."""

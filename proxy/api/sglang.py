@@ -7,16 +7,15 @@ members that such clients read are shown, because SGLang reports its whole comma
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
-import orjson
 from aiohttp import web
 
 from proxy.api.questions import ask, bad_answer, make_counted_route, no_answer
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest, UpstreamError
+from proxy.listener.replies import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -43,8 +42,6 @@ _SHOWN_OF_A_RANK: Final = frozenset(
         *("last_gen_throughput", "avg_spec_accept_length"),
     }
 )
-
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class SglangApi:
@@ -78,7 +75,7 @@ class SglangApi:
         infos = await self._ask_all(request, self._info, "its configuration")
         shown = {role: [_shown(info) for _, info in infos[role]] for role in self._pools}
         states = [state for info in shown[Role.DECODE] for state in info["internal_states"]]
-        return _json({"internal_states": states, "prefill": shown[Role.PREFILL], "decode": shown[Role.DECODE]})
+        return json_response({"internal_states": states, "prefill": shown[Role.PREFILL], "decode": shown[Role.DECODE]})
 
     async def _loads(self, request: web.Request) -> web.Response:
         """Answer with the loads of all data-parallel ranks of all engines, numbered consecutively."""
@@ -96,7 +93,7 @@ class SglangApi:
         ranks = [(backend, rank) for backend, answer in all_answers for rank in _objects(answer, "loads")]
         loads = [{**rank, "dp_rank": number, "role": backend.role} for number, (backend, rank) in enumerate(ranks)]
         newest = max(str(answer.get("timestamp", "")) for _, answer in all_answers)
-        return _json({"timestamp": newest, "version": all_answers[0][1].get("version"), "loads": loads})
+        return json_response({"timestamp": newest, "version": all_answers[0][1].get("version"), "loads": loads})
 
     async def _ask_all(
         self,

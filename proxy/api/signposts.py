@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import orjson
 from aiohttp import hdrs, web
 
 from proxy import __version__
 from proxy.api import status_page
 from proxy.common.errors import GatewayError
+from proxy.listener.replies import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.api.status_page import StatusPage
 
-_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 _slashes: Final = re.compile("/{2,}")
 _is_harmless: Final = re.compile("[A-Za-z0-9/._-]+").fullmatch
 
@@ -108,9 +106,9 @@ class Signposts:
 
     async def _list(self, request: web.Request) -> web.Response:
         if self._status_page is None:
-            return _json(self._welcome)
+            return json_response(self._welcome)
         is_for_a_browser = status_page.is_wanted(request)
-        answer = await self._status_page.show(request) if is_for_a_browser else _json(self._welcome)
+        answer = await self._status_page.show(request) if is_for_a_browser else json_response(self._welcome)
         answer.headers[hdrs.VARY] = hdrs.ACCEPT
         return answer
 

@@ -11,9 +11,11 @@ import logging
 import math
 import re
 from email.utils import formatdate
+from functools import partial
 from http.client import responses
 from typing import TYPE_CHECKING, Final
 
+import orjson
 from aiohttp import web
 
 from proxy import SERVER
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+json_response: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
+"""Return an answer with a JSON body."""
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """Key of the request ID in a `web.Request`."""
 LOST: Final[web.AppKey[Callable[[web.Request, int], web.Response | GatewayError | None]]] = web.AppKey("lost")
