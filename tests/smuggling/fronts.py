@@ -101,12 +101,15 @@ static_resources:
               - endpoint: {{ address: {{ socket_address: {{ address: 127.0.0.1, port_value: {target} }} }} }}
 """  # noqa: E501
 
-FRONTS: Final = {
-    "nginx": (_NGINX, ("-c", "{file}", "-p", "{folder}")),
-    "haproxy": (_HAPROXY, ("-db", "-f", "{file}")),
-    "caddy": (_CADDY, ("run", "--adapter", "caddyfile", "--config", "{file}")),
-    "envoy": (_ENVOY, ("-c", "{file}", "--concurrency", "1", "--disable-hot-restart", "--log-level", "off")),
+ARGUMENTS: Final = {
+    "nginx": ("-c", "{file}", "-p", "{folder}"),
+    "haproxy": ("-db", "-f", "{file}"),
+    "caddy": ("run", "--adapter", "caddyfile", "--config", "{file}"),
+    "envoy": ("-c", "{file}", "--concurrency", "1", "--disable-hot-restart", "--log-level", "off"),
 }
+"""The arguments with which each proxy reads a configuration."""
+_TEXTS: Final = {"nginx": _NGINX, "haproxy": _HAPROXY, "caddy": _CADDY, "envoy": _ENVOY}
+FRONTS: Final = {name: (text, ARGUMENTS[name]) for name, text in _TEXTS.items()}
 
 
 @dataclass

@@ -25,6 +25,7 @@ from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.certificates import Certificates
 from tests.scenarios.program import gateway
+from tests.smuggling.fronts import ARGUMENTS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -49,13 +50,9 @@ uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
 """
 _CADDY: Final = "{{\nadmin off\nauto_https off\ndefault_bind 127.0.0.1\n}}\n{text}\n"
 
+_FRAMES: Final = {"nginx": _NGINX, "haproxy": "{text}\n", "caddy": _CADDY, "envoy": "{text}\n"}
 # The frame of each configuration, and the arguments of the proxy.
-PROXIES: Final = {
-    "nginx": (_NGINX, ("-c", "{file}", "-p", "{folder}")),
-    "haproxy": ("{text}\n", ("-db", "-f", "{file}")),
-    "caddy": (_CADDY, ("run", "--adapter", "caddyfile", "--config", "{file}")),
-    "envoy": ("{text}\n", ("-c", "{file}", "--concurrency", "1", "--disable-hot-restart", "--log-level", "off")),
-}
+PROXIES: Final = {name: (frame, ARGUMENTS[name]) for name, frame in _FRAMES.items()}
 
 _STOCK_ENVOY: Final = """
 static_resources:
