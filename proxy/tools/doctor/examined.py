@@ -91,42 +91,42 @@ class Fleet:
 
 
 _MISSING: Final = object()
-_COMPARED: Final[Mapping[str, tuple[str, ...]]] = {
+_COMPARED: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
     # The configuration of vLLM, which it reports in development mode.
-    "--max-num-seqs": ("vllm_config", "scheduler_config", "max_num_seqs"),
-    "--max-num-batched-tokens": ("vllm_config", "scheduler_config", "max_num_batched_tokens"),
-    "--block-size": ("vllm_config", "cache_config", "block_size"),
-    "--kv-cache-dtype": ("vllm_config", "cache_config", "cache_dtype"),
-    "--enable-prefix-caching": ("vllm_config", "cache_config", "enable_prefix_caching"),
-    "--tensor-parallel-size": ("vllm_config", "parallel_config", "tensor_parallel_size"),
-    "--pipeline-parallel-size": ("vllm_config", "parallel_config", "pipeline_parallel_size"),
-    "--data-parallel-size": ("vllm_config", "parallel_config", "data_parallel_size"),
-    "--quantization": ("vllm_config", "model_config", "quantization"),
-    "--dtype": ("vllm_config", "model_config", "dtype"),
-    "--reasoning-parser": ("vllm_config", "structured_outputs_config", "reasoning_parser"),
+    ("--max-num-seqs", ("vllm_config", "scheduler_config", "max_num_seqs")),
+    ("--max-num-batched-tokens", ("vllm_config", "scheduler_config", "max_num_batched_tokens")),
+    ("--block-size", ("vllm_config", "cache_config", "block_size")),
+    ("--kv-cache-dtype", ("vllm_config", "cache_config", "cache_dtype")),
+    ("--enable-prefix-caching", ("vllm_config", "cache_config", "enable_prefix_caching")),
+    ("--tensor-parallel-size", ("vllm_config", "parallel_config", "tensor_parallel_size")),
+    ("--pipeline-parallel-size", ("vllm_config", "parallel_config", "pipeline_parallel_size")),
+    ("--data-parallel-size", ("vllm_config", "parallel_config", "data_parallel_size")),
+    ("--quantization", ("vllm_config", "model_config", "quantization")),
+    ("--dtype", ("vllm_config", "model_config", "dtype")),
+    ("--reasoning-parser", ("vllm_config", "structured_outputs_config", "reasoning_parser")),
     # The arguments of SGLang.
-    "--tp-size": ("tp_size",),
-    "--dp-size": ("dp_size",),
-    "--page-size": ("page_size",),
-    "--max-running-requests": ("max_running_requests",),
-    "--chunked-prefill-size": ("chunked_prefill_size",),
-    "--disable-radix-cache": ("disable_radix_cache",),
-    "--kv-cache-dtype ": ("kv_cache_dtype",),
-    "--quantization ": ("quantization",),
-    "--dtype ": ("dtype",),
-    "--tool-call-parser": ("tool_call_parser",),
-    "--reasoning-parser ": ("reasoning_parser",),
-}
-"""Members of `/server_info` that should be equal in one role, by flag. A space at the end tells equal flags apart."""
+    ("--tp-size", ("tp_size",)),
+    ("--dp-size", ("dp_size",)),
+    ("--page-size", ("page_size",)),
+    ("--max-running-requests", ("max_running_requests",)),
+    ("--chunked-prefill-size", ("chunked_prefill_size",)),
+    ("--disable-radix-cache", ("disable_radix_cache",)),
+    ("--kv-cache-dtype", ("kv_cache_dtype",)),
+    ("--quantization", ("quantization",)),
+    ("--dtype", ("dtype",)),
+    ("--tool-call-parser", ("tool_call_parser",)),
+    ("--reasoning-parser", ("reasoning_parser",)),
+)
+"""Flags, and the members of `/server_info` that should be equal in one role."""
 
 
 def compared_options(info: object) -> dict[str, object]:
     """Return the options in an engine's `/server_info` that should be equal in one role, by flag."""
     found: dict[str, object] = {}
-    for flag, path in _COMPARED.items():
+    for flag, path in _COMPARED:
         value = info
         for member in path:
             value = value.get(member, _MISSING) if isinstance(value, dict) else _MISSING
         if value is None or isinstance(value, str | int | float):
-            found[flag.strip()] = value
+            found[flag] = value
     return found
