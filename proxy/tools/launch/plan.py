@@ -33,7 +33,8 @@ class Launch:
     devices: range
     port: int
     kv_port: int | None
-    engine_id: str
+    engine_id: str | None
+    """The `engine_id` of the topology; None: the engine makes one up at each start."""
     dp_address: str
     """Address at which the ranks of the group connect to each other."""
     master: str
@@ -84,7 +85,6 @@ def planned(topology: Topology) -> Plan:
 def _launches(topology: Topology) -> Iterator[Launch]:
     taken: dict[str, int] = defaultdict(int)
     """First free device of each node."""
-    number = 0
     for role, part in topology.roles.items():
         for group_number, group in enumerate(part.groups):
             ranks = list(_ranks(topology, part, group))
@@ -106,12 +106,11 @@ def _launches(topology: Topology) -> Iterator[Launch]:
                     devices=devices,
                     port=port,
                     kv_port=share.kv_port or part.kv_port,
-                    engine_id=share.engine_id or str(number),
+                    engine_id=share.engine_id,
                     dp_address=meeting,
                     master=master,
                     endpoints=_endpoints(topology, port, index, len(ranks[index])),
                 )
-                number += 1
 
 
 def _ranks(topology: Topology, part: Part, group: Group) -> Iterator[range]:

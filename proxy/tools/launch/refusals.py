@@ -141,15 +141,6 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
             yield Finding(_REFUSED, "ports", f"node {claim.node}", f"{claim} ends behind 65535", "begin lower")
 
 
-def check_engine_ids(plan: Plan) -> Iterator[Finding]:
-    """Check that engine_id is unique for each node, because decoders find KV cache by it."""
-    owners: dict[str, str] = {}
-    for launch in plan.launches if plan.topology.connector is not None else ():
-        if (first := owners.setdefault(launch.engine_id, launch.subject)) != launch.subject:
-            words = f"has engine_id {launch.engine_id!r}, as {first} has"
-            yield Finding(_REFUSED, "engine_id", launch.subject, words, "leave engine_id out: then each has its own")
-
-
 def check_tp(plan: Plan) -> Iterator[Finding]:
     """Check that the connector can combine the tensor-parallel sizes."""
     connector, roles = plan.topology.connector, plan.topology.roles
@@ -237,7 +228,6 @@ CHECKS: Final[tuple[Callable[[Plan], Iterable[Finding]], ...]] = (
     check_dp_addresses,
     check_devices,
     check_ports,
-    check_engine_ids,
     check_tp,
     check_alike,
     check_batches,

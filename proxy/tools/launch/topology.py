@@ -148,7 +148,7 @@ class Share(Section):
     kv_port: Port | None = None
     """null: that of the role."""
     engine_id: Word | None = None
-    """null: its number among all shares, which is unique."""
+    """null: the engine makes one up at each start. vLLM-Ascend appends a random part to a configured one."""
 
 
 class Group(Section):

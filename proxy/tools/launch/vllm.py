@@ -139,6 +139,7 @@ def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
 
     See MooncakeConnectorWorker._get_prefill_decode_size. vLLM's connectors learn them in their handshakes. Both roles
     read and write a store of vLLM. When an engine dies, its part of a store is lost, and decoders compute it again.
+    Decoders remember a prefiller by its `engine_id`, which must be new after each start, as it is if none is written.
     """
     topology = plan.topology
     if topology.engine == "vllm":
@@ -156,7 +157,7 @@ def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
         "kv_connector": topology.connector,
         "kv_role": _KV_ROLES[launch.role],
         **({} if launch.kv_port is None else {"kv_port": str(launch.kv_port)}),
-        "engine_id": launch.engine_id,
+        **({} if launch.engine_id is None else {"engine_id": launch.engine_id}),
         "kv_connector_extra_config": {**topology.connector_options, **sizes},
     }
 

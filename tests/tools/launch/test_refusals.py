@@ -138,12 +138,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "kv_port of decode-0 (65530-65545) ends behind 65535",
     ),
     (
-        "the guide's own lines: one engine_id twice",
-        {DECODERS: [[{**BOTH[0], "engine_id": "2"}, {**BOTH[1], "engine_id": 2}]]},
-        "decode d1",
-        "has engine_id '2', as decode d0 has",
-    ),
-    (
         "tensor parallel sizes that cannot be joined",
         {f"{DECODE}dp": 4, f"{DECODE}tp": 8},
         "fleet",
