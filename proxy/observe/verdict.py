@@ -208,12 +208,13 @@ def _judge_roles(facts: StatusFacts) -> Iterator[Reason]:
     for role in facts.roles:
         members = [each for each in facts.instances if each.role == role]
         if not any(map(_is_usable, members)):
-            text = (
-                f"None of {counted(len(members), f'{role} instance')} is up."
-                if members
-                else f"There is no {role} instance."
-            )
-            yield Reason(Level.DOWN, "no_instance", "side", role, text)
+            yield Reason(Level.DOWN, "no_instance", "side", role, _no_instance(role, len(members)))
+
+
+def _no_instance(role: str, count: int) -> str:
+    if count < 2:
+        return f"The only {role} instance is not up." if count else f"There is no {role} instance."
+    return f"None of the {count} {role} instances is up."
 
 
 _UNHEALTHY: Final = (

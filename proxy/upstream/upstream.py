@@ -19,7 +19,7 @@ from proxy.upstream.response import Response
 from proxy.upstream.silences import Silences, StreamProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -382,6 +382,11 @@ class Upstream:
         if self._silences is not None and self._silence_seconds and not lost_seconds:
             self._silences.check_silences(now, self._sweep_seconds, self._silence_seconds, moves.values(), silent)
         self._close_idle(now)
+
+    def keep_paces(self, names: Collection[str]) -> None:
+        """Drop the paces of all backends but these, because the others were removed."""
+        for name in [name for name in self.paces if name not in names]:
+            del self.paces[name]
 
     def quiet_seconds(self) -> dict[Backend, tuple[bool, list[float]]]:
         """Return for each backend the time since anything has arrived of each exchange, as of the last sweep.

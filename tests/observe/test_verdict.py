@@ -60,6 +60,20 @@ LATE_PREFILL = replace(
 )
 ROWS = [
     (replace(WELL, instances=(PREFILL,)), "no_instance", "decode", Level.DOWN, "There is no decode instance."),
+    (
+        replace(WELL, instances=(PREFILL, replace(DECODE, states={HealthState.DOWN: 1}))),
+        "no_instance",
+        "decode",
+        Level.DOWN,
+        "The only decode instance is not up.",
+    ),
+    (
+        replace(WELL, instances=(PREFILL, *(replace(each, states={HealthState.DOWN: 1}) for each in (DECODE, OTHER)))),
+        "no_instance",
+        "decode",
+        Level.DOWN,
+        "None of the 2 decode instances is up.",
+    ),
     (with_decoder(states={HealthState.DOWN: 1}, cause="refused"), "instance_down", "d:1", Level.DEGRADED, "refused"),
     (
         with_decoder(states={HealthState.EJECTED: 1, HealthState.UP: 2}),

@@ -147,6 +147,8 @@ class StatusReporter:
             for labels, value in counter.values():
                 if value:
                     yield (name, *labels), value
+        names = {backend.name for pool in self._parts.pools.values() for backend in pool.backends()}
+        self._parts.upstream.keep_paces(names)
         for name, (count, seconds) in self._parts.upstream.paces.items():
             yield ("stream_parts", name), count
             yield ("stream_seconds", name), seconds

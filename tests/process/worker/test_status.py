@@ -75,6 +75,18 @@ async def test_status_and_instances_name_a_pair_that_is_kept_apart(deploy: Deplo
     quarantine.note_success(prefiller, decoder)
 
 
+async def test_pace_of_a_removed_instance_is_dropped(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2)
+    paces = gateway.worker.upstream.paces
+    kept, removed = (backend.name for backend in gateway.worker.pools.decode.backends())
+    paces |= {kept: (1, 0.1), removed: (1, 0.1)}
+    change = {"type": "decode", "instances": removed}
+    async with gateway.session.post(gateway.url + "/instances/remove", json=change) as response:
+        assert response.status == 200
+    await status_when(gateway, lambda status: removed not in paces)
+    assert kept in paces
+
+
 def test_counters_of_a_replaced_worker_grow_from_zero() -> None:
     growth = Growth()
     series = ("0", "rejected", "queue_full")
