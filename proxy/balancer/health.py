@@ -427,7 +427,7 @@ class Health:
             cause = _CAUSE_OF_FAILED_TRIAL.get(error.failure, "failures")
         if cause is None or condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
             return None
-        return self._eject(backend, condition, cause, f"{error.message}, {breaker.failures} failures in a row")
+        return self._eject(backend, condition, cause, f"{error.describe()}, {breaker.failures} failures in a row")
 
     def _eject_for_refusals(
         self,
@@ -445,7 +445,7 @@ class Health:
             return None
         if condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
             return None
-        return self._eject(backend, condition, "refuses", f"{error.message}, while others serve")
+        return self._eject(backend, condition, "refuses", f"{error.describe()}, while others serve")
 
     def _may_eject(self, backend: Backend, peers: Collection[Backend]) -> bool:
         others = [self.of(peer) for peer in peers if peer != backend]

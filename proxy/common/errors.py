@@ -10,8 +10,10 @@ import random
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from proxy.common.quotations import without_quotations
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.common.backend import Backend, Role
 
@@ -179,7 +181,8 @@ _STATUS_OF_FAILURE = {
 _INNOCENT_FAILURES: Final = (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED, Failure.RESTARTED)
 
 
-_CLIENT_MISTAKES: Final = frozenset((400, 404, 413, 415, 422))
+CLIENT_MISTAKES: Final = frozenset((400, 404, 413, 415, 422))
+"""Statuses with which an engine reports a mistake in the client's request."""
 
 
 class UpstreamError(GatewayError):
@@ -213,8 +216,10 @@ class UpstreamError(GatewayError):
         self.body = body
         self.headers = headers or {}
         self.engine_words = ""
-        """The beginning of the engine's own message, for administrators. No log has it, because engines quote prompts.
-        Empty: the engine sent none."""
+        """The beginning of the engine's own message, for administrators. Empty: the engine sent none."""
+        self.quotable: Callable[[], Sequence[str] | None] | None = None
+        """Returns the texts of the request, which the engine may have quoted, or None if they are not all known. None:
+        the request is not known."""
         self.blame: Callable[[], None] | None = None
         """Counts a breakdown as a failure of the backend, once the request is known not to be the cause. None: nothing
         is left to count. See `balancer.blame`."""
@@ -246,6 +251,17 @@ class UpstreamError(GatewayError):
         return self
 
     @property
+    def full_message(self) -> str:
+        """The message with the engine's own words, for administrators only: engines quote prompts."""
+        return f"{self.message}: {self.engine_words}" if self.engine_words else self.message
+
+    def describe(self) -> str:
+        """Return the message for logs: with the engine's own words, but without quotations of the request."""
+        texts = self.quotable() if self.engine_words and self.quotable is not None else None
+        words = "" if texts is None else without_quotations(self.engine_words, texts)
+        return f"{self.message}: {words}" if words else self.message
+
+    @property
     def is_breakdown(self) -> bool:
         """Whether the engine crashed or returned 5xx. The cause may be the engine or the request."""
         if self.failure is Failure.STATUS:
@@ -255,7 +271,7 @@ class UpstreamError(GatewayError):
     @property
     def is_client_mistake(self) -> bool:
         """Whether the engine reported a mistake in the client's request, such as a prompt that is too long."""
-        return self.failure is Failure.STATUS and self.engine_status in _CLIENT_MISTAKES
+        return self.failure is Failure.STATUS and self.engine_status in CLIENT_MISTAKES
 
     @property
     def is_backpressure(self) -> bool:

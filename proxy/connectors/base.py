@@ -9,7 +9,7 @@ import msgspec
 import orjson
 
 from proxy.common.backend import Role
-from proxy.common.errors import Failure
+from proxy.common.errors import CLIENT_MISTAKES, Failure
 from proxy.connectors.leg_driver import open_attempt
 from proxy.wire.document import InvalidDocument
 from proxy.wire.ids import new_id
@@ -158,7 +158,8 @@ def refusal(response: EngineResponse, body: bytes) -> UpstreamError:
     """Return the error for an engine's answer whose status is not a success."""
     if response.status < 400:
         return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
-    return response.refuse(f"answered with status {response.status}", response.status, body, response.headers)
+    verb = "rejected the request as invalid" if response.status in CLIENT_MISTAKES else "answered"
+    return response.refuse(f"{verb} with status {response.status}", response.status, body, response.headers)
 
 
 class PrefilledChoice(msgspec.Struct):

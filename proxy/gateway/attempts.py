@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.errors import Failure, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.common.terms import Stage
 from proxy.gateway.admission import Entry
+from proxy.gateway.quotable import quotable_texts
 from proxy.gateway.resuming import Resuming
 from proxy.gateway.retry import RetryPermit, backoff_seconds, may_retry
 from proxy.gateway.suspects import UnitGuard
@@ -233,6 +235,7 @@ class AttemptLoop:
     async def _handle_failure(self, error: UpstreamError) -> bool:
         """Decide what to do after an attempt failed. Return True if the answer is complete anyway, or raise."""
         self._last_error = error
+        error.quotable = partial(quotable_texts, self._delivery)
         self._timeline.failed(error)
         self._has_retried_all = False
         self._has_reached_engines |= error.failure is not Failure.CONNECT

@@ -202,8 +202,7 @@ class Timeline(AttemptRecord):
 
     def failed(self, error: UpstreamError) -> None:
         """Note the failure that ended the running attempt."""
-        message = f"{error.message}: {error.engine_words}" if error.engine_words else error.message
-        self.failure = AttemptFailure(error.failure.value, error.backend.name, message)
+        self.failure = AttemptFailure(error.failure.value, error.backend.name, error.full_message)
 
     def note_prefiller_replaced(self, pick: Pick) -> None:
         """Note that the prefill leg, which produced nothing, is sent again, to this prefiller."""

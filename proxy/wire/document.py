@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.wire.members import Members, NotAnObject, TooManyMembers, parse_like_python, spans_of, text_bytes
-from proxy.wire.python_json import dumps
+from proxy.wire.python_json import dumps, read_again
 from proxy.wire.weight import load
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Document:
         """Return the values that have already become Python objects."""
         values = self.values
         return list(values.values()) if isinstance(values, dict) else values.read
+
+    def load(self) -> Any:
+        """Return all values. Those that were not read yet are not kept."""
+        values = self.values
+        return values if isinstance(values, dict) else {name: read_again(bytes(self.view(name))) for name in values}
 
     def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
         """Return the value of a member, or None without one, and a function that returns the bytes of a string in it.

@@ -73,7 +73,7 @@ async def test_resumed_answer_shows_each_attempt(deploy: Deploy) -> None:
     assert {attempt["d_id"] for attempt in told["history"]} == set(sent)
 
 
-async def test_words_of_an_engine_are_in_the_receipt_and_in_no_log(
+async def test_words_of_an_engine_are_in_the_receipt_the_log_and_the_reason(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "proxy")
@@ -87,7 +87,31 @@ async def test_words_of_an_engine_are_in_the_receipt_and_in_no_log(
     told = (await get(gateway, ONE, id="mine"))["requests"]
     failures = [attempt["failure"] for one in told for attempt in one["history"] if attempt["failure"]]
     assert failures == [{"kind": "status", "instance": f"127.0.0.1:{bad.port}", "message": said}]
-    assert words not in "".join(f"{record.getMessage()}{record.__dict__}" for record in caplog.records)
+    assert [each for each in warnings_of(caplog) if said in each]
+    instances = (await get(gateway, "/instances"))["instances"]
+    assert next(one["reason"] for one in instances if one["state"] == "ejected").startswith(said)
+
+
+@pytest.mark.parametrize("prompt", ["The launch code is 4711-Tango.", [1001, 1002, 1003, 1004]])
+async def test_prompt_that_an_engine_quotes_is_in_no_log(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, prompt: str | list[int]
+) -> None:
+    caplog.set_level(logging.DEBUG, "proxy")
+    gateway = await deploy(1, 2, health={"eject_after": 1})
+    bad = gateway.decoders[0]
+    words = f"CUDA error while computing the launch code is 4711-tango. {str(prompt).strip('[]')}"
+    bad.faults.add("refuse_status", status=500, path="/v1/completions", body={"error": {"message": words}})
+    while not generations(bad):
+        assert (await gateway.ask({"model": "sim", "prompt": prompt, "max_tokens": 4})).status == 200
+    lines = "".join(f"{record.getMessage()}{record.__dict__}" for record in caplog.records)
+    assert [each for each in warnings_of(caplog) if "answered with status 500" in each]
+    assert ("CUDA error while" in lines) == isinstance(prompt, str)
+    assert "4711" not in lines
+    assert "1002" not in lines
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 async def test_mistake_of_a_client_is_no_failure_of_the_instance(deploy: Deploy) -> None:
@@ -97,9 +121,12 @@ async def test_mistake_of_a_client_is_no_failure_of_the_instance(deploy: Deploy)
     prefiller.faults.add("refuse_status", status=400, path="/v1/chat", body=body)
     assert (await gateway.ask(request(Api.CHAT), x_request_id="mine")).status == 400
     [told] = (await get(gateway, ONE, id="mine"))["requests"]
-    assert told["error"] == "prefill instance: answered with status 400"
+    assert told["error"] == "prefill instance: rejected the request as invalid with status 400"
     said = "This model's maximum context length is 9 tokens"
-    assert told["history"][0]["failure"]["message"] == f"prefill instance: answered with status 400: {said}"
+    assert (
+        told["history"][0]["failure"]["message"]
+        == f"prefill instance: rejected the request as invalid with status 400: {said}"
+    )
     results = gateway.metrics("pdproxy_instance_requests_total")
     assert results[f"127.0.0.1:{prefiller.port}", "invalid_request", "prefill"] == 1
 

@@ -184,10 +184,10 @@ async def test_response_is_not_there_afterwards(gateway: Deployment, method: str
     [
         (b'{"error":{"message":"too long","code":400}}', "too long"),
         (b"<html>no</html>", "<html>no</html>"),
-        (b'{"error":{"message":7}}', "decode instance: answered with status 400"),
-        (b'{"error":true}', "decode instance: answered with status 400"),
+        (b'{"error":{"message":7}}', "decode instance: rejected the request as invalid with status 400"),
+        (b'{"error":true}', "decode instance: rejected the request as invalid with status 400"),
         (b'{"object":"error","message":"too long"}', "too long"),
-        (b"", "decode instance: answered with status 400"),
+        (b"", "decode instance: rejected the request as invalid with status 400"),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
