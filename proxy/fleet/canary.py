@@ -230,7 +230,7 @@ class Canary:
             result = replace(result, problem=problem, failure=Failure.TIMEOUT, blamed=blamed)
         except UpstreamError as error:
             is_busy = error.is_backpressure or (reader is not None and reader.is_preempted)
-            problem = error.message.removeprefix(f"{error.backend.role.value} instance: ")
+            problem = error.full_message.removeprefix(f"{error.backend.role.value} instance: ")
             result = replace(result, problem=problem, failure=error.failure, blamed=error.backend, is_busy=is_busy)
         except NoBackendAvailable as error:
             result = replace(result, problem=error.message, is_busy=True)

@@ -8,7 +8,7 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from proxy.balancer.recognition import EngineReport, recognise
 from proxy.common.backend import Role
@@ -34,6 +34,7 @@ from proxy.process.worker.balancing import build_balancing
 from proxy.process.worker.basis import Basis, LiveConfiguration
 from proxy.process.worker.engines import build_lines, build_link
 from proxy.settings import SettingsError
+from proxy.tools.doctor.chats import ChatAnswers, chat, check_parsers, rejects_tools, separates_reasoning
 from proxy.tools.doctor.engine import check_engines, good_finding
 from proxy.tools.doctor.examined import IDLE_SECONDS, Examined, Fleet, compared_options
 from proxy.tools.doctor.findings import Finding, Severity
@@ -42,6 +43,8 @@ from proxy.tools.doctor.pair import Canaries, check_pairs
 from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, connect_problem
 from proxy.wire.exposition import parse_prompt_tokens, parse_ranks, parse_start, parse_work
 from proxy.wire.ids import new_id
+from proxy.wire.openai import Api
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from proxy.settings import Loaded, Settings
     from proxy.upstream import BufferedResponse, Names
 
+_T = TypeVar("_T")
 _PAIRS_AT_ONCE: Final = 8
 _SOURCE_SECONDS: Final = 10.0
 _ENGINES_AT_ONCE: Final = 32
@@ -219,7 +223,44 @@ class Examination:
             max_tokens={each.backend: each.facts.max_model_len for each in fit if each.facts.max_model_len is not None},
             lease_seconds=lease_seconds,
         )
-        return check_pairs(canaries)
+        good = {backend for backend, result in alone.items() if not result.problem}
+        good.update(result.prefiller for result in canaries.answered if result.prefiller is not None)
+        chats = await self._send_chats(link, [engine for engine in fit if engine.backend in good])
+        return [*check_pairs(canaries), *check_parsers(chats)]
+
+    async def _send_chats(self, link: Link, engines: Sequence[Examined]) -> list[ChatAnswers]:
+        """Send a chat to each engine of vLLM, which does not report its parsers. SGLang reports its own."""
+        asked = [engine for engine in engines if engine.facts.identity.kind == "vLLM"]
+        found: list[ChatAnswers] = []
+        if len(asked) < 2:
+            return found
+        for few in _chunks(asked, _PAIRS_AT_ONCE):
+            found += await asyncio.gather(*(self._chat(link, engine) for engine in few))
+            self._progress("chats", len(found), len(asked))
+        return found
+
+    async def _chat(self, link: Link, engine: Examined) -> ChatAnswers:
+        """Return the answers of an engine to chats. A failed request leaves them unknown."""
+        backend, context = engine.backend, link.context
+
+        async def ask(*, has_tool: bool) -> BufferedResponse:
+            body = dumps(chat(min(engine.serves), backend.role, has_tool=has_tool))
+            headers = context.keys.headers(backend)
+            return await context.client.post(backend.url, Api.CHAT.path, self._canary_seconds, body, headers)
+
+        try:
+            answer = await ask(has_tool=True)
+            rejected = rejects_tools(answer.status, answer.body)
+            if rejected and backend.role is Role.DECODE:
+                answer = await ask(has_tool=False)
+        except EngineRequestError:
+            return ChatAnswers(engine=engine)
+        is_answered = answer.status == 200 and backend.role is Role.DECODE
+        return ChatAnswers(
+            engine=engine,
+            rejects_tools=rejected,
+            separates_reasoning=separates_reasoning(answer.json_or_none) if is_answered else None,
+        )
 
 
 async def _with_bootstraps(fleet: Fleet, asker: Asker) -> Fleet:
@@ -298,8 +339,8 @@ def rounds(pairs: Collection[tuple[Backend, Backend]]) -> Iterator[list[tuple[Ba
         yield some
 
 
-def _chunks(backends: Sequence[Backend], size: int) -> Iterator[Sequence[Backend]]:
-    return (backends[start : start + size] for start in range(0, len(backends), size))
+def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 # Queries engines for the data that the checks need.

@@ -55,7 +55,7 @@ async def test_no_engine_version_causes_a_warning(profile: str, tmp_path_factory
     assert found.subjects(Severity.WARNING) == set()
 
 
-async def test_pairs_decoders_alone_and_prefillers_again_get_one_canary() -> None:
+async def test_pairs_decoders_alone_and_prefillers_again_get_one_canary_and_one_chat() -> None:
     async with (
         SimulatedEngine(role="prefill", api_key="sk-of-the-engines") as one,
         SimulatedEngine(role="prefill", api_key="sk-of-the-engines") as two,
@@ -67,11 +67,12 @@ async def test_pairs_decoders_alone_and_prefillers_again_get_one_canary() -> Non
         assert progress == [
             *(("instances asked", done, 3) for done in (1, 2, 3)),
             *(("canaries", done, 5) for done in (1, 2, 3, 4, 5)),
+            ("chats", 3, 3),
         ]
-        assert [len(generations(engine)) for engine in (one, two, decoder)] == [2, 2, 5]
+        assert [len(generations(engine)) for engine in (one, two, decoder)] == [3, 3, 6]
         assert not one.pins
         assert not two.pins
-        prompts = [seen.body["prompt"] for seen in generations(decoder)]
+        prompts = [seen.body["prompt"] for seen in generations(decoder) if "prompt" in seen.body]
     report = as_json(found).decode() + as_table(found, 100, coloured=False)
     first, second, *_ = prompts[0].split()
     assert f"{first} {second}" not in report

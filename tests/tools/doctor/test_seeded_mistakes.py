@@ -38,6 +38,18 @@ def _by_two_addresses(prefillers: list[SimulatedEngine], decoders: list[Simulate
     return {"prefill": [f"127.0.0.{number}:{prefillers[0].port}" for number in (1, 2)]}
 
 
+_WITHOUT_TOOLS = fault(
+    "refuse_status",
+    "/v1/chat",
+    status=400,
+    body={
+        "error": {"message": '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'}
+    },
+    times=1,
+)
+"""The answer of vLLM to a chat with tools."""
+
+
 def _wrong_bootstrap(prefillers: list[SimulatedEngine], decoders: list[SimulatedEngine]) -> dict[str, Any]:
     return {"prefill": [f"127.0.0.1:{prefillers[0].port} 9"]}
 
@@ -197,6 +209,17 @@ MISTAKES = [
         decoders=[{}, {}, {"tool_call_parser": ""}],
     ),
     Mistake(
+        "a prefiller without a parser of tool calls", "parsers", "P1", WARNING, prefillers=[{}, _WITHOUT_TOOLS, {}]
+    ),
+    Mistake("a decoder without a parser of tool calls", "parsers", "D0", WARNING, decoders=[_WITHOUT_TOOLS, {}, {}]),
+    Mistake(
+        "a decoder without a reasoning parser, without development mode",
+        "parsers",
+        "D0",
+        WARNING,
+        decoders=[{"reasoning_parser": ""}, {}, {}],
+    ),
+    Mistake(
         "ranks that get no requests",
         "ranks",
         "P0",
@@ -328,6 +351,14 @@ async def test_doctor_reports_the_mistake(mistake: Mistake, tmp_path_factory: py
     named = [f for f in found.findings if (found.short(f.subject), f.check) == (mistake.subject, mistake.check)]
     assert [f.severity for f in named] == [mistake.severity], found.findings
     assert all(f.hint for f in named)
+
+
+async def test_finding_has_the_words_of_the_engine() -> None:
+    words = "CUDA error: an illegal memory access was encountered"
+    broken = fault("refuse_status", status=500, body={"error": {"message": words}})
+    found = await examined(Mistake("", "answer", "D0", decoders=[broken, {}]), Path)
+    [finding] = [each for each in found.findings if each.check == "answer"]
+    assert f"the engine answered with status 500: {words}" in finding.words
 
 
 def test_every_check_is_in_operating() -> None:
