@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lab.common.docs_site import on_page_markdown
+from lab.common.diagrams import diagrams, file_of
+from lab.common.docs_site import on_page_markdown, on_post_build
 from lab.test_docs import Kind, blocks
 from proxy.settings import load
 
@@ -152,7 +153,47 @@ def test_page_of_old_anchors_is_short_and_complete() -> None:
     assert len(anchors) == len({*anchors}) == OLD_ANCHORS
 
 
-@pytest.mark.parametrize(("page", "meta"), [("troubleshooting/index.md", {"search": {"boost": 3.0}}), ("index.md", {})])
+def test_diagrams_are_drawn_from_the_texts_of_their_pages() -> None:
+    drawings = {file_of(one): one.digest for page, text in PAGES.items() for one in diagrams(page, text)}
+    assert sorted(drawings) == sorted((DOCS / "images/diagrams").iterdir())
+    assert [path.name for path, digest in drawings.items() if digest not in path.read_text()] == []
+
+
+def test_page_with_a_changed_diagram_is_rejected() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"), meta={})
+    with pytest.raises(ValueError, match="scripts/docs diagrams"):
+        on_page_markdown("```mermaid\nflowchart LR\n```\n", page=page)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("index.html", '<link rel="stylesheet" href="https://fonts.example.com/a.css">'),
+        ("index.html", '<script src="//cdn.example.com/a.js"></script>'),
+        ("index.html", '<img src="https://example.com/a.png">'),
+        ("index.html", '<script>fetch("https://example.com/")</script>'),
+        ("index.html", "<style>@import 'https://example.com/a.css'</style>"),
+        ("index.html", '<pre class="mermaid">flowchart LR</pre>'),
+        ("site.css", "body { background: url(https://example.com/a.png) }"),
+        ("site.js", "load('https://example.com/a.js')"),
+    ],
+)
+def test_site_that_loads_from_another_host_is_rejected(tmp_path: Path, file: str, content: str) -> None:
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=f"(?s)other hosts.*{file}"):
+        on_post_build(config={"site_dir": tmp_path})
+
+
+def test_links_and_namespaces_are_no_loads(tmp_path: Path) -> None:
+    page = '<a href="https://example.com/">a</a><svg xmlns="http://www.w3.org/2000/svg"></svg><img src="a.png">'
+    (tmp_path / "index.html").write_text(f'{page}<link rel="canonical" href="https://example.com/">')
+    (tmp_path / "site.js").write_text("// see https://example.com/\nlet ns = 'http://www.w3.org/2000/svg'")
+    on_post_build(config={"site_dir": tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("page", "meta"), [("troubleshooting/index.md", {"search": {"boost": 3.0}}), ("index.md", {"hide": ["navigation"]})]
+)
 def test_search_ranks_troubleshooting_before_other_pages(page: str, meta: dict[str, object]) -> None:
     shown = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
     on_page_markdown(PAGES[page], page=shown)

@@ -1,12 +1,19 @@
-"""Hook of mkdocs: links to files outside docs/ lead to the repository's host, and the search ranks groups of pages."""
+"""Hook of mkdocs: links that leave docs/ lead to the repository's host, the search ranks pages, and diagrams are drawn.
+
+A site that loads something from another host is an error, because readers may have no access to the internet.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
+
+from lab.common.diagrams import with_drawings
+from lab.common.own_host import foreign_loads
 
 ROOT = Path(__file__).parents[3]
 # Factors for hits below a path. Operators search for symptoms and tasks, and long references match almost any word.
@@ -19,6 +26,8 @@ _SEARCH_BOOSTS = {
     "reference/metrics.md": 0.5,
     "contributing/": 0.2,
 }
+# Sections of one page, whose navigation would list that page alone.
+_ALONE = {"index.md", "performance.md"}
 _link = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -36,6 +45,8 @@ def on_page_markdown(markdown: str, *, page: _Page, **_: object) -> str:
     for path, boost in _SEARCH_BOOSTS.items():
         if page.file.src_uri.startswith(path):
             page.meta["search"] = {"boost": boost}
+    if page.file.src_uri in _ALONE:
+        page.meta["hide"] = ["navigation"]
     directory = posixpath.dirname(f"docs/{page.file.src_uri}")
 
     def absolute(match: re.Match[str]) -> str:
@@ -44,7 +55,18 @@ def on_page_markdown(markdown: str, *, page: _Page, **_: object) -> str:
             return match[0]
         return f"]({_source()}/blob/main/{path}{match[2] or ''})"
 
-    return _link.sub(absolute, markdown)
+    return with_drawings(page.file.src_uri, _link.sub(absolute, markdown))
+
+
+def on_post_build(*, config: Mapping[str, object], **_: object) -> None:
+    """Examine the built site. mkdocs calls it after the last page.
+
+    Raises:
+        ValueError: A file of the site loads something from another host.
+
+    """
+    if problems := foreign_loads(Path(str(config["site_dir"]))):
+        raise ValueError("the site loads from other hosts:\n" + "\n".join(problems))
 
 
 def _source() -> str:
