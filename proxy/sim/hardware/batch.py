@@ -117,10 +117,15 @@ class Batch:
         work.is_decoding = True
         self._interrupt(now)
 
-    def compute(self, work: Work, now: float) -> None:
-        """Record that the awaited KV of admitted work does not arrive. Its uncached tokens are computed here."""
+    def compute(self, work: Work, now: float, arrived_tokens: int = 0) -> None:
+        """Record that no more of the awaited KV of admitted work arrives. Its other tokens are computed here.
+
+        `arrived_tokens`: the number of leading tokens whose KV is cached or has arrived.
+        """
         work.awaits_kv = False
-        work.computed = work.began_behind = work.cached_tokens = len(work.held.named) * self._shape.block_tokens
+        cached = len(work.held.named) * self._shape.block_tokens
+        work.fetched_tokens = max(0, arrived_tokens - cached)
+        work.computed = work.began_behind = work.cached_tokens = cached + work.fetched_tokens
         self._interrupt(now)
 
     def drop(self, work: Work, now: float) -> None:

@@ -163,6 +163,8 @@ class Work:
     """Whether its KV comes from another engine. After its admission it then waits for `arrive`."""
     cached_tokens: int = 0
     """The number of prompt tokens that were cached at the first admission."""
+    fetched_tokens: int = 0
+    """The number of prompt tokens whose KV came from another engine, while the others were computed."""
     computed: int = 0
     """The number of tokens whose KV is computed or has arrived."""
     generated: int = 0

@@ -58,7 +58,11 @@ class Workload:
     growth_tokens: float = 900.0
     """Median growth per turn, besides the answer."""
     answer_tokens: float = 164.0
-    """Median of an answer."""
+    """Median of an answer, without its reasoning."""
+    reasoning_tokens: float = 0.0
+    """Median of the reasoning before an answer. 0: there is none."""
+    drops_reasoning: bool = False
+    """Whether the next prompt has an answer without its reasoning."""
     turns: float = 35.0
     """Mean number of turns, which is distributed exponentially."""
     gaps: Gaps = Gaps()
@@ -89,6 +93,8 @@ class Turn:
     """Conversations that run between this answer and the next turn."""
     copies: int = 1
     """Number of equal requests of this turn, sent at the same time."""
+    repeats_answer: bool = False
+    """Whether the prompt begins with exactly the tokens of the prompt before and its answer."""
 
 
 @dataclass(slots=True)
@@ -118,18 +124,23 @@ class Conversation:
             self._blocks, self._length = system, load.shared_tokens
         self._grow(_around(rng, load.first_tokens, 0.6))
         left = self.max_turns or (1 if rng.random() < load.single_turns else 1 + int(rng.expovariate(1 / load.turns)))
-        pause = 0.0
+        pause, repeats_answer = 0.0, False
         while left > 0:
             left -= 1
             answer = max(_MIN_ANSWER_TOKENS, _around(rng, load.answer_tokens, 0.7))
+            reasoning = _around(rng, load.reasoning_tokens, 0.7) if load.reasoning_tokens else 0
             subagents = self._subagents(len(system)) if left and rng.random() < load.subagents else ()
             copies = 2 if rng.random() < load.forks else 1
-            yield Turn(self._length, answer, self._names(), pause, subagents, copies)
-            pause = load.gaps.draw(rng)
+            yield Turn(
+                self._length, answer + reasoning, self._names(), pause, subagents, copies, repeats_answer=repeats_answer
+            )
+            pause, repeats_answer = load.gaps.draw(rng), not (reasoning and load.drops_reasoning)
             if load.compaction_tokens is not None and self._length > load.compaction_tokens:
                 self._cut(load.shared_tokens)
                 self._grow(_around(rng, load.first_tokens, 0.6))
-            self._grow(answer + _around(rng, load.growth_tokens, 0.8))
+                repeats_answer = False
+            repeated = answer if load.drops_reasoning else answer + reasoning
+            self._grow(repeated + _around(rng, load.growth_tokens, 0.8))
 
     def _subagents(self, shared: int) -> tuple[Conversation, ...]:
         """Return sub-agents. Half of them begin with the whole conversation, the others with its system prompt."""

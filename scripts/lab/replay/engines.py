@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import Final
 
 from proxy.sim.hardware.batch import Batch
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.work import Shape, Work
+
+# vLLM's `kv_recompute_threshold` (nixl/base_scheduler.py): fewer tokens are computed instead of read.
+_LEAST_READ_TOKENS: Final = 64
 
 
 class Engine:
@@ -25,6 +29,7 @@ class Engine:
         self._prompts: dict[Work, None] = {}  # not computed yet
         self._watchers: dict[Work, Callable[[int], None]] = {}
         self._link_factors: dict[Work, float] = {}  # of those that wait for KV over a slow link
+        self._kept_tokens: dict[Work, int] = {}  # of prompts of which another engine keeps a part
 
     def hit(self, names: Sequence[int]) -> int:
         """Return how many blocks of a new prompt, from its beginning, would be cached here.
@@ -47,9 +52,14 @@ class Engine:
             seconds += 0.0 if work.is_begun else self.cost.prompt
         return max(0.0, seconds)
 
-    async def prefill(self, prompt_tokens: int, names: Sequence[int]) -> Work:
-        """Compute a prompt. Its KV cache is kept until `give_back`."""
-        work = Work(prompt_tokens, 1, names, keeps_kv=True)
+    async def prefill(self, prompt_tokens: int, names: Sequence[int], kept_tokens: int = 0) -> Work:
+        """Compute a prompt. Its KV cache is kept until `give_back`.
+
+        `kept_tokens`: number of leading tokens of which another engine keeps the KV cache, to be fetched from it.
+        """
+        work = Work(prompt_tokens, 1, names, keeps_kv=True, awaits_kv=kept_tokens > 0)
+        if kept_tokens:
+            self._kept_tokens[work] = kept_tokens
         self._prompts[work] = None
         await self._submit(work)
         del self._prompts[work]
@@ -62,12 +72,14 @@ class Engine:
         on_tokens: Callable[[int], None] | None = None,
         *,
         link_factor: float = 1.0,
+        keeps_kv: bool = False,
     ) -> Work:
         """Fetch a prompt's KV cache and decode. Return with the first token, or without one if it is evacuated.
 
         `on_tokens` gets the number of new tokens at each step. `link_factor`: relative time of the transfer.
+        `keeps_kv`: whether the KV cache is kept after the answer until `give_back`.
         """
-        work = Work(prompt_tokens, answer_tokens, awaits_kv=True)
+        work = Work(prompt_tokens, answer_tokens, awaits_kv=True, keeps_kv=keeps_kv)
         if link_factor != 1.0:
             self._link_factors[work] = link_factor
         if on_tokens is not None:
@@ -111,6 +123,13 @@ class Engine:
             waiter.set_result(None)
 
     def _on_admitted(self, work: Work) -> None:
+        kept_tokens = self._kept_tokens.pop(work, 0)
+        if kept_tokens:
+            missing = kept_tokens - self._block_tokens * len(work.held.named)
+            arrived_tokens = kept_tokens if missing >= _LEAST_READ_TOKENS else 0
+            seconds = self._transfer_seconds_per_token * missing if arrived_tokens else 0.0
+            self._loop.call_later(seconds, self._arrive_in_part, work, arrived_tokens)
+            return
         seconds = self._transfer_seconds_per_token * self._link_factors.pop(work, 1.0) * work.prompt_tokens
         self._loop.call_later(seconds, self._arrive, work)
 
@@ -118,6 +137,10 @@ class Engine:
         if work not in self._waiting:
             return  # it was evacuated during the transfer
         self.batch.arrive(work, self._loop.time())
+        self._arm()
+
+    def _arrive_in_part(self, work: Work, tokens: int) -> None:
+        self.batch.compute(work, self._loop.time(), tokens)
         self._arm()
 
     def _arm(self) -> None:

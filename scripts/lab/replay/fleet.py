@@ -23,6 +23,7 @@ from proxy.dialects.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
 from proxy.process.loop_lag import LoopLag
 from proxy.settings.model import Cost as CostSettings
 from proxy.sim.hardware.machines import Machine
+from proxy.sim.hardware.work import Work
 from proxy.wire.prefix import PrefixKeys
 
 MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
@@ -30,6 +31,8 @@ MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 TRANSFER_SECONDS_PER_TOKEN: Final = 2.8e-6
 """Time to transfer the KV cache of one token: 70 KB at 25 GB/s."""
 _BYTES_PER_TOKEN: Final = CostSettings().bytes_per_token
+# vLLM's `decoder_kv_blocks_ttl` (nixl/base_scheduler.py): decoders free the KV cache of an answer that nothing reads.
+_KEPT_SECONDS: Final = 480.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,23 @@ class Subject:
 
 
 @dataclass(slots=True)
+class KeptAnswer:
+    """The KV cache of an answer, which its decoder keeps until it is freed."""
+
+    engine: Engine
+    work: Work
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens in the cache: the prompt and the answer without its last token."""
+        return self.work.tokens - 1
+
+    def free(self) -> None:
+        """Free the cache. May be called again."""
+        self.engine.give_back(self.work)
+
+
+@dataclass(slots=True)
 class Course:
     """The outcome of one request. Seconds are of the loop's clock, and None if the event did not happen."""
 
@@ -140,6 +160,12 @@ class Course:
     first_token_at: float | None = None
     ended_at: float | None = None
     is_rejected: bool = False
+    reads: KeptAnswer | None = None
+    """The answer with whose tokens the prompt begins, if a decoder keeps its KV cache."""
+    read_tokens: int = 0
+    """Prompt tokens whose KV cache the prefiller read from a decoder. They count as cached, too."""
+    kept: KeptAnswer | None = None
+    """The KV cache of the answer, if its decoder keeps it."""
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -183,6 +209,7 @@ class Replay:
         kv_events: bool = False,
         loop_lag: LoopLag | None = None,
         learns_handoffs: bool = True,
+        tokenize_seconds: float | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Create engines and gateways.
@@ -199,6 +226,8 @@ class Replay:
           kv_events: Prefillers publish KV events.
           loop_lag: See Plan.
           learns_handoffs: See Plan.
+          tokenize_seconds: Time to tokenize one token of a prompt whose prefiller reads the KV cache of the answer
+            before. None: prefillers read no answers, and decoders keep none.
           on_end: Called at the end of each request.
         """
         self.courses: list[Course] = []
@@ -206,6 +235,7 @@ class Replay:
         self.engines: dict[Backend, Engine] = {}
         self._tells_cached = tells_cached
         self._learns_handoffs = learns_handoffs
+        self._tokenize_seconds = tokenize_seconds
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         rng = self._rng = random.Random(seed)
@@ -294,10 +324,10 @@ class Replay:
                 if prefiller.prediction is not None:
                     course.predicted_seconds = prefiller.prediction.seconds
                     course.expected_tokens = prefiller.prediction.cached_tokens
-            kv = await engine.prefill(tokens, request.blocks[: request.input_tokens // BLOCK_TOKENS])
+            kv = await self._prefill(course, engine, tokens)
             if not done:
                 course.prefill_seconds = self._loop.time() - sent_at
-                course.cached_tokens = kv.cached_tokens
+                course.cached_tokens, course.read_tokens = kv.cached_tokens, kv.fetched_tokens
             prefiller.note_usage(tokens, kv.cached_tokens if self._tells_cached else None)
             prefiller.free_compute()
             computed_at = self._loop.time()
@@ -306,6 +336,7 @@ class Replay:
                 tokens,
                 request.output_tokens - done,
                 link_factor=self._link_factor(prefiller.backend, decoder.backend),
+                keeps_kv=self._tokenize_seconds is not None,
             )
             engine.give_back(kv)
             prefiller.free_kv()
@@ -320,14 +351,31 @@ class Replay:
             generated = await decoding.end(answer)
             if generated + done == request.output_tokens:
                 decoder.answer_tokens = generated
+            if answer.keeps_kv:
+                course.kept = KeptAnswer(decoding, answer)
+                self._loop.call_later(_KEPT_SECONDS, course.kept.free)
             return generated
 
-    async def _serve(self, request: Request, key: str = "-") -> None:
+    async def _prefill(self, course: Course, engine: Engine, tokens: int) -> Work:
+        """Compute a prompt, of which the prefiller reads a part from a decoder if that keeps it."""
+        kept, course.reads = course.reads, None
+        kept_tokens = 0
+        if kept is not None and self._tokenize_seconds is not None:
+            # The gateway lets the prefiller tokenize the prompt, and compares its beginning.
+            await asyncio.sleep(tokens * self._tokenize_seconds)
+            kept_tokens = kept.tokens
+        request = course.request
+        kv = await engine.prefill(tokens, request.blocks[: request.input_tokens // BLOCK_TOKENS], kept_tokens)
+        if kept is not None:
+            kept.free()
+        return kv
+
+    async def _serve(self, request: Request, key: str = "-", reads: KeptAnswer | None = None) -> Course:
         """Run one request as a connector does that calls the decoder after the prefiller's answer.
 
-        `key`: name of the client key.
+        `key`: name of the client key. `reads`: see Course.
         """
-        course = Course(request)
+        course = Course(request, reads=reads)
         self.courses.append(course)
         subject = Subject(request)
         tokens = request.input_tokens
@@ -346,3 +394,4 @@ class Replay:
         except (Overloaded, NoBackendAvailable):
             course.is_rejected = True
         self._on_end()
+        return course

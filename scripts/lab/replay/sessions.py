@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from math import isnan, nan
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ from lab.common.processes import called_from
 from lab.replay import virtual_time
 from lab.replay.conversations import Conversation, Conversations, Gaps, Turn, Workload, read_sessions
 from lab.replay.figures import average, percentile
-from lab.replay.fleet import Course, Fleet, Replay
+from lab.replay.fleet import Course, Fleet, KeptAnswer, Replay
 from lab.replay.policies import AFFINITY, policies
 from lab.replay.sweep import fleets, replay_options
 from lab.replay.trace import Request
@@ -92,11 +93,14 @@ class ClosedLoop(Replay):
     async def _converse(self, conversation: Conversation, key: str) -> None:
         life = Life(key, self._loop.time())
         self.lives.append(life)
+        kept: KeptAnswer | None = None
         for turn in conversation.turns():
             await asyncio.sleep(turn.pause_seconds)
             life.pending_since = sent = self._loop.time()
-            requests = [self._send(turn, key) for _ in range(turn.copies)]
-            await asyncio.gather(*requests)
+            reads = kept if turn.repeats_answer else None
+            # An answer is read once, so another copy of the turn does not read it.
+            requests = [self._send(turn, key, None if copy else reads) for copy in range(turn.copies)]
+            kept = (await asyncio.gather(*requests))[0].kept
             life.turns += 1
             life.waited += self._loop.time() - sent
             life.pending_since = None
@@ -104,8 +108,9 @@ class ClosedLoop(Replay):
                 await asyncio.gather(*(self._converse(agent, key) for agent in turn.subagents))
         life.ended = self._loop.time()
 
-    async def _send(self, turn: Turn, key: str) -> None:
-        await self._serve(Request(self._loop.time(), turn.input_tokens, turn.output_tokens, turn.blocks), key)
+    async def _send(self, turn: Turn, key: str, reads: KeptAnswer | None) -> Course:
+        request = Request(self._loop.time(), turn.input_tokens, turn.output_tokens, turn.blocks)
+        return await self._serve(request, key, reads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,8 @@ class Row:
     """Figures of one policy with one number of sessions. Times are in seconds; NaN marks a figure without data."""
 
     policy: str
+    read_back: str
+    """`on` if prefillers read the KV cache of answers from decoders, otherwise `off`."""
     sessions: int
     seed: int
     fleet: str
@@ -122,7 +129,9 @@ class Row:
     tokens_per_second: float
     """Tokens of prompts and answers of served turns."""
     hit_rate: float
-    """Share of prompt tokens that were cached."""
+    """Share of prompt tokens that were cached, including those that were read from decoders."""
+    read_share: float
+    """Share of prompt tokens whose KV cache was read from decoders."""
     ttft_p50: float
     ttft_p99: float
     ttft_max: float
@@ -144,7 +153,10 @@ class Row:
 
 
 def row(run: ClosedLoop, label: Mapping[str, Any], seconds: float) -> Row:
-    """Compute the figures of a run after its warm-up. `label`: policy, sessions, seed, fleet and fits."""
+    """Compute the figures of a run after its warm-up.
+
+    `label`: policy, read_back, sessions, seed, fleet and fits.
+    """
     warm = _WARM_UP * seconds
     counted = [course for course in run.courses if course.request.at >= warm]
     served = [course for course in run.courses if course.ended_at is not None and warm <= course.ended_at < seconds]
@@ -160,6 +172,7 @@ def row(run: ClosedLoop, label: Mapping[str, Any], seconds: float) -> Row:
         turns_per_second=len(served) / (seconds - warm),
         tokens_per_second=(prompts + sum(course.request.output_tokens for course in served)) / (seconds - warm),
         hit_rate=sum(course.cached_tokens for course in served) / prompts if prompts else nan,
+        read_share=sum(course.read_tokens for course in served) / prompts if prompts else nan,
         ttft_p50=percentile(first, 0.5),
         ttft_p99=percentile(first, 0.99),
         ttft_max=percentile(first, 1.0),
@@ -219,6 +232,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--forks", type=_share, default=0.0, help="probability that a turn is sent twice (default: 0)")
     add("--compaction-tokens", type=natural, metavar="N", help="replace longer histories by a summary (default: never)")
     add("--single-turns", type=_share, default=0.0, help="share of sessions with one turn (default: 0)")
+    add("--reasoning-tokens", type=positive, default=0.0, metavar="N", help="median of an answer's reasoning (none)")
+    add("--drop-reasoning", action="store_true", help="the next prompt has answers without their reasoning")
+    add("--read-back", choices=("off", "on"), nargs="+", default=["off"], help="prefillers read answers from decoders")
+    add("--tokenize-us", type=positive, default=1.0, help="per token, before an answer is read (default: %(default)s)")
     add("--coarse", action="store_true", help="engines find up to 512 tokens less than was sent")
 
 
@@ -255,6 +272,8 @@ def workload(options: argparse.Namespace) -> Workload:
         first_tokens=options.first_tokens,
         growth_tokens=options.growth_tokens,
         answer_tokens=options.answer_tokens,
+        reasoning_tokens=options.reasoning_tokens,
+        drops_reasoning=options.drop_reasoning,
         turns=options.turns,
         gaps=Gaps(options.short_gaps, options.medium_gaps, options.longest_gap),
         subagents=options.subagents,
@@ -285,9 +304,10 @@ class Sweep:
             numbers = [
                 max(1, round(number * fits if is_multiple else number)) for number, is_multiple in options.sessions
             ]
-            plan = [(number, name, seed) for number in numbers for name in names for seed in options.seeds]
-            for at, (number, name, seed) in enumerate(plan, 1):
-                label = {"policy": name, "sessions": number, "seed": seed, "fleet": fleet.name, "fits": fits}
+            plan = list(product(numbers, names, options.read_back, options.seeds))
+            for at, (number, name, read_back, seed) in enumerate(plan, 1):
+                label = {"policy": name, "read_back": read_back, "sessions": number, "seed": seed}
+                label |= {"fleet": fleet.name, "fits": fits}
                 rows.append(self._run(fleet, label, f"{at}/{len(plan)} {fleet.name}, {name}, {number} sessions"))
         return rows
 
@@ -295,7 +315,8 @@ class Sweep:
         """Return the largest number of sessions with nearly the hit rate of one, with affinity and no admission."""
 
         def hit_rate(number: int) -> float:
-            label = {"policy": AFFINITY, "sessions": number, "seed": 1, "fleet": fleet.name, "fits": 0}
+            label = {"policy": AFFINITY, "read_back": "off", "sessions": number, "seed": 1}
+            label |= {"fleet": fleet.name, "fits": 0}
             return self._run(fleet, label, f"{fleet.name}, search of sessions that fit, {number}").hit_rate
 
         least = FITS * hit_rate(1)
@@ -317,6 +338,7 @@ class Sweep:
                 fleet,
                 *policies(fleet, options.decode_policy)[label["policy"]],
                 seed=seed,
+                tokenize_seconds=options.tokenize_us / 1e6 if label["read_back"] == "on" else None,
                 **replay_options(options),
             )
             made.append(run)
@@ -340,16 +362,16 @@ async def _report(name: str, seconds: float) -> None:
 
 
 _HEADS: Final = (
-    *("fleet", "sessions", "policy", "turns/s", "tokens/s", "hits", "TTFT p50", "p99", "max"),
+    *("fleet", "sessions", "policy", "read-back", "turns/s", "tokens/s", "hits", "read", "TTFT p50", "p99", "max"),
     *("s/turn p50", "p99", "slowest tenth", "rejected", "beside"),
 )
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
     """Return the means over the seeds, in the order of the rows. Their seed is 0."""
-    grouped: dict[tuple[str, int, str], list[Row]] = defaultdict(list)
+    grouped: dict[tuple[str, int, str, str], list[Row]] = defaultdict(list)
     for each in rows:
-        grouped[each.fleet, each.sessions, each.policy].append(each)
+        grouped[each.fleet, each.sessions, each.policy, each.read_back].append(each)
     made = []
     for group in grouped.values():
         values = asdict(group[0]) | {"seed": 0, "rejected": sum(each.rejected for each in group)}
@@ -365,8 +387,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def _cells(each: Row) -> Sequence[str]:
     return (
-        *(each.fleet, f"{each.sessions} ({each.sessions / max(1, each.fits):.1f}x)", each.policy),
-        *(f"{each.turns_per_second:.2f}", f"{each.tokens_per_second:,.0f}", f"{each.hit_rate:.2f}"),
+        *(each.fleet, f"{each.sessions} ({each.sessions / max(1, each.fits):.1f}x)", each.policy, each.read_back),
+        *(f"{each.turns_per_second:.2f}", f"{each.tokens_per_second:,.0f}", f"{each.hit_rate:.3f}"),
+        f"{each.read_share:.3f}",
         *(f"{each.ttft_p50:.2f}", f"{each.ttft_p99:.1f}", f"{each.ttft_max:.0f}"),
         *(f"{each.seconds_per_turn_p50:.1f}", f"{each.seconds_per_turn_p99:.1f}"),
         *(f"{each.slowest_tenth_slowdown:.1f}×", str(each.rejected)),
@@ -378,7 +401,8 @@ def chart(rows: Sequence[Row], title: str) -> str:
     """Return an SVG chart of turns per second over the number of sessions, with a line for each policy."""
     lines: dict[str, dict[float, float]] = defaultdict(dict)
     for each in means(rows):
-        lines[each.policy][each.sessions] = each.turns_per_second
+        name = each.policy if each.read_back == "off" else f"{each.policy}, read-back"
+        lines[name][each.sessions] = each.turns_per_second
     high = max(each.turns_per_second for each in rows) * 1.05 or 1.0
     fits = rows[0].fits
     subtitle = f"turns per second over concurrent sessions; {fits} fit into the caches"

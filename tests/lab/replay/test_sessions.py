@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
@@ -107,7 +108,7 @@ class _Run(ClosedLoop):
         self.courses, self.lives = list(courses), list(lives)
 
 
-LABEL = {"policy": "a<b", "sessions": 2, "seed": 1, "fleet": "1P1D", "fits": 1}
+LABEL = {"policy": "a<b", "read_back": "off", "sessions": 2, "seed": 1, "fleet": "1P1D", "fits": 1}
 
 
 def course(at: float, first: float | None, end: float | None, *, rejected: bool = False) -> Course:
@@ -162,6 +163,19 @@ def rows(monkeypatch: pytest.MonkeyPatch, line: str) -> list[Row]:
     words = "replay --sessions 8 --seconds 60 --fleet 2P1D --prefill-kv-tokens 60000 --policies least_load"
     monkeypatch.setattr(sys, "argv", f"{words} {line}".split())
     return Sweep(read_options()).rows()
+
+
+def test_read_back_spares_prefills_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    off, on = rows(monkeypatch, "--reasoning-tokens 1500 --read-back off on")
+    assert (off.read_back, off.read_share, on.read_back) == ("off", 0.0, "on")
+    assert on.read_share > 0.01
+    assert on.hit_rate > off.hit_rate
+    assert on.ttft_p50 < off.ttft_p50
+
+
+def test_answers_that_the_next_prompt_cuts_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    off, on = rows(monkeypatch, "--reasoning-tokens 1500 --drop-reasoning --read-back off on")
+    assert replace(on, read_back="off") == off
 
 
 def test_limits_of_running_requests_apply_to_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,17 @@ def test_cached_tokens_are_attended_to_but_not_computed() -> None:
     assert machine.ends[work][0] - began == pytest.approx(COST.prefill(10, 90))
 
 
+def test_prompt_of_which_a_part_arrives_computes_the_rest() -> None:
+    machine = Machine(transfer_seconds=0.0)
+    work = Work(200, 1, list(range(20)), awaits_kv=True)
+    machine.batch.submit(work, 0.0)
+    machine.transfers.clear()
+    machine.batch.compute(work, 0.0, 145)
+    machine.run()
+    assert (work.fetched_tokens, work.cached_tokens, machine.batch.blocks.cached) == (145, 145, 20)
+    assert machine.ends[work][0] == pytest.approx(COST.prefill(55, 145))
+
+
 def test_decoding_takes_longer_the_more_decode_and_twice_as_long_past_the_knee() -> None:
     seconds = []
     for sequences in (1, 3, 4):
