@@ -154,11 +154,13 @@ def parse_setup(info: Any) -> Setup:
     ec_connector = _text(_member(_member(config, "ec_transfer_config"), "ec_connector"))
     transfer = config["kv_transfer_config"]
     connector = _member(transfer, "kv_connector")
-    parts = (connector,)
+    parts, extra = (connector,), _member(transfer, "kv_connector_extra_config")
     if connector == "MultiConnector":
-        listed = _list(_member(transfer, "kv_connector_extra_config"), "connectors")
+        listed = _list(extra, "connectors")
         parts = tuple(_member(part, "kv_connector") for part in listed) or parts
-    extra = _member(transfer, "kv_connector_extra_config")
+        # Each of its connectors has options of its own (vLLM `multi_connector.py`).
+        own = (_member(part, "kv_connector_extra_config") for part in listed)
+        extra = {name: value for options in own if isinstance(options, dict) for name, value in options.items()}
     role, engine_id = _member(transfer, "kv_role"), _member(transfer, "engine_id")
     return Setup(
         has_transfer_config=True,

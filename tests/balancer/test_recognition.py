@@ -51,6 +51,7 @@ def encoder(name: str) -> EngineReport:
     return said(Role.ENCODE, "e:1", models("vllm"), {"vllm_config": config})
 
 
+NIXL_OPTIONS = {"bidirectional_kv_xfer": True, "kv_lease_duration": 12, "decoder_kv_blocks_ttl": 40}
 UNSERVED = "which no single connector serves for certain: set `connector`, see docs/reference/connectors.md"
 
 
@@ -217,6 +218,14 @@ def test_malformed_models_are_those_of_an_unknown_engine(answer: Any) -> None:
 def test_malformed_transfer_config_is_an_error(transfer: Any) -> None:
     engine = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
     assert "which no single connector serves for certain" in problem(engine, vllm(D))
+
+
+def test_options_of_a_combined_connector_are_read() -> None:
+    nixl = {"kv_connector": "NixlConnector", "kv_connector_extra_config": NIXL_OPTIONS}
+    extra = {"connectors": [nixl, {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": 1}]}
+    transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    setup = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}}).setup
+    assert (setup.is_bidirectional, setup.lease_seconds, setup.answer_seconds) == (True, 12.0, 40.0)
 
 
 @pytest.mark.parametrize("info", [1, [], {}, {"vllm_config": "text"}, {"vllm_config": {}}])
