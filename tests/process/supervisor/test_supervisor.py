@@ -99,6 +99,7 @@ def main() -> int:
         prefill=(Endpoint(host="127.0.0.1", port=1),),
         decode=(Endpoint(host="127.0.0.1", port=2),),
         workers=int(sys.argv[2]),
+        worker_timeout_seconds=None,  # these workers have no event loop whose progress could be watched
         drain=Drain(not_ready_seconds=0),
     )
     return serve(lambda: Loaded(settings, {}), run, RestartPolicy(first_delay_seconds=0.001, max_delay_seconds=0.01))
@@ -145,7 +146,7 @@ class Program:
 
 @contextmanager
 def program(worker: str, workers: int, port: int = 0) -> Iterator[Program]:
-    """Kills, in the end, what a failed test left behind; its temporary files are removed even when it was killed."""
+    """Run a supervisor. A failed test kills its processes and reports their log; temporary files are always removed."""
     command = [sys.executable, "-P", __file__, worker, str(workers), str(port)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     with (
@@ -161,9 +162,12 @@ def program(worker: str, workers: int, port: int = 0) -> Iterator[Program]:
         started = Program(process)
         try:
             yield started
-        finally:
+        except BaseException as error:
             for pid in (process.pid, *started.pids) if process.poll() is None else ():
                 kill_if_alive(pid)
+            assert process.stdout is not None
+            error.add_note(f"exit code {process.wait()}, log:\n{process.stdout.read()}")
+            raise
 
 
 def kill_if_alive(pid: int) -> None:
