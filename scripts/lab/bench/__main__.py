@@ -14,6 +14,7 @@ from lab.bench.fleets import compare_fleets
 from lab.bench.kinds import compare
 from lab.bench.report import NOTES, chart, judged, table
 from lab.bench.scenarios import Scenario, scenarios
+from lab.bench.tls import compare_tls
 from lab.common import peers
 from lab.common.compiled.build import NotCompiled, compiled
 from lab.common.fleet import Fleet
@@ -35,6 +36,9 @@ def main() -> None:
         return
     if options.fleets:
         compare_fleets(options.rounds, package)
+        return
+    if options.tls:
+        compare_tls(options.rounds, package)
         return
     if options.duel:
         _duel(options, base, package, [scenario for scenario in chosen if not scenario.saturates])
@@ -98,6 +102,11 @@ def _options() -> argparse.Namespace:
         "--fleets",
         action="store_true",
         help="measure only pdproxy: a request with 4, 64 and 512 engines",
+    )
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="measure only pdproxy: requests and tokens with TLS, beside pdproxy without TLS and nginx in front of it",
     )
     parser.add_argument(
         "--connector",

@@ -17,6 +17,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from random import Random
+from ssl import SSLContext
 from time import perf_counter
 from typing import Any, Final, NamedTuple, cast
 
@@ -181,9 +182,9 @@ class Client(asyncio.Protocol):
             self.first_token.set_result(None)
 
 
-async def connect(port: int, gaps: Histogram | None = None) -> Client:
-    """Open a connection. Raises OSError."""
-    _, client = await asyncio.get_running_loop().create_connection(partial(Client, gaps), HOST, port)
+async def connect(port: int, gaps: Histogram | None = None, tls: SSLContext | None = None) -> Client:
+    """Open a connection, without TLS if `tls` is None. Raises OSError."""
+    _, client = await asyncio.get_running_loop().create_connection(partial(Client, gaps), HOST, port, ssl=tls)
     return client
 
 
