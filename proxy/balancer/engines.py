@@ -90,6 +90,8 @@ class Setup:
     """vLLM only: names of its KV connectors. Empty: the KV cache is not transferred."""
     ec_connector: str | None = None
     """vLLM only: name of its connector for encoded media (`--ec-transfer-config`)."""
+    ec_port: int | None = None
+    """vLLM's ECMooncakeConnector only: port to which encoders send encoded media (`reservation_zmq_port`)."""
     kv_role: str | None = None
     """vLLM only: `kv_producer`, `kv_consumer` or `kv_both`."""
     lease_seconds: float | None = None
@@ -151,21 +153,22 @@ def parse_setup(info: Any) -> Setup:
     config = _member(info, "vllm_config")
     if not isinstance(config, dict) or "kv_transfer_config" not in config:
         return Setup()
-    ec_connector = _text(_member(_member(config, "ec_transfer_config"), "ec_connector"))
+    ec_config = _member(config, "ec_transfer_config")
     transfer = config["kv_transfer_config"]
     connector = _member(transfer, "kv_connector")
     parts, extra = (connector,), _member(transfer, "kv_connector_extra_config")
     if connector == "MultiConnector":
         listed = _list(extra, "connectors")
         parts = tuple(_member(part, "kv_connector") for part in listed) or parts
-        # Each of its connectors has options of its own (vLLM `multi_connector.py`).
+        # Each of its connectors has separate options (vLLM `multi_connector.py`).
         own = (_member(part, "kv_connector_extra_config") for part in listed)
         extra = {name: value for options in own if isinstance(options, dict) for name, value in options.items()}
     role, engine_id = _member(transfer, "kv_role"), _member(transfer, "engine_id")
     return Setup(
         has_transfer_config=True,
         kv_connectors=() if connector is None else tuple(map(str, parts)),
-        ec_connector=ec_connector,
+        ec_connector=_text(_member(ec_config, "ec_connector")),
+        ec_port=_count(_member(_member(ec_config, "ec_connector_extra_config"), "reservation_zmq_port")),
         kv_role=role if isinstance(role, str) else None,
         lease_seconds=_seconds(_member(extra, "kv_lease_duration")),
         answer_seconds=_seconds(_member(extra, "decoder_kv_blocks_ttl")),

@@ -157,6 +157,10 @@ class PickRequest:
         """Return the same request with another set of backends to avoid."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, self.prefer, self.proves_generation)
 
+    def preferring(self, backend: Backend) -> PickRequest:
+        """Return the same request with a preferred backend."""
+        return PickRequest(self.prefill, self.decode, self.subject, self.avoid, backend, self.proves_generation)
+
     def for_another_backend(self, avoid: Collection[Backend]) -> PickRequest:
         """Return the same request with another set of backends to avoid and without a preferred backend."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)

@@ -35,10 +35,10 @@ _UNSERVED: Final = {
 }
 """Advice by KV connectors of vLLM 0.32 and 0.33 that no connector of the gateway serves."""
 
-# `consumer_zmq` and `ec_items` of `ec_transfer_params` in vLLM 0.32 `ec_connector/mooncake/scheduler.py`.
+# A rank receives at `reservation_zmq_port` plus its number (`config.py` of vLLM 0.32 `ec_connector/mooncake`).
 _EC_MOONCAKE: Final = (
-    "runs ECMooncakeConnector, whose encoders send only to an address that each request must name, and pdproxy does "
-    "not know it: use ECCPUConnector or ECExampleConnector"
+    "runs ECMooncakeConnector with several data-parallel ranks, each of which receives encoded media at a port of its "
+    "own, and pdproxy does not choose the rank: use ECCPUConnector or ECExampleConnector"
 )
 _OTHER_ROLE: Final = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 _GATEWAY: Final = (
@@ -111,7 +111,7 @@ def find_connector_mismatch(
     identity, setup, traits = engine.identity, engine.setup, CONNECTOR_TRAITS[connector]
     if identity.is_gateway:
         return IncompatibilityKind.GATEWAY, _GATEWAY
-    if setup.ec_connector == "ECMooncakeConnector":
+    if setup.ec_connector == "ECMooncakeConnector" and setup.dp_size > 1:
         return IncompatibilityKind.CONNECTOR, _EC_MOONCAKE
     if identity.kind is None or engine.role is Role.ENCODE:
         return None

@@ -4,8 +4,10 @@ For vLLM with an EC connector (`--ec-transfer-config`). With ECExampleConnector 
 cache, where the other engines look it up by the item's hash. With ECCPUConnector (vLLM 0.30) an encoder keeps it and
 names its place, by hash, as `ec_transfer_params` of its answer. The other legs get these parameters, without which the
 engines encode the item again (vLLM `ec_connector/cpu/scheduler`, `_admit_item`).
-ECMooncakeConnector is not served: its encoders send to an address that each request must name (`consumer_zmq` in
-vLLM 0.32 `ec_connector/mooncake/scheduler.py`), and engines do not report it.
+With ECMooncakeConnector (vLLM 0.32) an encoder sends its result to the engine that the request names (`consumer_zmq`),
+and both name the transfer (`ec_items`). That engine waits for it, and encodes nothing itself (`_prepare_push_spec` and
+`ensure_cache_available` in `ec_connector/mooncake/scheduler.py`). So the prefiller is chosen before the media are
+encoded. Its port is in its configuration, which vLLM reports in development mode only.
 Each item is sent as a separate chat without text, answered with one token, as in vLLM-Ascend's disagg_epd_proxy.py. If
 an item cannot be encoded, the attempt fails.
 """
@@ -108,32 +110,48 @@ class Encoding(Connector):
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         # Reserve the room that admission found. The connector takes it before it waits for anything.
         with ExitStack() as room:
+            reserved: list[Backend] = []
             for role in self.roles:
                 with suppress(NoBackendAvailable):  # if there is still none later, the lease fails
-                    room.enter_context(self._pools.of(role).reserve(request))
-            places = await self._encode(call, items, request.avoid)
+                    reserved.append(room.enter_context(self._pools.of(role).reserve(request)).backend)
+            receiver = next(filter(self._receiving_address, reserved), None)
+            address = None if receiver is None else self._receiving_address(receiver)
+            if receiver is not None:  # it must get the request, too
+                request = request.preferring(receiver)
+            places = await self._encode(call, items, request.avoid, address)
             timeline.end_encoding()
         if places:
             call = call.changed({"ec_transfer_params": places})
         async with self._connector.open(call, request, timeline) as attempt:
             yield attempt
 
-    async def _encode(
-        self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend]
-    ) -> dict[str, object]:
-        """Encode all items, a limited number at a time. Return the places of the results by hash.
+    def _receiving_address(self, backend: Backend) -> str | None:
+        """Return the address at which an engine with ECMooncakeConnector receives encoded media."""
+        facts = self._pools.of(backend.role).health.of(backend).facts
+        setup = None if facts is None else facts.identity.setup
+        if setup is None or setup.ec_connector != "ECMooncakeConnector" or setup.ec_port is None:
+            return None
+        return f"tcp://{backend.name.rpartition(':')[0]}:{setup.ec_port}"
 
-        The first failure cancels the others and is raised.
+    async def _encode(
+        self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend], receiver: str | None
+    ) -> dict[str, object]:
+        """Encode all items, a limited number at a time. Return the parameters by which engines find the results.
+
+        These are the places of the results by hash, or the transfers to the `receiver`. The first failure cancels the
+        others and is raised.
         """
         attempt_id = new_attempt_id()
         places: dict[str, object] = {}
+        transfers = [f"{attempt_id}:{index}" for index in range(len(items))]
         waiting = iter(enumerate(items))
 
         async def encode() -> None:
             for index, item in waiting:
                 # The random part makes the ids of a repeated request different for engines.
                 request_id = f"{attempt_id}:{index}:{new_attempt_id()[:6]}"
-                places.update(await self._encode_one(call, item, request_id, avoid))
+                target = {} if receiver is None else _target(receiver, transfers[index : index + 1])
+                places.update(await self._encode_one(call, item, request_id, avoid, target))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -141,19 +159,26 @@ class Encoding(Connector):
                     group.create_task(encode())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        return places
+        return places if receiver is None else _items(transfers)
 
     async def _encode_one(
-        self, call: Call, item: Mapping[str, Any], request_id: str, avoid: Collection[Backend]
+        self,
+        call: Call,
+        item: Mapping[str, Any],
+        request_id: str,
+        avoid: Collection[Backend],
+        target: Mapping[str, object],
     ) -> Mapping[str, object]:
         """Encode one item. Return the place of the result by hash; empty if the engines share a cache.
 
-        Raises NoBackendAvailable, UpstreamError.
+        `target`: the encoder sends the result there; empty: it does not. Raises NoBackendAvailable, UpstreamError.
         """
         cost = self._context.live.settings.cost
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
         body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
         body |= {"messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
+        if target:
+            body["ec_transfer_params"] = target
         await self._wait_for_encoders()
         with self._encoders.lease(PickRequest.of(Load(compute=max(1, tokens)), avoid=avoid)) as lease:
             response, answer = await self._upstream.fetch(
@@ -174,6 +199,16 @@ class Encoding(Connector):
         waits_until = loop.time() + self._context.live.settings.admission.wait_seconds
         while self._encoders.refuse_all() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def _items(transfers: Sequence[str]) -> dict[str, object]:
+    """Return the parameters that name the transfers of a request's items, in their order."""
+    return {"ec_items": [{"transfer_id": transfer} for transfer in transfers]}
+
+
+def _target(receiver: str, transfers: Sequence[str]) -> dict[str, object]:
+    """Return the parameters by which an encoder sends its results to this address."""
+    return {"consumer_zmq": receiver, **_items(transfers)}
 
 
 def _places_in(answer: bytes) -> Mapping[str, object]:

@@ -64,7 +64,9 @@ class Options:
     dev_mode: bool = False
     """Whether the engine reports its configuration, as with VLLM_SERVER_DEV_MODE=1."""
     ec_role: Literal["", "producer", "consumer"] = ""
-    """The role in the transfer of encoded media, as with ECCPUConnector. Empty: the engine has no such connector."""
+    """The role in the transfer of encoded media. Empty: the engine has no connector for them."""
+    ec_connector: Literal["ECCPUConnector", "ECMooncakeConnector"] = "ECCPUConnector"
+    """The connector for encoded media."""
     allocates_after_prefill: bool = False
     """Whether a decoder of SGLang reports the allocation policy `prefill_complete`."""
     bidirectional_kv_xfer: bool = False

@@ -45,9 +45,11 @@ def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> EngineReport
     return said(role, NAMES[role], models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
 
 
-def encoder(name: str) -> EngineReport:
-    """Return the report of an encoder with this connector for encoded media."""
-    config = {"kv_transfer_config": None, "ec_transfer_config": {"ec_connector": name, "ec_role": "ec_producer"}}
+def encoder(name: str, ranks: int = 1) -> EngineReport:
+    """Return the report of an encoder with this connector for encoded media, and data-parallel ranks."""
+    config: dict[str, Any] = {"kv_transfer_config": None}
+    config["ec_transfer_config"] = {"ec_connector": name, "ec_role": "ec_producer"}
+    config["parallel_config"] = {"data_parallel_size": ranks}
     return said(Role.ENCODE, "e:1", models("vllm"), {"vllm_config": config})
 
 
@@ -245,7 +247,7 @@ def test_malformed_server_info_of_vllm_is_ignored(info: Any) -> None:
         (vllm(P, "NixlPushConnector"), "vllm_pull", CONNECTOR, "use nixl_push, or auto"),
         (vllm(P, "MoRIIOConnector"), "vllm_pull", CONNECTOR, "does not send its heartbeats"),
         (vllm(D, "HiSparseConnector"), "vllm_pull", CONNECTOR, "combine it with NixlConnector"),
-        (encoder("ECMooncakeConnector"), "vllm_pull", CONNECTOR, "use ECCPUConnector or ECExampleConnector"),
+        (encoder("ECMooncakeConnector", 2), "vllm_pull", CONNECTOR, "use ECCPUConnector or ECExampleConnector"),
         (vllm(P, "MooncakeConnector", kv_role="kv_consumer"), "mooncake_bootstrap", ROLE, "as a prefiller"),
         (
             said(D, "d:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}),
@@ -268,6 +270,7 @@ def test_engine_is_unsuited_to_the_chosen_connector(
     [
         (vllm(P), "mooncake_bootstrap"),  # it does not tell
         (encoder("ECCPUConnector"), "vllm_pull"),
+        (encoder("ECMooncakeConnector"), "vllm_pull"),
         (vllm(D, "NixlConnector", kv_role="kv_producer"), "vllm_pull"),  # NIXL's roles are the same
         (vllm(P, "NixlConnector"), "vllm_store"),  # what it names is fetched there, too
         (vllm(P, "NixlConnector", "MooncakeStoreConnector"), "vllm_pull"),

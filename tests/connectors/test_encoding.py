@@ -137,6 +137,35 @@ async def test_media_are_encoded_once_and_fetched_from_their_encoder(
     await until(lambda: not encoder.state.live, "an idle encoder")
 
 
+@pytest.mark.fault(156)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store", "mooncake_bootstrap", "plain"])
+async def test_encoders_send_media_to_the_engine_that_gets_the_request(
+    deploy: Deploy, connector: str, stream: bool
+) -> None:
+    """The engine fails a request whose encoded media do not arrive (ECMooncakeConnector)."""
+    media: dict[str, Any] = {"ec_connector": "ECMooncakeConnector", "dev_mode": True}
+    async with SimulatedEngine(ec_role="producer", **media) as encoder:
+        engines = media | {"ec_role": "consumer", "waiting_seconds": 5.0}
+        gateway = await Encoders([encoder], deploy).deploy(2, 2, connector=connector, engine=engines)
+        bodies = [body_with(IMAGE | {"uuid": f"{n}"}, AUDIO | {"uuid": f"a{n}"}, stream=stream) for n in range(4)]
+        for body in bodies:
+            assert (await gateway.ask(body | {"ec_transfer_params": {"a": "client's"}})).is_done
+        assert sum(engine.state.encodings for engine in gateway.engines) == 0
+        assert sum(engine.state.encodings_fetched for engine in gateway.engines) == 2 * len(bodies)
+        assert encoder.state.encodings == 2 * len(bodies)
+        names = [item["transfer_id"] for seen in generations(encoder) for item in items_of(seen)]
+        assert len(set(names)) == 2 * len(bodies)
+        assert gateway.metrics("pdproxy_request_end_total") == {("--",): len(bodies)}
+    await until(lambda: not encoder.state.live, "an idle encoder")
+
+
+def items_of(seen: Any) -> list[dict[str, str]]:
+    """Return the transfers of media that a request names."""
+    items: list[dict[str, str]] = seen.body["ec_transfer_params"]["ec_items"]
+    return items
+
+
 @pytest.mark.parametrize("answer", [b"no JSON", b"[]", b'{"ec_transfer_params": 1}'])
 async def test_odd_answer_of_an_encoder_is_no_failure(deploy: Deploy, answer: bytes) -> None:
     async with CannedEngine("both", [http(answer)]) as encoder:

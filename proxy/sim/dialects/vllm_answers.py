@@ -353,9 +353,12 @@ class ChatAnswer(Answer):
         }
 
     def _encoded_media(self) -> dict[str, Any] | None:
-        """Return the places of encoded media by hash, as an encoder with ECCPUConnector reports them."""
+        """Return the `ec_transfer_params` of an encoder: the places of encoded media by hash, or the transfers."""
         if self.options.ec_role != "producer":
             return None
+        if self.options.ec_connector == "ECMooncakeConnector":
+            items = self.ask.ec_params.get("ec_items") or [{} for _ in self.ask.media]
+            return {"ec_items": [{"mm_hash": name, **item} for name, item in zip(self.ask.media, items, strict=True)]}
         place = {"peer_host": "127.0.0.1", "peer_port": 5601, "size_bytes": 4096, "shape": [64, 32], "metadata": {}}
         return {name: place | {"item_indices": [index]} for index, name in enumerate(self.ask.media)}
 

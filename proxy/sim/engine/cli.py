@@ -228,6 +228,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--ec-role", choices=("producer", "consumer"), default="", help="Role in the transfer of encoded media.")
     add(
+        "--ec-connector",
+        choices=("ECCPUConnector", "ECMooncakeConnector"),
+        default="ECCPUConnector",
+        help="Connector for encoded media. Default: ECCPUConnector.",
+    )
+    add(
         "--request-id-randomization",
         action=argparse.BooleanOptionalAction,
         default=True,

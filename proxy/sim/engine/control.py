@@ -187,12 +187,17 @@ class ControlRoutes:
                 if options.pin_seconds is not None:
                     extra["kv_lease_duration"] = options.pin_seconds
                 transfer["kv_connector_extra_config"] = extra
-        config = {
+        config: dict[str, Any] = {
             "kv_transfer_config": transfer,
             "scheduler_config": {"max_num_seqs": options.max_num_seqs},
             "cache_config": {"block_size": options.block_size},
             "structured_outputs_config": {"reasoning_parser": options.reasoning_parser},
         }
+        if options.ec_role:
+            media: dict[str, Any] = {"ec_connector": options.ec_connector, "ec_role": f"ec_{options.ec_role}"}
+            if options.ec_connector == "ECMooncakeConnector" and options.ec_role == "consumer":
+                media["ec_connector_extra_config"] = {"reservation_zmq_port": request.url.port}
+            config["ec_transfer_config"] = media
         return json_response({"vllm_config": config})
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -17,12 +17,12 @@ from proxy.sim.kv.cache import block_names
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from proxy.sim.engine.encoder_cache import EncoderCache
     from proxy.sim.engine.faults import Faults
     from proxy.sim.engine.kv_events import KvEventPublisher
     from proxy.sim.engine.scheduler import MachineCache, MachineScheduler, Scheduler
     from proxy.sim.kv.cache import PrefixCache
     from proxy.sim.kv.protocol import KvProtocol
-    from proxy.sim.model.request import Ask
     from proxy.sim.options import Options
     from proxy.sim.state import State
 
@@ -38,24 +38,13 @@ class Core:
     cache: PrefixCache | MachineCache
     metrics: EngineMetrics
     protocol: KvProtocol
+    encoder_cache: EncoderCache
     kv_events: KvEventPublisher | None = None
-    encoded: set[str] = field(default_factory=set)
-    """Hashes of the media in the engine's encoder cache."""
 
     @property
     def used_blocks(self) -> int:
         """Return the number of KV blocks that running sequences use or that are kept for decoders."""
         return self.scheduler.used_blocks + self.protocol.blocks_held()
-
-    def encode(self, ask: Ask) -> None:
-        """Encode the media of a request, or fetch encoded media from the places that the request names."""
-        for name in ask.media:
-            if name not in self.encoded:
-                self.encoded.add(name)
-                place = ask.ec_params.get(name)
-                is_remote = self.options.ec_role == "consumer" and isinstance(place, dict) and "peer_host" in place
-                self.state.encodings += not is_remote
-                self.state.encodings_fetched += is_remote
 
     def cache_prompt(self, prompt: Sequence[int], salt: str) -> int:
         """Return how many tokens of a prompt are cached, and cache the prompt now or when it is computed."""

@@ -118,7 +118,10 @@ class GenerationRoutes:
         if core.protocol.is_deadly(ask.kv_params):
             self._kill()
             await hang()
-        core.encode(ask)
+        try:
+            await core.encoder_cache.encode(ask)
+        except EngineError as error:
+            return refusal(error, endpoint)
         answer_id = endpoint.id_prefix + request_id
         if answer_id in self._live_ids and not core.options.request_id_randomization:
             return refusal(EngineError(400, f"Request id {answer_id} already running.", "BadRequestError"), endpoint)

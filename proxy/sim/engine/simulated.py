@@ -20,6 +20,7 @@ from aiohttp import web
 from proxy.sim.engine.cli import parse_arguments
 from proxy.sim.engine.control import ControlRoutes
 from proxy.sim.engine.core import Core, EngineMetrics
+from proxy.sim.engine.encoder_cache import EncoderCache
 from proxy.sim.engine.faults import Faults
 from proxy.sim.engine.pooling import PoolingRoutes
 from proxy.sim.engine.scheduler import MachineCache, MachineScheduler, Scheduler
@@ -148,6 +149,7 @@ class SimulatedEngine:
             cache=cache,
             metrics=EngineMetrics(self.options.model),
             protocol=PROTOCOLS[self.options.kv_protocol](self.options, self.state, self._kv_address),
+            encoder_cache=EncoderCache(self.options, self.state),
             kv_events=self.kv_events,
         )
         self._runner = web.AppRunner(
@@ -188,9 +190,10 @@ class SimulatedEngine:
         else:
             app.add_routes([*control.routes_of_vllm(), *pooling.routes_of_vllm()])
         app.add_routes(core.protocol.routes())
-        app.add_routes(generations.routes())
+        app.add_routes([*generations.routes(), *core.encoder_cache.routes()])
         app.on_response_prepare.append(control.date)
         app.on_cleanup.append(generations.stop)
+        app.on_cleanup.append(core.encoder_cache.stop)
         return app
 
     def _configured_bootstrap_port(self) -> int:
