@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 _SEARCH_BOOSTS = {
     "troubleshooting/index.md": 3.0,
     "guides/": 1.5,
-    "engines/": 1.5,
+    "engines/": 2.0,
     "reference/options.md": 0.5,
     "reference/cli.md": 0.5,
     "reference/metrics.md": 0.5,
