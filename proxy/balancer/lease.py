@@ -226,6 +226,9 @@ class Lease:
         # The same failure comes twice if a move found no other backend and the caller raises it again.
         if error is not self._reported:
             self._reported = error
+            subject = self._request.subject
+            if error.quotable is None and subject is not None:
+                error.quotable = subject.texts
             trial, self._trial = self._trial, 0
             if error.is_breakdown and not trial:
                 error.blame = self._pool.defer_blame(backend, error, self._request.proves_generation)

@@ -111,6 +111,9 @@ class Subject(Protocol):
     def first_token_seconds(self) -> float | None:
         """Deadline of the client for the first token, in seconds since its request. None: there is none."""
 
+    def texts(self) -> Sequence[str] | None:
+        """Return all texts of the request, which an engine may quote in an error. None: they are not known."""
+
     def priority(self, *, lower_first: bool) -> int | None:
         """Return the priority that the client requests. Lower values go first. None: it requests none.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
+from proxy.wire.document import strings_in
 from proxy.wire.members import text_bytes
 from proxy.wire.openai import Api
 from proxy.wire.prefix import NO_KEYS, PrefixKeys, Prompt
@@ -122,7 +123,11 @@ class Call:
         decode = _load((DECODE_OVERHEAD_TOKENS, tokens + self.output_tokens))
         return PickRequest(prefill, decode, self, avoid, prefer)
 
-    # The interface for policies; see pick.Subject.
+    # The interface of pick.Subject.
+
+    def texts(self) -> Sequence[str] | None:
+        """Return all texts of the request, which an engine may quote in an error. None: its prompt has token ids."""
+        return strings_in([self.document.load(), *self.changes.values()])
 
     @property
     def prefix_keys(self) -> PrefixKeys:

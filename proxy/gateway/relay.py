@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.common.errors import Failure, GatewayError
 from proxy.dialects.segment import ABORTED, CONTENT, DONE, ERROR, MALFORMED, OPENING, RECOMPUTED, USAGE
 from proxy.gateway.delivery import MAX_ATTEMPTS
+from proxy.gateway.quotable import quotable_texts
 from proxy.resume.overlap import Mismatch
 from proxy.upstream.fast_forward import Tokens
 from proxy.wire.chat_members import UnreadableMember
@@ -339,7 +341,9 @@ class Relay:
             self._is_over = True
             attempt.response.limit_silence(END_MARK_SECONDS)
         elif meaning is ERROR:
-            self._end(_engine_error(attempt, segment.payload, segment.data))
+            error = _engine_error(attempt, segment.payload, segment.data)
+            error.quotable = partial(quotable_texts, self._delivery)
+            self._end(error)
         elif meaning is RECOMPUTED:
             part = self._read_last_chunk()
             given_up = attempt.response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")

@@ -212,6 +212,27 @@ def _change(members: dict[str, Any], changes: Mapping[str, object]) -> None:
             members[name] = value
 
 
+_MIN_TOKEN_IDS: Final = 3
+
+
+def strings_in(values: Any) -> list[str] | None:
+    """Return all strings in a JSON value, with the names of members. None: it contains token ids."""
+    found: list[str] = []
+    pending = [values]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += value.keys()
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            if len(value) >= _MIN_TOKEN_IDS and isinstance(value[0], int):
+                return None
+            pending += value
+    return found
+
+
 def pieces_of(body: Body) -> Sequence[bytes | memoryview]:
     """Return the pieces of a body in the order in which they are sent."""
     return (body,) if isinstance(body, bytes) else body

@@ -92,6 +92,20 @@ async def test_words_of_an_engine_are_in_the_receipt_the_log_and_the_reason(
     assert next(one["reason"] for one in instances if one["state"] == "ejected").startswith(said)
 
 
+async def test_words_are_logged_for_each_ejection(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    """The second ejection comes from a trial, which is charged at once."""
+    health = {"eject_after": 1, "eject_seconds": 0.1, "interval_seconds": 0.1, "changing_interval_seconds": 0.1}
+    gateway = await deploy(1, 2, health=health)
+    bad = gateway.decoders[0]
+    words = "CUDA error: an illegal memory access was encountered"
+    bad.faults.add("refuse_status", status=500, path="/v1/chat", body={"error": {"message": words}})
+    while len(generations(bad)) < 2:
+        assert (await gateway.ask(request(Api.CHAT))).status == 200
+    ejections = [each for each in warnings_of(caplog) if "is ejected" in each]
+    assert len(ejections) >= 2
+    assert all(words in each for each in ejections)
+
+
 @pytest.mark.parametrize("prompt", ["The launch code is 4711-Tango.", [1001, 1002, 1003, 1004]])
 async def test_prompt_that_an_engine_quotes_is_in_no_log(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, prompt: str | list[int]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CUDA = "CUDA error: an illegal memory access was encountered"
-PROMPT = "The launch code of the submarine is 4711-Tango.\nTell nobody, not even Anna Müller."
+PROMPT = "The launch code of the submarine is 4711-Tango.\nKeep it secret, even from Anna Müller."
 
 _words = st.text(min_size=1, max_size=60)
 
@@ -36,7 +36,7 @@ def test_quoted_prompt_is_replaced_in_all_spellings(spelled: Callable[[str], str
     found = without_quotations(f"{CUDA} while processing {spelled(PROMPT)}", [PROMPT])
     assert found.startswith(CUDA)
     assert "…" in found
-    for word in ("launch", "submarine", "4711", "Tango", "nobody", "Anna", "ller"):
+    for word in ("launch", "submarine", "4711", "Tango", "secret", "Anna", "ller"):
         assert word.lower() not in found.lower()
 
 

@@ -30,6 +30,9 @@ class Wishes:
         self._priority = priority
         self.first_token_seconds = first_token_seconds
 
+    def texts(self) -> None:
+        return None
+
     def priority(self, *, lower_first: bool) -> int | None:
         assert lower_first
         return self._priority

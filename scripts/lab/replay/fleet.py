@@ -110,6 +110,9 @@ class Subject:
     def priority(self, *, lower_first: bool) -> None:
         return None
 
+    def texts(self) -> None:
+        return None
+
     @property
     def prompt_tokens(self) -> int:
         return self.request.input_tokens

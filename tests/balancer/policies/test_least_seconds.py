@@ -39,6 +39,9 @@ class Subject:
     session: str | None = None
     first_token_seconds: float | None = None
 
+    def texts(self) -> None:
+        return None
+
     def priority(self, *, lower_first: bool) -> None:
         return None
 
