@@ -6,7 +6,8 @@ import argparse
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from proxy.settings import SettingsError, load, reachable
 from proxy.settings.mistakes import Parser
 from proxy.tools.flag_numbers import positive
 from proxy.tools.gateway_tls import add_tls_flags, tls_of
+from proxy.tools.keyboard import Keyboard
 
 if TYPE_CHECKING:
     import ssl
@@ -31,8 +33,11 @@ _ROLES: Final = ("prefill", "decode", "encode")
 _SERVED: Final = ("ok", "invalid_request")
 """Results that are no failure of the instance."""
 
-HEADINGS: Final = ("role", "instance", "state", "flight", "KV", "req/s", "fail/s", "pinned", "misfits")
-"""Headings of the columns, short enough for 80 characters. `KV` is in tokens."""
+HEADINGS: Final = ("role", "instance", "state", "flight", "KV", "tok/s", "req/s", "fail/s", "pinned", "misfits")
+"""Headings of the columns, short enough for 80 characters.
+
+`KV` is a share of the KV memory, or tokens if the engine does not report its memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,10 @@ class Row:
     state: str
     in_flight: int
     kv_tokens: int
+    kv_capacity: int | None
+    """Tokens that fit into its KV memory; None: unknown."""
+    tokens_per_second: float | None
+    """Tokens that a decoder streams; None: it is no decoder."""
     requests_per_second: float
     failures_per_second: float
     pinned_kv: int
@@ -54,6 +63,22 @@ class Row:
         """Return whether the instance is up and fits the others."""
         return self.state == "up" and not self.misfits
 
+    @property
+    def _kv_share(self) -> float:
+        return self.kv_tokens / self.kv_capacity if self.kv_capacity else 0.0
+
+    def sort_value(self, heading: str) -> float | str:
+        """Return the value by which rows are sorted in a column. The rows with the least value stand first."""
+        values: dict[str, float | str] = {
+            "flight": -self.in_flight,
+            "KV": -(self._kv_share or self.kv_tokens),
+            "tok/s": -(self.tokens_per_second or 0.0),
+            "req/s": -self.requests_per_second,
+            "fail/s": -self.failures_per_second,
+            "instance": self.address,
+        }
+        return values[heading]
+
     def cells(self) -> Sequence[str]:
         """Return the displayed texts."""
         return (
@@ -61,7 +86,8 @@ class Row:
             self.address,
             self.state,
             f"{self.in_flight:,}",
-            f"{self.kv_tokens:,}",
+            f"{self.kv_tokens:,}" if self.kv_capacity is None else f"{100 * self._kv_share:.0f} %",
+            "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}",
             f"{self.requests_per_second:,.1f}",
             f"{self.failures_per_second:,.1f}",
             f"{self.pinned_kv:,}",
@@ -73,11 +99,55 @@ class Row:
 class View:
     """The displayed view."""
 
+    help: str = field(default="", kw_only=True)
+    """The line that explains the keys. Empty: there is no keyboard."""
+
     lines: Sequence[str]
     """Lines about the gateway."""
     rows: Sequence[Row]
     keys: Sequence[Sequence[str]] = ()
     """Displayed texts of client keys, under KEY_HEADINGS. Empty without client keys."""
+
+
+SORTS: Final = ("role", "flight", "KV", "tok/s", "req/s", "fail/s", "instance")
+"""Columns by which the instances can be sorted. `role`: the order of a request. Other columns: the highest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """How the instances are arranged, as the keys have set it."""
+
+    sort: str = SORTS[0]
+    is_reversed: bool = False
+    shows_only_bad: bool = False
+    """Whether instances without a problem are left out."""
+    is_paused: bool = False
+
+    def pressed(self, key: str) -> Controls:
+        """Return the controls after a key. Other keys change nothing."""
+        if key in ("s", "S"):
+            step = 1 if key == "s" else -1
+            return replace(self, sort=SORTS[(SORTS.index(self.sort) + step) % len(SORTS)])
+        if key == "r":
+            return replace(self, is_reversed=not self.is_reversed)
+        if key == "b":
+            return replace(self, shows_only_bad=not self.shows_only_bad)
+        if key in ("p", " "):
+            return replace(self, is_paused=not self.is_paused)
+        return self
+
+    def arranged(self, shown: View) -> View:
+        """Return the view with its rows in this order, and with the line of help."""
+        rows = [row for row in shown.rows if not (self.shows_only_bad and row.is_well)]
+        if self.sort != SORTS[0]:
+            rows.sort(key=lambda row: row.sort_value(self.sort))
+        if self.is_reversed:
+            rows.reverse()
+        order = f"{self.sort}, reversed" if self.is_reversed else self.sort
+        bad = "all instances" if self.shows_only_bad else "only bad ones"
+        pause = "go on" if self.is_paused else "pause"
+        line = f"s sort (now: {order})   r reverse   b {bad}   p {pause}   q quit"
+        return replace(shown, rows=rows, help=line)
 
 
 def view(before: Scrape, after: Scrape) -> View:
@@ -215,6 +285,8 @@ def _rows(before: Scrape, after: Scrape) -> Sequence[Row]:
                 state=_STATES[int(state)] if 0 <= state < len(_STATES) else "unknown",
                 in_flight=int(_of(after, "pdproxy_instance_inflight", its)),
                 kv_tokens=int(_of(after, "pdproxy_instance_load_tokens", {**its, "kind": "kv"})),
+                kv_capacity=None if (capacity := after.by_labels(_CAPACITY).get(labels)) is None else int(capacity),
+                tokens_per_second=after.by_labels("pdproxy_instance_tokens_per_second").get(labels),
                 requests_per_second=requests,
                 failures_per_second=max(
                     0.0, requests - sum(rate(before, after, name_all, **its, result=each) for each in _SERVED)
@@ -224,6 +296,9 @@ def _rows(before: Scrape, after: Scrape) -> Sequence[Row]:
             )
         )
     return sorted(rows, key=lambda row: (_ROLES.index(row.role) if row.role in _ROLES else len(_ROLES), row.address))
+
+
+_CAPACITY: Final = "pdproxy_instance_kv_capacity_tokens"
 
 
 def _of(scrape: Scrape, name: str, labels: dict[str, str]) -> float:
@@ -336,6 +411,8 @@ def as_table(shown: View) -> RenderableType:
         style = "" if row.is_well else "yellow" if row.state == "up" else "bold red"
         table.add_row(*(Text(cell) for cell in row.cells()), style=style)
     lines = [Text(line, style=_line_style(line)) for line in shown.lines]
+    if shown.help:
+        lines.append(Text(shown.help, style="dim"))
     if not shown.keys:
         return Group(*lines, Text(), table)
     keys = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -388,15 +465,42 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 1
     try:
         with ExitStack() as stack:
-            show = _make_view_printer(stack, is_once=flags.once)
-            while True:
-                time.sleep(flags.interval)
-                shown, before = _look(place, before)
-                show(shown)
-                if flags.once:
-                    return 0
+            show, has_keys = _make_view_printer(stack, is_once=flags.once)
+            if not has_keys:
+                while True:
+                    time.sleep(flags.interval)
+                    shown, before = _look(place, before)
+                    show(shown)
+                    if flags.once:
+                        return 0
+            _run_with_keys(stack.enter_context(Keyboard()), partial(_look, place), before, show, flags.interval)
     except KeyboardInterrupt:
-        return 0
+        pass
+    return 0
+
+
+def _run_with_keys(
+    keyboard: Keyboard,
+    look: Callable[[Scrape | None], tuple[View, Scrape | None]],
+    before: Scrape | None,
+    show: Callable[[View], None],
+    interval_seconds: float,
+) -> None:
+    """Show the view at each interval and after each key, until `q` is pressed."""
+    controls, shown = Controls(), View((), ())
+    due = time.monotonic() + interval_seconds
+    while True:
+        seconds = max(0.0, due - time.monotonic())
+        key = keyboard.wait(seconds)
+        if key == "q":
+            return
+        if key:
+            controls = controls.pressed(key)
+        elif time.monotonic() >= due:
+            due = time.monotonic() + interval_seconds
+            if not controls.is_paused:
+                shown, before = look(before)
+        show(controls.arranged(shown))
 
 
 def _look(place: _Place, before: Scrape | None) -> tuple[View, Scrape | None]:
@@ -471,17 +575,17 @@ def _scrape(place: _Place) -> Scrape:
         raise _NoMetrics(f"{host} port {port} has no metrics at /metrics") from None
 
 
-def _make_view_printer(stack: ExitStack, *, is_once: bool) -> Callable[[View], None]:
-    """Return the function that shows a view: in place on a terminal, and below the last one otherwise."""
+def _make_view_printer(stack: ExitStack, *, is_once: bool) -> tuple[Callable[[View], None], bool]:
+    """Return the function that shows a view, and whether it shows it in place, so that keys can change it."""
     if is_once or not sys.stdout.isatty():
-        return _print
+        return _print, False
     try:
         from rich.live import Live
     except ImportError:
         print("for a table that renews itself: pip install '.[tui]' in the checkout", file=sys.stderr)
-        return _print
+        return _print, False
     live = stack.enter_context(Live(screen=True, auto_refresh=False))
-    return lambda shown: live.update(as_table(shown), refresh=True)
+    return lambda shown: live.update(as_table(shown), refresh=True), True
 
 
 def _print(shown: View) -> None:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from rich.console import Console
 
-from proxy.tools.top import Scrape, _look, _Place, as_table, as_text, growth, quantile, rate, view
+from proxy.tools.keyboard import Keyboard
+from proxy.tools.top import (
+    SORTS,
+    Controls,
+    Scrape,
+    View,
+    _look,
+    _Place,
+    _run_with_keys,
+    as_table,
+    as_text,
+    growth,
+    quantile,
+    rate,
+    view,
+)
 
 
 def scrape(at: float, *lines: str) -> Scrape:
@@ -91,6 +108,73 @@ def test_client_keys_with_the_most_engine_time_stand_first() -> None:
     many = [line for number in range(12) for line in of_key(f"k{number}", number, 0, (0, 0))]
     assert [cells[0] for cells in view(scrape(0.0, "x 1"), scrape(2.0, *many)).keys][:2] == ["k11", "k10"]
     assert len(view(scrape(0.0, "x 1"), scrape(2.0, *many)).keys) == 10
+
+
+def instances(*loads: tuple[str, int, float]) -> Scrape:
+    """Return a scrape of decoders: the address, the requests in flight, and the tokens per second of each."""
+    lines = []
+    for address, in_flight, tokens in loads:
+        labels = f'{{role="decode",address="{address}"}}'
+        lines += [
+            f"pdproxy_instance_state{labels} 1",
+            f"pdproxy_instance_inflight{labels} {in_flight}",
+            f"pdproxy_instance_tokens_per_second{labels} {tokens}",
+        ]
+    return scrape(2.0, *lines, f"{STATE} 3")
+
+
+def addresses(controls: Controls, after: Scrape) -> list[str]:
+    return [row.address.partition(":")[0] for row in controls.arranged(view(after, after)).rows]
+
+
+def test_keys_sort_reverse_and_filter_the_instances() -> None:
+    after = instances(("a:1", 5, 10.0), ("b:1", 9, 30.0), ("c:1", 7, 20.0))
+    controls = Controls()
+    assert addresses(controls, after) == ["10.0.0.3", "a", "b", "c"]
+    controls = controls.pressed("s")
+    assert controls.sort == "flight"
+    assert addresses(controls, after) == ["b", "c", "a", "10.0.0.3"]
+    assert addresses(controls.pressed("r"), after) == ["10.0.0.3", "a", "c", "b"]
+    assert addresses(controls.pressed("b"), after) == ["10.0.0.3"]
+    for heading in SORTS:
+        assert len(addresses(Controls(sort=heading), after)) == 4
+    assert Controls().pressed("S").sort == SORTS[-1]
+    assert Controls().pressed("p").pressed("x").is_paused
+
+
+def test_help_names_the_keys_and_the_order() -> None:
+    shown = Controls(sort="KV", is_reversed=True).arranged(View((), ()))
+    assert "now: KV, reversed" in shown.help
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        console.print(as_table(shown))
+    assert "q quit" in capture.get()
+
+
+@pytest.mark.parametrize(("capacity", "cell"), [("", "500"), ("2000", "25 %")])
+def test_kv_memory_is_a_share_if_the_capacity_is_known(capacity: str, cell: str) -> None:
+    labels = '{role="decode",address="10.0.0.3:7100"'
+    lines = [f'pdproxy_instance_load_tokens{labels},kind="kv"}} 500']
+    lines += [f"pdproxy_instance_kv_capacity_tokens{labels}}} {capacity}"] if capacity else []
+    after = scrape(2.0, f"{STATE} 1", *lines)
+    assert view(after, after).rows[0].cells()[4] == cell
+
+
+def test_keys_change_a_running_table_and_q_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = instances(("a:1", 5, 10.0), ("b:1", 9, 30.0))
+    controller, terminal = os.openpty()
+    with os.fdopen(terminal) as stdin, os.fdopen(controller, "wb", buffering=0) as keys:
+        monkeypatch.setattr("sys.stdin", stdin)
+        shown: list[View] = []
+
+        def show(one: View) -> None:
+            shown.append(one)
+            if len(one.rows) == 3 and len(shown) < 100:
+                keys.write(b"s" if one.rows[0].address.startswith("10.") else b"q")
+
+        with Keyboard() as keyboard:
+            _run_with_keys(keyboard, lambda before: (view(after, after), after), None, show, 0.01)
+    assert [row.address for row in shown[-1].rows][:2] == ["b:1", "a:1"]
 
 
 def test_text_and_table_say_the_same() -> None:
