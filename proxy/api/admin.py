@@ -101,19 +101,37 @@ class AdminApi:
 
 
 class StatusApi:
-    """The route `/admin/status`."""
+    """The routes `/admin/status` and `/metrics/history`. The latter is open, because `/metrics` shows the same."""
 
-    def __init__(self, status: Callable[[], Mapping[str, Any]], administrators: Administrators) -> None:
-        """Prepare the route. `status` returns the verdict on the gateway; see Verdicts."""
+    def __init__(
+        self,
+        status: Callable[[], Mapping[str, Any]],
+        history: Callable[[], Mapping[str, Any]],
+        administrators: Administrators,
+    ) -> None:
+        """Prepare the routes.
+
+        Args:
+            status: Returns the verdict on the gateway; see Verdicts.
+            history: Returns the traffic of the last minutes; see History.
+            administrators: Restricts `/admin/status` to administrators.
+        """
         self._status = status
+        self._history = history
         self._administrators = administrators
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the route for the application."""
-        return [web.get("/admin/status", self._administrators.guard(self._show))]
+        """Return the routes for the application."""
+        return [
+            web.get("/admin/status", self._administrators.guard(self._show)),
+            web.get("/metrics/history", self._show_history),
+        ]
 
     async def _show(self, request: web.Request) -> web.Response:
         return json_response(self._status())
+
+    async def _show_history(self, request: web.Request) -> web.Response:
+        return json_response(self._history())
 
 
 _FILTERS: Final = ("failed", "saved", "slow", "instance", "model", "key")

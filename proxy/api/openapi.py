@@ -82,6 +82,7 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
     "/healthcheck": Operation(_PROBES, "Count the instances and the running requests.", is_open=True),
     "/version": Operation(_PROBES, "Show the version of pdproxy.", is_open=True),
     "/metrics": Operation(_PROBES, "Return the metrics for Prometheus.", answers=("text/plain",), is_open=True),
+    "/metrics/history": Operation(_PROBES, "Return the traffic of the last five minutes.", is_open=True),
     "/": Operation(
         _PROBES,
         "List the routes. Browsers get the status page.",

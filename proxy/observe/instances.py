@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from proxy.balancer.backend_health import HealthState
+from proxy.common.backend import Role
 from proxy.observe.verdict import Level
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ _INSTANCE_GAUGES: Final = (
         "load_tokens",
         "Estimated tokens of the load of an instance: `compute` (being worked on) or `kv` (held as cache).",
         "kind",
+    ),
+    (
+        "tokens_per_second",
+        "Parts of answers that a decoder has streamed, per second over 5 s. Most engines send a token each.",
+    ),
+    (
+        "kv_capacity_tokens",
+        "Tokens that fit into the KV cache of an instance; no series if the engine does not report it.",
     ),
     ("consecutive_failures", "Failed requests of an instance since its last success."),
     (
@@ -80,6 +89,7 @@ class Instances:
         health: Health,
         incompatibilities: Incompatibilities,
         pool_of: Callable[[Backend], Pool] | None = None,
+        rates: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """Keep the sources of the metrics.
 
@@ -89,8 +99,10 @@ class Instances:
             health: Health of backends.
             incompatibilities: Incompatibilities of backends.
             pool_of: Returns the pool in which a backend is chosen; None: the one among `pools`.
+            rates: Returns the tokens per second that each backend streams, by its name.
         """
         self._pool_of = pool_of
+        self._rates = rates
         self._pools = pools
         self._scoreboard = scoreboard
         self._health = health
@@ -106,7 +118,7 @@ class Instances:
             name: GaugeMetricFamily(f"pdproxy_instance_{name}", meaning, labels=("role", "address", *labels))
             for name, meaning, *labels in _INSTANCE_GAUGES
         }
-        now = time.monotonic()
+        now, rates = time.monotonic(), self._rates()
         for pool, backend in [(each, backend) for each in self._pools for backend in each.backends()]:
             key = (backend.role.value, backend.name)
             chooses = pool if self._pool_of is None else self._pool_of(backend)
@@ -122,6 +134,10 @@ class Instances:
             gauges["inflight"].add_metric(key, self._scoreboard.requests(backend.slot))
             gauges["load_tokens"].add_metric((*key, "compute"), charged.compute)
             gauges["load_tokens"].add_metric((*key, "kv"), charged.kv)
+            if backend.role is Role.DECODE:
+                gauges["tokens_per_second"].add_metric(key, rates.get(backend.name, 0.0))
+            if health.facts is not None and health.facts.kv_tokens is not None:
+                gauges["kv_capacity_tokens"].add_metric(key, health.facts.kv_tokens)
             gauges["consecutive_failures"].add_metric(key, health.consecutive_failures)
             pinned = self._scoreboard.pinned(backend.slot)
             gauges["pinned_kv"].add_metric(key, pinned.count)

@@ -36,6 +36,12 @@ class Counter(prometheus_client.Counter):
 class Gauge(prometheus_client.Gauge):
     """A gauge without the check for labels; see Counter."""
 
+    def values(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Yield the label values of each series, and its value in this process; see Counter."""
+        series: dict[Any, Any] = self._metrics.copy()
+        for labels, each in series.items():
+            yield labels, each._value.get()
+
     def inc(self, amount: float = 1) -> None:
         self._value.inc(amount)
 
@@ -49,6 +55,17 @@ class Histogram(prometheus_client.Histogram):
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         self._sum.inc(amount)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        """The upper bounds of the buckets. The last one is infinite."""
+        return tuple(self._upper_bounds)
+
+    def counts(self) -> list[float]:
+        """Return the number of values in each bucket in this process, over all series. The last bucket has no bound."""
+        series: dict[Any, Any] = self._metrics.copy()
+        rows = [[bucket.get() for bucket in each._buckets] for each in series.values()]
+        return [sum(column) for column in zip(*rows, strict=True)] or [0.0] * len(self._upper_bounds)
 
     def observe_all(self, amounts: Sequence[float]) -> None:
         """Observe many values at the cost of a few.

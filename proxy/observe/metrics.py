@@ -453,9 +453,10 @@ class Metrics:
         health: Health,
         incompatibilities: Incompatibilities,
         pool_of: Callable[[Backend], Pool] | None = None,
+        rates: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """Show the current state of these instances at every scrape; see Instances."""
-        self._instances = Instances(tuple(pools), scoreboard, health, incompatibilities, pool_of)
+        self._instances = Instances(tuple(pools), scoreboard, health, incompatibilities, pool_of, rates)
 
     def watch_models(self, models: ServedModels, pools: Iterable[Pool]) -> None:
         """Show the current number of instances of each model at every scrape."""

@@ -19,6 +19,7 @@ from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.memory import NO_HEAD, LogOnce, QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.gateway.api_keys import MAX_KEYS, KeyUsage
+from proxy.observe.history import HistoryBoard
 from proxy.observe.key_usage import KeyAccounts
 from proxy.observe.receipts import Receipts
 from proxy.observe.verdict import StatusBoard
@@ -136,6 +137,7 @@ class Shared:
     queue_heads: QueueHeads = field(default_factory=QueueHeads)
     journal: Journal = field(default_factory=Journal)
     status: StatusBoard = field(default_factory=StatusBoard)
+    history: HistoryBoard = field(default_factory=HistoryBoard)
     receipts: Receipts = field(default_factory=Receipts)
     replica: str = field(default_factory=lambda: uuid4().hex)
     """Name of this gateway among other gateways; the same after a worker was replaced."""

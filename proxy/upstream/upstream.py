@@ -89,6 +89,8 @@ class Upstream:
         self._stalls = StallDetector(options.stall_seconds)
         self.paces: dict[str, tuple[int, float]] = {}
         """Parts of streams since the start by the backend's name, and the total time between them in seconds."""
+        self.streamed: dict[str, int] = {}
+        """Parts of streams since the start by the backend's name, with the first ones, which are not timed."""
         self._on_stall = options.on_stall
         self._on_work = options.on_work
         self._silences = None if checks is None else Silences(checks, lambda: self._busy)
@@ -366,9 +368,11 @@ class Upstream:
                     moved.timed_parts += parts
                     moved.timed_seconds += connection.moved_seconds
         for moved in moves.values():
+            name = moved.backend.name
+            self.streamed[name] = self.streamed.get(name, 0) + moved.parts
             if moved.timed_parts:
-                total_parts, total_seconds = self.paces.get(moved.backend.name, (0, 0.0))
-                self.paces[moved.backend.name] = (
+                total_parts, total_seconds = self.paces.get(name, (0, 0.0))
+                self.paces[name] = (
                     total_parts + moved.timed_parts,
                     total_seconds + moved.timed_seconds,
                 )
@@ -385,8 +389,9 @@ class Upstream:
 
     def keep_paces(self, names: Collection[str]) -> None:
         """Drop the paces of all backends but these, because the others were removed."""
-        for name in [name for name in self.paces if name not in names]:
-            del self.paces[name]
+        for counts in (self.paces, self.streamed):
+            for name in [name for name in counts if name not in names]:
+                del counts[name]
 
     def quiet_seconds(self) -> dict[Backend, tuple[bool, list[float]]]:
         """Return for each backend the time since anything has arrived of each exchange, as of the last sweep.

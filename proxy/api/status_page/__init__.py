@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _STYLES: Final = ("style.css",)
-_SCRIPTS: Final = ("figures.js", "elements.js", "tables.js", "failures.js", "administration.js", "page.js")
+_SCRIPTS: Final = (
+    *("figures.js", "elements.js", "charts.js", "tables.js", "failures.js", "administration.js", "page.js"),
+)
 
 
 class StatusPage:

@@ -50,39 +50,12 @@ function kept(before, keys, make) {
   return new Map(keys.map((key) => [key, before.get(key) ?? make(key)]));
 }
 
-/** A line over time. Screen readers get the numbers beside it. */
-class Sparkline {
-  constructor(points) {
-    this._points = points;
-    this._values = [];
-    this._line = document.createElementNS(SVG, "polyline");
-    this.element = document.createElementNS(SVG, "svg");
-    this.element.setAttribute("viewBox", `0 0 ${points - 1} 20`);
-    this.element.setAttribute("preserveAspectRatio", "none");
-    this.element.setAttribute("aria-hidden", "true");
-    this.element.append(this._line);
-  }
-
-  /** One more value; null: there is none, and the line goes on behind it. */
-  push(value) {
-    this._values.push(value);
-    if (this._values.length > this._points) this._values.shift();
-    const most = Math.max(...this._values.map((one) => one ?? 0), 1e-9);
-    const first = this._points - this._values.length;
-    const points = this._values.flatMap((one, index) =>
-      one === null ? [] : [`${first + index},${(19 - (18 * one) / most).toFixed(1)}`],
-    );
-    this._line.setAttribute("points", points.join(" "));
-  }
-}
-
-/** A number with its name, a remark, and an optional line over time. */
+/** A number with its name and a remark. */
 class Tile {
-  constructor(name, points) {
+  constructor(name) {
     this._value = element("span", { class: "value" });
     this._unit = element("span", { class: "unit" });
     this._remark = element("dd", { class: "remark" });
-    this._course = new Sparkline(points);
     this.element = element(
       "div",
       { class: "tile" },
@@ -90,14 +63,12 @@ class Tile {
       element("dd", {}, this._value, " ", this._unit),
       this._remark,
     );
-    this.element.append(this._course.element);
   }
 
-  show({ value, unit = "", remark = "", level = "", course = null }) {
+  show({ value, unit = "", remark = "", level = "" }) {
     setText(this._value, value);
     setText(this._unit, unit);
     setText(this._remark, remark);
     setAttribute(this.element, "data-level", level);
-    this._course.push(course);
   }
 }

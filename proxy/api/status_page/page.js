@@ -4,10 +4,9 @@ const EVERY_MS = 2000;
 const TIMEOUT_MS = 5000;
 const RATE_MS = 10_000;
 const WINDOW_MS = 60_000;
-const POINTS = 60;
 const KEY = "pdproxy admin key";
 const WANTED =
-  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|request_end_total|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|status_(state|reason)|build_info|instance_(state|inflight|load_tokens|pinned_kv|misfit|requests_total)|key_(inflight_requests|(requests|tokens|engine_seconds)_total|time_to_first_token_seconds_bucket))$/;
+  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|request_end_total|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|status_(state|reason)|build_info|instance_(state|inflight|load_tokens|kv_capacity_tokens|tokens_per_second|pinned_kv|misfit|requests_total)|key_(inflight_requests|(requests|tokens|engine_seconds)_total|time_to_first_token_seconds_bucket))$/;
 
 class Refused extends Error {
   constructor(status, words) {
@@ -61,16 +60,10 @@ function figures(recent, minute, now) {
   const all = (name) => total(now, `pdproxy_${name}`);
   const took = (name, share) => quantile(minute, now, `pdproxy_${name}_seconds`, share);
   const isNew = recent === now;
-  const figure = (value, unit, remark) => ({
-    value: isNew ? "–" : perSecond(value),
-    unit,
-    remark,
-    course: isNew ? null : value,
-  });
+  const figure = (value, unit, remark) => ({ value: isNew ? "–" : perSecond(value), unit, remark });
   const spread = (name) => ({
     value: latency(took(name, 0.95)),
     remark: `p50 ${latency(took(name, 0.5))}, p99 ${latency(took(name, 0.99))}`,
-    course: took(name, 0.95),
   });
   const prompts = per("tokens_total", { kind: "prompt" });
   const cached = prompts ? per("tokens_total", { kind: "cached" }) / prompts : 0;
@@ -90,7 +83,6 @@ function figures(recent, minute, now) {
     queue: {
       value: count(all("queued_requests")),
       remark: `waited p95 ${latency(took("queue", 0.95))}, ${perSecond(per("rejected_total"))}/s refused`,
-      course: all("queued_requests"),
     },
     errors: {
       ...figure(errors, "/s", `${perSecond(refused)}/s are 4xx, ${perSecond(broken)}/s broken off by engines`),
@@ -135,8 +127,9 @@ class Page {
   constructor() {
     this._history = [];
     this._pools = new Map();
-    this._tiles = new Map(Object.entries(TILES).map(([name, title]) => [name, new Tile(title, POINTS)]));
+    this._tiles = new Map(Object.entries(TILES).map(([name, title]) => [name, new Tile(title)]));
     byId("tiles").append(...[...this._tiles.values()].map((tile) => tile.element));
+    this._charts = new Charts();
     this._clients = new Clients();
     this._administration = new Administration();
     this._reachedAt = null;
@@ -175,6 +168,7 @@ class Page {
   async _look() {
     const exposition = await (await ask("metrics")).text();
     const now = readScrape(exposition, performance.now(), (name) => WANTED.test(name));
+    await this._charts.look();
     const details = await this._administration.look(now);
     this._history = [...this._history.filter((one) => now.at - one.at <= 2 * WINDOW_MS), now];
     this._show(now, details);

@@ -60,7 +60,8 @@ const COLUMNS = [
   { title: "State", kind: "state" },
   { title: "In flight", kind: "number load" },
   { title: "Computing, tokens", kind: "number" },
-  { title: "KV held, tokens", kind: "number" },
+  { title: "KV held, tokens", kind: "number memory" },
+  { title: "Tokens/s", kind: "number" },
   { title: "Requests/s", kind: "number" },
   { title: "Failures/s", kind: "number" },
   { title: "Pinned KV", kind: "number" },
@@ -85,6 +86,8 @@ function instance(before, after, { role, address }, state, details) {
     learned: details?.load?.learned_max_running ?? null,
     compute: total(after, "pdproxy_instance_load_tokens", { ...its, kind: "compute" }),
     kv: total(after, "pdproxy_instance_load_tokens", { ...its, kind: "kv" }),
+    capacity: samplesOf(after, "pdproxy_instance_kv_capacity_tokens").find((one) => matches(one.labels, its))?.value ?? null,
+    tokens: samplesOf(after, "pdproxy_instance_tokens_per_second").find((one) => matches(one.labels, its))?.value ?? null,
     requests,
     failures: Math.max(0, requests - ok),
     pinned: total(after, "pdproxy_instance_pinned_kv", its),
@@ -118,6 +121,7 @@ const LEVELS_FIRST = ["bad", "warn", "well"];
 class Pool {
   constructor(role) {
     this._bars = new Map();
+    this._memory = new Map();
     this.table = new Table(element("table", { class: "pool" }), ROLES[role] ?? role, COLUMNS);
     this._name = ROLES[role] ?? role;
   }
@@ -129,9 +133,8 @@ class Pool {
     this.table.caption = `${this._name}: ${up} of ${instances.length} up`;
     const most = Math.max(1, ...instances.map((one) => one.inFlight));
     const addresses = instances.map(({ address }) => address);
-    this._bars = kept(this._bars, addresses, () =>
-      element("span", { class: "bar" }, element("span"), element("meter", { "aria-hidden": "true" })),
-    );
+    this._bars = kept(this._bars, addresses, makeBar);
+    this._memory = kept(this._memory, addresses, makeBar);
     const rows = instances.map((one) => {
       const bar = this._bars.get(one.address);
       const of = one.learned === null ? one.most : one.learned;
@@ -139,10 +142,19 @@ class Pool {
       // Requests wait for a learned limit although the engine would take them.
       setText(bar.firstChild, one.learned === null ? words : `${words} (learned)`);
       setAttribute(bar.lastChild, "value", String(Math.min(1, one.inFlight / (one.most || most)).toFixed(2)));
-      return { key: one.address, level: levelOf(one), cells: cellsOf(one, bar) };
+      const memory = this._memory.get(one.address);
+      setText(memory.firstChild, one.capacity === null ? count(one.kv) : `${count(one.kv)} of ${count(one.capacity)}`);
+      setAttribute(memory.lastChild, "value", String(one.capacity ? Math.min(1, one.kv / one.capacity).toFixed(2) : 0));
+      setHidden(memory.lastChild, one.capacity === null);
+      return { key: one.address, level: levelOf(one), cells: cellsOf(one, bar, memory) };
     });
     this.table.show(rows);
   }
+}
+
+/** Returns a text with a bar below it. */
+function makeBar() {
+  return element("span", { class: "bar" }, element("span"), element("meter", { "aria-hidden": "true" }));
 }
 
 /** Returns the states that other workers see, such as `up in 2 of 3 workers`. */
@@ -158,13 +170,14 @@ function stateOf(one) {
   return [since === null ? state : `${state} for ${duration(since)}`, ...elsewhere(one)].join("; ");
 }
 
-function cellsOf(one, bar) {
+function cellsOf(one, bar, memory) {
   return [
     one.address,
     stateOf(one),
     bar,
     count(one.compute),
-    count(one.kv),
+    memory,
+    one.tokens === null ? "" : perSecond(one.tokens),
     perSecond(one.requests),
     perSecond(one.failures),
     count(one.pinned),

@@ -333,7 +333,7 @@ def _routes(
     requests = RequestsApi(shared.receipts, clients.observers.settle, administrators)
     apis = (
         admin,
-        StatusApi(lambda: shared.status.verdict(time.monotonic()), administrators),
+        StatusApi(lambda: shared.status.verdict(time.monotonic()), shared.history.shown, administrators),
         instances,
         broadcasts,
         roles,

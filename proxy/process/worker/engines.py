@@ -110,6 +110,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             balancing.health,
             basis.shared.incompatibilities,
             lambda backend: balancing.pool_of.find(backend),
+            basis.shared.history.rates,
         )
         basis.metrics.watch_models(balancing.models, everybody.values())
         await stack.enter_async_context(_inspector(basis, balancing, lines, everybody, link.releaser))

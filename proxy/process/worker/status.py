@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.common.background import SLICE_SECONDS
+from proxy.observe.history import History, traffic
 from proxy.observe.key_usage import RESULTS
 from proxy.observe.verdict import (
     JUDGE,
@@ -50,6 +51,7 @@ _MAX_LOGGED_REASONS: Final = 5
 _MAX_QUIET: Final = 8
 """Number of silent answers of each instance that a worker reports."""
 _LIMITED: Final = RESULTS.index("limited")
+_ANSWER_TOKENS: Final = ("completion",)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -80,6 +82,8 @@ class StatusReporter:
         self._report_at = self._judge_at = 0.0
         self._was_whole = True
         self._judgement = Judgement(parts, clock) if parts.index == JUDGE else None
+        bounds = parts.metrics.time_to_first_token_seconds.bounds
+        self._history = History(bounds, parts.shared.history.published()) if parts.index == JUDGE else None
         self._steps: Iterator[None] = iter(())
         """The remaining steps of the judgement that has begun."""
 
@@ -95,6 +99,11 @@ class StatusReporter:
             if not is_whole and self._was_whole:
                 logger.warning("status: report cut: there are too many instances; some problems may not be named")
             self._was_whole = is_whole
+        if self._history is not None and self._history.is_due(now):
+            reports = {number: report["traffic"] for number, report in self._parts.shared.status.reports().items()}
+            wall_seconds = time.time()  # noqa: TID251 - wall-clock time for display
+            if (history := self._history.add(reports, now, wall_seconds)) is not None:
+                self._parts.shared.history.publish(history)
         if self._judgement is not None and now >= self._judge_at:
             self._judge_at = now + _JUDGE_SECONDS
             self._steps = self._judgement.steps(now)
@@ -132,6 +141,15 @@ class StatusReporter:
                 for backend, (has_begun, seconds) in parts.upstream.quiet_seconds().items()
             },
             "counts": [(*series, count) for series, count in self._counts()],
+            "traffic": traffic(
+                in_flight=sum(value for _, value in metrics.inflight_requests.values()),
+                queued=sum(count for count, _, _ in queues),
+                tokens=next(
+                    (value for labels, value in metrics.tokens_total.values() if labels == _ANSWER_TOKENS), 0.0
+                ),
+                first_tokens=metrics.time_to_first_token_seconds.counts(),
+                streamed=parts.upstream.streamed,
+            ),
         }
 
     def _counts(self) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import sys
@@ -152,10 +153,18 @@ _FIGURES: Final = """
   ];
 }
 """
+_TIME_LINES: Final = """
+() => [...document.querySelectorAll("#failures-table tbody th")].map((cell) => {
+  const range = document.createRange();
+  range.selectNodeContents(cell);
+  return new Set([...range.getClientRects()].map(({ top }) => Math.round(top))).size;
+})
+"""
 _COUNTERS: Final = ("requests_total", "tokens_total", "instance_requests_total", "cpu_seconds_total", "no_such_total")
 _HISTOGRAMS: Final = ("time_to_first_token_seconds", "inter_token_seconds", "stage_duration_seconds", "no_such_seconds")
 _ASKED_APART_SECONDS: Final = 2.0
 _LEAVES_SECONDS: Final = 0.2
+_DRAWN_POINTS: Final = 3
 
 
 async def text(shown: Tab, selector: str) -> str:
@@ -192,6 +201,27 @@ async def lists_client_keys(browser: Browser, site: Site) -> list[str]:
         )
         problems = unless(rows == [*CLIENTS], f"the client keys are {rows}")
         problems += unless("sk-" not in await text(shown, "body"), "a client key is shown")
+        tokens = await shown.run(
+            "() => [...document.querySelectorAll('td[data-title=\"Tokens/s\"]')].map((e) => e.textContent)"
+        )
+        problems += unless(any(re.search("[1-9]", each) for each in tokens), f"the tokens per second are {tokens}")
+        return problems + shown.complaints
+
+
+async def keeps_its_charts(browser: Browser, site: Site) -> list[str]:
+    """Check that the charts show the last minutes right after the page was opened, and after a reload."""
+    problems = []
+    async with tab(browser, site.admin_url) as shown:
+        for step in ("open", "reload"):
+            if step == "reload":
+                await shown.page.reload()
+            await shown.page.wait_for_function(
+                "() => document.querySelectorAll('.chart path[d]:not([d=\"\"]):not(.area)').length === 4"
+            )
+            labels = await shown.run("() => [...document.querySelectorAll('.chart svg')].map((e) => e.ariaLabel)")
+            problems += unless(all("now" in label for label in labels), f"after {step} the charts are {labels}")
+            drawn = await shown.run("() => document.querySelector('.chart path:not(.area)').getAttribute('d')")
+            problems += unless(drawn.count(",") >= _DRAWN_POINTS, f"after {step} the chart is {drawn}")
         return problems + shown.complaints
 
 
@@ -233,6 +263,8 @@ async def lists_failures(browser: Browser, site: Site) -> list[str]:
         row = shown.page.locator("#failures-table tbody tr").filter(has_text="answered with status 500").first
         link, row_text = row.get_by_role("link"), await row.inner_text()
         problems = unless("an engine failed" in row_text and "500" in row_text, f"its row says {row_text!r}")
+        lines = await shown.run(_TIME_LINES)
+        problems += unless(set(lines) == {1}, f"times take {lines} lines")
         problems += unless("who-left" not in await text(shown, "#failures"), "clients that left are failures")
         await link.focus()
         await shown.page.keyboard.press("Enter")
@@ -378,6 +410,7 @@ ALONE: Final[dict[str, Callable[[Browser, Site], Any]]] = {
     "figures are those of top": agrees_with_top,
     "reasons": names_reasons,
     "client keys": lists_client_keys,
+    "charts": keeps_its_charts,
     "the admin key": requires_admin_key,
     "failures": lists_failures,
     "markup of engines": escapes_markup,

@@ -13,6 +13,8 @@ from tests.asking import request
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import pytest
+
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -73,6 +75,24 @@ async def test_status_and_instances_name_a_pair_that_is_kept_apart(deploy: Deplo
     assert apart[prefiller.name] == [decoder.name]
     assert apart[decoder.name] == [prefiller.name]
     quarantine.note_success(prefiller, decoder)
+
+
+async def test_history_shows_the_tokens_of_the_gateway_and_its_decoders(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.observe.history.STEP_SECONDS", 0.2)
+    gateway = await deploy(decoder={"decode_step_ms": 20.0})
+    name = f"127.0.0.1:{gateway.decoders[0].port}"
+    path = gateway.url + "/metrics/history"
+    async with asyncio.timeout(60):
+        while True:
+            assert (await gateway.ask(request(Api.CHAT, stream=True, max_tokens=100))).is_done
+            async with gateway.session.get(path) as response:
+                assert response.status == 200
+                history = await response.json()
+            assert history["names"] == ["tokens_per_second", "in_flight", "queued", "first_token_seconds"]
+            if history["instances"].get(name) and any(row[0] and row[3] is not None for row in history["samples"]):
+                break
 
 
 async def test_pace_of_a_removed_instance_is_dropped(deploy: Deploy) -> None:

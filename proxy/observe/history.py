@@ -1,0 +1,172 @@
+"""The traffic of the last five minutes, over all workers, for the charts of the status page.
+
+Each worker reports its counters once a second. One worker samples their growth every five seconds and publishes the
+samples in shared memory, so that all workers can show them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from proxy.balancer.shared.memory import SharedValue
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+STEP_SECONDS: Final = 5.0
+SAMPLES: Final = 60
+NAMES: Final = ("tokens_per_second", "in_flight", "queued", "first_token_seconds")
+"""Values of a sample. The last one is the 95th percentile; None: no request got its first token."""
+_SHARE: Final = 0.95
+_MAX_BYTES: Final = 512 * 1024  # 1,024 instances take 60 KiB
+_NO_HISTORY: Final[dict[str, Any]] = {
+    "at": None,
+    "step_seconds": STEP_SECONDS,
+    "names": NAMES,
+    "samples": [],
+    "instances": {},
+}
+
+
+def traffic(
+    *, in_flight: float, queued: int, tokens: float, first_tokens: Sequence[float], streamed: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the part of a worker's report from which the history is made.
+
+    Args:
+        in_flight: Requests in flight.
+        queued: Requests in the queue.
+        tokens: Tokens of answers since the start of the worker.
+        first_tokens: First tokens since the start, by bucket of the time to first token.
+        streamed: Tokens that instances have streamed since the start, by the name of the instance.
+    """
+    counts = {"tokens": tokens, **{f"bucket {place}": count for place, count in enumerate(first_tokens)}}
+    return {"in_flight": in_flight, "queued": queued, "counts": counts, "streamed": streamed}
+
+
+class History:
+    """Samples the traffic of all workers."""
+
+    def __init__(self, bounds: Sequence[float], earlier: Mapping[str, Any] | None = None) -> None:
+        """Begin a history, or continue that of a worker that was replaced.
+
+        Args:
+            bounds: Upper bounds of the buckets of the time to first token, in seconds. The last one is infinite.
+            earlier: The history that was published. None: there is none.
+        """
+        self._bounds = tuple(bounds)
+        self._samples: deque[Sequence[float | None]] = deque(() if earlier is None else earlier["samples"], SAMPLES)
+        self._sampled_at: float | None = None if earlier is None else earlier["sampled_at"]
+        self._counted_at: float | None = None
+        self._counts: Mapping[tuple[str, ...], float] = {}
+
+    def is_due(self, now: float) -> bool:
+        """Return whether it is time for another sample. `now`: monotonic seconds."""
+        return self._counted_at is None or now - self._counted_at >= STEP_SECONDS
+
+    def add(
+        self, reports: Mapping[int, Mapping[str, Any]], now: float, wall_seconds: float
+    ) -> Mapping[str, Any] | None:
+        """Add a sample, and return the history. None: this was the first count, from which the next sample is made.
+
+        Args:
+            reports: The result of `traffic` of each worker, by its number.
+            now: Monotonic seconds.
+            wall_seconds: Seconds since the Unix epoch.
+        """
+        grown, counted_at = self._grown(reports), self._counted_at
+        self._counted_at = now
+        if counted_at is None:
+            return None
+        seconds = now - counted_at
+        # Samples are missing if the event loop was blocked or the worker was replaced.
+        missing = 0 if self._sampled_at is None else round((now - self._sampled_at) / STEP_SECONDS) - 1
+        self._samples.extend([(None,) * len(NAMES)] * min(missing, SAMPLES))
+        self._sampled_at = now
+        buckets = [grown["bucket", str(place)] for place in range(len(self._bounds))]
+        self._samples.append(
+            (
+                round(grown["", "tokens"] / seconds, 1),
+                sum(report["in_flight"] for report in reports.values()),
+                sum(report["queued"] for report in reports.values()),
+                quantile(self._bounds, buckets, _SHARE),
+            )
+        )
+        rates = {name: round(count / seconds, 1) for (kind, name), count in grown.items() if kind == "streamed"}
+        return {
+            **_NO_HISTORY,
+            "at": round(wall_seconds, 3),
+            "sampled_at": now,
+            "samples": list(self._samples),
+            "instances": rates,
+        }
+
+    def _grown(self, reports: Mapping[int, Mapping[str, Any]]) -> Counter[tuple[str, str]]:
+        """Return the growth of each count since the last call. Counts of a replaced worker begin again at 0."""
+        counts: dict[tuple[str, ...], float] = {}
+        for number, report in reports.items():
+            for name, count in report["counts"].items():
+                kind, _, place = name.rpartition(" ")
+                counts[kind, place, str(number)] = count
+            for name, count in report["streamed"].items():
+                counts["streamed", name, str(number)] = count
+        grown: Counter[tuple[str, str]] = Counter()
+        for series, count in counts.items():
+            before = self._counts.get(series, 0.0)
+            grown[series[0], series[1]] += count - before if count >= before else count  # type: ignore[assignment]
+        self._counts = counts
+        return grown
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
+    """Return a quantile of a histogram, interpolated as by Prometheus. None: it is empty.
+
+    Args:
+        bounds: Upper bounds of the buckets. The last one is infinite.
+        counts: Number of values in each bucket.
+        share: 0.95 is the 95th percentile.
+    """
+    total = sum(counts)
+    if not total:
+        return None
+    lower = below = 0.0
+    for bound, up_to in zip(bounds, accumulate(counts), strict=True):
+        if up_to >= share * total and up_to > below:
+            if bound == float("inf"):
+                return lower
+            return lower + (bound - lower) * (share * total - below) / (up_to - below)
+        lower, below = bound, up_to
+    return lower
+
+
+class HistoryBoard:
+    """The history in memory that all workers share. Create it before forking."""
+
+    def __init__(self) -> None:
+        self._value = SharedValue("history", _MAX_BYTES)
+        self._value.write(None)
+
+    def publish(self, history: Mapping[str, Any]) -> None:
+        """Replace the history. With too many instances, their rates are left out."""
+        with self._value.exclusive():
+            try:
+                self._value.write(history)
+            except ValueError:
+                self._value.write({**history, "instances": {}})
+
+    def published(self) -> Mapping[str, Any] | None:
+        """Return the history as it was published, for the worker that continues it. None: there is none."""
+        return cast("Mapping[str, Any] | None", self._value.value)
+
+    def shown(self) -> Mapping[str, Any]:
+        """Return the history without the time of this host's monotonic clock."""
+        published = self.published()
+        if published is None:
+            return _NO_HISTORY
+        return {name: value for name, value in published.items() if name != "sampled_at"}
+
+    def rates(self) -> Mapping[str, float]:
+        """Return the tokens per second that each instance streamed in the last step, by its name."""
+        return cast("Mapping[str, float]", self.shown()["instances"])
