@@ -17,8 +17,7 @@ from proxy.balancer.engines import EngineKeys
 from proxy.balancer.health import Health, HealthBoard
 from proxy.balancer.incompatibilities import Incompatibilities
 from proxy.balancer.models import ServedModels
-from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolParts, Pools
+from proxy.balancer.pool import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
@@ -35,6 +34,7 @@ from proxy.observe.metrics import Metrics, exposition
 from proxy.settings import ClientKey, HealthChecks, Joining, Settings
 from proxy.settings.live import LiveSettings
 from proxy.upstream import EngineClient, Upstream
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -110,16 +110,14 @@ class Gateway:
         row = self.scoreboard.row(0)
         self.metrics = Metrics()
         self.pools = {
-            role: Pool(
-                PoolParts(
-                    role=role,
-                    policy=make_policy("round_robin"),
-                    scoreboard=self.scoreboard,
-                    row=row,
-                    roster=self.roster,
-                    health=self.health,
-                    on_end=self._count,
-                )
+            role: make_pool(
+                role,
+                self.roster,
+                self.scoreboard,
+                policy="round_robin",
+                row=row,
+                health=self.health,
+                on_end=self._count,
             )
             for role in (Role.PREFILL, Role.DECODE)
         }

@@ -11,23 +11,17 @@ import pytest
 from proxy.balancer.health import Health, Transition
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts
+from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.settings import HealthChecks
 from tests.clock import Clock
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
+    from proxy.balancer.pick import Policy
     from proxy.common.backend import Backend
-
-
-def make_pool(
-    role: Role, roster: Roster, scoreboard: Scoreboard, *, policy: str = "least_tokens", **parts: Any
-) -> Pool:
-    """Return a pool of the first worker. `parts` are further fields of PoolParts."""
-    parts = {"row": scoreboard.row(0), "health": Health(), **parts}
-    return Pool(PoolParts(role=role, policy=make_policy(policy), scoreboard=scoreboard, roster=roster, **parts))
 
 
 @dataclass
@@ -47,22 +41,23 @@ class Balancer:
         self.prefillers = self.pool(Role.PREFILL)
         self.decoders = self.pool(Role.DECODE)
 
-    def pool(self, role: Role, policy: str = "least_tokens", max_running: int | None = None) -> Pool:
-        return Pool(
-            PoolParts(
-                role=role,
-                policy=make_policy(policy, PolicyContext(rng=random.Random(1), role=role)),
-                scoreboard=self.scoreboard,
-                row=self.row,
-                roster=self.roster,
-                health=self.health,
-                on_transition=self.transitions.append,
-                on_end=lambda backend, result: self.ends.append((backend.name, result)),
-                clock=self.clock,
-                rng=random.Random(1),
-                limits=PoolLimits(max_running=max_running),
-            )
-        )
+    def pool(
+        self, role: Role, policy: str | Policy = "least_tokens", max_running: int | None = None, **parts: Any
+    ) -> Pool:
+        """Return a pool of all backends of a role. `parts` are further fields of PoolParts."""
+        parts = {
+            "row": self.row,
+            "health": self.health,
+            "on_transition": self.transitions.append,
+            "on_end": lambda backend, result: self.ends.append((backend.name, result)),
+            "clock": self.clock,
+            "rng": random.Random(1),
+            "limits": PoolLimits(max_running=max_running),
+            **parts,
+        }
+        if isinstance(policy, str):
+            policy = make_policy(policy, PolicyContext(rng=random.Random(1), role=role))
+        return make_pool(role, self.roster, self.scoreboard, policy=policy, **parts)
 
     def eject(self, backend: Backend) -> None:
         """Eject a backend for about eject_seconds."""

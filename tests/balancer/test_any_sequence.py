@@ -23,13 +23,14 @@ from proxy.balancer.blame import PairQuarantine
 from proxy.balancer.health import Health
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts
+from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import ADMIN, CONFIG, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from proxy.balancer.health import Transition
@@ -58,6 +59,7 @@ CHECKS = HealthChecks(
     max_ejected_share=0.5,
     slow_start_seconds=15.0,
 )
+
 DISCOVERY = "dns"
 
 
@@ -89,20 +91,18 @@ class AnySequence(RuleBasedStateMachine):
         self.healths = [Health(lambda: self.checks, self.clock, random.Random(worker)) for worker in range(2)]
         self.quarantines = [PairQuarantine(lambda: self.checks, self.clock) for _ in range(2)]
         self.pools = {
-            (role, worker): Pool(
-                PoolParts(
-                    role=role,
-                    policy=make_policy(policy),
-                    scoreboard=self.scoreboard,
-                    row=self.scoreboard.row(worker),
-                    roster=self.roster,
-                    health=self.healths[worker],
-                    on_transition=partial(self.check_transition, worker),
-                    quarantine=self.quarantines[worker],
-                    clock=self.clock,
-                    rng=random.Random(worker),
-                    limits=PoolLimits(max_running=max_running),
-                )
+            (role, worker): make_pool(
+                role,
+                self.roster,
+                self.scoreboard,
+                policy=policy,
+                row=self.scoreboard.row(worker),
+                health=self.healths[worker],
+                on_transition=partial(self.check_transition, worker),
+                quarantine=self.quarantines[worker],
+                clock=self.clock,
+                rng=random.Random(worker),
+                limits=PoolLimits(max_running=max_running),
             )
             for worker in range(2)
             for role in Role

@@ -14,13 +14,14 @@ from proxy.balancer.engines import EngineFacts
 from proxy.balancer.health import Health
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts
+from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import LoadRow, PinnedKv, Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from proxy.balancer.health import Transition
@@ -43,20 +44,18 @@ class Side:
         self.health = Health(lambda: HealthChecks(eject_after=3, slow_start_seconds=30.0), self.clock, random.Random(1))
         self.pinned_kv = PinnedKv(self.rows[0], self.clock)
         self.transitions: list[Transition] = []
-        self.pool = Pool(
-            PoolParts(
-                role=Role.DECODE,
-                policy=make_policy(policy, PolicyContext(worker, random.Random(1), self.clock)),
-                scoreboard=self.board,
-                row=self.rows[worker],
-                roster=self.roster,
-                health=self.health,
-                limits=PoolLimits(max_running=max_running),
-                on_transition=self.transitions.append,
-                pinned_kv=self.pinned_kv,
-                clock=self.clock,
-                rng=random.Random(1),
-            )
+        self.pool = make_pool(
+            Role.DECODE,
+            self.roster,
+            self.board,
+            policy=make_policy(policy, PolicyContext(worker, random.Random(1), self.clock)),
+            row=self.rows[worker],
+            health=self.health,
+            limits=PoolLimits(max_running=max_running),
+            on_transition=self.transitions.append,
+            pinned_kv=self.pinned_kv,
+            clock=self.clock,
+            rng=random.Random(1),
         )
         self.backends = self.pool.backends()
 

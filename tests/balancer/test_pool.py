@@ -21,7 +21,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
-from tests.balancer.conftest import make_pool
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer

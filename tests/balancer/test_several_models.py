@@ -10,13 +10,12 @@ import pytest
 from proxy.balancer.engines import EngineFacts, Identity
 from proxy.balancer.health import ProbeFailure
 from proxy.balancer.models import ServedModels, minority_instances
-from proxy.balancer.pick import PickRequest, PolicyContext
-from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolParts
+from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
+    from proxy.balancer.pool import Pool
     from tests.balancer.conftest import Balancer
 
 P, D1, D2 = Backend(Role.PREFILL, "p", 1), Backend(Role.DECODE, "d", 1), Backend(Role.DECODE, "d", 2)
@@ -44,20 +43,7 @@ class Fleet:
 
     def pool(self, role: Role, name: str) -> Pool:
         whole = self.balancer.prefillers if role is Role.PREFILL else self.balancer.decoders
-        return Pool(
-            PoolParts(
-                role=role,
-                policy=make_policy("least_tokens", PolicyContext(role=role)),
-                scoreboard=self.balancer.scoreboard,
-                row=self.balancer.row,
-                roster=self.balancer.roster,
-                health=self.balancer.health,
-                on_transition=self.balancer.transitions.append,
-                whole=whole,
-                serving=lambda backends: self.models.serving(name, backends),
-                clock=self.balancer.clock,
-            )
-        )
+        return self.balancer.pool(role, whole=whole, serving=lambda backends: self.models.serving(name, backends))
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from aiohttp.test_utils import unused_port
 
 from proxy.balancer.engines import EngineKeys
 from proxy.balancer.health import Health
-from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolParts, Pools
+from proxy.balancer.pool import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
@@ -26,6 +25,7 @@ from proxy.sim.model.tokenizer import MARKERS, THINK, THINK_END
 from proxy.upstream import Upstream
 from tests.asking import until
 from tests.canned import CannedEngine, event_stream, http, json_answer
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -89,23 +89,11 @@ async def deploy() -> AsyncIterator[Deploy]:
                 addresses.append([("127.0.0.1", port) for port in ports])
             scoreboard, health, ends = Scoreboard(slots=8), Health(), list[str]()
             roster = Roster(addresses[0], addresses[1], scoreboard)
-
-            def pool(role: Role) -> Pool:
-                policy = make_policy("least_tokens")
-                on_end = ends_of(ends)
-                return Pool(
-                    PoolParts(
-                        role=role,
-                        policy=policy,
-                        scoreboard=scoreboard,
-                        row=scoreboard.row(0),
-                        roster=roster,
-                        health=health,
-                        on_end=on_end,
-                    )
-                )
-
-            pools = Pools(pool(Role.PREFILL), pool(Role.DECODE))
+            on_end = ends_of(ends)
+            pools = Pools(
+                make_pool(Role.PREFILL, roster, scoreboard, health=health, on_end=on_end),
+                make_pool(Role.DECODE, roster, scoreboard, health=health, on_end=on_end),
+            )
             upstream = await stack.enter_async_context(Upstream(Timeouts(), EngineKeys(None)))
             detokenizer = Detokenizer(pools, upstream, timeout_seconds)
             return Deployment(detokenizer, upstream, pools, scoreboard, health, ends)

@@ -20,8 +20,6 @@ from proxy.balancer.backend_health import HealthState
 from proxy.balancer.health import Health
 from proxy.balancer.incompatibilities import Incompatibilities
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import PinnedKv, Scoreboard
 from proxy.common.backend import Load, Role
@@ -32,6 +30,7 @@ from proxy.observe import metrics
 from proxy.observe.metrics import RESUME_ACTIONS, Metrics, exposition
 from proxy.settings import Kv
 from tests.conftest import IS_COMPILED
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,17 +49,7 @@ class Gateway:
         row = self.scoreboard.row(0)
         self.pinned_kv = PinnedKv(row)
         self.pools = {
-            role: Pool(
-                PoolParts(
-                    role=role,
-                    policy=make_policy("least_tokens"),
-                    scoreboard=self.scoreboard,
-                    row=row,
-                    roster=self.roster,
-                    health=self.health,
-                    pinned_kv=self.pinned_kv,
-                )
-            )
+            role: make_pool(role, self.roster, self.scoreboard, row=row, health=self.health, pinned_kv=self.pinned_kv)
             for role in Role
         }
         self.metrics = Metrics()

@@ -14,7 +14,7 @@ from proxy.balancer.pick import PickRequest, PolicyContext, reason
 from proxy.balancer.policies.handoff_times import HandoffTimes
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_seconds import LeastSeconds
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
+from proxy.balancer.pool import Pool, PoolLimits, Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
@@ -24,6 +24,7 @@ from proxy.wire.prefix import NO_KEYS, PrefixKeys
 from tests.balancer.policies.full_scan import ScanningDecodeSeconds, ScanningSeconds
 from tests.balancer.policies.test_least_seconds import PIECE, Subject
 from tests.clock import Clock
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from proxy.balancer.lease import Lease
@@ -77,19 +78,16 @@ class World:
         )
 
     def pool(self, policy: Policy) -> Pool:
-        return Pool(
-            PoolParts(
-                role=policy.context.role,
-                policy=policy,
-                scoreboard=self.scoreboard,
-                row=self.scoreboard.row(0),
-                roster=self.roster,
-                health=self.health,
-                handoffs=self.handoffs,
-                clock=self.clock,
-                rng=random.Random(1),
-                limits=PoolLimits(max_running=40),
-            )
+        return make_pool(
+            policy.context.role,
+            self.roster,
+            self.scoreboard,
+            policy=policy,
+            health=self.health,
+            handoffs=self.handoffs,
+            clock=self.clock,
+            rng=random.Random(1),
+            limits=PoolLimits(max_running=40),
         )
 
     def ask(self, request: PickRequest) -> list[object]:

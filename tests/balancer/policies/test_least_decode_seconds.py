@@ -11,7 +11,6 @@ from proxy.balancer.engines import EngineFacts
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.common.backend import Backend, Load, Role
 from proxy.dialects.call import DECODE_OVERHEAD_TOKENS
 from proxy.wire.prefix import NO_KEYS
@@ -46,18 +45,7 @@ class Decoders:
                 others_running=lambda _: self.others,
             )
         )
-        self.pool = Pool(
-            PoolParts(
-                role=Role.DECODE,
-                policy=self.policy,
-                scoreboard=balancer.scoreboard,
-                row=balancer.row,
-                roster=balancer.roster,
-                health=balancer.health,
-                clock=balancer.clock,
-                limits=PoolLimits(max_running=None),
-            )
-        )
+        self.pool = balancer.pool(Role.DECODE, self.policy)
 
     def begin(self, request: PickRequest | None = None) -> Lease:
         """Begin an answer and note its first token."""

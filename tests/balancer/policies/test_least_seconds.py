@@ -13,7 +13,6 @@ from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_cost import PrefillSample, Step
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.shared.journal import Journal
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError
@@ -64,18 +63,7 @@ class Prefillers:
         self.clock = balancer.clock
         seat = None if journal is None else journal.writer(worker)
         self.policy = LeastSeconds(PolicyContext(worker, clock=balancer.clock, journal=seat))
-        self.pool = Pool(
-            PoolParts(
-                role=Role.PREFILL,
-                policy=self.policy,
-                scoreboard=balancer.scoreboard,
-                row=balancer.scoreboard.row(worker),
-                roster=balancer.roster,
-                health=balancer.health,
-                clock=balancer.clock,
-                limits=PoolLimits(max_running=max_running),
-            )
-        )
+        self.pool = balancer.pool(Role.PREFILL, self.policy, max_running, row=balancer.scoreboard.row(worker))
         self.scoreboard = balancer.scoreboard
         self.roster = balancer.roster
         self.health = balancer.health

@@ -15,13 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.balancer.health import Health
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from proxy.common.backend import Backend
@@ -42,15 +41,12 @@ class Workers:
         self.scoreboard = Scoreboard(self.count, self.backends)
         roster = Roster([], [("d", 1 + number) for number in range(self.backends)], self.scoreboard)
         self.pools = [
-            Pool(
-                PoolParts(
-                    role=Role.DECODE,
-                    policy=make_policy(self.policy, PolicyContext(worker=worker)),
-                    scoreboard=self.scoreboard,
-                    row=self.scoreboard.row(worker),
-                    roster=roster,
-                    health=Health(),
-                )
+            make_pool(
+                Role.DECODE,
+                roster,
+                self.scoreboard,
+                policy=make_policy(self.policy, PolicyContext(worker=worker)),
+                row=self.scoreboard.row(worker),
             )
             for worker in range(self.count)
         ]

@@ -14,9 +14,9 @@ from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pin, Pinned, PinnedKv, Scoreboard
 from proxy.common.backend import Backend, Load, Role
-from tests.balancer.conftest import make_pool
 from tests.clock import Clock
 from tests.forking import in_child
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable

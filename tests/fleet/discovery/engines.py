@@ -11,8 +11,6 @@ from aiohttp.test_utils import TestServer
 
 from proxy.balancer.engines import EngineKeys
 from proxy.balancer.health import Health, Transition
-from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Role
@@ -20,6 +18,7 @@ from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining
+from tests.pools import make_pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -118,19 +117,7 @@ class Gateway:
         self.health = Health(lambda: HealthChecks(fall=3, rise=2))
         self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
         row = self.scoreboard.row(0)
-        self.pools = {
-            role: Pool(
-                PoolParts(
-                    role=role,
-                    policy=make_policy("least_tokens"),
-                    scoreboard=self.scoreboard,
-                    row=row,
-                    roster=self.roster,
-                    health=self.health,
-                )
-            )
-            for role in Role
-        }
+        self.pools = {role: make_pool(role, self.roster, self.scoreboard, row=row, health=self.health) for role in Role}
         self.checks = HealthChecks(
             interval_seconds=interval_seconds, changing_interval_seconds=0.01, timeout_seconds=timeout_seconds
         )
