@@ -46,28 +46,22 @@ def data(payload: Any) -> bytes:
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-@dataclass
-class CannedEngine:
-    """An engine that writes `answer` to every generation request, in its pieces.
+async def read_request(reader: asyncio.StreamReader) -> tuple[str, Received]:
+    """Read one request. Return its method and the request."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    first, *lines = head.split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    method, path, _ = first.split(" ")
+    return method, Received(path, headers, body)
 
-    It closes the connection afterwards if `closes`. If `answer` is a function, it returns the pieces. `sent_bytes`
-    counts the written bytes. The engine passes health checks, and has the interface of a SimulatedEngine.
-    """
 
-    role: str
-    answer: Iterable[bytes] | Callable[[Received], Iterable[bytes]] = ()
-    closes: bool = False
+@dataclass(kw_only=True)
+class LoopbackServer:
+    """A server that calls `_exchange` for each connection until it returns False. Leaving ends all connections."""
+
     host: str = "127.0.0.1"
     port: int = 0
-    received: list[Received] = field(default_factory=list)
-    sent_bytes: int = 0
-    pause_seconds: float = 0.0
-    """Pause after each piece, in seconds."""
-    pages: Mapping[str, bytes] = field(default_factory=dict)
-    """Complete answers to GET requests by path. Other paths get empty ones."""
-    state: State = field(default_factory=State)
-    pins: dict[str, Any] = field(default_factory=dict)
-    requests: list[Any] = field(default_factory=list)
     _server: asyncio.Server | None = None
     _connections: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -107,15 +101,35 @@ class CannedEngine:
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request. Return False if the connection is to be closed."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        first, *lines = head.split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
-        body = await reader.readexactly(int(headers.get("content-length", "0")))
-        method, path, _ = first.split(" ")
+        raise NotImplementedError
+
+
+@dataclass
+class CannedEngine(LoopbackServer):
+    """An engine that writes `answer` to every generation request, in its pieces.
+
+    It closes the connection afterwards if `closes`. If `answer` is a function, it returns the pieces. `sent_bytes`
+    counts the written bytes. The engine passes health checks, and has the interface of a SimulatedEngine.
+    """
+
+    role: str
+    answer: Iterable[bytes] | Callable[[Received], Iterable[bytes]] = ()
+    closes: bool = False
+    received: list[Received] = field(default_factory=list)
+    sent_bytes: int = 0
+    pause_seconds: float = 0.0
+    """Pause after each piece, in seconds."""
+    pages: Mapping[str, bytes] = field(default_factory=dict)
+    """Complete answers to GET requests by path. Other paths get empty ones."""
+    state: State = field(default_factory=State)
+    pins: dict[str, Any] = field(default_factory=dict)
+    requests: list[Any] = field(default_factory=list)
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        method, received = await read_request(reader)
         if method == "GET":
-            writer.write(self.pages.get(path.partition("?")[0], http(b"")))
+            writer.write(self.pages.get(received.path.partition("?")[0], http(b"")))
             return True
-        received = Received(path, headers, body)
         self.received.append(received)
         try:
             for piece in self.answer(received) if callable(self.answer) else self.answer:

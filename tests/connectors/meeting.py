@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from tests.asking import until
-from tests.canned import CannedEngine, Received, data, event_stream, http, json_answer
+from tests.canned import CannedEngine, Received, data, event_stream, http, json_answer, read_request
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -61,20 +61,15 @@ class ActingEngine(CannedEngine):
         await super()._serve(reader, writer)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        first, *lines = head.split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
-        body = await reader.readexactly(int(headers.get("content-length", "0")))
-        method, path, _ = first.split(" ")
+        method, received = await read_request(reader)
         if method == "GET":
             writer.write(http(b""))
-        elif path == "/abort_request":
-            self.aborted.append(orjson.loads(body)["rid"])
+        elif received.path == "/abort_request":
+            self.aborted.append(orjson.loads(received.body)["rid"])
             if self.answers_aborts is not None:
                 await self.answers_aborts.wait()
             writer.write(http(b""))
         else:
-            received = Received(path, headers, body)
             self.received.append(received)
             await self.act(Exchange(self, received, reader, writer))
         return True

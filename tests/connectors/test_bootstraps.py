@@ -101,65 +101,65 @@ def test_anything_is_engines_or_refused(answer: object) -> None:
 
 async def test_concurrent_attempts_share_one_query(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        told = await asyncio.gather(*(bootstraps.engines(PREFILLER, server.address) for _ in range(5)))
+        told = await asyncio.gather(*(bootstraps.engines(PREFILLER, server.url) for _ in range(5)))
         assert told == [TWO] * 5
-        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        assert await bootstraps.engines(PREFILLER, server.url) == TWO
         assert server.asked == ["/query"]
 
 
 async def test_server_is_queried_again_after_some_seconds_and_when_forgotten(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, server.address)
+        await bootstraps.engines(PREFILLER, server.url)
         server.answer = engines_told("new")
         clock.now += 4.9
-        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        assert await bootstraps.engines(PREFILLER, server.url) == TWO
         clock.now += 0.2
-        assert await bootstraps.engines(PREFILLER, server.address) == ((0, "new"),)
+        assert await bootstraps.engines(PREFILLER, server.url) == ((0, "new"),)
         server.answer = engines_told("newer")
         bootstraps.forget(PREFILLER)
-        assert await bootstraps.engines(PREFILLER, server.address) == ((0, "newer"),)
+        assert await bootstraps.engines(PREFILLER, server.url) == ((0, "newer"),)
         assert len(server.asked) == 3
 
 
 async def test_known_bootstrap_answer_is_used_during_a_refresh(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, server.address)
+        await bootstraps.engines(PREFILLER, server.url)
         clock.now += 60
         server.answer = None
-        first = asyncio.create_task(bootstraps.engines(PREFILLER, server.address))
+        first = asyncio.create_task(bootstraps.engines(PREFILLER, server.url))
         await until(lambda: len(server.asked) == 2, "the question")
-        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        assert await bootstraps.engines(PREFILLER, server.url) == TWO
         assert len(server.asked) == 2
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         server.answer = engines_told("new")
         clock.now += 2
-        assert await bootstraps.engines(PREFILLER, server.address) == ((0, "new"),)
+        assert await bootstraps.engines(PREFILLER, server.url) == ((0, "new"),)
 
 
 async def test_known_bootstrap_answer_is_used_after_the_server_is_gone(clock: Clock) -> None:
     """It is a side door of the prefiller, which may do well without."""
     async with asking(clock) as bootstraps:
         async with BootstrapServer() as server:
-            await bootstraps.engines(PREFILLER, server.address)
+            await bootstraps.engines(PREFILLER, server.url)
         clock.now += 60
-        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        assert await bootstraps.engines(PREFILLER, server.url) == TWO
         bootstraps.forget(PREFILLER)
-        assert (await refused(bootstraps, server.address)).failure is Failure.CONNECT
+        assert (await refused(bootstraps, server.url)).failure is Failure.CONNECT
 
 
 async def test_waiting_attempts_share_a_failed_query(clock: Clock) -> None:
     async with BootstrapServer(answer=http(b"nonsense")) as server, asking(clock) as bootstraps:
-        await asyncio.gather(*(refused(bootstraps, server.address) for _ in range(5)))
+        await asyncio.gather(*(refused(bootstraps, server.url) for _ in range(5)))
         assert len(server.asked) == 1
         server.answer = engines_told("engine-0", "engine-1")
         clock.now += 1
-        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        assert await bootstraps.engines(PREFILLER, server.url) == TWO
 
 
 async def test_waiting_attempt_queries_when_the_first_is_cancelled(clock: Clock) -> None:
     async with BootstrapServer(answer=None) as server, asking(clock) as bootstraps:
-        first, second = (asyncio.create_task(bootstraps.engines(PREFILLER, server.address)) for _ in range(2))
+        first, second = (asyncio.create_task(bootstraps.engines(PREFILLER, server.url)) for _ in range(2))
         await until(lambda: len(server.asked) == 1, "the question")
         server.answer = engines_told("engine-0", "engine-1")
         first.cancel()
@@ -170,19 +170,19 @@ async def test_waiting_attempt_queries_when_the_first_is_cancelled(clock: Clock)
 async def test_another_backend_in_the_same_slot_is_another(clock: Clock) -> None:
     other_server = BootstrapServer(answer=engines_told("other"))
     async with BootstrapServer() as one, other_server as other, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, one.address)
+        await bootstraps.engines(PREFILLER, one.url)
         one.answer = engines_told("neighbour")
         stranger = Backend(Role.PREFILL, "127.0.0.1", 7200, slot=PREFILLER.slot)
-        assert await bootstraps.engines(stranger, one.address) == ((0, "neighbour"),)
-        assert await bootstraps.engines(PREFILLER, other.address) == ((0, "other"),)  # its port was changed
+        assert await bootstraps.engines(stranger, one.url) == ((0, "neighbour"),)
+        assert await bootstraps.engines(PREFILLER, other.url) == ((0, "other"),)  # its port was changed
 
 
 async def test_server_that_was_forgotten_meanwhile_may_have_been_met(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, server.address)
+        await bootstraps.engines(PREFILLER, server.url)
         bootstraps.forget(PREFILLER)
         bootstraps.note_reached(PREFILLER)
-        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        assert await bootstraps.engines(PREFILLER, server.url) == TWO
 
 
 DOUBTS = [
@@ -198,11 +198,11 @@ async def test_engines_are_asked_for_again_after_a_failure_of_theirs(
     clock: Clock, failure: Failure, status: int | None, doubted: bool
 ) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, server.address)
+        await bootstraps.engines(PREFILLER, server.url)
         error = UpstreamError(failure, PREFILLER, "it failed", engine_status=status)
         with pytest.raises(UpstreamError), bootstraps.forget_on_failure(PREFILLER):
             raise error
-        await bootstraps.engines(PREFILLER, server.address)
+        await bootstraps.engines(PREFILLER, server.url)
         assert len(server.asked) == 1 + doubted
 
 
@@ -224,8 +224,8 @@ async def test_shared_bootstrap_server_does_not_count_against_decoder(
 ) -> None:
     """However their bootstrap server is called: it may have several addresses."""
     async with BootstrapServer() as own, BootstrapServer(answer=engines_told(*told)) as other, asking(clock) as servers:
-        await servers.engines(PREFILLER, own.address)
-        await servers.engines(NEIGHBOUR, other.address)
+        await servers.engines(PREFILLER, own.url)
+        await servers.engines(NEIGHBOUR, other.url)
         if is_met:
             servers.note_reached(PREFILLER)
         with pytest.raises(UpstreamError) as failed, servers.forget_on_failure(PREFILLER):
@@ -239,8 +239,8 @@ async def test_shared_bootstrap_address_does_not_count_against_decoder(clock: Cl
     """This holds even before the engines of the other prefiller are queried."""
     addresses: dict[Backend, str] = {}
     async with BootstrapServer() as server, asking(clock, addresses=addresses) as servers:
-        addresses |= {PREFILLER: server.address, NEIGHBOUR: server.address if is_same else "http://127.0.0.1:1"}
-        await servers.engines(PREFILLER, server.address)
+        addresses |= {PREFILLER: server.url, NEIGHBOUR: server.url if is_same else "http://127.0.0.1:1"}
+        await servers.engines(PREFILLER, server.url)
         with pytest.raises(UpstreamError) as failed, servers.forget_on_failure(PREFILLER):
             raise UpstreamError(Failure.RESET, DECODER, "it failed")
         assert failed.value.backend == (PREFILLER if is_same else DECODER)
@@ -265,7 +265,7 @@ async def test_invalid_answer_of_a_bootstrap_server_is_the_prefillers_failure(
     clock: Clock, answer: bytes, failure: Failure
 ) -> None:
     async with BootstrapServer(answer=answer, closes=True) as server, asking(clock) as bootstraps:
-        assert (await refused(bootstraps, server.address)).failure is failure
+        assert (await refused(bootstraps, server.url)).failure is failure
         assert server.asked == ["/query"]
 
 
@@ -275,12 +275,12 @@ async def test_server_that_hangs_is_waited_for_but_not_for_long(
 ) -> None:
     monkeypatch.setattr("proxy.connectors.bootstraps._ANSWER_SECONDS", 0.05)
     async with BootstrapServer(answer=answer) as server, asking(clock) as bootstraps:
-        assert "did not answer" in (await refused(bootstraps, server.address)).message
+        assert "did not answer" in (await refused(bootstraps, server.url)).message
 
 
 async def test_added_instances_cannot_lead_where_no_instance_may_be(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock, ("10.0.0.0/8",)) as bootstraps:
-        error = await refused(bootstraps, server.address)
+        error = await refused(bootstraps, server.url)
         assert error.failure is Failure.CONNECT
         assert "not allowed" in error.message
         assert server.asked == []

@@ -106,7 +106,7 @@ async def test_both_engines_get_the_meeting_point(deploy: Deploy, bootstrap: Boo
     told = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "remote_bootstrap_addr": bootstrap.address,
+        "remote_bootstrap_addr": bootstrap.url,
         "remote_engine_id": "engine-0",
         "transfer_id": f"xfer-{attempt_id}",
     }
@@ -133,7 +133,7 @@ async def test_prefiller_may_have_a_separate_bootstrap_port(deploy: Deploy, boot
     (backend,) = both.gateway.worker.pools.prefill.backends()
     both.gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=bootstrap.port))
     assert (await both.gateway.ask(request(Api.CHAT))).is_done
-    assert both.decoder.bodies[0]["kv_transfer_params"]["remote_bootstrap_addr"] == bootstrap.address
+    assert both.decoder.bodies[0]["kv_transfer_params"]["remote_bootstrap_addr"] == bootstrap.url
 
 
 async def test_every_sequence_has_a_separate_transfer(deploy: Deploy, bootstrap: BootstrapServer) -> None:
