@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from contextlib import AsyncExitStack
 from functools import cache
@@ -15,12 +16,15 @@ import uvloop
 from aiohttp import web_app
 
 import proxy.balancer.lease
+from proxy.observe.logs.handler import LineHandler
 from proxy.sim.engine import SimulatedEngine
+from tests.certificates import Certificates
 from tests.clock import Clock
 from tests.deployment import deployed, engine_options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from tests.deployment import Deployment, Engine
 
@@ -88,6 +92,26 @@ async def no_task_is_left() -> AsyncIterator[None]:
 def clock() -> Clock:
     """Return a clock that the test advances."""
     return Clock()
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    """Return an authority whose certificates are in the directory of the test."""
+    return Certificates(tmp_path)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """Close the handlers that the test has added, and restore the levels."""
+    root, ours = logging.getLogger(), logging.getLogger("proxy")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    for handler in root.handlers:
+        if isinstance(handler, LineHandler):
+            handler.close()
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
 
 
 class Deploy(Protocol):

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 FAILURES = "pdproxy_tls_handshake_failures_total"
 
 
-@pytest.fixture
-def certificates(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path)
-
-
 def _listen(pair: Sequence[Path], **options: Any) -> dict[str, Any]:
     return {"tls_certificate": pair[0], "tls_key": pair[1], **options}
 

@@ -15,7 +15,6 @@ import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import ask, request, until
-from tests.certificates import Certificates
 from tests.scenarios.program import refused
 from tests.scenarios.test_ports import admin_url
 from tests.scenarios.test_stopping import is_ready
@@ -25,15 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from proxy.sim.engine import SimulatedEngine
+    from tests.certificates import Certificates
     from tests.scenarios.program import Program
 
 STREAMS = 200
 WORKERS = ("--workers", "2")
-
-
-@pytest.fixture
-def certificates(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path)
 
 
 @pytest.fixture

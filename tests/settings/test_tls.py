@@ -10,19 +10,14 @@ import pytest
 
 from proxy.settings import SettingsError, load
 from proxy.settings.tls import server_context
-from tests.certificates import Certificates
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from proxy.settings import Loaded
+    from tests.certificates import Certificates
 
 DAY_SECONDS = 24 * 3600.0
-
-
-@pytest.fixture
-def certificates(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path)
 
 
 def _load(certificate: Path, key: Path | None = None, **options: str) -> Loaded:

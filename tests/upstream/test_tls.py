@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def certificates(tmp_path: Path) -> Certificates:
-    return Certificates(tmp_path)
-
-
-@pytest.fixture
 async def fronts() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as stack:
         yield stack

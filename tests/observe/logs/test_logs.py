@@ -22,7 +22,6 @@ from proxy.observe.logs.handler import (
     MAX_TRACEBACK_CHARS,
     JsonFormatter,
     LineFormatter,
-    LineHandler,
     access_record,
     encoded,
 )
@@ -48,21 +47,14 @@ library = logging.getLogger("library")
 FORMATS = ["text", "json"]
 MASKED = "Bearer 0123456789abcdef"
 LONG = "x" * (MAX_VALUE_CHARS + 1)
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 @pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("proxy")
-    before = root.handlers[:], root.level, ours.level
+def closed_files() -> Iterator[None]:
     yield
-    for handler in root.handlers:
-        if isinstance(handler, LineHandler):
-            handler.close()
     while File.opened:
         File.opened.pop().close()
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
 
 
 class File:

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.observe import logs
-from proxy.observe.logs.handler import LineHandler
 from proxy.observe.metrics import Metrics
 from proxy.process.monitor import Memory, Monitor, MonitorParts, OpenFds, Overload, overload_of
 from proxy.settings import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.clock import Clock
@@ -389,19 +387,6 @@ async def test_monitor_that_was_left_ticks_no_more() -> None:
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def logging_as_before() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("proxy")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    for handler in root.handlers:
-        if isinstance(handler, LineHandler):
-            handler.close()
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
 
 
 @pytest.mark.usefixtures("logging_as_before")
