@@ -31,6 +31,8 @@ from tests.upstream.raw import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from tests.clock import Clock
 
 # Connections that serve again
@@ -93,16 +95,22 @@ async def test_bytes_after_the_answer_close_only_the_connection(upstream: Upstre
         assert await fetch(upstream, backend) == b"ok"
 
 
-async def test_connection_paused_at_the_end_of_its_answer_is_reused(upstream: Upstream) -> None:
-    async def script(link: Link) -> None:
-        await link.answer()
-        await link.answer()
+async def serves_twice(link: Link) -> None:
+    await link.answer()
+    await link.answer()
 
-    async with engine(script) as backend:
+
+async def test_connection_paused_at_the_end_of_its_answer_is_reused(upstream: Upstream) -> None:
+    async with engine(serves_twice) as backend:
         async with exchange(upstream, backend) as response:
             assert await response.read() == b"ok"
             response.pause()
         assert await fetch(upstream, backend) == b"ok"
+
+
+async def serves_until_it_is_left(link: Link) -> None:
+    await link.answer()
+    await link.left()
 
 
 async def test_idle_connections_are_closed_before_the_engine_does_it(
@@ -110,11 +118,7 @@ async def test_idle_connections_are_closed_before_the_engine_does_it(
 ) -> None:
     monkeypatch.setattr("proxy.upstream.upstream._KEEP_ALIVE_SECONDS", 0.0)
 
-    async def script(link: Link) -> None:
-        await link.answer()
-        await link.left()
-
-    async with engine(script) as backend:
+    async with engine(serves_until_it_is_left) as backend:
         assert await fetch(upstream, backend) == b"ok"
 
 
@@ -173,11 +177,12 @@ async def test_request_is_sent_again_on_a_fresh_connection() -> None:
         assert stale_requests == 1
 
 
-async def test_request_is_sent_again_only_once(upstream: Upstream) -> None:
-    async def closes(link: Link) -> None:
-        await link.request()
+async def closes_after_the_request(link: Link) -> None:
+    await link.request()
 
-    async with engine(closes_for_the_second_request, closes) as backend:
+
+async def test_request_is_sent_again_only_once(upstream: Upstream) -> None:
+    async with engine(closes_for_the_second_request, closes_after_the_request) as backend:
         await fetch(upstream, backend)
         assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
 
@@ -204,17 +209,9 @@ async def test_resend_to_a_lost_engine_reports_the_first_failure(upstream: Upstr
 
 
 async def test_role_uses_new_connections_for_a_while_after_a_stale_one(clock: Clock) -> None:
-    async def serves_once(link: Link) -> None:
-        await link.answer()
-        await link.left()
-
-    async def serves_twice(link: Link) -> None:
-        await link.answer()
-        await link.answer()
-
     async with (
         engine(closes_for_the_second_request) as stale,
-        engine(serves_once, serves_once, serves_twice) as other,
+        engine(serves_until_it_is_left, serves_until_it_is_left, serves_twice) as other,
         Upstream(Timeouts(), EngineKeys(None), options=UpstreamOptions(sweep_seconds=0.01, clock=clock)) as upstream,
     ):
         await fetch(upstream, stale)
@@ -227,10 +224,7 @@ async def test_role_uses_new_connections_for_a_while_after_a_stale_one(clock: Cl
 
 
 async def test_fresh_connection_that_closes_is_not_a_stale_one(upstream: Upstream) -> None:
-    async def closes(link: Link) -> None:
-        await link.request()
-
-    async with engine(closes) as backend:
+    async with engine(closes_after_the_request) as backend:
         assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
 
 
@@ -265,10 +259,6 @@ async def test_connection_that_takes_too_long_is_a_failed_connect() -> None:
 
 async def closes_at_once(link: Link) -> None:
     pass
-
-
-async def closes_after_the_request(link: Link) -> None:
-    await link.request()
 
 
 async def resets_after_the_request(link: Link) -> None:
@@ -411,6 +401,17 @@ async def streams_until_it_is_left(link: Link) -> None:
     await link.left()
 
 
+def waits(asked: asyncio.Event) -> Callable[[Link], Awaitable[None]]:
+    """Return a script that sets `asked` when it has the request, and answers nothing."""
+
+    async def script(link: Link) -> None:
+        await link.request()
+        asked.set()
+        await link.left()
+
+    return script
+
+
 async def test_leaving_early_closes_the_engines_connection(upstream: Upstream) -> None:
     async with engine(streams_until_it_is_left) as backend:
         async with exchange(upstream, backend):
@@ -429,16 +430,7 @@ async def test_leaving_with_an_error_closes_the_engines_connection(upstream: Ups
 async def test_leaving_the_upstream_closes_every_connection() -> None:
     asked = asyncio.Event()
 
-    async def is_asked(link: Link) -> None:
-        await link.request()
-        asked.set()
-        await link.left()
-
-    async def is_idle(link: Link) -> None:
-        await link.answer()
-        await link.left()
-
-    async with engine(streams_until_it_is_left, is_asked, is_idle) as backend:
+    async with engine(streams_until_it_is_left, waits(asked), serves_until_it_is_left) as backend:
         async with AsyncExitStack() as stack:
             upstream = await stack.enter_async_context(new_upstream())
             async with exchange(upstream, backend) as streaming:
@@ -454,18 +446,19 @@ async def test_leaving_the_upstream_closes_every_connection() -> None:
 # Cancellation, in each phase
 
 
-async def cancelled(task: asyncio.Task[Any]) -> None:
+async def cancelled(task: asyncio.Task[Any], upstream: Upstream) -> None:
+    """Cancel an exchange. Its connection is not in use afterwards."""
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert upstream.busy_connections == 0
 
 
 async def test_cancelled_while_connecting(upstream: Upstream) -> None:
     with deaf() as listener:
         task = asyncio.create_task(fetch(upstream, Backend(Role.DECODE, *listener.getsockname())))
         await asyncio.sleep(0)  # it has begun
-        await cancelled(task)
-        assert upstream.busy_connections == 0
+        await cancelled(task, upstream)
 
 
 async def test_cancelled_while_the_request_is_written(upstream: Upstream) -> None:
@@ -480,71 +473,37 @@ async def test_cancelled_while_the_request_is_written(upstream: Upstream) -> Non
     async with engine(reads_little) as backend:
         task = asyncio.create_task(fetch(upstream, backend, b"x" * 32_000_000))
         await begun.wait()
-        await cancelled(task)
-        assert upstream.busy_connections == 0
+        await cancelled(task, upstream)
         gone.set()
 
 
-async def test_cancelled_while_waiting_for_the_answer(upstream: Upstream) -> None:
+@pytest.mark.parametrize("is_stale", [False, True], ids=["first", "again"])
+async def test_cancelled_while_waiting_for_the_answer(upstream: Upstream, is_stale: bool) -> None:
     asked = asyncio.Event()
-
-    async def script(link: Link) -> None:
-        await link.request()
-        asked.set()
-        await link.left()
-
-    async with engine(script) as backend:
-        task = asyncio.create_task(fetch(upstream, backend))
+    scripts = [closes_for_the_second_request] if is_stale else []
+    async with engine(*scripts, waits(asked)) as backend:
+        for _ in scripts:
+            await fetch(upstream, backend)
+        task = asyncio.create_task(fetch(upstream, backend, resend_if_stale=is_stale))
         await asked.wait()
-        await cancelled(task)
-        assert upstream.busy_connections == 0
+        await cancelled(task, upstream)
 
 
-async def test_cancelled_while_sending_again_after_a_stale_connection(upstream: Upstream) -> None:
-    asked = asyncio.Event()
-
-    async def script(link: Link) -> None:
-        await link.request()
-        asked.set()
-        await link.left()
-
-    async with engine(closes_for_the_second_request, script) as backend:
-        await fetch(upstream, backend)
-        task = asyncio.create_task(fetch(upstream, backend, resend_if_stale=True))
-        await asked.wait()
-        await cancelled(task)
-        assert upstream.busy_connections == 0
-
-
-async def test_cancelled_while_the_body_arrives(upstream: Upstream) -> None:
-    reading = asyncio.Event()
+@pytest.mark.parametrize("is_paused", [False, True], ids=["reading", "paused"])
+async def test_cancelled_while_the_body_arrives(upstream: Upstream, is_paused: bool) -> None:
+    begun = asyncio.Event()
 
     async def reads() -> None:
         async with exchange(upstream, backend) as response:
-            reading.set()
+            if is_paused:
+                response.pause()
+            begun.set()
             await response.read()
 
     async with engine(streams_until_it_is_left) as backend:
         task = asyncio.create_task(reads())
-        await reading.wait()
-        await cancelled(task)
-        assert upstream.busy_connections == 0
-
-
-async def test_cancelled_while_paused(upstream: Upstream) -> None:
-    paused = asyncio.Event()
-
-    async def pauses() -> None:
-        async with exchange(upstream, backend) as response:
-            response.pause()
-            paused.set()
-            await asyncio.Event().wait()
-
-    async with engine(streams_until_it_is_left) as backend:
-        task = asyncio.create_task(pauses())
-        await paused.wait()
-        await cancelled(task)
-        assert upstream.busy_connections == 0
+        await begun.wait()
+        await cancelled(task, upstream)
 
 
 async def test_connection_is_reused_when_cancelled_after_the_whole_answer(upstream: Upstream) -> None:
@@ -556,13 +515,8 @@ async def test_connection_is_reused_when_cancelled_after_the_whole_answer(upstre
             read.set()
             await asyncio.Event().wait()
 
-    async def script(link: Link) -> None:
-        await link.answer()
-        await link.answer()
-
-    async with engine(script) as backend:
+    async with engine(serves_twice) as backend:
         task = asyncio.create_task(lingers())
         await read.wait()
-        await cancelled(task)
-        assert upstream.busy_connections == 0
+        await cancelled(task, upstream)
         assert await fetch(upstream, backend) == b"ok"
