@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -47,6 +48,16 @@ class Client:
         status, answer = await self.post(engine, path, leg)
         assert status == 200
         return answer["kv_transfer_params"]
+
+
+@asynccontextmanager
+async def simulated_pair(**options: Any) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine]]:
+    """Start a prefiller and a decoder with the same options."""
+    async with (
+        SimulatedEngine(role="prefill", **options) as prefiller,
+        SimulatedEngine(role="decode", **options) as decoder,
+    ):
+        yield prefiller, decoder
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from proxy.sim.engine import SimulatedEngine
+from tests.sim.conftest import simulated_pair
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -70,8 +71,7 @@ async def setup(**options: Any) -> AsyncIterator[tuple[Metaserver, SimulatedEngi
     """Start a metaserver, a prefiller and a decoder."""
     async with (
         metaserver() as server,
-        SimulatedEngine(role="prefill", protocol="layerwise", **options) as prefiller,
-        SimulatedEngine(role="decode", protocol="layerwise", **options) as decoder,
+        simulated_pair(protocol="layerwise", **options) as (prefiller, decoder),
     ):
         yield server, prefiller, decoder
 

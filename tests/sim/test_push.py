@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
+from tests.sim.conftest import simulated_pair
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from tests.sim.conftest import Client
 
 PATH = "/v1/completions"
@@ -21,14 +20,7 @@ BODY: dict[str, Any] = {"prompt": "once upon ", "max_tokens": 6}
 PREFILL: dict[str, Any] = BODY | {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
 
 
-@asynccontextmanager
-async def pair(**options: Any) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine]]:
-    """Start a prefiller and a decoder."""
-    async with (
-        SimulatedEngine(role="prefill", protocol="push", **options) as prefiller,
-        SimulatedEngine(role="decode", protocol="push", **options) as decoder,
-    ):
-        yield prefiller, decoder
+pair = partial(simulated_pair, protocol="push")
 
 
 def decode(prefiller: SimulatedEngine, **changes: Any) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
+from tests.sim.conftest import simulated_pair
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
@@ -26,14 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
 MISSING = "Invalid request: Disaggregated request received without bootstrap room id. req.rid="
 
 
-@asynccontextmanager
-async def pair(**options: Any) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine]]:
-    """Start a prefiller and a decoder."""
-    async with (
-        SimulatedEngine(role="prefill", profile_name="sglang", **options) as prefiller,
-        SimulatedEngine(role="decode", profile_name="sglang", **options) as decoder,
-    ):
-        yield prefiller, decoder
+pair = partial(simulated_pair, profile_name="sglang")
 
 
 def leg(body: dict[str, Any], prefiller: SimulatedEngine, room: Any = 7, **fields: Any) -> dict[str, Any]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
+from tests.sim.conftest import simulated_pair
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from proxy.sim.options import SimRole
     from tests.sim.conftest import Client
 
@@ -21,14 +20,7 @@ PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 6}
 
 
-@asynccontextmanager
-async def pair(**options: Any) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine]]:
-    """Start a prefiller and a decoder."""
-    async with (
-        SimulatedEngine(role="prefill", protocol="transfer", **options) as prefiller,
-        SimulatedEngine(role="decode", protocol="transfer", **options) as decoder,
-    ):
-        yield prefiller, decoder
+pair = partial(simulated_pair, protocol="transfer")
 
 
 def prefill(transfer_id: str = "xfer-1") -> dict[str, Any]:
