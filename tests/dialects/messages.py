@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from tests.asking import read
+from tests.dialects.validators import check_message_events, named_events
 
 if TYPE_CHECKING:
     from tests.asking import Answer
@@ -24,10 +25,10 @@ _BEGUN = {
     "text": {"type": "text", "text": ""},
 }
 _GROWS = {
-    "thinking_delta": ("thinking", "thinking"),
-    "text_delta": ("text", "text"),
-    "input_json_delta": ("tool_use", "partial_json"),
-    "signature_delta": ("thinking", "signature"),
+    "thinking_delta": "thinking",
+    "text_delta": "text",
+    "input_json_delta": "partial_json",
+    "signature_delta": "signature",
 }
 
 
@@ -59,58 +60,30 @@ def message(answer: Answer) -> dict[str, Any]:
     return got
 
 
-def events(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
-    """Names and data of a stream."""
-    told = []
-    for event in answer.body.removesuffix(b"\n\n").split(b"\n\n"):
-        name, data = event.split(b"\n")
-        told.append((name.removeprefix(b"event: ").decode(), orjson.loads(data.removeprefix(b"data: "))))
-        assert told[-1][0] == told[-1][1]["type"]
-    return told
-
-
 def _put_together(answer: Answer) -> dict[str, Any]:
-    """Assemble a message as the SDK does (`accumulate_event`).
-
-    Unlike the SDK this requires that blocks follow each other and that none is left open.
-    """
-    (first, start), *told = events(answer)
-    assert first == "message_start"
+    """Assemble a message as the SDK does (`accumulate_event`). The order of the events is checked first."""
+    check_message_events(answer)
+    (_, start), *told = named_events(answer)
     got: dict[str, Any] = start["message"]
-    assert (got["content"], got["stop_reason"], got["stop_sequence"]) == ([], None, None)
-    open_block: Any = None
-    is_ended = False
     for name, data in told:
-        assert not is_ended, "nothing follows message_stop"
         if name == "content_block_start":
-            assert (open_block, data["index"]) == (None, len(got["content"]))
-            open_block = data["content_block"]
-            got["content"].append(open_block)
-            if open_block["type"] == "tool_use":
-                assert open_block["input"] == {}
-                open_block["input"] = ""
+            block = data["content_block"]
+            got["content"].append(block)
+            if block["type"] == "tool_use":
+                block["input"] = ""
             else:
-                assert open_block == _BEGUN[open_block["type"]]
+                assert block == _BEGUN[block["type"]]
         elif name == "content_block_delta":
-            assert (open_block is not None, data["index"]) == (True, len(got["content"]) - 1)
             delta = data["delta"]
-            kind, member = _GROWS[delta["type"]]
-            assert open_block["type"] == kind
+            member = _GROWS[delta["type"]]
             assert delta[member], "every delta says something"
-            open_block["input" if member == "partial_json" else member] += delta[member]
+            got["content"][-1]["input" if member == "partial_json" else member] += delta[member]
         elif name == "content_block_stop":
-            assert (open_block is not None, data["index"]) == (True, len(got["content"]) - 1)
-            if open_block["type"] == "tool_use":
-                open_block["input"] = _arguments(open_block["input"])
-            open_block = None
+            if got["content"][-1]["type"] == "tool_use":
+                got["content"][-1]["input"] = _arguments(got["content"][-1]["input"])
         elif name == "message_delta":
-            assert (open_block, got["stop_reason"]) == (None, None)
             got |= data["delta"]
             got["usage"] |= data["usage"]
-        else:
-            assert (name, got["stop_reason"] is not None) == ("message_stop", True)
-            is_ended = True
-    assert is_ended
     return got
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from tests.asking import read
+from tests.dialects.validators import check_response_events, named_events
 
 if TYPE_CHECKING:
     from tests.asking import Answer
@@ -18,14 +19,6 @@ TOOLS = [
     for name, parameter in (("find", "q"), ("show", "at"))
 ]
 THINKING = {"chat_template_kwargs": {"thinking": True}}
-
-_DELTAS = {
-    "response.reasoning_text.delta": "text",
-    "response.output_text.delta": "text",
-    "response.function_call_arguments.delta": "arguments",
-    "response.custom_tool_call_input.delta": "input",
-}
-_STATUS = {"response.completed": "completed", "response.incomplete": "incomplete"}
 
 
 def question(text: Any = "What is it?", **fields: Any) -> dict[str, Any]:
@@ -56,25 +49,12 @@ def response(answer: Answer) -> dict[str, Any]:
     return got
 
 
-def events(answer: Answer) -> list[dict[str, Any]]:
-    """Return the data of a stream's events, each of which also has its name."""
-    told = []
-    for number, event in enumerate(answer.body.removesuffix(b"\n\n").split(b"\n\n")):
-        name, data = event.split(b"\n")
-        told.append(orjson.loads(data.removeprefix(b"data: ")))
-        assert name.removeprefix(b"event: ").decode() == told[-1]["type"]
-        assert told[-1]["sequence_number"] == number
-    return told
-
-
 def _last(answer: Answer) -> dict[str, Any]:
-    """Return the response of the last event, which must agree with the earlier events."""
-    created, going, *told, last = events(answer)
-    assert (created["type"], going["type"]) == ("response.created", "response.in_progress")
+    """Return the response of the last event. Its other members are those of the first event."""
+    check_response_events(answer)
+    (_, created), (_, going), *_, (_, last) = named_events(answer)
     assert created["response"] == going["response"]
     assert (created["response"]["status"], created["response"]["output"]) == ("in_progress", [])
-    assert last["response"]["status"] == _STATUS[last["type"]]
-    assert last["response"]["output"] == _put_together(told)
     changing = ("status", "output", "usage", "incomplete_details", "completed_at")
     unchanged = [
         {name: value for name, value in event["response"].items() if name not in changing} for event in (created, last)
@@ -82,39 +62,3 @@ def _last(answer: Answer) -> dict[str, Any]:
     assert unchanged[0] == unchanged[1]
     got: dict[str, Any] = last["response"]
     return got
-
-
-def _put_together(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of a stream. Each delta belongs to the open item, and the end of an item repeats them."""
-    items: list[dict[str, Any]] = []
-    item: dict[str, Any] = {}
-    said = ""
-    for event in told:
-        kind = event["type"]
-        if kind == "response.output_item.added":
-            assert (item, event["output_index"], event["item"]["status"]) == ({}, len(items), "in_progress")
-            item, said = event["item"], ""
-            continue
-        assert event["output_index"] == len(items)
-        if kind == "response.output_item.done":
-            whole = event["item"]
-            assert (whole["id"], whole["type"]) == (item["id"], item["type"])
-            text = whole["content"][0]["text"] if "content" in whole else whole.get("arguments", whole.get("input"))
-            if whole["type"] == "tool_search_call":  # its arguments are an object, and come in one piece
-                text = said = ""
-            assert text == said or (text, said) == ("{}", "")
-            items.append(whole)
-            item = {}
-            continue
-        assert event["item_id"] == item["id"]
-        if kind in _DELTAS:
-            assert event["delta"], "every delta says something"
-            said += event["delta"]
-        elif kind.removesuffix(".done") + ".delta" in _DELTAS:
-            member = _DELTAS[kind.removesuffix(".done") + ".delta"]
-            assert event[member] == said or (event[member], said) == ("{}", "")
-        else:
-            assert kind in ("response.content_part.added", "response.content_part.done")
-            assert event["part"]["text"] == said
-    assert not item
-    return items

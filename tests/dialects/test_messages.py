@@ -18,7 +18,8 @@ from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
 from tests.deployment import generations
-from tests.dialects.messages import TOOLS, ask, events, message, question, story
+from tests.dialects.messages import TOOLS, ask, message, question, story
+from tests.dialects.validators import named_events
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy
@@ -63,7 +64,7 @@ async def test_streamed_or_not_it_is_the_same_with_every_connector(deploy: Deplo
 async def test_message_start_has_the_usage_of_the_prompt(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     for cached in (False, True):
-        (_, start), *_, (_, end), _ = events(await ask(gateway, question("x" * 600, stream=True)))
+        (_, start), *_, (_, end), _ = named_events(await ask(gateway, question("x" * 600, stream=True)))
         begun, ended = start["message"]["usage"], end["usage"]
         assert {**begun, "output_tokens": 40} == ended
         assert bool(ended["cache_read_input_tokens"]) is cached
@@ -216,7 +217,7 @@ async def test_stream_that_cannot_be_saved_ends_with_an_error_event(deploy: Depl
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
     answer = await ask(gateway, question(stream=True))
     assert not answer.is_whole
-    (name, told) = events(answer)[-1]
+    (name, told) = named_events(answer)[-1]
     assert (name, told["error"]["type"]) == ("error", "api_error")
     assert told["error"]["message"]
 

@@ -13,7 +13,8 @@ from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
 from tests.canned import CannedEngine, http
 from tests.deployment import generations
-from tests.dialects.responses import PATH, TOOLS, ask, events, question, response, story
+from tests.dialects.responses import PATH, TOOLS, ask, question, response, story
+from tests.dialects.validators import named_events
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy
@@ -213,7 +214,7 @@ async def test_stream_that_cannot_be_saved_ends_as_failed(deploy: Deploy) -> Non
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
     answer = await ask(gateway, question(stream=True))
     assert not answer.is_whole
-    created, *_, failed = events(answer)
+    (_, created), *_, (_, failed) = named_events(answer)
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["id"] == created["response"]["id"]
     assert failed["response"]["error"]["code"] == "server_error"

@@ -22,7 +22,13 @@ _LAST_RESPONSES: Final = {
     "response.incomplete": "incomplete",
     "response.failed": "failed",
 }
-_RESPONSE_ITEMS: Final = {"message": "content", "reasoning": "content", "function_call": "arguments"}
+_RESPONSE_ITEMS: Final = {
+    "message": "content",
+    "reasoning": "content",
+    "function_call": "arguments",
+    "custom_tool_call": "input",
+    "tool_search_call": "arguments",
+}
 _TRANSLATED: Final = {"/v1/messages", "/v1/responses"}
 _CONTENT_EVENTS: Final = {"response.content_part.added", "response.content_part.done"}
 
@@ -186,8 +192,12 @@ def check_response_events(answer: Answer) -> None:
         assert item is not None
         assert event["output_index"] == len(items)
         if name == "response.output_item.done":
-            assert event["item"]["id"] == item["id"]
-            items.append(event["item"])
+            done = event["item"]
+            assert (done["id"], done["type"]) == (item["id"], item["type"])
+            text = done["content"][0]["text"] if "content" in done else done.get("arguments", done.get("input"))
+            # The arguments of a search are an object, and come in one piece.
+            assert done["type"] == "tool_search_call" or text == said or (text, said) == ("{}", "")
+            items.append(done)
             item = None
             continue
         assert event["item_id"] == item["id"]
@@ -198,7 +208,7 @@ def check_response_events(answer: Answer) -> None:
             assert event["part"]["text"] == said
         else:
             assert name.endswith(".done")
-            whole = event.get("text", event.get("arguments"))
+            whole = event.get("text", event.get("arguments", event.get("input")))
             assert whole == said or (whole, said) == ("{}", "")
     assert item is None or last == "response.failed"
     assert ending["response"]["output"] == items
