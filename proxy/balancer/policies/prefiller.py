@@ -102,8 +102,6 @@ class Prefiller:
     """Additional time of each prompt if the order of prompts is unknown; see `PrefillCost.overhead`."""
     behind: int = 0
     """Number of this worker's prompts behind the current step."""
-    behind_seconds: float = 0.0
-    """Sum of their predicted prefill times."""
     behind_tokens: float = 0.0
     """Sum of their expected uncached tokens."""
     step_tokens: float = _FIRST_STEP_TOKENS
@@ -206,7 +204,6 @@ class Prefiller:
         self.uncached_tokens += computed
         if before:
             self.behind += 1
-            self.behind_seconds += seconds
             self.behind_tokens += computed
         else:
             self._began, self._step_seconds, self._step_charged = now, seconds, seconds
@@ -330,11 +327,7 @@ class Prefiller:
                 step, tokens = total, all_tokens
         self._began = now
         self._step_charged, self._step_seconds = step, step - (count - 1) * self.shared_seconds
-        self.behind, self.behind_seconds, self.behind_tokens = (
-            len(self._sent) - count,
-            total - step,
-            all_tokens - tokens,
-        )
+        self.behind, self.behind_tokens = len(self._sent) - count, all_tokens - tokens
 
     def _write(self, kind: RecordKind, keys: Sequence[int], ends: Sequence[float], *numbers: float) -> None:
         assert self.journal is not None

@@ -68,8 +68,6 @@ class Batch:
     ) -> None:
         self.blocks = KvBlocks(shape.kv_tokens // shape.block_tokens)
         self.busy_seconds = 0.0
-        self.computed_tokens = 0
-        """The number of computed prompt tokens, including tokens that were computed again."""
         self.recomputed_tokens = 0
         """Tokens that were computed again after a preemption."""
         self.preemptions = 0
@@ -171,7 +169,6 @@ class Batch:
             if work not in self._running:
                 continue
             work.computed += tokens
-            self.computed_tokens += tokens
             self.blocks.name(work.held, work.names[: work.computed // self._shape.block_tokens])
             if work.computed == work.tokens:
                 work.is_decoding = True
