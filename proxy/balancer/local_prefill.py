@@ -4,7 +4,7 @@ These are short prompts, and long prompts that are mostly in the decoder's cache
 holds the prompt and the answer, so only the tool's result is new in the next turn of an agent. The prefill time of
 decoders is learned from the prompts that they compute, and the time of a handoff from handoffs.
 
-What was learned must prove itself: decoders must compute their prompts in less time than was predicted for prefillers.
+Learned times must prove themselves: decoders must compute their prompts in less time than was predicted for prefillers.
 Otherwise all prompts go to prefillers for an hour.
 """
 

@@ -39,7 +39,7 @@ class Sets(WorkingSets):
         return self.sessions.get(keys[0])
 
     def new(self, key: int) -> Session:
-        session = self.sessions[key] = Session(None)
+        session = self.sessions[key] = Session(0)
         return session
 
     def _place(self, session: Session, now: float) -> bool:

@@ -340,6 +340,12 @@ class RecordKind(IntEnum):
     SAMPLED = 3
     """A sample of prefill times. It is written once the event loop is known to have been on time. Numbers: the time of
     the end, and a PrefillSample."""
+    SESSION = 4
+    """A session has changed. Keys and numbers: see SessionChange."""
+    LIMIT = 5
+    """The limit of a working set has changed. Numbers: those of a LimitChange."""
+    WAITING = 6
+    """Turns of sessions wait. Numbers: those of WaitingTurns."""
 
 
 class InvalidRecord(ValueError):
@@ -365,7 +371,15 @@ NO_AGE: Final = -1.0
 # Kind, slot of the prefiller, and the counts of keys, ends and numbers.
 _HEAD: Final = struct.Struct("<IIIII")
 _KIND_AND_SLOT: Final = struct.Struct("<II")
-_NUMBERS: Final = {RecordKind.SENT: 3, RecordKind.ENDED: 6, RecordKind.COUNTED: 4, RecordKind.SAMPLED: 9}
+_NUMBERS: Final = {
+    RecordKind.SENT: 3,
+    RecordKind.ENDED: 6,
+    RecordKind.COUNTED: 4,
+    RecordKind.SAMPLED: 9,
+    RecordKind.SESSION: 11,
+    RecordKind.LIMIT: 5,
+    RecordKind.WAITING: 3,
+}
 _KEY_BYTES: Final = 8
 _END_BYTES: Final = 4
 

@@ -27,6 +27,7 @@ from proxy.balancer.policies.prefill_cost import (
     unpacked,
 )
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes, PrefixHolders
+from proxy.balancer.policies.session_records import SessionRecords
 from proxy.balancer.policies.working_sets import WorkingSets
 
 if TYPE_CHECKING:
@@ -393,7 +394,7 @@ def _left(seconds: float, spent: float) -> float:
 
 
 def read_journal(
-    journal: JournalWriter, prefillers: Mapping[int, Prefiller]
+    journal: JournalWriter, prefillers: Mapping[int, Prefiller], sets: WorkingSets
 ) -> Iterator[tuple[Prefiller, PrefillSample, float]]:
     """Apply the records of other workers. Yield the samples among them, each with its prefiller and time.
 
@@ -404,6 +405,12 @@ def read_journal(
         prefiller = prefillers.get(slot)
         if prefiller is not None:
             record = unpacked(data)
+            if record.kind >= RecordKind.SESSION:
+                sets.take(record, prefiller.cached)
+                continue
+            if record.kind == RecordKind.SENT:
+                at, seconds, _ = record.numbers
+                sets.note_work(seconds, at)
             if (sample := prefiller._apply(record)) is not None:
                 yield prefiller, sample, record.numbers[0]
 
@@ -420,9 +427,16 @@ class Prefillers:
         `weights`: see Policy.
         """
         self.cost = PrefillCost()
+        self._by_cache: dict[CachedPrefixes, Prefiller] = {}
+        records = None
+        if context.journal is not None and context.journal.has_readers:
+            records = SessionRecords(
+                context.journal, lambda cache: self._by_cache[cache].backend.slot, lambda: self.read_records()
+            )
         self.working_sets = WorkingSets(
             lambda: context.balance is None or context.balance().working_sets,
             lambda: [prefiller.cached for prefiller in self.prefillers],
+            records,
         )
         self.reader: SlotReader
         """Reads the slots of `candidates`."""
@@ -472,7 +486,7 @@ class Prefillers:
     def read_records(self) -> None:
         """Apply new records of other workers."""
         if self._journal is not None and self._journal.has_new_records:
-            for prefiller, sample, at in read_journal(self._journal, self._by_slot):
+            for prefiller, sample, at in read_journal(self._journal, self._by_slot, self.working_sets):
                 self.learn(prefiller, sample, at)
 
     def of(self, backend: Backend) -> Prefiller:
@@ -483,7 +497,7 @@ class Prefillers:
             journal = journal if journal is not None and journal.has_readers else None
             known = Prefiller(backend, cached=CachedPrefixes(self._holders), journal=journal)
             known.on_end = partial(self._end, known)
-            self.by_key[backend.key] = self._by_slot[backend.slot] = known
+            self.by_key[backend.key] = self._by_slot[backend.slot] = self._by_cache[known.cached] = known
         return known
 
     def _end(self, prefiller: Prefiller, sent: Sent, served: bool) -> None:

@@ -8,18 +8,29 @@ A session is a chain of prompts, of which each extends an earlier one, or which 
 resident of one prefiller while its prefix should stay in the cache there. `WorkingSets` limits the tokens of residents
 only after residents have lost their prefixes to eviction while the prefillers were busy. The limit shrinks quickly
 while residents lose prefixes, and grows slowly while they do not. It is lifted if it does not raise the hit rate.
+
+Each worker has working sets for all prefillers. Records of the journal keep them equal, so that all workers and
+gateways together admit as many tokens as one worker would. If records are lost, a worker knows fewer residents.
 """
 
 from __future__ import annotations
 
+import random
 from math import exp, inf
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
+
+from xxhash import xxh3_64_intdigest
+
+from proxy.balancer.policies.prefill_cost import RecordKind
+from proxy.balancer.policies.session_records import NO_LIMIT, LimitChange, SessionChange, WaitingTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from proxy.balancer.policies.prefill_cost import PromptCosts, Sent
+    from proxy.balancer.policies.prefill_cost import PromptCosts, Record, Sent
     from proxy.balancer.policies.prefixes import CachedPrefixes
+    from proxy.balancer.policies.session_records import SessionRecords
 
 # Maximum number of sessions, and of remembered ends of prompts per session. A client may repeat or fork a turn.
 MAX_SESSIONS: Final = 8192
@@ -35,8 +46,9 @@ _RATE_SECONDS: Final = 60.0
 # The limit begins at this share of lost prefixes, and while prefillers are busy for this share of time.
 _THRASHING: Final = 0.15
 _BUSY: Final = 0.85
-# The first limit, as a share of the residents' tokens at that time.
+# The first limit is the number of residents' tokens with which no prefix was lost, within these shares of their tokens.
 _FIRST_SHARE: Final = 0.75
+_LEAST_FIRST_SHARE: Final = 0.4
 # A limit shrinks by its share of lost prefixes times this factor, at least by the share below, and only if more than
 # that share of prefixes is lost. It grows by a factor if less than another share is lost and it is nearly full.
 _SHRINK: Final = 0.6
@@ -87,6 +99,12 @@ _LONGEST_WAIT: Final = 300.0
 _MOST_OF_A_LIMIT: Final = 0.5
 # Number of waiting sessions of one key that are tried before the next key.
 _LOOKAHEAD: Final = 8
+# Interval at which a worker reports its waiting turns to the others, and the time for which a report counts.
+_REPORT_SECONDS: Final = 0.5
+_REPORT_COUNTS_SECONDS: Final = 2.0
+# Number of workers whose reports are kept.
+_MAX_REPORTS: Final = 256
+_NOTHING_COMPUTED: Final[tuple[float, float, float]] = (0.0, 0.0, 0.0)
 
 
 class Session:
@@ -94,12 +112,12 @@ class Session:
 
     __slots__ = (
         *("key", "tokens", "shared_tokens", "cache", "is_resident", "is_placed", "idle_since"),
-        *("turns", "sent_at", "session_id", "tails"),
+        *("turns", "sent_at", "id_key", "tails"),
     )
 
-    def __init__(self, session_id: str | None) -> None:
-        self.key = ""
-        """Name of its client key. Empty: unknown."""
+    def __init__(self, id_key: int) -> None:
+        self.key = 0
+        """Number of its client key. 0: unknown."""
         self.tokens = 0.0
         """Tokens of its last prompt."""
         self.shared_tokens = 0.0
@@ -115,7 +133,8 @@ class Session:
         """Turns since it became a resident."""
         self.sent_at = -inf
         """Time at which its last prompt was sent."""
-        self.session_id = session_id
+        self.id_key = id_key
+        """Key of its session ID. 0: it has none."""
         self.tails: list[int] = []
         """Keys of the ends of its last prompts, oldest first."""
 
@@ -128,13 +147,18 @@ class Session:
 class WorkingSet:
     """Residents of one prefiller."""
 
-    __slots__ = ("cache", "residents", "used_tokens", "limit", "ceiling", "placed", "losses", "changed_at", "grown_at")
+    __slots__ = (
+        *("cache", "residents", "used_tokens", "fitting_tokens", "limit", "ceiling", "placed", "losses"),
+        *("changed_at", "grown_at"),
+    )
 
     def __init__(self, cache: CachedPrefixes) -> None:
         self.cache = cache
         self.residents: dict[Session, float] = {}
         """Residents and the tokens that they are charged with, the least recently used first."""
         self.used_tokens = 0.0
+        self.fitting_tokens = 0.0
+        """The last number of `used_tokens` with which hardly a prefix was lost."""
         self.limit = inf
         """Maximum of `used_tokens`."""
         self.ceiling = inf
@@ -180,15 +204,21 @@ class WorkingSets:
         self,
         is_enabled: Callable[[], bool] = lambda: True,
         caches: Callable[[], Iterable[CachedPrefixes]] | None = None,
+        records: SessionRecords | None = None,
     ) -> None:
         """Create working sets without limits.
 
         Args:
             is_enabled: Returns whether limits may begin.
             caches: Returns the caches of the prefillers that get prompts now. None: all prefillers get prompts.
+            records: Records of changes, for the other workers. None: there are none.
         """
         self._is_enabled = is_enabled
         self._caches = caches
+        self._records = records
+        self._worker = random.random()  # stands for this worker in reports of waiting turns
+        self._reported_at = -inf  # when the waiting turns were reported last
+        self._reports: dict[float, tuple[float, float]] = {}  # times and waiting turns of other workers
         self.is_active = False
         """Whether sessions may have to wait now."""
         self.sets: dict[CachedPrefixes, WorkingSet] = {}
@@ -201,7 +231,7 @@ class WorkingSets:
         """Number of times that a limit was lowered, so that residents may have lost their place."""
         self._pause = _FIRST_PAUSE  # time within which most pauses end
         self._by_tail: dict[int, Session] = {}
-        self._by_id: dict[str, Session] = {}
+        self._by_id: dict[int, Session] = {}
         self._sessions: dict[Session, None] = {}  # the least recently used first
         self._tokens = 0.0  # decayed tokens of computed prompts
         self._tokens_at = 0.0
@@ -246,7 +276,7 @@ class WorkingSets:
             if session is not None:
                 return session
         if session_id is not None:
-            session = self._by_id.get(session_id)
+            session = self._by_id.get(_id_key(session_id))
             # A chain that runs at the same time is another conversation, for example of a sub-agent.
             if session is not None and session.idle_since <= now:
                 return session
@@ -263,10 +293,13 @@ class WorkingSets:
         session = self.find(keys, session_id, now)
         if session is not None and session.idle_since > now:
             session.idle_since = now
+            if session.is_resident:
+                self._announce(session, now)
 
     def note_gone(self, session: Session, now: float) -> None:
         """Note that the client of a waiting turn has left."""
         session.idle_since = now
+        self._announce(session, now)
 
     def note_sent(
         self, cache: CachedPrefixes, prompt: PromptCosts, session_id: str | None, sent: Sent, has_waited: bool
@@ -283,23 +316,25 @@ class WorkingSets:
         Returns:
             Tokens that a resident should find in the cache. 0: the session is not a resident there.
         """
-        seconds, cached, now = sent.seconds, sent.cached, sent.at
-        self._busy = self._decayed(now) + seconds
-        self._busy_at = now
+        cached, now = sent.cached, sent.at
+        self.note_work(sent.seconds, now)
         if prompt.tokens < _MIN_TOKENS:
             return 0.0
         session = self.find(prompt.keys, session_id, now)
         expected = 0.0
         if session is None:
-            session = self._new(session_id)
+            session = self._new(0 if session_id is None else _id_key(session_id))
             session.shared_tokens = cached
         else:
             if not has_waited and not session.is_placed:
                 self._learn_pause(now - session.idle_since)
             if session.tokens > prompt.tokens:  # its history was replaced
                 session.shared_tokens = min(session.shared_tokens, cached)
-            elif session.is_resident and session.cache is cache and session.sent_at > self._set_of(cache).changed_at:
-                expected = session.tokens
+            elif session.is_resident and session.cache is not None:
+                if session.cache is not cache:  # it may go anywhere if its prefix is gone
+                    expected = session.tokens if _has_lost(session.cache, session, prompt) else 0.0
+                elif session.sent_at > self._set_of(cache).changed_at:
+                    expected = session.tokens
         before = session.cache
         if session.is_resident and before is not None and before is not cache:
             self._set_of(before).discharge(session)
@@ -315,6 +350,7 @@ class WorkingSets:
         if session.is_resident or not self.is_active or session.own_tokens <= home.free_tokens:
             home.charge(session)
         self._remember(session, prompt.keys)
+        self._announce(session, now)
         return expected
 
     def note_end(self, cache: CachedPrefixes, sent: Sent, now: float) -> None:
@@ -322,19 +358,37 @@ class WorkingSets:
         session = self.find(sent.prompt.keys, None, now)
         if session is not None:
             session.idle_since = now
-        if sent.answer is None:
-            return
-        (tokens, cached), expected = sent.answer, sent.resident_tokens
+        computed = _NOTHING_COMPUTED
+        if sent.answer is not None:
+            (tokens, cached), expected = sent.answer, sent.resident_tokens
+            self._note_computed(tokens, now)
+            lost = 0.0
+            home = self.sets.get(cache)  # None: the cache was emptied meanwhile
+            if expected >= _MIN_TOKENS and home is not None:
+                lost = max(0.0, 1 - (cached + _TOLERATED_TOKENS) / expected)
+                self._note_loss(home, lost)
+                self._expected_tokens += expected
+                self._lost_tokens += lost * expected
+                self._control(home, now)
+            computed = float(tokens), expected, lost
+        if session is not None:
+            self._announce(session, now, computed)
+
+    def note_work(self, seconds: float, now: float) -> None:
+        """Note that a prompt with this prefill time was sent to a prefiller, by this worker or another one."""
+        self._busy = self._decayed(now) + seconds
+        self._busy_at = now
+
+    def _note_computed(self, tokens: float, now: float) -> None:
         self._tokens = self._tokens * exp((self._tokens_at - now) / _RATE_SECONDS) + tokens
         self._tokens_at = now
-        home = self.sets.get(cache)  # None: the cache was emptied meanwhile
-        if expected >= _MIN_TOKENS and home is not None:
-            lost = max(0.0, 1 - (cached + _TOLERATED_TOKENS) / expected)
-            home.losses += _LOSS_STEP * (lost - home.losses)
-            self._losses += _LOSS_STEP * (lost - self._losses)
-            self._expected_tokens += expected
-            self._lost_tokens += lost * expected
-            self._control(home, now)
+
+    def _note_loss(self, home: WorkingSet, lost: float) -> None:
+        """Note the share of its prefix that a resident has lost."""
+        home.losses += _LOSS_STEP * (lost - home.losses)
+        if home.losses < _LOSSES_TO_GROW:
+            home.fitting_tokens = home.used_tokens
+        self._losses += _LOSS_STEP * (lost - self._losses)
 
     def forget(self, cache: CachedPrefixes) -> None:
         """Forget the residents of a prefiller whose cache is empty."""
@@ -343,13 +397,13 @@ class WorkingSets:
             for session in list(lost.residents):
                 lost.discharge(session)
 
-    def _new(self, session_id: str | None) -> Session:
-        session = Session(session_id)
+    def _new(self, id_key: int) -> Session:
+        session = Session(id_key)
         if len(self._sessions) >= MAX_SESSIONS:
             self._drop(next(iter(self._sessions)))
         self._sessions[session] = None
-        if session_id is not None:
-            self._by_id[session_id] = session
+        if id_key:
+            self._by_id[id_key] = session
         return session
 
     def _drop(self, session: Session) -> None:
@@ -359,14 +413,17 @@ class WorkingSets:
         for key in session.tails:
             if self._by_tail.get(key) is session:
                 del self._by_tail[key]
-        if session.session_id is not None and self._by_id.get(session.session_id) is session:
-            del self._by_id[session.session_id]
+        if self._by_id.get(session.id_key) is session:
+            del self._by_id[session.id_key]
 
     def _remember(self, session: Session, keys: Sequence[int]) -> None:
         """Remember the end of a prompt. Its last piece may be partial, so the piece before it counts, too."""
+        self._remember_tails(session, keys[-2:])
+
+    def _remember_tails(self, session: Session, keys: Sequence[int]) -> None:
         self._sessions[session] = self._sessions.pop(session)
         tails = self._by_tail
-        for key in keys[-2:]:
+        for key in keys:
             if tails.get(key) is not session:
                 tails[key] = session
                 session.tails.append(key)
@@ -379,6 +436,8 @@ class WorkingSets:
         """Note that a turn of a session has arrived and is not sent yet."""
         self._learn_pause(now - session.idle_since)
         session.idle_since = now + _LONGEST_WAIT
+        if session.is_resident:
+            self._announce(session, now)
 
     def _learn_pause(self, seconds: float) -> None:
         """Follow the upper tail of pauses by stochastic approximation of a quantile."""
@@ -411,6 +470,12 @@ class WorkingSets:
     def _decayed(self, now: float) -> float:
         return self._busy * exp((self._busy_at - now) / _UTILISATION_SECONDS)
 
+    def _awaits_turn(self, now: float) -> bool:
+        """Return whether a turn of a session waits at this worker or another one."""
+        if self.waiting:
+            return True
+        return any(turns > 0 and now - at < _REPORT_COUNTS_SECONDS for at, turns in self._reports.values())
+
     def _rate(self, now: float) -> float:
         """Return the recent tokens per second of computed prompts."""
         return self._tokens * exp((self._tokens_at - now) / _RATE_SECONDS) / _RATE_SECONDS
@@ -420,10 +485,10 @@ class WorkingSets:
         if not self.is_active:
             # If less is computed without the limit, it has paid.
             may_begin = now >= self._believed_from or self._rate(now) < _LEAST_RATE * self._rate_limited
-            if may_begin and home.losses > _THRASHING and self.utilisation(now) > _BUSY:
+            if may_begin and max(home.losses, self._losses) > _THRASHING and self.utilisation(now) > _BUSY:
                 self._begin(now)
             return
-        since = now - home.changed_at
+        since, is_awaited = now - home.changed_at, self._awaits_turn(now)
         if home.losses > _LOSSES_TO_SHRINK:
             if since > _SHRINK_SECONDS:
                 home.ceiling = _CAREFUL_SHARE * home.limit
@@ -431,18 +496,19 @@ class WorkingSets:
                 home.losses = 0.0
         elif (
             home.losses < _LOSSES_TO_GROW
-            and self.waiting
+            and is_awaited
             and now - home.grown_at > _GROW_SECONDS
             and home.free_tokens < (1 - _FULL) * home.limit
         ):
             home.limit *= _GROW if home.limit < home.ceiling else _GROW_CAREFULLY
             home.grown_at = now
-        if self.waiting:
+            self._announce_limit(home, now)
+        if is_awaited:
             self._waited_at = now
         elif now - self._waited_at > _UNUSED_SECONDS:
-            self._end()
+            self._end(now)
             return
-        if now - self._began > _TRIAL_SECONDS and self.waiting:
+        if now - self._began > _TRIAL_SECONDS and is_awaited:
             self._judge(now)
 
     def _judge(self, now: float) -> None:
@@ -458,46 +524,155 @@ class WorkingSets:
         if now - self._failing_since < _FAILING_SECONDS:
             return
         self.lifted += 1
-        self._believed_from = now + self._lifted_seconds
+        lifted = self._lifted_seconds
+        self._lift(lifted, now)
+        self._end(now, lifted)
+
+    def _lift(self, seconds: float, now: float) -> None:
+        """Let no limit begin for this time."""
+        self._believed_from = now + seconds
         self._rate_limited = self._rate(now)
-        self._lifted_seconds = min(_LONGEST_LIFTED_SECONDS, 2 * self._lifted_seconds)
-        self._end()
+        self._lifted_seconds = min(_LONGEST_LIFTED_SECONDS, 2 * seconds)
 
     def _begin(self, now: float) -> None:
         """Begin to limit, if evictions have shown the reach of a cache."""
         if not self._is_enabled() or not any(each.cache.is_capacity_learned for each in self.sets.values()):
             return
+        self._activate(now)
+        for each in self.sets.values():
+            self._expire(each, now)
+            used = each.used_tokens
+            self._change(each, min(_FIRST_SHARE * used, max(_LEAST_FIRST_SHARE * used, each.fitting_tokens)), now)
+            each.losses = 0.0
+
+    def _activate(self, now: float) -> None:
         self.is_active = True
         self._began = self._waited_at = now
         self._rate_before = self._rate(now)
         self._losses, self._failing_since = 0.0, inf
-        for each in self.sets.values():
-            self._expire(each, now)
-            self._change(each, _FIRST_SHARE * each.used_tokens, now)
-            each.losses = 0.0
 
     def _change(self, home: WorkingSet, limit: float, now: float) -> None:
         """Lower the limit. Residents wait until the others fit: those with most turns first."""
         home.limit, home.changed_at, home.grown_at = max(limit, _LEAST_LIMIT), now, now
         self.shed += 1
+        self._announce_limit(home, now, is_lower=True)
         if home.used_tokens > home.limit:
             for session in sorted(home.residents, key=_turns, reverse=True):
-                home.discharge(session)
+                self._discharge(home, session, now)
                 if home.used_tokens <= home.limit:
                     break
 
-    def _end(self) -> None:
+    def _end(self, now: float, lifted_seconds: float = 0.0) -> None:
+        self._deactivate()
+        if self._records is not None and self.sets:
+            change = LimitChange(now, NO_LIMIT, NO_LIMIT, 0.0, lifted_seconds)
+            self._records.write(RecordKind.LIMIT, next(iter(self.sets)), (), change)
+
+    def _deactivate(self) -> None:
         self.is_active = False
         for each in self.sets.values():
             each.limit = each.ceiling = inf
             each.losses = 0.0
+
+    def _discharge(self, home: WorkingSet, session: Session, now: float) -> None:
+        """Remove a resident, for all workers."""
+        home.discharge(session)
+        self._announce(session, now)
 
     def _expire(self, home: WorkingSet, now: float) -> None:
         """Remove the residents that have been idle for too long."""
         for session in list(home.residents):
             if now - session.idle_since <= self.idle_seconds:
                 break
-            home.discharge(session)
+            self._discharge(home, session, now)
+
+    # Other workers
+
+    def _announce(self, session: Session, now: float, computed: tuple[float, float, float] = _NOTHING_COMPUTED) -> None:
+        """Tell the other workers the state of a session.
+
+        `computed`: the last three numbers of the SessionChange.
+        """
+        if self._records is None or session.cache is None:
+            return
+        place = 2.0 if session.is_placed else 1.0 if session.is_resident else 0.0
+        sent_before = max(0.0, min(now - session.sent_at, _LONGEST_LIFTED_SECONDS))
+        change = SessionChange(
+            *(now, session.tokens, session.shared_tokens, float(session.key), place, float(session.turns)),
+            *(session.idle_since - now, sent_before, *computed),
+        )
+        self._records.write(RecordKind.SESSION, session.cache, [session.id_key, *session.tails], change)
+
+    def _announce_limit(self, home: WorkingSet, now: float, is_lower: bool = False) -> None:
+        if self._records is not None and home.limit < inf:
+            ceiling = home.ceiling if home.ceiling < inf else NO_LIMIT
+            change = LimitChange(now, home.limit, ceiling, float(is_lower), 0.0)
+            self._records.write(RecordKind.LIMIT, home.cache, (), change)
+
+    def _announce_waiting(self, turns: int, now: float) -> None:
+        if self._records is not None and self.sets and now - self._reported_at > _REPORT_SECONDS:
+            self._reported_at = now
+            change = WaitingTurns(now, self._worker, float(turns))
+            self._records.write(RecordKind.WAITING, next(iter(self.sets)), (), change)
+
+    def take(self, record: Record, cache: CachedPrefixes) -> None:
+        """Apply a record of another worker or gateway about the prefiller with this cache."""
+        if record.kind == RecordKind.SESSION:
+            self._take_session(record.keys, SessionChange(*record.numbers), cache)
+        elif record.kind == RecordKind.LIMIT:
+            self._take_limit(LimitChange(*record.numbers), cache)
+        else:
+            report = WaitingTurns(*record.numbers)
+            self._reports.pop(report.worker, None)
+            self._reports[report.worker] = report.at, report.turns
+            if len(self._reports) > _MAX_REPORTS:
+                del self._reports[next(iter(self._reports))]
+
+    def _take_session(self, keys: Sequence[int], change: SessionChange, cache: CachedPrefixes) -> None:
+        tails = keys[1 : 1 + _MAX_TAILS]
+        known = [found for tail in tails if (found := self._by_tail.get(tail)) is not None]
+        session = known[-1] if known else self._new(keys[0] if keys else 0)
+        before = session.cache
+        if session.is_resident and before is not None and (before is not cache or not change.place):
+            self._set_of(before).discharge(session)
+        self._remember_tails(session, tails)
+        session.cache = cache
+        session.tokens = max(0.0, change.tokens)
+        session.shared_tokens = min(session.tokens, max(0.0, change.shared_tokens))
+        session.key = int(change.key) or session.key
+        session.idle_since = change.at + min(change.idle_in, _LONGEST_WAIT)
+        session.sent_at = change.at - change.sent_before
+        home = self._set_of(cache)
+        session.is_placed = change.place > 1
+        if change.place:
+            home.charge(session)
+            session.turns = int(change.turns)
+            if session.is_placed:
+                home.placed = session
+        if change.computed > 0:
+            self._note_computed(change.computed, change.at)
+        if change.expected >= _MIN_TOKENS:
+            self._note_loss(home, min(1.0, max(0.0, change.lost)))
+
+    def _take_limit(self, change: LimitChange, cache: CachedPrefixes) -> None:
+        if change.limit < 0:
+            if change.lifted_seconds > 0:
+                self._lift(min(change.lifted_seconds, _LONGEST_LIFTED_SECONDS), change.at)
+            if self.is_active:
+                self._deactivate()
+            return
+        if not self._is_enabled():
+            return
+        home = self._set_of(cache)
+        if not self.is_active:
+            self._activate(change.at)
+        home.limit = max(change.limit, _LEAST_LIMIT)
+        home.ceiling = change.ceiling if change.ceiling >= 0 else inf
+        home.grown_at = change.at
+        if change.is_lower:
+            home.changed_at = change.at
+            home.losses = 0.0
+            self.shed += 1
 
     # Admission
 
@@ -509,11 +684,12 @@ class WorkingSets:
         session = self.find(keys, session_id, now)
         if session is None:
             return None
-        session.key = key
+        session.key = crc32(key.encode(errors="surrogatepass"))
         self._arrive(session, now)
-        if session.is_resident or (not self.waiting and self._place(session, now)):
+        if session.is_resident or (not self._awaits_turn(now) and self._place(session, now)):
             return None
         self._waited_at = now
+        self._announce_waiting(self.waiting + 1, now)
         return session
 
     def _place(self, session: Session, now: float) -> bool:
@@ -533,6 +709,7 @@ class WorkingSets:
         session.is_placed = True
         home.charge(session)
         home.placed = session
+        self._announce(session, now)
 
     def next_sessions(self, waiting: Iterable[tuple[Session, float]], patience: float, now: float) -> list[Session]:
         """Return waiting sessions that may go now. They are residents then.
@@ -542,15 +719,18 @@ class WorkingSets:
             patience: Seconds after which a session takes the place of a resident that has had its turn.
             now: Time of the clock.
         """
+        if self._records is not None:
+            self._records.read()
         if self.is_active and not self._is_enabled():
-            self._end()
+            self._end(now)
         if not self.is_active:
             return [session for session, _ in waiting]
-        by_key: dict[str, list[tuple[Session, float]]] = {}
+        by_key: dict[int, list[tuple[Session, float]]] = {}
         for session, since in waiting:
             by_key.setdefault(session.key, []).append((session, since))
         if not by_key:
             return []
+        self._announce_waiting(self.waiting, now)
         homes = sorted(self._open_sets, key=_free_tokens, reverse=True)
         used = dict.fromkeys(by_key, 0.0)
         for home in homes:
@@ -577,7 +757,7 @@ class WorkingSets:
         return made
 
     def _giving_way(
-        self, home: WorkingSet, used: Mapping[str, float], share: float, may_switch: bool, now: float
+        self, home: WorkingSet, used: Mapping[int, float], share: float, may_switch: bool, now: float
     ) -> list[Session]:
         """Return the residents that might give way to some session, those with most turns first."""
         idle_since = now - self.idle_seconds
@@ -597,7 +777,7 @@ class WorkingSets:
         self,
         session: Session,
         giving_way: Mapping[WorkingSet, Sequence[Session]],
-        used: dict[str, float],
+        used: dict[int, float],
         share: float,
         may_switch: bool,
         now: float,
@@ -622,7 +802,7 @@ class WorkingSets:
             if need <= 0:
                 for resident in leaving:
                     used[resident.key] = used.get(resident.key, 0.0) - home.residents[resident]
-                    home.discharge(resident)
+                    self._discharge(home, resident, now)
                 self._settle(session, home, now)
                 return True
         return False
@@ -638,8 +818,14 @@ class WorkingSets:
             if home.free_tokens >= session.own_tokens:
                 break
             if resident.idle_since < now:
-                home.discharge(resident)
+                self._discharge(home, resident, now)
         self._settle(session, home, now)
+
+
+def _has_lost(cache: CachedPrefixes, session: Session, prompt: PromptCosts) -> bool:
+    """Return whether a prefiller has probably evicted most of a session's prefix, according to its learned capacity."""
+    hit = cache.hit(prompt.keys)
+    return cache.is_capacity_learned and (prompt.ends[hit - 1] if hit else 0.0) < session.tokens / 2
 
 
 def _turns(session: Session) -> int:
@@ -648,3 +834,8 @@ def _turns(session: Session) -> int:
 
 def _free_tokens(home: WorkingSet) -> float:
     return home.free_tokens
+
+
+def _id_key(session_id: str) -> int:
+    """Return the key of a session ID, which is the same in all workers and gateways."""
+    return xxh3_64_intdigest(session_id.encode(errors="surrogatepass")) or 1

@@ -94,7 +94,7 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     verdicts: dict[str, _Number] = {}
     """Changed verdicts as in GatewayState; 0: withdrawn."""
     prompts: dict[str, list[bytes]] = {}
-    """Records of prompts by the prefiller's Backend.key; see balancer/policies/prefill_cost.py."""
+    """Records of prompts and sessions by the prefiller's Backend.key; see balancer/policies/prefill_cost.py."""
 
     @property
     def now(self) -> float:
@@ -237,6 +237,9 @@ class LocalState:
         for data in self._journal.new_records():
             kind, slot = kind_and_slot(data)
             if slot not in keys or kind == RecordKind.COUNTED:
+                continue
+            if kind == RecordKind.SESSION:  # it has few keys, and means nothing without them
+                prompts.setdefault(keys[slot], []).append(data)
                 continue
             record = unpacked(data)
             if record.keys and len(data) > self._key_bytes_left:

@@ -3,92 +3,17 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import pytest
 
-from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies.prefill_cost import PromptCosts, Sent
-from proxy.balancer.policies.prefixes import CachedPrefixes
-from proxy.balancer.policies.working_sets import MAX_SESSIONS, Session, WorkingSets
-from proxy.common.backend import Load
+from proxy.balancer.policies.working_sets import MAX_SESSIONS
+from tests.balancer.policies.session_fleet import Cache, Fleet, chain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from proxy.balancer.policies.working_sets import Session
 
 pytestmark = pytest.mark.interpreted  # a fake cache derives from a class that is compiled
-
-
-_REQUEST = PickRequest.of(Load())
-_PATIENCE = 30.0
-
-
-class Cache(CachedPrefixes):
-    """A cache whose evictions have shown its capacity."""
-
-    @property
-    def is_capacity_learned(self) -> bool:
-        return self.is_learned
-
-    is_learned = True
-
-
-class Fleet:
-    """Prefillers with caches, and sessions that send turns to them. A prompt takes a second for 10,000 tokens."""
-
-    def __init__(self, caches: int = 1, *, is_learned: bool = True) -> None:
-        self.now = 0.0
-        self.sets = WorkingSets(lambda: self.is_enabled, lambda: self.caches[: self.enabled])
-        self.is_enabled = True
-        self.caches = [Cache() for _ in range(caches)]
-        self.enabled: int | None = None  # number of enabled prefillers; None: all are
-        for cache in self.caches:
-            cache.is_learned = is_learned
-
-    def send(
-        self,
-        keys: Sequence[int],
-        tokens: int,
-        *,
-        at: int = 0,
-        cached: float = 0.0,
-        session: str | None = None,
-        ends: bool = True,
-    ) -> Sent:
-        """Send a prompt. `ends`: it is computed at once."""
-        prompt = PromptCosts(_REQUEST, keys, [tokens * (place + 1) / len(keys) for place in range(len(keys))], tokens)
-        seconds = tokens / 10_000
-        sent = Sent(lambda *_: None, 0, 0, prompt, self.now, seconds, cached, (), 0.0, 0, 0.0)
-        sent.resident_tokens = self.sets.note_sent(self.caches[at], prompt, session, sent, False)
-        if ends:
-            self.sets.note_end(self.caches[at], sent, self.now)
-        return sent
-
-    def turn(self, keys: Sequence[int], tokens: int, *, found: float | None = None, at: int = 0) -> None:
-        """Send a prompt and complete it. `found`: share of the expected tokens in the cache. None: not reported."""
-        sent = self.send(keys, tokens, at=at, ends=False)
-        self.now += 1.0
-        if found is not None:
-            sent.note_usage(tokens, round(found * sent.resident_tokens))
-        self.sets.note_end(self.caches[at], sent, self.now)
-
-    def thrash(self, sessions: int = 10, tokens: int = 10_000, turns: int = 12, at: int = 0) -> None:
-        """Let sessions take turns, each of which has lost its prefix, until there is a limit."""
-        for number in range(turns):
-            for session in range(sessions):
-                if self.sets.is_active:
-                    return
-                self.turn(chain(session, number), tokens, found=0.0, at=at)
-
-    def holds(self, keys: Sequence[int], key: str = "-") -> Session | None:
-        return self.sets.holds(keys, None, key, self.now)
-
-    def next(self, *waiting: tuple[Session, float]) -> list[Session]:
-        return self.sets.next_sessions(waiting, _PATIENCE, self.now)
-
-
-def chain(session: int, turn: int) -> list[int]:
-    """Return the keys of a prompt that extends the prompts of the session's earlier turns."""
-    return [session * 1000 + place for place in range(turn + 3)]
 
 
 @pytest.fixture
@@ -276,7 +201,7 @@ def test_session_is_admitted_regardless_after_the_longest_wait(full: Fleet) -> N
 
 def test_key_with_few_sessions_does_not_wait_for_a_key_with_many(full: Fleet) -> None:
     for number in range(10):
-        found(full, number).key = "many"
+        found(full, number).key = crc32(b"many")
     session = full.holds(chain(outsider(full), 12), "few")
     assert session is not None
     full.now += 3
@@ -286,7 +211,7 @@ def test_key_with_few_sessions_does_not_wait_for_a_key_with_many(full: Fleet) ->
 def test_key_with_many_sessions_does_not_replace_those_of_a_key_with_few(full: Fleet) -> None:
     number = outsider(full)
     for other in range(10):
-        found(full, other).key = "few"
+        found(full, other).key = crc32(b"few")
     waiting = full.holds(chain(number, 12), "many")
     assert waiting is not None
     waiting.tokens = 1_000_000.0
@@ -431,3 +356,39 @@ def test_remembered_sessions_are_bounded() -> None:
         fleet.send([10 * number, 10 * number + 1], 2000)
     assert len(fleet.sets) == MAX_SESSIONS
     assert fleet.sets.find([0, 1], None, fleet.now) is None
+
+
+def test_one_session_does_not_wait_for_a_thousand_of_another_key(full: Fleet) -> None:
+    """It is admitted before sessions of the other key that have waited longer."""
+    for number in range(10):
+        found(full, number).key = crc32(b"many")
+    waiting: list[tuple[Session, float]] = []
+    for number in range(100, 1100):
+        full.send(chain(number, 0), 5000)
+        session = full.holds(chain(number, 1), "many")
+        if session is not None:  # the first ones may have room
+            waiting.append((session, full.now - 20.0))
+    few = outsider(full)
+    session = full.holds(chain(few, 12), "few")
+    assert session is not None
+    full.now += 3.0
+    assert session in full.next(*waiting, (session, full.now - 1.0))
+
+
+def test_burst_of_one_shot_requests_takes_no_place(full: Fleet) -> None:
+    before = {number for number in range(10) if found(full, number).is_resident}
+    for number in range(100, 1100):
+        assert full.holds(chain(number, 0)) is None
+        full.send(chain(number, 0), 5000)
+    assert {number for number in range(10) if found(full, number).is_resident} == before
+
+
+def test_parallel_turns_of_one_session_take_one_place(full: Fleet) -> None:
+    number = outsider(full)
+    turns = [full.holds(chain(number, 12)), full.holds([*chain(number, 12), 999_999])]
+    assert turns[0] is not None
+    assert turns[0] is turns[1]
+    full.now += 60.0  # all residents are idle
+    assert full.next(*[(turns[0], full.now - 40.0)] * 2) == turns
+    (home,) = full.sets.sets.values()
+    assert list(home.residents).count(turns[0]) == 1

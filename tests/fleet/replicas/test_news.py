@@ -182,6 +182,24 @@ def test_published_prefixes_are_limited_in_bytes_per_second(pair: tuple[Gateway,
     assert published_counts(10) == (5010, 10)
 
 
+def test_sessions_are_limited_at_all_gateways(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    prefiller = one.prefiller(2)
+    sent = send(prefiller, [1, 2, 3], [2000.0, 4000.0, 6000.0], 6000, 1.0, one.clock())
+    one.policy._sets.note_sent(prefiller.cached, sent.prompt, "a", sent, False)
+    two.take(one.changes())
+    elsewhere = two.prefiller(2)
+    (home,) = two.policy._sets.sets.values()
+    (resident,) = home.residents
+    assert home.cache is elsewhere.cached
+    assert (resident.tokens, resident.idle_since - two.clock()) == (6000.0, sent.at + 300.0 - one.clock())
+    assert two.policy._sets.find([1, 2, 3, 4], None, two.clock()) is resident
+    one.policy._sets.note_end(prefiller.cached, sent, one.clock())
+    two.take(one.changes())
+    two.prefiller(2)
+    assert resident.idle_since == pytest.approx(two.clock())
+
+
 @pytest.mark.parametrize(
     "data",
     [
