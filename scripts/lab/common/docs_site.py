@@ -24,6 +24,7 @@ _SEARCH_BOOSTS = {
     "reference/options.md": 0.5,
     "reference/cli.md": 0.5,
     "reference/metrics.md": 0.5,
+    "performance.md": 0.5,
     "contributing/": 0.2,
 }
 # Sections of one page, whose navigation would list that page alone.
