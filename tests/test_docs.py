@@ -71,6 +71,7 @@ MAX_WORDS: dict[str, int | None] = {
     "reference/errors.md": None,
     "reference/metrics.md": None,
     "reference/options.md": None,
+    "reference/real-engines.md": None,
     "reference/status-codes.md": None,
     "troubleshooting/alerts.md": 1300,
     "troubleshooting/index.md": 1200,

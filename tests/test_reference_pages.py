@@ -11,7 +11,8 @@ from proxy.common.errors import Failure
 from proxy.process.configuration import FIXED
 from proxy.settings.cli import COMMANDS
 from proxy.settings.sources import OPTIONS
-from tests.reference_pages import COMMAND, DOCS, PAGES, command_line, errors, options
+from tests.real.results import recorded
+from tests.reference_pages import COMMAND, DOCS, PAGES, command_line, errors, options, real_engines
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -58,3 +59,12 @@ def test_endpoints_page_has_every_described_route_and_no_other() -> None:
     page = (DOCS / "reference" / "endpoints.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     assert {path for cell in cells for path in re.findall(r"`(?:GET |POST )?(/[^`]*)`", cell)} == {*OPERATIONS}
+
+
+def test_recorded_results_are_of_tests_and_stacks_that_exist() -> None:
+    known = {(stack, test.name) for test in real_engines.tests() for stack in test.stacks}
+    assert {(result.stack, result.test) for result in recorded()} <= known
+
+
+def test_tests_without_real_proof_exist() -> None:
+    assert all((DOCS.parent / test).exists() for _, _, test in real_engines.ONLY_IN_V33)

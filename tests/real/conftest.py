@@ -87,6 +87,13 @@ def _stack(item: pytest.Item) -> Stack:
     return THINKING if "thinking" in item.fixturenames else NIXL
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tell the report which stack the test runs with."""
+    stack = _stack(item)
+    item.user_properties += [("stack", stack.name), ("venv", stack.family.venv_variable)]
+
+
 def _runs_with_stack(item: pytest.Item) -> bool:
     """Whether the test runs with its stack: `@pytest.mark.only` names the stacks, without it all do."""
     marker = item.get_closest_marker("only")

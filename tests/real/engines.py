@@ -61,12 +61,12 @@ class Engines:
             raise RuntimeError(f"{arguments[0]} failed:\n{done.stdout}")
         return done.stdout
 
-    def need(self, prefillers: int, decoders: int) -> None:
-        """Start missing engines up to these numbers, and the single one, and wait until they are ready."""
+    def need(self, prefillers: int, decoders: int, single: int = 1) -> None:
+        """Start missing engines up to these numbers, and wait until they are ready."""
         if self.stack.service and not self._services:
             self._start_service(self.stack.service)
         missing = [
-            *(self._start("single", self.single) for _ in range(1 - len(self.single))),
+            *(self._start("single", self.single) for _ in range(single - len(self.single))),
             *(self._start("prefill", self.prefillers) for _ in range(prefillers - len(self.prefillers))),
             *(self._start("decode", self.decoders) for _ in range(decoders - len(self.decoders))),
         ]

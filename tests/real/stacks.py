@@ -103,6 +103,9 @@ def _transfer_config(**config: object) -> dict[str, str]:
     return {"--kv-transfer-config": json.dumps(config)}
 
 
+_NIXL_CONFIG: Final = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+
+
 def _nixl(place: Place) -> Options:
     flags = _transfer_config(kv_connector="NixlConnector", kv_role=_role(place), kv_buffer_device="cpu")
     environment = {
@@ -132,6 +135,41 @@ def _nixl_read_back(place: Place) -> Options:
         _transfer_config(**config, kv_connector_extra_config=extra),
         {**nixl.environment, "VLLM_SERVER_DEV_MODE": "1"},
     )
+
+
+_HOST_BYTES: Final = 16 << 20
+"""Size of the host tier: 16,384 tokens."""
+_DEVICE_BLOCKS: Final = 140
+"""Blocks of a device with a host tier: 4,480 tokens, hardly more than the longest prompt."""
+
+
+def events_port(port: int) -> int:
+    """Return the port at which the engine at this port publishes KV events."""
+    return port - 10_000
+
+
+def _offloading(place: Place) -> Options:
+    nixl = _nixl(replace(place, kind="prefill"))
+    if place.kind != "prefill":
+        return replace(nixl, flags=_transfer_config(**_NIXL_CONFIG, kv_role=_role(place)))
+    extra = {
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "tests.real.host_offloading",
+        "cpu_bytes_to_use": _HOST_BYTES,
+    }
+    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    connectors = [{**_NIXL_CONFIG, "kv_role": _role(place)}, offloading]
+    flags = _transfer_config(
+        kv_connector="MultiConnector", kv_role=_role(place), kv_connector_extra_config={"connectors": connectors}
+    )
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events_port(place.port)}",
+        "topic": "kv",
+    }
+    flags |= {"--kv-events-config": json.dumps(events), "--num-gpu-blocks-override": str(_DEVICE_BLOCKS)}
+    return Options(flags, {**nixl.environment, "PYTHONPATH": str(_PROJECT)})
 
 
 _port_ranges: Final = count(10_000, 40)
@@ -231,6 +269,7 @@ STACKS: Final = (
         sizes=((2, 1),),
         gateway={"PROXY_BALANCE__PREFILL_POLICY": "round_robin"},
     ),
+    Stack("offload", "vllm_pull", VLLM, _offloading, sizes=((1, 1),), gateway={"PROXY_KV_EVENTS__ENDPOINT": "auto"}),
     Stack("mooncake", "mooncake_bootstrap", VLLM, _mooncake, has_bootstrap=True),
     Stack("store", "vllm_store", VLLM, _example_store, transferred=_example_blocks),
     Stack("mooncake-store", "vllm_store", VLLM, _mooncake_store, service=_mooncake_master, transferred=_blocks),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tests.reference_pages import command_line, compatibility, errors, metrics, options, status_codes
+from tests.reference_pages import command_line, compatibility, errors, metrics, options, real_engines, status_codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,6 +22,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "reference/errors.md": errors.page,
     "reference/metrics.md": metrics.page,
     "reference/options.md": options.page,
+    "reference/real-engines.md": real_engines.page,
     "reference/status-codes.md": status_codes.page,
 }
 """The function that renders each page, by its path below docs."""

