@@ -55,7 +55,7 @@ class AdminApi:
         reload: Reload,
         administrators: Administrators,
     ) -> None:
-        """Prepare the routes.
+        """Create the admin api.
 
         Args:
             metrics: The metrics of this worker.
@@ -70,7 +70,7 @@ class AdminApi:
         self._administrators = administrators
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the administration routes for the application."""
         return [
             web.get("/metrics", self._show_metrics),
             web.get("/admin/config", self._administrators.guard(self._show_configuration)),
@@ -144,10 +144,10 @@ _MAX_LIMIT: Final = 1000
 
 
 class RequestsApi:
-    """The routes under `/admin/requests`."""
+    """Serves the routes under `/admin/requests`."""
 
     def __init__(self, receipts: Receipts, settle: Callable[[], None], administrators: Administrators) -> None:
-        """Prepare the routes.
+        """Create the requests api.
 
         Args:
             receipts: The latest requests of all workers.
@@ -160,7 +160,7 @@ class RequestsApi:
         self._one_search = asyncio.Lock()
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the routes under `/admin/requests` for the application."""
         only = self._administrators.guard
         return [
             web.get("/admin/requests", only(self._show_one)),
@@ -213,7 +213,7 @@ class UsageApi:
     """The route with the usage of client keys by hour."""
 
     def __init__(self, usage: UsageKeeper, settle: Callable[[], None], administrators: Administrators) -> None:
-        """Prepare the route.
+        """Create the usage api.
 
         Args:
             usage: The usage of all workers.
@@ -225,11 +225,11 @@ class UsageApi:
         self._administrators = administrators
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the route for the application."""
+        """Return the route `/admin/usage` for the application."""
         return [web.get("/admin/usage", self._administrators.guard(self._show))]
 
     async def _show(self, request: web.Request) -> web.Response:
-        """Show the hours since a time, earliest first."""
+        """Show the usage by hour since a time, earliest first."""
         query = _query(request, ("since", "key"))
         since_seconds = _time("since", query["since"]) if "since" in query else 0.0
         self._settle()

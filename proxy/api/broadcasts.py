@@ -58,7 +58,7 @@ _BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """The request that each engine gets."""
+    """The request that a broadcast sends to each engine."""
 
     path: str
     """The path at the engine."""
@@ -90,7 +90,7 @@ class BroadcastApi:
         administrators: Administrators,
         cache_path: str = RESET_PREFIX_CACHE,
     ) -> None:
-        """Prepare the routes.
+        """Create the broadcast api.
 
         Args:
             parts: The parts of the routes on instances.
@@ -108,7 +108,7 @@ class BroadcastApi:
         self._cache_path = cache_path
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the routes of broadcasts for the application."""
         engines_paths = {path: path for path in (START_PROFILE, STOP_PROFILE, *_SLEEP, *_WAKE)}
         engines_paths |= dict.fromkeys((RESET_PREFIX_CACHE, self._cache_path), self._cache_path)
         return [web.post(path, self._handler(engines_path)) for path, engines_path in engines_paths.items()]

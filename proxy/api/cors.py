@@ -24,7 +24,7 @@ class Cors:
     """Writes the CORS headers of answers, and answers preflight requests."""
 
     def __init__(self, is_clients: Callable[[str], bool], origins: Callable[[], Collection[str]]) -> None:
-        """Prepare the headers.
+        """Prepare the CORS headers for the allowed origins.
 
         Args:
             is_clients: Returns whether a path is a route of clients.

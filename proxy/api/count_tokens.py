@@ -75,7 +75,7 @@ class CountTokensApi:
         self._settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the routes that count tokens for the application."""
         return [
             web.post(
                 counter.path,
@@ -85,11 +85,9 @@ class CountTokensApi:
         ]
 
     def error_bodies(self) -> Mapping[str, Callable[[GatewayError], bytes | None]]:
-        """See replies.ERROR_BODIES."""
         return {counter.path: counter.dialect.error_body for counter in _COUNTERS}
 
     def request_id_headers(self) -> Mapping[str, str]:
-        """See replies.REQUEST_ID_HEADERS."""
         return {counter.path: counter.dialect.request_id_header for counter in _COUNTERS}
 
     async def _count(self, counter: _Counter, request: web.Request) -> web.Response:

@@ -56,7 +56,7 @@ class Administrators:
         trusts_local: Callable[[], bool],
         trusted_proxies: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """Prepare the check.
+        """Create the administrators.
 
         Args:
             admin_key: Returns the admin key. None: programs on this host are administrators if the listener allows it.
@@ -123,7 +123,7 @@ class Administrators:
             )
 
     async def admits(self, request: web.Request) -> bool:
-        """Return whether the caller may administer."""
+        """Return whether the caller of a request may administer."""
         try:
             await self.check(request)
         except GatewayError:
@@ -161,7 +161,7 @@ class Administrators:
 
 
 def author(request: web.Request) -> str:
-    """Return the author of a change for the log."""
+    """Return who asked for a change, for the log."""
     return f"an administrator at {request.get(_CLIENT, request.remote)}"
 
 

@@ -84,7 +84,7 @@ class GenerationApi:
     """The routes whose requests a connector serves on prefillers and decoders."""
 
     def __init__(self, parts: GenerationParts, dialects: Sequence[Dialect], listen: Callable[[], Listen]) -> None:
-        """Prepare the routes.
+        """Create the generation api.
 
         Args:
             parts: The parts of the worker.
@@ -115,7 +115,6 @@ class GenerationApi:
         return {dialect.path: dialect.error_body for dialect in self._dialects}
 
     def request_id_headers(self) -> Mapping[str, str]:
-        """See replies.REQUEST_ID_HEADERS."""
         return {dialect.path: dialect.request_id_header for dialect in self._dialects}
 
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
@@ -190,7 +189,7 @@ class _Client:
         self.response = _Written(keeps_alive=bool(request.keep_alive))
 
     async def serve(self, served: Request, record: RequestRecord) -> None:
-        """Start a request, and wait until it is over."""
+        """Start a client's request, and wait until it is over."""
         self.has_begun = True
         served.start(record)
         try:
@@ -201,12 +200,10 @@ class _Client:
 
     @property
     def is_paused(self) -> bool:
-        """See ClientConnection."""
         return self._connection.writing_paused
 
     @property
     def on_full(self) -> Callable[[], None] | None:
-        """See ClientConnection."""
         return self._connection.on_full
 
     @on_full.setter
@@ -215,7 +212,6 @@ class _Client:
 
     @property
     def head_fields(self) -> bytes:
-        """See ClientConnection."""
         fields = [*self._fields(self.shows_debug)]
         if self.response.keep_alive and not self.knows_chunks:
             fields.append(("Connection", "keep-alive"))
@@ -224,16 +220,13 @@ class _Client:
         return b"".join(f"{name}: {value}\r\n".encode("utf-8", "surrogateescape") for name, value in fields)
 
     async def drained(self) -> None:
-        """See ClientConnection."""
         await self._connection.drained()
 
     def end_after_answer(self) -> None:
-        """See ClientConnection."""
         self._closes = True
         self.response.force_close()
 
     def done(self, now: float) -> None:
-        """See ClientConnection."""
         self._connection.on_full = None
         if not self._over.done():
             self._over.set_result(None)

@@ -307,7 +307,7 @@ _State = dict[str, object]
 
 
 class InstancesApi:
-    """The routes under `/instances`."""
+    """Serves the routes under `/instances`."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class InstancesApi:
         administrators: Administrators,
         settings: Callable[[], Settings],
     ) -> None:
-        """Prepare the routes.
+        """Create the instances api.
 
         Args:
             parts: The parts of the routes on instances.
@@ -339,7 +339,7 @@ class InstancesApi:
         self._settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the routes under `/instances` for the application."""
         administrators = self._administrators
         return [
             web.get("/instances", administrators.guard(self._show)),
@@ -511,7 +511,7 @@ class InstancesApi:
         warnings: Sequence[str] = (),
         there: Sequence[Endpoint] | None = None,
     ) -> web.Response:
-        """Log a change, and return the answer.
+        """Log a change of an instance, and return the answer.
 
         Args:
             request: The request of the administrator.
@@ -554,7 +554,7 @@ def _compare(
 
 
 def _compute_leave_time(change: InstanceChange) -> float | None:
-    """Return `Member.leaves_at` for a change."""
+    """Return the `Member.leaves_at` that a change sets."""
     seconds = change.evacuate_after_seconds
     return None if seconds is None else time.monotonic() + seconds
 

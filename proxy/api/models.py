@@ -38,7 +38,7 @@ class ModelsApi:
     def __init__(
         self, parts: QuestionParts, pools: Sequence[Pool], models: ServedModels, settings: Callable[[], Settings]
     ) -> None:
-        """Prepare the routes.
+        """Create the models api.
 
         Args:
             parts: The parts of routes that query engines.
@@ -61,7 +61,7 @@ class ModelsApi:
         """The end of its validity, in monotonic seconds."""
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the routes of models for the application."""
         return [
             web.get(path, make_counted_route("models", answer, self._client_keys, self._metrics))
             for path, answer in ((_PATH, self._models), (_NAMED, self._model))

@@ -20,7 +20,7 @@ _parameters_of: Final = re.compile(r"\{(\w+)\}").findall
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The description of all routes with one path."""
+    """The OpenAPI description of all routes with one path."""
 
     tag: str
     summary: str
@@ -180,7 +180,7 @@ class OpenApi:
     """The route that returns the description. Each listener describes its own routes."""
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the route for the application."""
+        """Return the route `/openapi.json` for the application."""
         return [web.get(_PATH, self._show)]
 
     async def _show(self, request: web.Request) -> web.Response:

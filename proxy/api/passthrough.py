@@ -67,7 +67,7 @@ class RoleQueue:
 
 
 class _Body(msgspec.Struct):
-    """The members of a body that the gateway uses."""
+    """The members of a request body that passing it through needs."""
 
     model: object = None
     priority: object = None
@@ -202,10 +202,10 @@ class _Record:
 
 
 class _ClientLost(Exception):
-    """The client cannot receive more bytes."""
+    """The client of a passed-through request cannot receive more bytes."""
 
     def __init__(self, reason: str) -> None:
-        """`reason`: the label of the metric."""
+        """Store the reason, which is a label of the metric."""
         super().__init__(reason)
         self.reason = reason
 
@@ -238,7 +238,7 @@ class PassthroughApi:
             queue.admission.configure(settings.admission)
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the passed-through routes for the application."""
         return [
             web.route(method, path, partial(self._serve, group, path))
             for group in self._groups
@@ -415,7 +415,7 @@ class PassthroughApi:
         record: _Record,
         deadline: asyncio.Timeout,
     ) -> web.StreamResponse:
-        """Copy the answer to the client as it arrives.
+        """Copy the engine's answer to the client as it arrives.
 
         A slow client slows the engine down, and extends its deadline.
         """

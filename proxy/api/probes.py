@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ProbeApi:
-    """The routes for probes.
+    """Serves the routes for health probes of the gateway.
 
     The gateway is ready if each role of the connector has a healthy backend. If instances serve different models, this
     applies to each model.
@@ -30,7 +30,7 @@ class ProbeApi:
         self._drain = drain
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the routes for health probes for the application."""
         return [
             web.get("/livez", self._live),
             *(web.get(path, self.ready) for path in ("/readyz", "/health", "/healthz", "/ping")),
@@ -74,7 +74,7 @@ class ProbeApi:
         return json_response({"status": "ok", "models": states})
 
     async def _healthcheck(self, request: web.Request) -> web.Response:
-        """Answer as vLLM-Ascend's example proxy does."""
+        """Answer a health check as vLLM-Ascend's example proxy does."""
         # Each unit of a generation request has a lease on one decoder.
         whole = self._lanes.whole
         decoders = whole.pools.decode

@@ -50,7 +50,7 @@ class RolesApi:
     """The route by which administrators choose roles."""
 
     def __init__(self, parts: InstanceParts, administrators: Administrators, settings: Callable[[], Settings]) -> None:
-        """Prepare the route.
+        """Create the roles api.
 
         Args:
             parts: The parts of the routes on instances.
@@ -63,7 +63,7 @@ class RolesApi:
         self._settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the route for the application."""
+        """Return the route of role exchanges for the application."""
         return [web.post("/instances/role", self._administrators.guard_and_limit(self._move))]
 
     async def _move(self, request: web.Request) -> web.Response:
@@ -134,7 +134,7 @@ class RolesApi:
             raise BadRequest(str(error), param="instances") from None
 
     def _steps(self, member: Member, to: Role, evacuate_after: float | None) -> list[str]:
-        """Return the steps of a move for people."""
+        """Return the steps of a role exchange as text."""
         backend, settings = member.backend, self._settings()
         requests = self._parts.scoreboard.requests(backend.slot)
         pinned = self._parts.scoreboard.pinned(backend.slot).count

@@ -57,7 +57,7 @@ class SglangApi:
         self._metrics = parts.metrics
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return SGLang's own routes for the application."""
         return [
             *(web.get(path, self._make_route(self._server_info)) for path in _INFO_PATHS),
             web.get("/v1/loads", self._make_route(self._loads)),

@@ -48,7 +48,7 @@ class Signposts:
     """Answers `GET /` and requests for paths without a route."""
 
     def __init__(self, routes: Sequence[web.RouteDef], status_page: StatusPage | None = None) -> None:
-        """Prepare the answers.
+        """Prepare the answers with hints for unknown routes.
 
         Args:
             routes: The routes of clients. Other routes, such as those of administrators, are never named.
@@ -62,7 +62,7 @@ class Signposts:
         self._welcome = {"service": "pdproxy", "version": __version__, "routes": listed}
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for the application."""
+        """Return the routes that answer with a hint."""
         return [web.get("/", self._list)]
 
     def is_clients(self, path: str) -> bool:

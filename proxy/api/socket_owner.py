@@ -23,7 +23,7 @@ _CHUNK_BYTES: Final = 1 << 18
 
 
 class _Owner(NamedTuple):
-    """The owner of a socket."""
+    """The process user that owns a socket."""
 
     uid: int
     inode: int

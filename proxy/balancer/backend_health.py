@@ -72,7 +72,7 @@ class Breaker:
 
     @property
     def refused_connections(self) -> int:
-        """Consecutive refused connections."""
+        """Return the number of consecutive refused connections."""
         return self._repeats if self._last is Failure.CONNECT else 0
 
     def note_success(self) -> None:
@@ -101,7 +101,7 @@ class Breaker:
             self._last = None
 
     def count_failure(self, failure: Failure, event: int) -> None:
-        """Count a failure."""
+        """Count a failed request to the backend."""
         self.failures += 1
         self._repeats = self._repeats + 1 if failure is self._last else 1
         self._last = failure
@@ -185,7 +185,7 @@ def slow_start_percent(elapsed_seconds: float, slow_start_seconds: float) -> int
 
 
 class HealthState(StrEnum):
-    """State of a backend.
+    """The health of a backend: healthy, unhealthy, or in between.
 
     An UNKNOWN backend is eligible, so that a gateway serves from its first second, but does not make the gateway ready.
     Backends that are added later wait for their first health check. Health checks decide UP and DOWN. Requests decide
@@ -235,7 +235,7 @@ class BackendHealth:
 
     @property
     def state(self) -> HealthState:
-        """State by the verdict and the breaker."""
+        """The state of the backend, by the verdict and the breaker."""
         if self.breaker.phase is BreakerPhase.CLOSED or self.verdict is HealthState.DOWN:
             return self.verdict
         return HealthState.EJECTED if self.breaker.phase is BreakerPhase.EJECTED else HealthState.PROBATION
@@ -282,7 +282,7 @@ class BackendHealth:
 
     @property
     def is_changing(self) -> bool:
-        """Whether the next probe may change the state."""
+        """Whether the next health check may change the state."""
         if self.verdict is HealthState.UNKNOWN or self.probe_streak > 0:
             return True
         breaker = self.breaker
@@ -303,7 +303,7 @@ class BackendHealth:
     def note_probe(
         self, ok: bool, now: float, checks: HealthChecks, *, is_late: bool = False, is_busy: bool = False
     ) -> None:
-        """Record the result of a probe.
+        """Record the result of a health check.
 
         The first probe decides for an unknown backend, and `fall` or `rise` consecutive ones for others.
 

@@ -51,11 +51,11 @@ class Blame:
 
     @property
     def is_open(self) -> bool:
-        """Return whether failures are not settled yet."""
+        """Return whether a request's failures are not settled yet."""
         return bool(self._errors)
 
     def note_failure(self, error: UpstreamError) -> None:
-        """Record the failure of an attempt."""
+        """Record the failure of an attempt, for a later decision on its cause."""
         if error.is_breakdown:
             self._errors.append(error)
             self._ways.setdefault(_failure_kind_of(error), set()).add(error.backend)
@@ -111,7 +111,7 @@ class PairQuarantine:
     def __init__(
         self, checks: Callable[[], HealthChecks] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create an empty quarantine.
+        """Create a quarantine without pairs.
 
         Args:
             checks: Returns the current settings. None: the defaults.
@@ -194,7 +194,7 @@ class SuspectMemory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is remembered."""
+        """Whether no suspect request is remembered."""
         if self._head[0] != self._read_version:
             self._read_version, self._entries = self._shared.read()
         return not self._entries

@@ -73,7 +73,7 @@ class Chooser:
         self._is_any_slow = False
 
     def consider(self, backends: Sequence[Backend], limits: Sequence[int | None]) -> None:
-        """Set the candidates.
+        """Set the candidates of the next choice.
 
         `limits[i]`: maximum number of running requests of `backends[i]`. None: there is no limit.
         """
@@ -138,7 +138,7 @@ class Chooser:
         return self._open
 
     def use(self, policy: Policy) -> None:
-        """Set the policy for later choices."""
+        """Set the routing policy for later choices."""
         self.policy = policy
         self._per_compute, self._per_kv = policy.weights or WEIGHTS[self._role]
         self._reader = None
@@ -171,7 +171,10 @@ class Chooser:
         return self.policy.would_take(candidates)
 
     def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
-        """See Policy.first_to_admit. Without candidates, return the first request, which then fails at once."""
+        """Return the index of the first waiting request that should go now; its backend is then chosen at once.
+
+        Without candidates, return the first request, which then fails at once.
+        """
         candidates: Sequence[Candidate] = self.candidates
         if self.may_pass_over and candidates:
             candidates = self._not_passed_over(candidates)

@@ -279,7 +279,7 @@ def _count(value: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capability:
-    """A capability of engines, by version."""
+    """A capability of engines that depends on their version."""
 
     since: EngineVersion
     """First version of vLLM that has it."""
@@ -374,7 +374,7 @@ class EngineKeys:
         self.configure(key)
 
     def configure(self, key: str | None) -> None:
-        """Use another key from now on."""
+        """Use another API key for engines from now on."""
         self.authorization = f"Bearer {key}" if key else ""
         """Value of the header for trusted backends. Empty: backends get the client's own header."""
 

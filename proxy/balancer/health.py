@@ -90,11 +90,11 @@ class HealthBoard:
         return self._verdicts.tolist()
 
     def clear_peer_verdicts(self) -> None:
-        """Remove all verdicts of other gateways."""
+        """Remove all health verdicts of other gateways."""
         self.erase(self._workers)
 
     def erase(self, worker: int) -> None:
-        """Reset the row of a worker that has died."""
+        """Reset the health row of a worker that has died."""
         first = worker * self._slots
         self._cells[first : first + self._slots] = memoryview(bytes(self._slots * _CELL_BYTES)).cast("q")
 
@@ -114,7 +114,7 @@ _CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, Cause]] = {Failure.CONNECT: "conn
 
 
 class ProbeFailure(Enum):
-    """Kind of a failed probe, if the kind matters."""
+    """The kind of a failed health check, if the kind matters."""
 
     REFUSED = auto()
     """The connection was refused."""
@@ -150,7 +150,7 @@ class Health:
         rng: random.Random | None = None,
         board: HealthBoard | None = None,
     ) -> None:
-        """Create the health of no backends.
+        """Create the health table without backends.
 
         Args:
             checks: Returns the current settings. An ejection keeps the duration that it began with. None: the defaults.
@@ -204,7 +204,7 @@ class Health:
         is_last: bool = False,
         is_serving: bool = False,
     ) -> Transition | None:
-        """Record the result of a probe.
+        """Record the result of a health check.
 
         Args:
             ok: Whether the probe passed.
@@ -240,7 +240,7 @@ class Health:
         is_proof: bool = True,
         refusals: int = 0,
     ) -> Transition | None:
-        """Record the outcome of a request.
+        """Record the outcome of a request for a backend's health.
 
         Args:
             error: Its failure. None: it served the request.

@@ -53,7 +53,7 @@ class IncompatibilityKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Incompatibility:
-    """One finding about an instance."""
+    """One incompatibility of an instance with the fleet."""
 
     kind: IncompatibilityKind
     hint: str
@@ -71,7 +71,7 @@ class Incompatibilities:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, slots: int = 1024, max_findings: int = _MAX_FINDINGS
     ) -> None:
-        """Create an empty table.
+        """Create a table without incompatibilities.
 
         Args:
             clock: Returns monotonic seconds.
@@ -96,7 +96,7 @@ class Incompatibilities:
             self._write()
 
     def of(self, backend: Backend) -> Sequence[Incompatibility]:
-        """Return the findings about a backend."""
+        """Return the incompatibilities of a backend."""
         self._read()
         return tuple(self._findings.get(backend.name, {}).values())
 

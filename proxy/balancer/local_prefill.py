@@ -61,7 +61,7 @@ class LocalChoice:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token of an answer."""
+    """The time of an answer's first token."""
 
     at: float
     """Its time on the clock of the pools."""
@@ -71,7 +71,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """Prompt that a decoder has computed."""
+    """A prompt that a decoder has computed itself."""
 
     name: str
     """Name of the decoder."""
@@ -85,7 +85,7 @@ class LocalPrefill:
     """Learned times of one worker for prompts that decoders compute."""
 
     def __init__(self, prefill: Pool, decode: Pool, journal: JournalWriter | None = None) -> None:
-        """Create it without learned times.
+        """Create a predictor of local prefills without learned times.
 
         `journal`: has the cache counts of decoders. None: they publish no KV events.
         """
@@ -252,7 +252,7 @@ class LocalPrefill:
         return eligible
 
     def _read_journal(self, journal: JournalWriter) -> None:
-        """Apply the cache counts of decoders."""
+        """Apply the cache counts of decoders that the journal reports."""
         names = {backend.slot: backend.name for backend in self._eligible}
         for data in journal.new_records():
             kind, slot = kind_and_slot(data)

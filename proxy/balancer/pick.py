@@ -191,16 +191,13 @@ class PickRequest:
 
     @property
     def session(self) -> str | None:
-        """See Subject."""
         return None if self.subject is None else self.subject.session
 
     @property
     def first_token_seconds(self) -> float | None:
-        """See Subject."""
         return None if self.subject is None else self.subject.first_token_seconds
 
     def priority(self, *, lower_first: bool) -> int | None:
-        """See Subject."""
         return None if self.subject is None else self.subject.priority(lower_first=lower_first)
 
     def load(self, role: Role) -> Load:
@@ -221,12 +218,12 @@ class Candidate:
 
     @property
     def running(self) -> int:
-        """Number of running requests of all workers."""
+        """The number of running requests of all workers on the candidate."""
         return self.scoreboard.running(self.backend.slot)
 
     @property
     def load(self) -> Load:
-        """Load that all workers charge to it."""
+        """The load that all workers charge to the candidate."""
         return self.scoreboard.load(self.backend.slot)
 
     @property
@@ -288,7 +285,7 @@ class PolicyContext:
 
 @dataclass(slots=True, eq=False)
 class Prediction:
-    """Predicted outcome of a choice."""
+    """The predicted outcome of choosing a backend."""
 
     seconds: float
     """Time until the backend has completed its part of the request."""
@@ -308,7 +305,7 @@ class SessionLimits(Protocol):
 
     @property
     def residents(self) -> int:
-        """Number of sessions that have a place."""
+        """The number of sessions whose prefixes stay cached."""
 
     def holds(self, keys: Sequence[int], session_id: str | None, key: str, now: float) -> Any:
         """Return the session of a prompt that has to wait, or None. `key`: name of the client key."""
@@ -345,7 +342,7 @@ class Tracker:
         """Note the length of the prompt and the cached part that the backend reports. None: it does not report that."""
 
     def note_first_token(self) -> None:
-        """Note the first part of a decoder's answer."""
+        """Record the first part of a decoder's answer."""
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
         """Note the end of the backend's work, as soon as it is known. It is called once.
@@ -382,7 +379,7 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """Return one of the candidates.
+        """Return one of the candidates for a request.
 
         It may be called twice for one pick, the second time without full backends, and for picks that come to nothing.
         So it must not record the request; `track` does that.
@@ -428,7 +425,7 @@ class Policy(ABC):
         return candidates
 
     def figures(self, snapshot: Any, weights: Sequence[int]) -> Columns:
-        """Return the figures of a choice.
+        """Return the figures that explain a choice in receipts.
 
         `snapshot` and `weights`: those of that choice; no weights unless `keeps_weights`.
         """
@@ -440,7 +437,7 @@ class Policy(ABC):
 
     @property
     def remembered_prefixes(self) -> int:
-        """Number of prefix keys that it keeps."""
+        """The number of prefix keys that the policy keeps."""
         return 0
 
     def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
@@ -508,7 +505,7 @@ class PendingSamples(Generic[T]):
         max_lag_share: float = 0.1,
         capacity: int = 256,
     ) -> None:
-        """Create an empty queue.
+        """Create a queue without samples.
 
         Args:
             context: Returns the lag of the event loop.

@@ -38,7 +38,7 @@ class Background:
     """The tasks of one owner. Leaving its `async with` block cancels running tasks and waits for them."""
 
     def __init__(self, logger: logging.Logger, noun: str, *, grace_seconds: float = 0.0) -> None:
-        """Store the options.
+        """Create an owner of background tasks that has no tasks yet.
 
         Args:
             logger: Logs the errors of tasks.
@@ -64,11 +64,11 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def __len__(self) -> int:
-        """Return the number of running tasks."""
+        """Return the number of running background tasks."""
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task. An error is logged, and is raised in callers that await the task."""
+        """Start a background task. An error is logged, and is raised in callers that await the task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -82,7 +82,7 @@ class Background:
         *,
         restart_seconds: float = RESTART_SECONDS,
     ) -> asyncio.Task[None]:
-        """Run a loop that must not end, and start it again when an exception ends it.
+        """Run a background loop that must not end, and start it again when an exception ends it.
 
         Args:
             work: Makes the coroutine of one run. The loop is over when a run returns.
@@ -125,7 +125,7 @@ class BackgroundOwner:
     _background: Background
 
     def _begin(self) -> None:
-        """Run at the beginning of the block, for example to start a task."""
+        """Run at the beginning of the owner's `async with` block, for example to start a task."""
 
     async def __aenter__(self) -> Self:
         self._begin()

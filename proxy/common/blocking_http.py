@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 
 class HttpResponse(NamedTuple):
-    """A complete response with any status."""
+    """A complete HTTP response with any status."""
 
     status: int
     server: str | None
     """The `Server` header, or None without one."""
     body: bytes
-    """The body; empty if the caller did not request it."""
+    """The body of the response; empty if the caller did not request it."""
 
 
 class HttpRequestError(Exception):
-    """The request got no valid HTTP response. The text has the reason.
+    """An HTTP request got no valid response. The text has the reason.
 
     Connecting failed, the connection broke, a read or write timed out, or the peer did not send HTTP.
 
@@ -41,7 +41,7 @@ def get(
     wants_body: bool = False,
     tls: ssl.SSLContext | None = None,
 ) -> HttpResponse:
-    """GET a path over HTTP/1.1. Raises HttpRequestError.
+    """Send a blocking GET request over HTTP/1.1, and return the response. Raises HttpRequestError.
 
     Args:
         host: Host name or address.

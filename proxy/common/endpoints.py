@@ -187,7 +187,7 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def split_models(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return a text without its words `model=NAME`, and the names. Raises ValueError."""
+    """Return an address text without its words `model=NAME`, and the names of the models. Raises ValueError."""
     first, *more = text.split(" ")
     names = tuple(dict.fromkeys(word.removeprefix(_MODEL) for word in more if is_model(word)))
     check_models(names)
@@ -195,7 +195,7 @@ def split_models(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def parse_models(text: str) -> tuple[str, ...]:
-    """Return the names in `NAME` or `NAME,NAME`. Raises ValueError."""
+    """Return the model names in `NAME` or `NAME,NAME`. Raises ValueError."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     check_models(names)
     return names
@@ -250,7 +250,7 @@ def _parse_address(text: str) -> tuple[Endpoint, ...]:
 
 
 def pair_endpoints(role_noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:
-    """Combine the n-th host with the n-th port or range. Raises ValueError.
+    """Combine the n-th host with the n-th port or port range to endpoints. Raises ValueError.
 
     One range applies to all hosts, and one host takes several ranges. Lists of single ports must be as long as the list
     of hosts, as in the example proxy of vLLM-Ascend.

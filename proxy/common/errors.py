@@ -41,7 +41,7 @@ class GatewayError(Exception):
 
 
 class BadRequest(GatewayError):
-    """The request is invalid: the client must change it."""
+    """The client's request is invalid and must be changed."""
 
     status = 400
     code = "invalid_request"
@@ -52,13 +52,13 @@ class BadRequest(GatewayError):
 
 
 class UnknownModel(BadRequest):
-    """No engine serves a model of that name."""
+    """No engine serves the model that the client named."""
 
     status = 404
     code = "model_not_found"
 
     def __init__(self, name: str = "", known: str = "") -> None:
-        """Build the message.
+        """Build the message with the name of the model and the known names.
 
         Args:
             name: The requested model; empty: the message does not name it.
@@ -115,7 +115,7 @@ def overloaded(code: str, message: str) -> Overloaded:
 
 
 class SuspectRequest(GatewayError):
-    """The same request has recently crashed engines."""
+    """The client's request has recently crashed engines."""
 
     status = 502
     code = "suspect_request"

@@ -55,13 +55,12 @@ class AscendLayerwise(Disaggregated):
         self.callbacks = Callbacks()
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the route of the decoders' callbacks."""
+        """Return the HTTP route of the decoders' callbacks."""
         logger.info("decoders call this worker back at %s", self.metaserver)
         return (web.post(_PATH, self.callbacks.take),)
 
     @asynccontextmanager
     async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
-        """See Disaggregated."""
         settings = self._context.live.settings
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
@@ -176,7 +175,7 @@ class Callbacks:
 
     @property
     def pending(self) -> int:
-        """The number of attempts under way. It includes attempts whose callback has arrived."""
+        """The number of attempts that expect a callback or have received it."""
         return len(self._expected)
 
     @contextmanager
@@ -207,7 +206,7 @@ class Callbacks:
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return the body of a callback. aiohttp limits it to 1 MiB. Raises GatewayError.
+    """Return the body of a decoder's callback, of at most 1 MiB. Raises GatewayError.
 
     A callback names each block of the KV cache: a million tokens in blocks of 128 are 60 KB, in each group of layers.
     """
@@ -223,7 +222,7 @@ async def _read(request: web.Request) -> bytes:
 
 
 def _parse(body: bytes) -> tuple[str, Document]:
-    """Return the engine's ID of the request, and the whole callback. Raises BadRequest.
+    """Return the engine's request ID in a decoder's callback, and the callback's body. Raises BadRequest.
 
     The ID is 128 random bits that only engines know before the answer begins. So the addresses in a callback with a
     valid ID are trusted. A prefiller crashes without `remote_cached_tokens`, so this member is checked here.

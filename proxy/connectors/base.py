@@ -98,7 +98,7 @@ class Connector:
         return True
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes for requests from engines. They are served at `ConnectorContext.callback_url`."""
+        """Return the HTTP routes for requests from engines, served at `ConnectorContext.callback_url`."""
         return ()
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
@@ -155,7 +155,7 @@ async def check_status(response: Response) -> None:
 
 
 def refusal(response: EngineResponse, body: bytes) -> UpstreamError:
-    """Return the error for an engine's answer whose status is not a success."""
+    """Return the error for an engine's answer with an unsuccessful status."""
     if response.status < 400:
         return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
     verb = "rejected the request as invalid" if response.status in CLIENT_MISTAKES else "answered"

@@ -70,7 +70,7 @@ def _engine_id(entry: Any) -> str:
 
 @dataclass(slots=True)
 class _Bootstrap:
-    """The state of one prefiller's bootstrap server, from its last answer."""
+    """The state of one prefiller's bootstrap server, by its last answer."""
 
     prefiller: Backend
     address: str
@@ -100,7 +100,7 @@ class Bootstraps:
         engine_id: Callable[[Backend], str | None] = lambda _: None,
         addresses: Callable[[], Mapping[Backend, str]] = dict,
     ) -> None:
-        """Create an empty table.
+        """Create an empty table of bootstrap servers.
 
         Args:
             session: The session for queries.
@@ -137,7 +137,7 @@ class Bootstraps:
         return known.engines
 
     def forget(self, prefiller: Backend) -> None:
-        """Require a new query of the server before the prefiller is used again."""
+        """Require a new query of a prefiller's bootstrap server before the prefiller is used again."""
         self._known.pop(prefiller.slot, None)
 
     @contextmanager
@@ -228,7 +228,7 @@ class Bootstraps:
         return engine_id is None or any(listed.partition("_dp")[0] == engine_id for _, listed in engines)
 
     async def _engine_answers(self, prefiller: Backend) -> bool:
-        """Return whether the engine answers a request itself. Any status counts as an answer."""
+        """Return whether a prefiller's engine answers a health check. Any status counts as an answer."""
         try:
             await self._client.get_status(prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)
         except EngineRequestError:

@@ -82,7 +82,7 @@ async def _cancel_task(task: asyncio.Task[Any]) -> None:
 
 
 def _task_error(task: asyncio.Task[Any]) -> BaseException | None:
-    """Return the error of a task that is done; None if the task succeeded or was cancelled."""
+    """Return the error of a prefill task that is done; None if the task succeeded or was cancelled."""
     return None if task.cancelled() else task.exception()
 
 

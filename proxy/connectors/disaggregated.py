@@ -62,22 +62,24 @@ class Disaggregated(Connector):
             self._one_engine.check(call)
 
     def splits(self, call: Call) -> bool:
-        """See Connector. A handoff carries one sequence. A beam search keeps all its sequences on one engine."""
+        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
+
+        A handoff carries one sequence. A beam search keeps all its sequences on one engine.
+        """
         return call.is_ordinary or not is_search(call)
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Open the prefill leg and the decode leg, or the only leg. See Connector.open."""
+        """Open the prefill leg and the decode leg of a call, or its only leg."""
         legs = self.legs(call, request, timeline)
         return self.open_both(call, request, timeline) if legs is None else open_attempt(legs, self._upstream)
 
     def open_decoder_only_attempt(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt]:
-        """Return an attempt that a decoder serves alone. See Connector.open_decoder_only_attempt."""
+        """Return an attempt that a decoder serves alone, without a prefiller."""
         return open_attempt(self._one_engine.decoder.legs(call, request, timeline), self._upstream)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """See Connector.legs."""
         if call.is_ordinary or RARE.isdisjoint(call.values):
             return self.legs_of_both(call, request, timeline)
         return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
@@ -101,14 +103,14 @@ class Prefill:
     """Makes the bodies of prefill legs, with the same KV parameters for every prompt."""
 
     def __init__(self, kv_params: Mapping[str, object]) -> None:
-        """`kv_params`: the KV parameters of the protocol."""
+        """Store the KV parameters of the protocol."""
         self._kv_params = kv_params
         changes = {**_CHANGES, "kv_transfer_params": orjson.Fragment(dumps(kv_params))}  # written once, not per prompt
         self._changes = changes
         self._limited = {**changes, **_LIMITED}
 
     def body(self, call: Call, pool: Pool, prefiller: Backend) -> Body:
-        """Return the body of the prefill leg to a prefiller of this pool."""
+        """Return the body of the prefill leg of a call, for a prefiller of the pool."""
         values = call.values
         if call.kv_params or "tool_choice" in values:
             return prefill_body(call, pool, prefiller, self._kv_params)
@@ -116,7 +118,7 @@ class Prefill:
 
 
 def prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[str, object]) -> Body:
-    """Return the body of the prefill leg to a prefiller of this pool. `kv_params`: the protocol's KV parameters."""
+    """Return the body of the prefill leg of a call, with the protocol's KV parameters, for a prefiller of the pool."""
     changes = _CHANGES.copy()
     changes["kv_transfer_params"] = {**kv_params, **call.kv_params} if call.kv_params else kv_params
     values = call.values

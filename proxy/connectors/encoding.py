@@ -69,15 +69,18 @@ class Encoding(Connector):
         self._connector.check(call)
 
     def splits(self, call: Call) -> bool:
-        """See Connector. The inner connector decides."""
+        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
+
+        The inner connector decides.
+        """
         return self._connector.splits(call)
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes of the inner connector."""
+        """Return the HTTP routes of the connector that serves the encoded calls."""
         return self._connector.routes()
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Encode the media, then open the inner connector. See Connector.open.
+        """Encode the media of a call, then open the attempt of the inner connector.
 
         Each attempt encodes again, because the cache may have lost items since the previous attempt.
         """
@@ -89,11 +92,11 @@ class Encoding(Connector):
     def open_decoder_only_attempt(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt] | None:
-        """Return the inner connector's attempt, without a prefiller. The call must have no media. See Connector."""
+        """Return the inner connector's attempt without a prefiller. The call must have no media."""
         return self._connector.open_decoder_only_attempt(call, request, timeline)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the legs of the inner connector; None for a call with media. See Connector.legs."""
+        """Return the legs of the inner connector; None for a call with media, which needs a task."""
         return None if media_parts(call) else self._connector.legs(call, request, timeline)
 
     @asynccontextmanager
@@ -169,7 +172,7 @@ class Encoding(Connector):
         avoid: Collection[Backend],
         target: Mapping[str, object],
     ) -> Mapping[str, object]:
-        """Encode one item. Return the place of the result by hash; empty if the engines share a cache.
+        """Encode one image, recording or clip. Return the place of the result by hash; empty if engines share a cache.
 
         `target`: the encoder sends the result there; empty: it does not. Raises NoBackendAvailable, UpstreamError.
         """

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class KvSource(Enum):
-    """The source of the decoder's KV cache."""
+    """The engine or store from which a decoder gets its KV cache."""
 
     PREFILLER = "prefiller"
     """The prefiller of the attempt. A failure may be a problem between this prefiller and this decoder."""
@@ -110,7 +110,7 @@ class KvHandoff:
         timeline: Timeline,
         least_tokens: int = MIN_TOKENS,
     ) -> None:
-        """Create the handoff of an attempt at `call`.
+        """Create the handoff of one attempt's KV cache.
 
         `least_tokens`: the handoff of a shorter prompt does not show whether the decoder fetches KV.
         """
@@ -213,7 +213,7 @@ class KvHandoff:
             self._context.pools.handoffs.note(prefiller, decoder, tokens, began, now)
 
     def note_kept(self, params: Any, ids: array[int] | None) -> None:
-        """Record that the decoder keeps the KV cache of its answer. See KeptAnswers.keep."""
+        """Record that the decoder keeps the KV cache of its answer for the conversation's next turn."""
         if self.kept_answers is not None:
             self.kept_answers.keep(self._call, self.decoder.backend, params, ids)
 

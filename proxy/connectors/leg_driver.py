@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AttemptOwner(Protocol):
-    """Receives the outcome of one attempt."""
+    """The owner of one attempt, which receives its outcome."""
 
     def on_attempt(self, attempt: Attempt) -> None:
         """Take the decoder's answer. To end the attempt, call `LegDriver.finish`, `fail` or `release`."""
@@ -49,7 +49,7 @@ class LegDriver:
         self._response: Response | None = None
 
     def start(self, legs: Legs) -> None:
-        """Send the first leg. The owner may receive the outcome before this method returns."""
+        """Send the first leg of an attempt. The owner may receive the outcome before this method returns."""
         self._legs = legs
         self._advance(None)
 
@@ -178,7 +178,7 @@ class LegDriver:
             abort_decode(self._response, error)
 
     def _drop(self) -> None:
-        """Give up the leg under way."""
+        """Give up the leg that is under way, and close its connection."""
         self._sent = None
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
@@ -206,7 +206,7 @@ class PrefillBeside:
         """The future of the task that waits for the end of this leg; None if no task waits."""
 
     def start(self, leg: Leg) -> None:
-        """Send the leg."""
+        """Send the prefill leg of a pair."""
         pair = self._pair
         pair.stop, pair.ended = self._stop, self._wait_for_end
         connection = self._upstream.take_idle(leg.backend)
@@ -216,7 +216,7 @@ class PrefillBeside:
             self._send(leg, connection)
 
     async def _wait_for_end(self) -> None:
-        """Wait for the end of this leg. Raises the error of the leg if it failed."""
+        """Wait for the end of the prefill leg. Raises the leg's error if it failed."""
         if self._connecting is not None or self._connection is not None:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -312,17 +312,14 @@ class open_attempt:  # noqa: N801 - used as a function
     # AttemptOwner
 
     def on_attempt(self, attempt: Attempt) -> None:
-        """See AttemptOwner."""
         if not self._opening.done():
             self._opening.set_result(attempt)
 
     def on_failure(self, error: NoBackendAvailable | UpstreamError) -> None:
-        """See AttemptOwner."""
         if not self._opening.done():
             self._opening.set_exception(error)
 
     def on_defect(self, error: Exception) -> None:
-        """See AttemptOwner."""
         if not self._opening.done():
             self._opening.set_exception(error)
 

@@ -37,10 +37,16 @@ class Handoff(Protocol):
     """Receives the outcome of the handoff of an attempt's KV cache."""
 
     def note_arrived(self) -> None:
-        """See Attempt.note_kv_arrived. May be called again."""
+        """Record the decoder's first output. It shows that the prefiller no longer has to keep the KV cache.
+
+        May be called again.
+        """
 
     def note_lost(self) -> None:
-        """See Attempt.note_kv_lost. May be called again."""
+        """Record that the decoder gave up before its first output. It may have failed to fetch the KV cache.
+
+        May be called again.
+        """
 
     def note_kept(self, params: Any, ids: array[int] | None) -> None:
         """Record the KV parameters of a complete answer, whose KV cache the decoder keeps, and all token ids.

@@ -52,7 +52,6 @@ class MooncakeBootstrap(Disaggregated):
 
     @asynccontextmanager
     async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
-        """See Disaggregated."""
         timeouts = self._context.live.settings.timeouts
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,

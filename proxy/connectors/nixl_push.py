@@ -149,7 +149,6 @@ class NixlPush(Disaggregated):
         self.places = EnginePlaces()
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """See Disaggregated."""
         balance = self._context.live.settings.balance
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,

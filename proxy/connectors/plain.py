@@ -32,7 +32,10 @@ class Plain(Connector):
         self._leg = SingleLeg(context, Role.DECODE, Ranks(), kv="-")
 
     def splits(self, call: Call) -> bool:
-        """See Connector. An engine serves all prompts and samples of a call."""
+        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
+
+        An engine serves all prompts and samples of a call.
+        """
         return False
 
     def open_decoder_only_attempt(

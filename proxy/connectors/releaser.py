@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class KvTransfer(StrEnum):
-    """The types of KV connectors of engines. Engines of different types release KV in different ways."""
+    """The types of KV connectors of engines. Each type releases KV in its own way."""
 
     NIXL = "nixl"
     NIXL_PUSH = "nixl_push"
@@ -54,7 +54,7 @@ class KvTransfer(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class PrefilledKv:
-    """KV that a prefiller keeps for a decoder.
+    """KV cache that a prefiller keeps for a decoder.
 
     `params`: its KV parameters, verbatim. `tokens`: the estimated number of tokens. `headers`: the client's headers for
     engines, because engines may require the client's credential.
@@ -191,7 +191,7 @@ class Releaser(BackgroundOwner):
         return len(self._background)
 
     def note_orphan(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
-        """Count KV that probably no decoder has fetched, and release it.
+        """Count KV cache that probably no decoder has fetched, and release it at its prefiller.
 
         `failed`: backends that are used for the release only if there is no other.
         """
@@ -211,7 +211,7 @@ class Releaser(BackgroundOwner):
         return self._pinned_kv.pin(decoder, tokens, seconds)
 
     def unpin(self, pin: Pin) -> None:
-        """Record that an engine has freed KV before its time."""
+        """Record that an engine has freed the KV cache of an answer before its time."""
         self._pinned_kv.unpin(pin)
 
     def note_fetch(
@@ -231,7 +231,7 @@ class Releaser(BackgroundOwner):
             doubtful[1].append((kv.prefiller, kv.tokens, kv.transfer, time.monotonic()))
 
     def look(self) -> None:
-        """Handle the remembered KV of decoders that are now known to fetch KV or not. Must be called periodically."""
+        """Count or drop the KV of decoders that are now known to fetch KV or not. Must be called periodically."""
         for decoder, doubtful in list(self._doubtful.values()):
             if self._incompatibilities.verdict(decoder) is not HandoffVerdict.UNKNOWN:
                 del self._doubtful[decoder.key]
@@ -323,7 +323,7 @@ class Releaser(BackgroundOwner):
         return not decoders or any(self._can_release(decoder, kv) for decoder in decoders)
 
     def _can_release(self, decoder: Backend, kv: PrefilledKv) -> bool:
-        """Return whether this decoder can release this KV.
+        """Return whether a decoder can release KV cache that a prefiller keeps.
 
         A decoder that fetches no KV sends prefillers no messages, and one of another model must not connect to them.
         """

@@ -187,7 +187,7 @@ class Sequential(Disaggregated):
 
     @abstractmethod
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """Handle a prefill leg that failed, or whose answer was lost."""
+        """Handle a prefill leg that failed or whose answer was lost."""
 
     @abstractmethod
     def accepts_prefill(
@@ -337,13 +337,16 @@ class VllmPull(Sequential):
         self._kept_answers = KeptAnswers(context.pools, context.releaser, context.live)
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """See Sequential. The prefiller may keep KV after such a failure."""
+        """Handle a prefill leg that failed or whose answer was lost.
+
+        The prefiller may keep KV after such a failure.
+        """
         self._releaser.note_possible_orphan(error.backend, call.prompt_tokens, error)
 
     def accepts_prefill(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
-        """See Sequential.
+        """Return whether to send the decode leg after this prefill. Otherwise the prefill leg is sent again.
 
         If the answer has no KV parameters, the prefill is repeated once if `kv.on_missing` says so.
         """
@@ -366,7 +369,7 @@ class VllmPull(Sequential):
         return False
 
     def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
-        """See Sequential.
+        """Let the decoder compute a prompt whose prefill ended by an end-of-sequence token, so that no KV was kept.
 
         Long prompts are allowed, too: a second prefill would keep no KV either, and the call would fail.
         """
@@ -402,13 +405,22 @@ class VllmStore(Sequential):
     source_without_kv = KvSource.STORE
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """See Sequential. Stored KV needs no release."""
+        """Handle a prefill leg that failed or whose answer was lost.
+
+        Stored KV needs no release.
+        """
 
     def accepts_prefill(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
-        """See Sequential. Any answer is accepted."""
+        """Return whether to send the decode leg after this prefill. Otherwise the prefill leg is sent again.
+
+        Any answer is accepted.
+        """
         return True
 
     def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
-        """See Sequential. The store has the KV of every prompt, however its prefill ended."""
+        """Let the decoder compute a prompt whose prefill ended by an end-of-sequence token, so that no KV was kept.
+
+        The store has the KV of every prompt, however its prefill ended.
+        """

@@ -70,11 +70,14 @@ class SglangBootstrap(Connector):
             raise echo_error()
 
     def splits(self, call: Call) -> bool:
-        """See Connector. All samples would share one room (`_handle_batch_request`, tokenizer_manager.py)."""
+        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
+
+        All samples would share one room (`_handle_batch_request`, tokenizer_manager.py).
+        """
         return True
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Return both legs, or only the prefiller's. See Connector.legs."""
+        """Return the legs of an attempt: both, or only the prefiller's if the call needs no decoder."""
         if _is_about_prompt(call):
             return self._prefiller.legs(call, request, timeline)
         return self._both_legs(call, request, timeline)
@@ -135,7 +138,7 @@ class SglangBootstrap(Connector):
         return Leg(legs.prefiller, call.api.path, legs.prefill_body, legs.headers, prefill_seconds(timeouts, call))
 
     def _decode_leg(self, legs: _Legs) -> Leg:
-        """Return the decode leg.
+        """Return the decode leg of an attempt with SGLang.
 
         The decoder's status line arrives with its first token; some engines send it earlier.
         """
@@ -173,7 +176,7 @@ class _Legs:
         self._decoder_answers = False
 
     def read(self, response: EngineResponse, answer: bytes) -> None:
-        """Read the prefiller's answer, which shows that the decoder has the KV cache.
+        """Read the prefiller's complete answer, which shows that the decoder has the KV cache.
 
         Raises UpstreamError if it failed.
         """
@@ -218,11 +221,9 @@ class _PrefillAnswer:
 
     @property
     def body_or_none(self) -> bytes | None:
-        """See PrefillAnswer."""
         return self._legs.answer
 
     async def whole(self) -> bytes:
-        """See PrefillAnswer."""
         assert self._pair.ended is not None  # a caller in a task has a driver that can wait
         await self._pair.ended()
         assert self._legs.answer is not None
@@ -230,7 +231,7 @@ class _PrefillAnswer:
 
 
 def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> dict[str, object]:
-    """Return the members by which the two engines find each other and by which pdproxy can abort the attempt.
+    """Return the request members by which SGLang's two engines meet and by which pdproxy can abort the attempt.
 
     A room is derived from the random id of the attempt, so no other process uses it. Without a port the engines use
     their own setting (`disaggregation_bootstrap_port`).
@@ -284,7 +285,7 @@ class Aborts:
         self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
 
     def send(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
-        """Send an engine an abort of this attempt. `headers`: may contain the credential that engines require."""
+        """Send an engine the abort of an attempt. `headers`: may contain the credential that engines require."""
         if len(self._background) < _MAX_ABORTS_PENDING:
             places = self._places.setdefault(backend, asyncio.Semaphore(_MAX_ABORTS_AT_ONCE))
             self._background.start(self._send(backend, attempt_id, headers, places))

@@ -130,7 +130,7 @@ class SystemFirst:
 
 
 def _text(content: object) -> str:
-    """Return the text of a system message."""
+    """Join the text parts of a system message's content into one text."""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content)
     return str(content)

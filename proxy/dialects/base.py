@@ -44,10 +44,10 @@ class PrefillAnswer(Protocol):
 
     @property
     def body_or_none(self) -> bytes | None:
-        """The whole body of the prefiller's answer; None until it has arrived."""
+        """The complete body of the prefiller's answer; None until it has arrived."""
 
     async def whole(self) -> bytes:
-        """Wait for the whole body and return it. Raises UpstreamError."""
+        """Wait for the complete body of the prefiller's answer, and return it. Raises UpstreamError."""
 
 
 class AnsweredAttempt(Protocol):
@@ -91,23 +91,23 @@ class Whole(Protocol):
     """One unit's answer that is not streamed."""
 
     def body(self) -> bytes:
-        """Return the JSON body. As far as possible, it consists of the engine's own bytes."""
+        """Return the JSON body of the answer. As far as possible, it consists of the engine's own bytes."""
 
     def values(self) -> dict[str, Any]:
-        """Return the body as Python objects. Long members may be `orjson.Fragment`, which only orjson can serialize."""
+        """Return the answer's body as Python objects. Long members may be an `orjson.Fragment`, for orjson only."""
 
 
 class WatchedWhole(Protocol):
     """Assembles an answer that is not streamed from the payloads of a watched stream."""
 
     def add(self, payload: dict[str, Any]) -> bytes:
-        """Add the next payload. Returns empty bytes, because the client gets the answer only when it is complete."""
+        """Add a chunk's payload to the answer. Returns empty bytes: the client gets the complete answer at its end."""
 
     def cut(self, tokens: int) -> None:
         """Keep the parts of the answer that belong to its first `tokens` tokens, and remove the rest."""
 
     def values(self) -> dict[str, Any]:
-        """Return the answer so far."""
+        """Return the assembled answer so far as a JSON object."""
 
 
 class UnitRendering(Protocol):
@@ -129,7 +129,7 @@ class UnitRendering(Protocol):
         """
 
     async def wait_for_remaining_events(self) -> bytes:
-        """Return the events that had to wait for other engines.
+        """Return the events of a stream that had to wait for another engine's answer.
 
         Called at the end of the stream. Raises UpstreamError.
         """
@@ -139,7 +139,7 @@ class Rendering(Protocol):
     """Writes the answer to one streamed client request from the streams of all its units."""
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """Return the writer of one unit's events; None if the client gets the engine's events byte for byte."""
+        """Return the writer of one sample's events; None if the client gets the engine's events byte for byte."""
 
     def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return the events that follow the streams of all units and precede `Dialect.done_event`.

@@ -135,7 +135,6 @@ class MergedStreams:
         self._common: dict[str, Any] = {} if alias is None else {"model": alias}
 
     def unit(self, unit: Unit) -> UnitRendering:
-        """See Rendering."""
         return _MergedUnit(self._common, unit.index)
 
     def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
@@ -156,7 +155,10 @@ class _MergedUnit:
         self._index = index
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
-        """See UnitRendering. No event waits here."""
+        """Begin to write the answer of another decoder. Drops events of the previous decoder that were not sent yet.
+
+        No event waits here.
+        """
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Return the payload with the members that all chunks of the answer have in common."""
@@ -166,5 +168,8 @@ class _MergedUnit:
         return data_event({**payload, **self._common, "choices": choices})
 
     async def wait_for_remaining_events(self) -> bytes:
-        """See UnitRendering. No event waits here."""
+        """Return the events of a stream that had to wait for another engine's answer.
+
+        No event waits here.
+        """
         return b""

@@ -101,7 +101,6 @@ class Verbatim(AnswerParser):
     in_tools = False
 
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
-        """See AnswerParser."""
         return {"content": text} if text or finished else {}
 
 
@@ -340,11 +339,17 @@ class Kimi(Grammar):
     tools_begin_ids = (SECTION_BEGIN_ID,)
 
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """See Grammar. The header of the assistant's turn is `<|im_assistant|>assistant<|im_middle|>`."""
+        """Return whether these last token ids of a prompt come from this family's tokenizer and chat template.
+
+        The header of the assistant's turn is `<|im_assistant|>assistant<|im_middle|>`.
+        """
         return ASSISTANT_ID in prompt_tail and MIDDLE_ID in prompt_tail
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """See Grammar. The last marker in the prompt decides (vLLM `ParserEngine.is_reasoning_end`)."""
+        """Return whether the answer to this prompt begins with reasoning; None if the text has no marker.
+
+        The last marker in the prompt decides (vLLM `ParserEngine.is_reasoning_end`).
+        """
         opened = prompt_tail.rfind(THINK)
         closed = max(prompt_tail.rfind(THINK_END), prompt_tail.rfind(SECTION_BEGIN))
         return None if opened == closed else opened > closed
@@ -352,7 +357,6 @@ class Kimi(Grammar):
     def parser(
         self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> KimiParser:
-        """See Grammar."""
         return KimiParser(
             in_reasoning=in_reasoning,
             calls_tools=calls_tools,
@@ -373,18 +377,27 @@ class ThinkTags(Grammar):
     has_tools = False
 
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """See Grammar. Always true."""
+        """Return whether these last token ids of a prompt come from this family's tokenizer and chat template.
+
+        Always true.
+        """
         return True
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """See Grammar. The last tag in the prompt decides."""
+        """Return whether the answer to this prompt begins with reasoning; None if the text has no marker.
+
+        The last tag in the prompt decides.
+        """
         opened, closed = prompt_tail.rfind(THINK), prompt_tail.rfind(THINK_END)
         return None if opened == closed else opened > closed
 
     def parser(
         self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> AnswerParser:
-        """See Grammar. The Kimi K2 family uses the same tags for reasoning."""
+        """Return the parser of one answer.
+
+        The Kimi K2 family uses the same tags for reasoning.
+        """
         return KimiParser(in_reasoning=in_reasoning, calls_tools=False, shows_blanks=shows_blanks)
 
 

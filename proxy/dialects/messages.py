@@ -39,23 +39,22 @@ class Messages(Translated):
     keep_alive = event("ping", {"type": "ping"})
 
     def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
-        """See Translated."""
         return chat_of(values, left_out)
 
     def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See Translated. Requests that count tokens lack `max_tokens`, which a message must have."""
+        """Return the members of the chat that make its prompt, as in vLLM's TokenizeChatRequest. Raises BadRequest.
+
+        Requests that count tokens lack `max_tokens`, which a message must have.
+        """
         return super().prompt({**values, "max_tokens": 1})
 
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
-        """See Translated."""
         return message(call, completion)
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
-        """See Dialect."""
         return MessageEvents(call)
 
     def error_body(self, error: GatewayError) -> bytes:
-        """See Dialect."""
         return error_body(error)
 
 
@@ -111,7 +110,9 @@ class MessageEvents(Parts):
         """Escapes the arguments of the open tool call; None before the first call."""
 
     def restart(self, attempt: AnsweredAttempt) -> None:
-        """See Parts. Sets the prompt tokens of `message_start` to the prefiller's count, or otherwise to the estimate.
+        """Begin a new answer. Called when an engine begins to answer and the client has not received anything.
+
+        Sets the prompt tokens of `message_start` to the prefiller's count, or otherwise to the estimate.
 
         The usage at the end of the message has the exact number.
         """

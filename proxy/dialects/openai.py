@@ -53,7 +53,6 @@ class OpenAi(Dialect):
     """How to read the members of requests that the gateway uses itself."""
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-        """See Dialect."""
         values = document.values
         is_ordinary = values.keys() <= ORDINARY_FIELDS
         stream = boolean(values, "stream")
@@ -88,7 +87,6 @@ class OpenAi(Dialect):
         return fanout.split(call, cost, max_units)
 
     def is_single(self, call: Call) -> bool:
-        """See Dialect."""
         return fanout.is_single(call)
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
@@ -143,7 +141,10 @@ class ChatCompletions(OpenAi):
     readings = _CHAT_READINGS
 
     def is_single(self, call: Call) -> bool:
-        """See Dialect. A chat has one prompt."""
+        """Return whether the answer is one choice that is generated as one sequence of tokens.
+
+        A chat has one prompt.
+        """
         values = call.values
         if call.is_ordinary or _SEVERAL.isdisjoint(values):
             return True

@@ -31,7 +31,6 @@ class Responses(Translated):
     label = "responses"
 
     def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
-        """See Translated."""
         return chat_of(values, left_out)
 
     def answer_context(self, values: Mapping[str, Any]) -> KeptRequest:
@@ -39,15 +38,13 @@ class Responses(Translated):
         return KeptRequest(values)
 
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
-        """See Translated."""
         return response(call, call.answer_context, completion)
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
-        """See Dialect."""
         return ResponseEvents(call, call.answer_context)
 
     def error_body(self, error: GatewayError) -> bytes | None:
-        """See Dialect.
+        """Return the JSON body of an error on this route. None: OpenAI's body, or the engine's own body, unchanged.
 
         Engines' errors already have this API's form. Error pages of proxies in front of engines do not.
         """
@@ -92,7 +89,6 @@ class ResponseEvents(Parts):
         self._output: list[dict[str, Any]] = []
 
     def restart(self, attempt: AnsweredAttempt) -> None:
-        """See Parts."""
         self._begin()
 
     def start_events(self, payload: dict[str, Any]) -> bytes:

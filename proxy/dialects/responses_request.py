@@ -321,7 +321,7 @@ def _content(content: object, left_out: OmittedParts) -> Any:
 
 
 def _part(part: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
-    """Return a part of a chat message: text, an image, audio, or a note in place of an unreadable part."""
+    """Translate one content part of an item to a part of a chat message. Unreadable parts become a note."""
     kind = str(part.get("type"))
     if kind in _TEXTS and isinstance(text := part.get(_TEXTS[kind]), str):
         return {"type": "text", "text": text}
@@ -463,7 +463,7 @@ class ToolKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tool:
-    """A tool that the client runs."""
+    """A tool of a Responses request that the client runs itself."""
 
     name: str
     namespace: str | None
@@ -493,7 +493,7 @@ class Tool:
 
 
 def function_name(name: str, namespace: object) -> str:
-    """Return the name of a tool's function.
+    """Return the function name that stands for a client's tool, with the tool's namespace if it has one.
 
     It contains the namespace, because a chat has none. OpenAI allows no dots.
     """

@@ -110,7 +110,7 @@ class Segment:
         return self.done and self.is_finished
 
     def read(self, event: Event) -> Meaning:
-        """Read the next event and return its meaning."""
+        """Read the next event of a decoder's stream, and return its meaning."""
         self.payload = None
         self.has_engine_members = False
         self.data = data = event.data
@@ -155,7 +155,7 @@ class Segment:
         return USAGE if has_usage else OTHER
 
     def forget_event(self) -> None:
-        """Drop the last event to free its memory."""
+        """Drop the last event that was read from the stream, to free its memory."""
         self.payload = self.data = None
 
     def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:

@@ -29,7 +29,7 @@ class Events(Segment):
     __slots__ = ()
 
     def read(self, event: Event) -> Meaning:
-        """Read the next event and return its meaning."""
+        """Read the next event of a decoder's stream, and return its meaning."""
         self.payload, self.data = None, event.data
         if event.data is None:
             return Meaning.OTHER
@@ -75,7 +75,7 @@ class WatchedEvents(Events):
         """Whether the text so far ends in the first half of a surrogate pair."""
 
     def read(self, event: Event) -> Meaning:
-        """See Segment.
+        """Read the next event of a decoder's stream, and return its meaning.
 
         An event without the whole answer so far is malformed, because its new part cannot be computed.
         """
@@ -136,7 +136,6 @@ class AnswerSoFar:
         self._meta: dict[str, Any] = {}
 
     def add(self, payload: dict[str, Any]) -> bytes:
-        """See WatchedWhole."""
         (choice,) = payload["choices"]
         self._text += choice["text"]
         self._ids += choice.get("token_ids") or ()
@@ -155,7 +154,7 @@ class AnswerSoFar:
         return b""
 
     def cut(self, tokens: int) -> None:
-        """See WatchedWhole.
+        """Keep the parts of the answer that belong to its first `tokens` tokens, and remove the rest.
 
         Text is removed only if no token is kept, because the text of repeated tokens is skipped.
         """
@@ -166,7 +165,6 @@ class AnswerSoFar:
             del entries[tokens:]
 
     def values(self) -> dict[str, Any]:
-        """See WatchedWhole."""
         logprobs = {name: [*entries] for name, entries in self._logprobs.items()}
         return {"text": self._text, "output_ids": [*self._ids], "meta_info": {**self._meta, **logprobs}}
 

@@ -41,7 +41,10 @@ class SglangGenerate(Dialect):
     methods = ("POST", "PUT")
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-        """See Dialect. SGLang reports usage in every answer."""
+        """Return the call of a request body. Raises BadRequest for a body that no engine could read.
+
+        SGLang reports usage in every answer.
+        """
         values = document.values
         changes: dict[str, object] = {}
         params = values.get("sampling_params")
@@ -78,23 +81,18 @@ class SglangGenerate(Dialect):
         ]
 
     def is_single(self, call: Call) -> bool:
-        """See Dialect."""
         return not sglang.is_batch(call.values)
 
     def make_segment(self) -> Segment:
-        """See Dialect."""
         return Events()
 
     def make_watched_segment(self) -> Segment:
-        """See Dialect."""
         return WatchedEvents()
 
     def make_watched_rendering(self, call: Call) -> UnitRendering | None:
-        """See Dialect."""
         return _UnitRendering(call, None)
 
     def make_watched_assembler(self, call: Call) -> AnswerSoFar:
-        """See Dialect."""
         return AnswerSoFar()
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
@@ -112,15 +110,16 @@ class SglangGenerate(Dialect):
         return sglang.usage_of(values)
 
     def correct_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """See Dialect. The decoder's answer needs no changes here."""
+        """Return the members that change in a complete engine answer. A member that is not for clients is REMOVED.
+
+        The decoder's answer needs no changes here.
+        """
         return {}
 
     def waits_for_prefiller(self, call: Call) -> bool:
-        """See Dialect."""
         return _needs_prefiller(call)
 
     async def complete_members(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """See Dialect."""
         parts = _parts(call, attempt)
         if parts is None:
             return {}
@@ -172,7 +171,6 @@ class _UnitRendering:
         """
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
-        """See UnitRendering."""
         self._parts = _parts(self._call, attempt)
         self._waiting.clear()
         if not goes_on:
@@ -190,7 +188,6 @@ class _UnitRendering:
         return b"" if parts is None else self._events(parts)
 
     async def wait_for_remaining_events(self) -> bytes:
-        """See UnitRendering."""
         return self._events(await self._parts.whole()) if self._waiting and self._parts is not None else b""
 
     def _events(self, parts: sglang.PrefilledParts | sglang.LoneAnswer | None) -> bytes:

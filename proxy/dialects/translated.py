@@ -84,7 +84,10 @@ class Translated(ChatCompletions):
         return None
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """See Dialect. The answer is that of a chat, and every member of it contributes to the client's answer."""
+        """Raise UpstreamError if a complete engine answer is broken, lacks a part, or reports a failure.
+
+        The answer is that of a chat, and every member of it contributes to the client's answer.
+        """
         super().check_answer(response, values)
         try:
             Completion.read(values)
@@ -92,7 +95,6 @@ class Translated(ChatCompletions):
             raise response.unreadable(f"answered with a message that cannot be translated: {odd}") from None
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """See Dialect."""
         (answer,) = answers
         return dumps(self.answer(call, Completion.read(answer.values())))
 
@@ -171,7 +173,7 @@ def call_id(call: ToolCall) -> str:
 
 
 class PartKind(StrEnum):
-    """The kind of an answer part."""
+    """The kind of a part of an answer: reasoning, text, or a tool call."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -201,7 +203,7 @@ class AnswerPart:
 
     @property
     def text(self) -> str:
-        """The content of `written` as text."""
+        """The text of an answer part, decoded from its bytes."""
         return utf8_text(self.written)
 
 
@@ -231,17 +233,19 @@ class Parts(ABC):
     # Rendering
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """Return this object: there is only one unit."""
+        """Return this object, because a translated request has only one sample."""
         return self
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
-        """See UnitRendering."""
         if not goes_on:
             self._forget()
             self.restart(attempt)
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """See UnitRendering. Raises UnreadableMember."""
+        """Return the client's bytes for one parsed event of the engines' API.
+
+        Raises UnreadableMember.
+        """
         events: list[bytes] = []
         try:
             choice = _only_choice(payload)
@@ -271,17 +275,17 @@ class Parts(ABC):
 
     @abstractmethod
     def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """See Rendering."""
+        """Return the events that follow the streams of all units and precede `Dialect.done_event`."""
 
     @abstractmethod
     def error_event(self, error: GatewayError) -> bytes:
-        """See Rendering."""
+        """Return the event that reports an error to a client that has received only a part of its answer."""
 
     # Events of an API
 
     @abstractmethod
     def restart(self, attempt: AnsweredAttempt) -> None:
-        """Begin a new answer. Called when an engine begins to answer and the client has received nothing yet."""
+        """Begin a new answer. Called when an engine begins to answer and the client has not received anything."""
 
     @abstractmethod
     def start_events(self, payload: dict[str, Any]) -> bytes:
@@ -328,7 +332,7 @@ class Parts(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no part has begun yet."""
+        """Whether the answer has no part yet."""
         return self._next_index == 0
 
     def _add_text(self, kind: PartKind, text: str, events: list[bytes]) -> None:
@@ -389,7 +393,7 @@ def matched_stop(choice: Mapping[str, Any]) -> object:
 
 
 def event(name: str, data: Mapping[str, Any]) -> bytes:
-    """Return a named server-sent event."""
+    """Return a server-sent event with a name and JSON data."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(data))
 
 

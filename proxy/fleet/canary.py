@@ -297,7 +297,6 @@ class _AnswerReader:
     # Sink
 
     def received(self, data: bytes) -> bool:
-        """See Sink."""
         try:
             events = self._splitter.feed(data)
         except EventTooLong:
@@ -321,11 +320,9 @@ class _AnswerReader:
         return True
 
     def can_move(self) -> bool:
-        """See Sink."""
         return True
 
     def ended(self, error: UpstreamError | None) -> None:
-        """See Sink."""
         if self._completion.done():
             return
         if error is not None:

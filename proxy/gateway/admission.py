@@ -82,10 +82,10 @@ def too_long_a_wait(predicted_seconds: float, max_seconds: float) -> GatewayErro
 
 
 class HasRoom(Protocol):
-    """The type of AdmissionParts.has_room."""
+    """The function type of AdmissionParts.has_room."""
 
     def __call__(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        """See AdmissionParts."""
+        """Return the changes. `by`: the author of the reload, for the log. Raises SettingsError."""
 
 
 # How many queued units to examine for one that suits the free instance.
@@ -156,7 +156,7 @@ class Hold:
         self._held_bytes = body_bytes
 
     def add(self, body_bytes: int) -> None:
-        """Add bytes to the body. Raises Overloaded."""
+        """Add bytes of a request body to the buffered bytes. Raises Overloaded."""
         if body_bytes:
             self.resize(self._held_bytes + body_bytes)
 
@@ -335,7 +335,7 @@ class AdmissionQueue:
         self._running[key] = self._running.get(key, 0) + 1
 
     def leave(self, key: str) -> None:
-        """End a unit that has entered."""
+        """Count the end of an admitted unit of a client key."""
         left = self._running[key] - 1
         if left:
             self._running[key] = left
@@ -376,7 +376,7 @@ class AdmissionQueue:
         self._metrics.queue_waits_total.labels(reason).inc()
 
     async def _wait(self, entry: Entry) -> None:
-        """Wait until there is room for this unit."""
+        """Wait until there is room for a queued unit."""
         waiter = self._join(entry)
         try:
             await waiter.turn
@@ -457,7 +457,7 @@ class AdmissionQueue:
         return waiter
 
     def _keep(self, waiter: Waiter, session: Any) -> None:
-        """Add a unit to those that are held back."""
+        """Add a unit to the units that are held back."""
         sets = self._line_up.working_sets
         assert sets is not None
         sets.waiting += 1
@@ -702,7 +702,7 @@ class QueuedUnit:
         waiter.turn.add_done_callback(self._look)
 
     def leave(self) -> None:
-        """Leave the queue without an answer."""
+        """Leave the admission queue without an answer."""
         if self._on_turn is not None:
             self._on_turn = None
             self._admission._give_up(self._waiter)

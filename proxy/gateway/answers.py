@@ -88,18 +88,24 @@ class Answer(ABC):
         return False
 
     def body(self) -> bytes:
-        """See Whole. Only answers that are not streamed have a body."""
+        """Return the JSON body of the answer. As far as possible, it consists of the engine's own bytes.
+
+        Only answers that are not streamed have a body.
+        """
         raise NotImplementedError
 
     def values(self) -> dict[str, Any]:
-        """See Whole. Only answers that are not streamed have values."""
+        """Return the answer's body as Python objects. Long members may be an `orjson.Fragment`, for orjson only.
+
+        Only answers that are not streamed have values.
+        """
         raise NotImplementedError
 
     # Reading the answer of one attempt
 
     @abstractmethod
     def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
-        """Begin to read the answer of an attempt."""
+        """Begin to read the decoder's answer of an attempt."""
 
     @property
     @abstractmethod
@@ -112,7 +118,7 @@ class Answer(ABC):
 
     @abstractmethod
     def stop_reading(self) -> None:
-        """Stop reading after the attempt is over."""
+        """Stop reading the decoder's answer after its attempt is over."""
 
     @abstractmethod
     def complete(self, attempt: Attempt) -> None:
@@ -189,25 +195,25 @@ class EngineBody(Answer):
         self._corrections: dict[str, Any] = {}
 
     def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
-        """See Answer. A whole body has no first output before its end."""
+        """Begin to read the decoder's answer of an attempt.
+
+        A whole body has no first output before its end.
+        """
         self._is_ended = False
         self._owner = owner
         attempt.response.collect(self._on_body)
 
     @property
     def is_ended(self) -> bool:
-        """See Answer."""
         return self._is_ended
 
     def go_on(self) -> None:
         """Return True: nothing is sent before the end, so the client cannot read too slowly."""
 
     def stop_reading(self) -> None:
-        """See Answer."""
         self._owner = None
 
     def complete(self, attempt: Attempt) -> None:
-        """See Answer."""
         self._owner = None
         if self._error is not None:
             raise self._error
@@ -226,13 +232,11 @@ class EngineBody(Answer):
             self._corrections = dialect.correct_members(values, attempt)
 
     async def settle(self, attempt: Attempt) -> None:
-        """See Answer."""
         if self._dialect.waits_for_prefiller(self.call):
             assert self._answer is not None
             self._corrections = await self._dialect.complete_members(self.call, dict(self._answer.values), attempt)
 
     def body(self) -> bytes:
-        """See Whole."""
         if not self._corrections:
             return self._raw
         assert self._answer is not None
@@ -240,7 +244,6 @@ class EngineBody(Answer):
         return joined(Document(self._raw).with_changes(self._corrections) if changed is None else changed)
 
     def values(self) -> dict[str, Any]:
-        """See Whole."""
         assert self._answer is not None
         values = {**self._answer.values, **self._corrections}
         return {name: value for name, value in values.items() if value is not REMOVED}
@@ -278,7 +281,6 @@ class _Relayed(Answer):
         """Writes the events for the client. None: the client gets those of the engine."""
 
     def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
-        """See Answer."""
         if self._rendering is not None:
             self._rendering.begin(attempt, goes_on=self.delivery.seam is not None)
         timeouts, response = self._timeouts, attempt.response
@@ -288,21 +290,17 @@ class _Relayed(Answer):
 
     @property
     def is_ended(self) -> bool:
-        """See Answer."""
         return self._relay is not None and self._relay.is_ended
 
     def go_on(self) -> None:
-        """See Answer."""
         assert self._relay is not None
         self._relay.go_on()
 
     def stop_reading(self) -> None:
-        """See Answer."""
         if self._relay is not None:
             self._relay.stop_reading()
 
     def complete(self, attempt: Attempt) -> None:
-        """See Answer."""
         relay, self._relay = self._relay, None
         assert relay is not None
         if relay.malformed_events:
@@ -320,7 +318,10 @@ class _Relayed(Answer):
         attempt.note_usage(delivery.usage)
 
     async def settle(self, attempt: Attempt) -> None:
-        """See Answer. A stream has no parts from other engines."""
+        """Wait for the parts of the answer that come from other engines. Raises UpstreamError.
+
+        A stream has no parts from other engines.
+        """
 
 
 class AssembledBody(_Relayed):
@@ -346,12 +347,10 @@ class AssembledBody(_Relayed):
         super().__init__(delivery, parts, watching, prompt=prompt)
 
     def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
-        """See Answer."""
         self._values = None
         super().begin(attempt, owner)
 
     def complete(self, attempt: Attempt) -> None:
-        """See Answer."""
         super().complete(attempt)
         try:
             self._dialect.check_answer(attempt.response, self.values())
@@ -359,18 +358,19 @@ class AssembledBody(_Relayed):
             raise attempt.response.unreadable(f"sent an answer that cannot be read: {odd}") from None
 
     def close(self, timeline: Timeline) -> None:
-        """See Answer. Raises UnreadableMember."""
+        """End an answer whose last engine has not ended it. Raises UnreadableMember if it cannot be assembled.
+
+        Raises UnreadableMember.
+        """
         super().close(timeline)
         self.values()
 
     @property
     def has_damaged_calls(self) -> bool:
-        """See Answer."""
         return self.lacks_calls or any(map(_is_broken, self._calls()))
 
     @property
     def lacks_calls(self) -> bool:
-        """See Answer."""
         return self._assembly.finish_reason == "tool_calls" and not self.delivery.transcript.tools
 
     def _calls(self) -> list[dict[str, Any]]:
@@ -381,11 +381,9 @@ class AssembledBody(_Relayed):
         return calls
 
     def body(self) -> bytes:
-        """See Whole."""
         return dumps(self.values())
 
     def values(self) -> dict[str, Any]:
-        """See Whole."""
         if self._values is None:
             self._values = self._assembly.values(self.delivery) if self._own is None else self._own.values()
         return self._values
@@ -426,7 +424,7 @@ class StreamedAnswer(_Relayed):
         shares_client: bool,
         prompt: ChatPrompt | None = None,
     ) -> None:
-        """Prepare the stream.
+        """Create the streamed answer.
 
         Args:
             call: The call of the unit.

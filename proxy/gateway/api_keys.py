@@ -46,7 +46,7 @@ class UsageRow:
         self._cells = cells
 
     def add(self, slot: int, in_flight: int) -> None:
-        """Change the number of requests in flight."""
+        """Change a client key's number of requests in flight."""
         self._cells[_CELLS_PER_SLOT * slot + _IN_FLIGHT] += in_flight
 
     def count(self, slot: int, minute: int) -> None:
@@ -123,7 +123,7 @@ class KeyUsage:
         return self._in_flight(slot, self.workers)
 
     def in_flight(self, slot: int) -> int:
-        """Return the requests in flight over all rows."""
+        """Return the requests in flight of a client key, over all workers."""
         return self._in_flight(slot, self.rows)
 
     def counted(self, slot: int, minute: int) -> int:
@@ -215,7 +215,7 @@ class TokenLimit:
         self._clock = keys.clock
 
     def reserve(self, tokens: int) -> TokenReservation:
-        """Count the tokens that a request may take."""
+        """Count the tokens that a request may take against the limit of its key."""
         minute = minute_of(self._clock())[0]
         self._row.count_tokens(self.slot, minute, tokens)
         return TokenReservation(self, minute, tokens)
@@ -232,7 +232,7 @@ class TokenLimit:
 
 
 class TokenReservation(NamedTuple):
-    """The tokens that one request has reserved."""
+    """The tokens that one request has reserved of its key's limit."""
 
     limit: TokenLimit
     minute: int
@@ -240,7 +240,10 @@ class TokenReservation(NamedTuple):
     tokens: int
 
     def settle(self, used: int) -> None:
-        """See TokenLimit. `used`: tokens of the prompt and of the answer."""
+        """Replace a reservation by the tokens that a request has used.
+
+        `used`: tokens of the prompt and of the answer.
+        """
         self.limit.settle(self.minute, self.tokens, used)
 
 
@@ -355,7 +358,7 @@ class ApiKeys:
 
 
 class _QuotaHold:
-    """Counts one request of a key."""
+    """Counts one request against the limits of its client key."""
 
     __slots__ = ("_keys", "_slot", "_key")
 

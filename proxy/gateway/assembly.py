@@ -108,7 +108,7 @@ class Assembly:
 
 
 def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
-    """Return the message of a chat."""
+    """Return the message of a chat that is not streamed."""
     transcript = delivery.transcript
     message: dict[str, Any] = {
         "role": "assistant",

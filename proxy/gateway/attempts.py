@@ -61,7 +61,7 @@ class AttemptLoop:
         suspicion: Suspicion,
         failed: FailedAttempt | None = None,
     ) -> None:
-        """Prepare the attempts.
+        """Create the attempt loop.
 
         Args:
             parts: The parts of the lane.
@@ -149,7 +149,7 @@ class AttemptLoop:
             self._last_error = self._prefer = None
 
     def _admit(self) -> Entry:
-        """Return the admission of the unit."""
+        """Return the entry of the unit into the admission queue."""
         admission, key = self._parts.admission, self._record.key
         if self._first_failure is not None:
             entry = Entry(admission, key, is_patient=True, on_wait=None)

@@ -54,7 +54,7 @@ class KeepAlive:
     )
 
     def __init__(self, times: Streaming, stream: ClientWriter) -> None:
-        """Start the timer, which runs until `stop`."""
+        """Start the timer of keep-alive bytes, which runs until `stop`."""
         self._after_seconds = times.keep_alive_after_seconds
         self._interval_seconds = times.keep_alive_seconds
         self._stream: ClientWriter | None = stream
@@ -75,7 +75,7 @@ class KeepAlive:
         self.written_at = self._now()
 
     def stop(self) -> None:
-        """Send no more bytes."""
+        """Stop sending keep-alive bytes."""
         self._stream = None
         if self._timer is not None:
             self._timer.cancel()
@@ -84,7 +84,7 @@ class KeepAlive:
     # Output
 
     def write(self, data: bytes) -> None:
-        """Write a framed chunk."""
+        """Write a chunk of the answer that is framed already."""
         self.written_at = self._now()
         assert self.transport is not None
         self.transport.write(data)
@@ -154,7 +154,7 @@ class ClientWriter:
 
     @property
     def has_answer(self) -> bool:
-        """Whether some of the answer was written."""
+        """Whether some of the answer was written to the client."""
         return self.is_committed if self._keep_alive is None else self._keep_alive.has_answer
 
     @property
@@ -189,7 +189,7 @@ class ClientWriter:
         kept.transport = self.connection.transport
 
     def close(self) -> None:
-        """Send no more keep-alive bytes."""
+        """Stop sending keep-alive bytes to the client."""
         if self._keep_alive is not None:
             self._keep_alive.stop()
 

@@ -66,10 +66,10 @@ _NO_TOKEN_IDS: Final = b'"token_ids":null'
 
 
 class ChunkWriter:
-    """Writes the chunks of one answer."""
+    """Writes the chunks of one streamed answer."""
 
     def __init__(self, call: Call, rewrite: Callable[[dict[str, Any]], bytes] | None, *, is_observed: bool) -> None:
-        """Prepare the writer.
+        """Create the chunk writer.
 
         Args:
             call: The call of the client.
@@ -157,7 +157,7 @@ class Collector(Protocol):
     """Assembles an answer that is not streamed to the client."""
 
     def add(self, payload: dict[str, Any]) -> bytes:
-        """Take the next chunk."""
+        """Add the next chunk to the collected answer."""
 
     def cut(self, tokens: int) -> None:
         """Forget everything after the first `tokens` tokens."""
@@ -178,7 +178,7 @@ class Delivery:
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
         whole: Collector | None = None,
     ) -> None:
-        """Prepare the delivery.
+        """Create the delivery.
 
         Args:
             call: The call of the client.

@@ -135,7 +135,6 @@ class FastConnection(FirstProtocol):
 
     @staticmethod
     def is_one_request(data: bytes) -> bool:
-        """See FirstProtocol."""
         return is_one_request(data)
 
     def reclaims(self, data: bytes) -> bool:
@@ -211,7 +210,6 @@ class FastConnection(FirstProtocol):
             await self._drained
 
     def done(self, now: float) -> None:
-        """See ClientConnection."""
         self._request = self.on_full = None
         if self._closes:
             self.transport.close()
@@ -224,7 +222,7 @@ class FastConnection(FirstProtocol):
             self._since = now
 
     def _receive(self, head: Head, data: bytes) -> None:
-        """Take another piece of a body."""
+        """Handle another piece of a request body."""
         self._body.append(data)
         self._missing_bytes -= len(data)
         if self._missing_bytes < 0 or not self._hold(len(data)):

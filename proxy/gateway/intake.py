@@ -67,7 +67,7 @@ _NOT_PLAIN: Final = frozenset(
 
 @dataclass(slots=True)
 class Head:
-    """The head of one request. It never changes."""
+    """The head of one client request. It never changes."""
 
     path: str
     """The path of the request."""
@@ -163,7 +163,7 @@ class Intake:
     def __init__(
         self, parts: RequestParts, dialects: Sequence[Dialect], keys: ApiKeys, is_news: Callable[[str, str], bool]
     ) -> None:
-        """Prepare the intake.
+        """Create the intake.
 
         Args:
             parts: The parts of the lane of all instances.
@@ -225,7 +225,7 @@ class Intake:
         return call
 
     def parts_of(self, lane: Lane) -> RequestParts:
-        """Return the parts of a lane."""
+        """Return the parts that serve the requests of a lane."""
         if lane is self.parts.lane:
             return self.parts
         parts = self._parts_of.get(lane)

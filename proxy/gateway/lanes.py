@@ -60,7 +60,7 @@ class Lane:
         suspects: Suspects,
         on_change: Callable[[Settings], None] = lambda _: None,
     ) -> None:
-        """Keep the parts.
+        """Create the lane.
 
         Args:
             pools: The pools of the instances.
@@ -210,7 +210,7 @@ class Lanes:
 
     @property
     def all(self) -> Sequence[Lane]:
-        """All lanes, first `whole`."""
+        """All lanes of this worker; the lane `whole` is the first."""
         return (self.whole, *self._parts)
 
     def __iter__(self) -> Iterator[Lane]:
@@ -257,7 +257,7 @@ logger = logging.getLogger("proxy.flow.evacuation")
 
 
 class Evacuation:
-    """StreamProgress requests away from instances that leave. A timer calls `look`.
+    """Moves requests away from instances that leave. A timer calls `look`.
 
     An instance leaves when it was removed and its drain time is over, or when its health checks say so. Its answers are
     taken away as if it had failed, but without blame, and are then repeated or resumed as usual.
@@ -275,7 +275,7 @@ class Evacuation:
         settings: Callable[[], Leaving],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Evacuate nothing yet.
+        """Create an evacuation that affects no instance yet.
 
         Args:
             roster: The members of the pools.

@@ -62,14 +62,19 @@ class InTurn:
     working_sets: ClassVar[SessionLimits | None] = None
 
     def work_seconds(self, request: PickRequest) -> float:
-        """See LineUp. Nothing is predicted."""
+        """Return the predicted work of a request. Of the units of one key, shorter ones go first, see AGEING.
+
+        Nothing is predicted.
+        """
         return 0.0
 
     def left_queue(self, request: PickRequest) -> None:
-        """See LineUp. Nothing was stored."""
+        """Forget a request that has left the queue. Call this once for each call of `work_seconds`.
+
+        Nothing was stored.
+        """
 
     def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
-        """See LineUp."""
         return 0
 
 
@@ -78,7 +83,7 @@ _place = attrgetter("place")
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One unit in the queue."""
+    """One unit in the admission queue."""
 
     key: str
     """The name of the client key."""
@@ -128,7 +133,7 @@ class Waiter:
 
 
 class Line:
-    """The queued units of one client key."""
+    """The queued units of one client key, in their order."""
 
     __slots__ = ("key", "waiters", "requests", "served_seconds", "last_service", "_ranked")
 
@@ -146,20 +151,20 @@ class Line:
         """The units in the order in which they go."""
 
     def add(self, waiter: Waiter) -> None:
-        """Add a unit."""
+        """Add a unit to the queue of its client key."""
         self.waiters[waiter] = None
         self.requests += not waiter.is_patient
         insort(self._ranked, waiter, key=_place)
 
     def remove(self, waiter: Waiter) -> None:
-        """Remove a unit."""
+        """Remove a unit from the queue of its client key."""
         del self.waiters[waiter]
         self.requests -= not waiter.is_patient
         del self._ranked[bisect_left(self._ranked, waiter.place, key=_place)]
 
     @property
     def head(self) -> Waiter:
-        """The unit that goes next."""
+        """The unit of a client key that goes next."""
         return self._ranked[0]
 
     def amount_before(self, waiter: Waiter) -> float:
@@ -192,7 +197,7 @@ class Order:
         return sum(len(line.waiters) for line in self.lines.values())
 
     def join(self, waiter: Waiter) -> None:
-        """Add a unit."""
+        """Add a unit to the queue."""
         line = self.lines.get(waiter.key)
         if line is None:
             served = self._service_of(waiter.key)
@@ -202,7 +207,7 @@ class Order:
         line.add(waiter)
 
     def remove(self, waiter: Waiter) -> None:
-        """Remove a unit."""
+        """Remove a unit from the queue."""
         line = self.lines[waiter.key]
         line.remove(waiter)
         if not line.waiters:
@@ -289,7 +294,7 @@ class Deadlines:
             insort(self._places, place)
 
     def remove(self, waiter: Waiter) -> None:
-        """Remove a unit, if it has a deadline."""
+        """Remove the deadline of a unit, if it has one."""
         place = self._place_of.pop(waiter, None)
         if place is not None:
             del self._places[bisect_left(self._places, place)]
@@ -325,7 +330,7 @@ class DrainRate:
         self._since = now
 
     def stop(self) -> None:
-        """Stop the measurement: the queue is empty."""
+        """Stop the measurement of how fast the queue empties."""
         self._since = None
 
     def seconds(self, amount: float, now: float) -> float | None:

@@ -89,7 +89,7 @@ class TokenClock:
         self.gap_from = self.now()
 
     def sample(self) -> None:
-        """Record the end of a gap that is timed."""
+        """Record the end of a timed gap between tokens."""
         self._metrics.inter_token_seconds.observe(self.now() - self.gap_from)
 
 
@@ -242,7 +242,6 @@ class Relay:
         return is_progress
 
     def can_move(self) -> bool:
-        """See Sink."""
         return self._delivery.can_move()
 
     def ended(self, error: UpstreamError | None) -> None:
@@ -326,7 +325,7 @@ class Relay:
             self._owner.wake()
 
     def _read_other(self, meaning: Meaning, event: Event, output: list[bytes]) -> None:
-        """Handle an event that is not content."""
+        """Handle an event of a decoder's stream that is not content."""
         segment, delivery, attempt = self.segment, self._delivery, self._attempt
         part = b""
         if meaning is OPENING:  # vLLM up to 0.30 sends it even if the KV cache has not arrived
@@ -407,7 +406,7 @@ class Relay:
 
 
 def _settle_nothing() -> None:
-    """Do nothing: the tokens are not recorded."""
+    """Do nothing, because the tokens of the stream are not recorded."""
 
 
 def _engine_error(attempt: Attempt, payload: dict[str, Any], data: bytes | None) -> UpstreamError:

@@ -77,7 +77,7 @@ class Request:
         quota: AbstractContextManager[None] | None = None,
         held_bytes: int = 0,
     ) -> None:
-        """Prepare a request.
+        """Create the request.
 
         Args:
             parts: The parts of the lane that serves the request.
@@ -219,7 +219,6 @@ class Request:
     # AttemptOwner
 
     def on_attempt(self, attempt: Attempt) -> None:
-        """See AttemptOwner."""
         self._attempt = attempt
         assert self._work is not None
         try:
@@ -228,29 +227,24 @@ class Request:
             self._end_unexpected(error)
 
     def on_failure(self, error: NoBackendAvailable | UpstreamError) -> None:
-        """See AttemptOwner."""
         self._driver = None
         self._run(self._continue_in_task(self._failed_attempt(error)))
 
     def on_defect(self, error: Exception) -> None:
-        """See AttemptOwner."""
         self._end_unexpected(error)
 
     # AnswerOwner
 
     def on_first_output(self) -> None:
-        """See AnswerOwner."""
         if self._began_at is None:
             self._began_at = self._parts.suspects.clock()
 
     def wake(self) -> None:
-        """See AnswerOwner."""
         if not self._will_look:
             self._will_look = True
             self._parts.loop.call_soon(self._look)
 
     def on_end(self) -> None:
-        """See AnswerOwner."""
         if self.is_over or self._task is not None:
             return
         attempt, driver, work = self._attempt, self._driver, self._work
@@ -348,7 +342,7 @@ class Request:
             self._end()
 
     async def _continue_in_task(self, failed: FailedAttempt | None = None, *, has_answers: bool = False) -> None:
-        """Make the answers, and write the end.
+        """Make the answers of a request in a task, and write their end.
 
         Args:
             failed: The first attempt, which has failed. None: it was not made, or it succeeded.

@@ -69,7 +69,7 @@ class RequestParts:
     """Whether silent streams get keep-alive bytes. Follows `settings`."""
 
     def of(self, lane: Lane) -> RequestParts:
-        """Return the same parts for another lane."""
+        """Return the same parts of request handling for another lane."""
         return replace(self, service=lane.service, connector=lane.connector, suspects=lane.suspects, lane=lane)
 
     # Heads of answers. While the listener is closing, they tell the client that the connection will be closed.

@@ -33,7 +33,7 @@ logger = logging.getLogger("proxy.flow.resuming")
 
 
 class Resuming:
-    """Resumes the answer of one unit."""
+    """Resumes the answer of one unit after its decoder was lost."""
 
     def __init__(self, parts: FlowParts, answer: Answer, timeline: Timeline) -> None:
         self.action: Action | None = None

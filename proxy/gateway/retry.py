@@ -26,7 +26,7 @@ _UNLIMITED: Final = frozenset(
 
 
 def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_attempts: int) -> bool:
-    """Return whether to retry on another backend.
+    """Return whether to retry a failed attempt on another backend.
 
     All attempts are available after a refused connection, a failed bootstrap, a busy engine (429, 503), a decoder that
     ran out of KV memory, and an instance that was removed, was restarted or is stopping.
@@ -67,7 +67,7 @@ class RetryBudget:
     """
 
     def __init__(self, options: Callable[[], Retry]) -> None:
-        """`options`: returns the current options."""
+        """Create a budget of retries without any request."""
         self.in_flight = 0
         """Requests in flight. `enter` adds one, and its caller subtracts it again."""
         self.repeating = 0
@@ -87,7 +87,7 @@ class RetryBudget:
         return len(self._waiting)
 
     def enter(self) -> None:
-        """Count a request that is in flight."""
+        """Count a request that is in flight towards the budget of retries."""
         self.in_flight += 1
         if self._waiting:
             self.grant()

@@ -97,7 +97,7 @@ class Suspicion:
         """The engines that a confined request may use, by role."""
 
     def add_unit(self) -> UnitHistory:
-        """Return the history of another unit."""
+        """Return the crash history of another unit of the request."""
         history = UnitHistory()
         self.units.append(history)
         return history
@@ -111,7 +111,7 @@ class Suspicion:
         return self.earlier + len(self.lost(now))
 
     def acquit(self) -> None:
-        """Clear the request of all crashes so far."""
+        """Clear the request of all engine crashes so far."""
         self.earlier = 0
         for history in self.units:
             history.lost.clear()
@@ -191,7 +191,7 @@ def is_charged(casualty: Casualty, casualties: Iterable[Casualty], max_charged: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Death:
-    """The crash of an engine."""
+    """The crash of an engine while it worked on a request."""
 
     backend: Backend
     """The engine."""

@@ -61,7 +61,7 @@ class AiohttpConnection(web.RequestHandler):
 
     @property
     def client(self) -> str:
-        """Address of the client."""
+        """Return the address of the client of this connection."""
         return str(self.peername[0]) if isinstance(self.peername, tuple) else "-"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -70,7 +70,7 @@ class AiohttpConnection(web.RequestHandler):
             self.take_over(self.client_transport)
 
     def take_over(self, transport: asyncio.Transport) -> None:
-        """Continue with an accepted connection."""
+        """Continue with a connection that another reader has accepted."""
         self.client_transport = transport
         super().connection_made(transport)
         self.leave_idle()
@@ -204,7 +204,7 @@ class _FixedBytesResponse(web.StreamResponse):
         self._has_body = has_body
 
     async def prepare(self, request: web.BaseRequest) -> None:
-        """Do nothing: the bytes are complete."""
+        """Do nothing, because the bytes of the response are complete."""
 
     async def write_eof(self, data: bytes = b"") -> None:
         transport = self._connection.transport
@@ -240,7 +240,7 @@ class FirstProtocol(asyncio.Protocol, ABC):
     @property
     @abstractmethod
     def client(self) -> str:
-        """Address of the client."""
+        """Return the address of the client of this connection."""
 
     @property
     @abstractmethod
@@ -257,7 +257,7 @@ class FirstProtocol(asyncio.Protocol, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ignore all further data."""
+        """Ignore all further data of the connection."""
 
     @abstractmethod
     def cut(self) -> None:

@@ -26,7 +26,7 @@ class CutOff(Protocol):
     """A request that is answered without a task, and that the drain can end."""
 
     def cut_off(self) -> None:
-        """End the request with ShuttingDown."""
+        """End the running request with the error ShuttingDown."""
 
 
 class DrainManager:

@@ -252,7 +252,7 @@ class HttpListener:
         self._heads.end(connection.client_transport)
 
     def forget(self, connection: AiohttpConnection | FirstProtocol) -> None:
-        """Remove a closed connection."""
+        """Remove a closed connection from the listener."""
         self._heads.end(connection.client_transport)
         self._turned_away.pop(connection, None)
         self._first.discard(cast("FirstProtocol", connection))
@@ -277,7 +277,7 @@ class HttpListener:
         return replies.closing_error_bytes(error, request_id)
 
     def report(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> None:
-        """Log the error of a request."""
+        """Log an unexpected error of a request."""
         if error.code == MALFORMED:
             self._metrics.http_parse_errors_total.inc()
         fields = {"id": request_id, "client": connection.client, "code": error.status}
@@ -372,7 +372,7 @@ class HttpListener:
 
 
 class _Closed(asyncio.Protocol):
-    """Closes a connection at once."""
+    """A protocol that closes each new connection at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast("asyncio.Transport", transport).abort()

@@ -123,7 +123,7 @@ def closing_error_bytes(error: GatewayError, request_id: str) -> bytes:
 
 
 def response_bytes(response: web.Response, request_id: str, *, closes: bool, more: bytes = b"") -> bytes:
-    """Return the bytes of an answer.
+    """Return the HTTP/1.1 bytes of a complete answer.
 
     Args:
         response: The answer.

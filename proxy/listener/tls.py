@@ -33,7 +33,7 @@ class TlsHandshake(asyncio.Protocol):
         make_protocol: Callable[[], asyncio.Protocol],
         on_end: Callable[[TlsHandshake, str | None], None],
     ) -> None:
-        """Store the options.
+        """Create the tls handshake.
 
         Args:
             context: The certificate, and what is required of clients.

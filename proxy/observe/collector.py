@@ -48,7 +48,6 @@ class SpanIds(RandomIdGenerator):
     """Id of the next span; None: a random one."""
 
     def generate_span_id(self) -> int:
-        """See RandomIdGenerator."""
         given, self.next_span_id = self.next_span_id, None
         return super().generate_span_id() if given is None else given
 

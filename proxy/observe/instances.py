@@ -91,7 +91,7 @@ class Instances:
         pool_of: Callable[[Backend], Pool] | None = None,
         rates: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """Keep the sources of the metrics.
+        """Create the instances.
 
         Args:
             pools: Pools of all backends.

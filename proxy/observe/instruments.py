@@ -68,7 +68,7 @@ class Histogram(prometheus_client.Histogram):
         return [sum(column) for column in zip(*rows, strict=True)] or [0.0] * len(self._upper_bounds)
 
     def observe_all(self, amounts: Sequence[float]) -> None:
-        """Observe many values at the cost of a few.
+        """Observe many values at once, at the cost of a few.
 
         The values are sorted, so one search finds all values of a bucket.
         """
@@ -96,7 +96,7 @@ class GatheringHistogram(Histogram):
         self._noted.append(amount)
 
     def settle(self) -> None:
-        """Count the noted values."""
+        """Add the noted values to the histogram."""
         noted, self._noted = self._noted, []
         if noted:
             self.observe_all(noted)
@@ -117,7 +117,7 @@ class MetricRow(Generic[_Kind]):
         series: Iterable[Sequence[str]] = (),
         **options: Any,
     ) -> None:
-        """Describe a metric.
+        """Describe a metric: its kind, help text and labels.
 
         Args:
             kind: Counter, Gauge or Histogram.
@@ -144,7 +144,7 @@ class MetricRow(Generic[_Kind]):
         raise AttributeError(f"{owner.__name__}.{self.name} is not created yet")
 
     def make(self, registry: CollectorRegistry) -> _Kind:
-        """Create the metric, with its known series."""
+        """Create the metric of this row, with its known series."""
         metric = self._kind(
             self.name, self._meaning, self._labels, namespace="pdproxy", registry=registry, **self._options
         )

@@ -134,7 +134,7 @@ class KeyUsageListener(RequestListener):
         slots: Callable[[], Mapping[str, int]],
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the accounts.
+        """Create the key usage listener.
 
         Args:
             accounts: The accounts of all workers.
@@ -150,7 +150,10 @@ class KeyUsageListener(RequestListener):
         """The last slots of all keys, because a removed key may have running requests."""
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
-        """See RequestListener. The requests of a key are added together."""
+        """Take the requests of a batch, each list in the order of the events.
+
+        The requests of a key are added together.
+        """
         sums: defaultdict[str, list[int]] = defaultdict(no_values)
         for record in ended:
             _add_request(sums[record.key], record)
@@ -171,7 +174,7 @@ class KeyUsageListener(RequestListener):
 
 
 def no_values() -> list[int]:
-    """Return an empty account."""
+    """Return an empty account of a client key's usage."""
     return [0] * _FIELDS
 
 

@@ -65,7 +65,10 @@ class RequestMetrics(RequestListener):
         self._choices = cache(metrics.choices_total.labels)
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
-        """See RequestListener. Requests of the same series are counted together."""
+        """Take the requests of a batch, each list in the order of the events.
+
+        Requests of the same series are counted together.
+        """
         for api, count in tally(map(_API, began)):
             self._inflight(api).inc(count)
         kinds: defaultdict[tuple[str, bool, Outcome, str | None], list[RequestRecord]] = defaultdict(list)
@@ -129,7 +132,6 @@ class AccessLog(RequestListener):
     """Writes the access line of each request."""
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
-        """See RequestListener."""
         access_lines(map(_ENDED, ended), map(access_line, map(_FACTS, ended)))
 
 

@@ -29,14 +29,14 @@ _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class RequestListener:
-    """Takes the events of requests.
+    """A listener that receives the events of requests.
 
     Methods do nothing by default. They must not wait. Their exceptions are logged and do not affect the request or
     other listeners.
     """
 
     def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
-        """Take a new request.
+        """Handle the beginning of a new request.
 
         `headers`: the request's headers, with any letter case that `get` accepts. The trace context is added to them.
         """
@@ -52,7 +52,7 @@ class RequestListener:
 
 
 class Observers:
-    """The listeners of one worker."""
+    """The listeners to the requests of one worker."""
 
     def __init__(self, listeners: Sequence[RequestListener] = ()) -> None:
         self._at_begin: tuple[RequestListener, ...] = ()
@@ -106,7 +106,7 @@ class Observers:
         return record
 
     def end(self, record: RequestRecord) -> None:
-        """Note the end of a request."""
+        """Record the end of a request, and tell the listeners."""
         record.ended = record.clock()
         self._ended.append(record)
         if not self._will_settle:
@@ -157,7 +157,7 @@ class Observers:
 
 
 def _notify(method: Callable[..., None], *arguments: Any) -> None:
-    """Call a listener, and log its exceptions."""
+    """Call a listener of requests, and log its exceptions."""
     try:
         method(*arguments)
     except Exception:

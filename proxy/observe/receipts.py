@@ -323,7 +323,6 @@ class ReceiptWriter(RequestListener):
         self._redact = redact
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
-        """See RequestListener."""
         zero = monotonic_zero()
         troubled: list[list[Any]] = []
         others: list[list[Any]] = []

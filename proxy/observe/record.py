@@ -189,7 +189,7 @@ class Trace:
         return leg
 
     def end_leg(self, leg: TracedLeg, status: int, *, is_whole: bool) -> None:
-        """Note the end of a leg; see TracedLeg."""
+        """Record the end of a leg in the trace of its request."""
         leg.ended, leg.status, leg.is_whole = self._clock(), status, is_whole
 
     def child_header(self, leg: TracedLeg) -> str:
@@ -252,7 +252,7 @@ class RequestRecord:
         self.lost_engines = 0
 
     def timeline(self) -> Timeline:
-        """Create the record of one more unit."""
+        """Create the timeline of one more unit of the request."""
         timeline = Timeline(self.clock)
         self.timelines.append(timeline)
         return timeline

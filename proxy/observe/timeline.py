@@ -51,7 +51,7 @@ class ReplacedLeg(NamedTuple):
 
 
 class AttemptRecord:
-    """One attempt, finished or running."""
+    """One attempt at a unit, finished or running."""
 
     prefiller: str = "-"
     decoder: str = "-"
@@ -89,7 +89,7 @@ class AttemptRecord:
 
     @property
     def marks(self) -> Marks:
-        """Return the stages with their times."""
+        """Return the stages of the attempt with their times."""
         return list(zip(self.stages, self.times, strict=True))
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Timeline(AttemptRecord):
 
     @property
     def history(self) -> Sequence[AttemptRecord]:
-        """Return all attempts, in order."""
+        """Return all attempts of the unit, in order."""
         return (*self.past, self) if self.attempts else ()
 
     def begin_attempt(self) -> None:
@@ -226,7 +226,7 @@ class Timeline(AttemptRecord):
         self._has_encoded = True
 
     def enter(self, stage: Stage) -> None:
-        """Leave the current stage and enter the next."""
+        """Leave the current stage of the attempt and enter the next."""
         self.stages.append(stage)
         self.times.append(self.clock())
 

@@ -253,7 +253,7 @@ class Tracer(RequestListener):
     """
 
     def __init__(self, provider: TracerProvider, ids: SpanIds, traces: Traces, traced: TracedGateway) -> None:
-        """Keep the parts.
+        """Create the tracer.
 
         `provider` decides which requests are sampled. `traces`: running traces, which legs look up.
         """
@@ -265,7 +265,6 @@ class Tracer(RequestListener):
         """Spans of the requests in `traces`, each with the system time at 0 of its clock."""
 
     def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
-        """See RequestListener."""
         zero = monotonic_zero()
         span = self._tracer.start_span(
             operation(record.api),
@@ -283,7 +282,6 @@ class Tracer(RequestListener):
             self._open[name] = span, zero
 
     def request_ended(self, record: RequestRecord) -> None:
-        """See RequestListener."""
         trace = record.trace
         if trace is None:
             return

@@ -63,7 +63,7 @@ _READ: Final = (
 
 
 class HourUsage(NamedTuple):
-    """The usage of one key in one hour."""
+    """The usage of one client key in one hour."""
 
     hour: int
     """Number of the hour since the Unix epoch."""
@@ -72,7 +72,7 @@ class HourUsage(NamedTuple):
     """See `key_usage.usage_of`."""
 
     def to_json(self) -> dict[str, object]:
-        """Return the usage for reports."""
+        """Return the usage of the hour for reports."""
         begin = datetime.fromtimestamp(self.hour * HOUR_SECONDS, UTC)
         return {"hour": begin.strftime("%Y-%m-%dT%H:%M:%SZ"), "key": self.key, **usage_of(self.account)}
 
@@ -88,7 +88,7 @@ class UsageLedger:
         path: Callable[[], Path | None],
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the parts.
+        """Create the usage ledger.
 
         Args:
             accounts: The accounts of all workers.
@@ -188,7 +188,7 @@ class UsageKeeper(BackgroundOwner):
     def __init__(
         self, ledger: UsageLedger, restarts: Counter, is_news: Callable[[str, str], bool], *, is_logging: bool
     ) -> None:
-        """Keep the parts.
+        """Create the usage keeper.
 
         Args:
             ledger: The ledger.

@@ -62,7 +62,7 @@ class Configuration:
     """The configuration that all processes share. Must be created before forking."""
 
     def __init__(self, loaded: Loaded, load: Callable[[], Loaded], roster: Roster) -> None:
-        """Publish the first configuration.
+        """Publish the first configuration to the workers.
 
         Raises SettingsError.
 
@@ -199,7 +199,7 @@ Stamps = dict[str, Stamp]
 
 @dataclass(frozen=True, slots=True)
 class ConfigSnapshot:
-    """One configuration."""
+    """One version of the configuration."""
 
     settings: Settings
     read_at: float
@@ -212,11 +212,11 @@ class ConfigSnapshot:
     origins: Mapping[str, str] = field(default_factory=dict)
     """Origin of each option: a flag, a variable, a file, or `default`."""
     tls: TlsFiles = field(default_factory=TlsFiles)
-    """Certificates and keys."""
+    """The certificates and keys of the settings."""
 
 
 def to_json(current: ConfigSnapshot) -> dict[str, Any]:
-    """Return the JSON that `from_json` reads."""
+    """Return the configuration as the JSON that `from_json` reads."""
     settings = current.settings.model_dump(mode="json")
     for option in SECRETS:
         section, _, name = option.partition(".")
@@ -257,7 +257,7 @@ def shown(current: ConfigSnapshot) -> dict[str, Any]:
 
 
 def secrets_of(settings: Settings) -> list[str]:
-    """Return all secrets, in clear."""
+    """Return all secrets of the settings, in clear."""
     return [text for option in SECRETS if (text := text_of(option_of(settings, option)))]
 
 

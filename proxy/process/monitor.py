@@ -98,7 +98,7 @@ class OpenFds:
         return None if count is None else count / limit
 
     def _list_some(self) -> int | None:
-        """Count some entries of the directory.
+        """Count some entries of the directory of open files.
 
         Before Linux 6.2, it has no size, and listing 20,000 entries takes 20 ms.
         """
@@ -237,7 +237,7 @@ class MonitorParts:
 
 
 class Monitor:
-    """Monitors one worker inside `async with`.
+    """Monitors one worker's event loop, memory and files inside `async with`.
 
     One timer measures the delay of the event loop and the use of memory and descriptors, and decides on overload. It
     also counts lost log lines, and calls all periodic functions.
@@ -284,7 +284,7 @@ class Monitor:
     # For other threads: plain reads of values that the event loop has written.
 
     def is_alive(self) -> bool:
-        """Return whether the event loop runs."""
+        """Return whether the worker's event loop runs."""
         return self._clock() - self._ticked_at <= _DEAD_AFTER_SECONDS
 
     def was_ready(self) -> bool:
@@ -302,7 +302,7 @@ class Monitor:
         self.tick()
 
     def tick(self) -> None:
-        """Run the measurements that are due."""
+        """Run the measurements of the worker that are due."""
         now = self._clock()
         self._note_lag(now)
         if now >= self._memory_at:
@@ -427,7 +427,7 @@ class ProbeServer:
         connection.sendall(self._reply(request))
 
     def _reply(self, request: bytes) -> bytes:
-        """Return the answer, as bytes."""
+        """Return the answer to a probe, as bytes."""
         request_line = request.partition(b"\r\n")[0].decode("latin-1")
         method, _, rest = request_line.partition(" ")
         target, _, version = rest.partition(" ")
@@ -449,7 +449,7 @@ class ProbeServer:
         return head.encode() + (b"" if method == "HEAD" else body)
 
     def _check(self, method: str, path: str) -> None:
-        """Raise GatewayError if the check fails."""
+        """Raise GatewayError if the check of a probe fails."""
         if path not in _ALIVE_PATHS | _READY_PATHS:
             raise GatewayError("there is no such route on this port", code="not_found", status=404)
         if method not in ("GET", "HEAD"):

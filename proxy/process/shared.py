@@ -99,11 +99,11 @@ class Heartbeats:
         self._workers = workers
 
     def beat(self, worker: int) -> None:
-        """Count one turn of this worker's event loop."""
+        """Count one turn of the worker's event loop."""
         self._cells[worker] += 1
 
     def counts(self) -> Mapping[int, int]:
-        """Return the counts by worker."""
+        """Return the counts of event loop turns by worker."""
         return dict(enumerate(self._cells[: self._workers].tolist()))
 
     def note_replacement(self, reason: str) -> None:
@@ -145,7 +145,7 @@ class Shared:
     """The gateway that has started this process to take over from it; None without one."""
 
     def erase(self, worker: int) -> None:
-        """Erase the counts of a dead worker."""
+        """Erase the counts of a dead worker from shared memory."""
         self.scoreboard.erase(worker)
         self.health_board.erase(worker)
         self.key_usage.erase(worker)

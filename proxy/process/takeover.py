@@ -107,7 +107,7 @@ class Successor:
         logger.info("takeover: successor is started: process %d", self.pid)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable."""
+        """Return the descriptor that becomes readable when the successor is ready."""
         return self._channel.fileno()
 
     def look(self) -> bool | None:

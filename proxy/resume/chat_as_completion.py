@@ -91,7 +91,7 @@ class ChatPrompt:
     """Whether engines report the finish reason `length` even for an answer with tool calls."""
 
     def completion(self, chat: Call) -> Call:
-        """Return the completion that has the same answer as this chat."""
+        """Return the call of a completion that has the same answer as a chat."""
         limit = output_limit(chat)
         changes = {
             **self.engine.as_completion(chat, self.sampling),
@@ -101,7 +101,7 @@ class ChatPrompt:
         return replace(chat.changed(changes, prompt_tokens=self.tokens), api=Api.COMPLETIONS)
 
     def segment(self, chat: Call) -> Segment:
-        """Return the reader of the completion's stream."""
+        """Return the reader of the stream of the completion that replaces a chat."""
         parser = self.grammar.parser(
             in_reasoning=self.in_reasoning,
             calls_tools=calls_tools(chat),
@@ -124,7 +124,10 @@ class _CompletionStream(Segment):
         self._has_role = False
 
     def read(self, event: Event) -> Meaning:
-        """See Segment. The first delta has the role."""
+        """Read the next event of a decoder's stream, and return its meaning.
+
+        The first delta has the role.
+        """
         meaning = super().read(event)
         if meaning not in (Meaning.CONTENT, Meaning.USAGE):
             return meaning
@@ -205,7 +208,7 @@ def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
 
 
 def _first(ranked: Iterable[tuple[str, float]], count: int) -> list[tuple[str, float]]:
-    """Return the first `count` entries; all of them if `count` is -1."""
+    """Return the first `count` alternatives of a token, by log probability; all of them if `count` is -1."""
     return list(ranked)[: None if count < 0 else count]
 
 

@@ -36,7 +36,7 @@ def from_tokens(
     parser: AnswerParser | None = None,
     so_far: str = "",
 ) -> Resumption:
-    """Return the continuation of an answer. The prompt of its call ends with the token ids that are kept.
+    """Return how an answer continues from its token ids, which become the end of the next call's prompt.
 
     Raises CannotResume.
 

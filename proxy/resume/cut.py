@@ -65,7 +65,7 @@ def find_cut(
     may_lag: bool = False,
     may_hide: bool = False,
 ) -> Steps[Cut]:
-    """Find the number of token ids to keep. Raises CannotResume.
+    """Find the number of an answer's token ids that the next call keeps. Raises CannotResume.
 
     Ids that showed no text are generated again. The client's text may lag behind the ids for three reasons: it may be
     the beginning of a stop string, a chunk had several ids, or an engine shows a part of a token's text. Then the

@@ -55,7 +55,7 @@ class Watching:
 
 
 class Engine(ABC):
-    """One engine software. The default methods are those of vLLM."""
+    """The way in which one engine software answers and resumes. The default methods are those of vLLM."""
 
     stop_member: ClassVar[str] = "stop_reason"
     """Name of the member of a choice that holds the stop string or the token id at which the engine stopped."""
@@ -80,7 +80,7 @@ class Engine(ABC):
 
     @abstractmethod
     def watch(self, call: Call, has: Has) -> WatchLevel:
-        """Return how closely the answer of a call can be watched without changing the answer."""
+        """Return the level at which a call's answer can be watched without changing it."""
 
     @abstractmethod
     def make_observable_call(self, call: Call, watch: WatchLevel) -> Call:
@@ -159,10 +159,9 @@ _OBSERVED: Final[dict[str, object]] = {
 
 
 class VllmEngine(Engine):
-    """vLLM and vLLM-Ascend."""
+    """How vLLM and vLLM-Ascend answer and resume."""
 
     def watch(self, call: Call, has: Has) -> WatchLevel:
-        """See Engine."""
         if not has(CHAT_STREAM_TOKEN_IDS if call.api is _CHAT else TOKEN_IDS):
             return WatchLevel.NOT
         if call.is_ordinary:
@@ -180,7 +179,10 @@ class VllmEngine(Engine):
         return WatchLevel.NOT if is_hidden else WatchLevel.IDS
 
     def make_observable_call(self, call: Call, watch: WatchLevel = WatchLevel.IDS) -> Call:
-        """See Engine. The answer becomes some bytes larger for each token, and once by the ids of the prompt."""
+        """Return the call that engines get. Its answer is observable: it is streamed, with all generated token ids.
+
+        The answer becomes some bytes larger for each token, and once by the ids of the prompt.
+        """
         values = call.values
         options = values.get("stream_options") if call.include_usage else None
         changes: Mapping[str, object] = _OBSERVED
@@ -191,15 +193,13 @@ class VllmEngine(Engine):
         return call.changed(changes, stream=True)
 
     def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
-        """See Engine."""
         return call.values.get("temperature") == 0 or (seeds_repeat and isinstance(call.values.get("seed"), int))
 
     def is_structured(self, call: Call) -> bool:
-        """See Engine."""
         return is_structured(call, _VLLM_GRAMMARS)
 
     def next_seed(self, seed: int, segment: int) -> int:
-        """Return a different seed for each decoder. See Engine.
+        """Return the seed with which the next decoder continues: a different one for each decoder.
 
         The same seed would repeat the random numbers of the first part. The state of that sequence is unknown, so any
         other seed is equally good.
@@ -207,7 +207,6 @@ class VllmEngine(Engine):
         return (seed + segment * 0x9E3779B97F4A7C15) % 2**63
 
     def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
-        """See Engine."""
         return replace(call, kv_params={key: orjson.Fragment(prompt_ids)})
 
 
@@ -231,7 +230,7 @@ _OF_THE_WHOLE: Final = ("echo", "return_hidden_states", "return_routed_experts",
 
 
 class SglangEngine(Engine):
-    """SGLang. Written from its sources from 0.5.17 to 0.5.23."""
+    """How SGLang answers and resumes. Written from its sources from 0.5.17 to 0.5.23."""
 
     stop_member = "matched_stop"
     shows_stop_member = "no_stop_trim"
@@ -242,7 +241,10 @@ class SglangEngine(Engine):
     shows_half_tokens = True  # up to the last space (`find_printable_text`)
 
     def watch(self, call: Call, has: Has) -> WatchLevel:
-        """See Engine. Streams of chats have no ids, but a greedy chat can be replayed."""
+        """Return the level at which a call's answer can be watched without changing it.
+
+        Streams of chats have no ids, but a greedy chat can be replayed.
+        """
         values = call.values
         if any(values.get(name) for name in _OF_THE_WHOLE):
             return WatchLevel.NOT
@@ -265,7 +267,6 @@ class SglangEngine(Engine):
         return WatchLevel.IDS if any(value is not None for value in prompt.values()) else WatchLevel.NOT
 
     def make_observable_call(self, call: Call, watch: WatchLevel) -> Call:
-        """See Engine."""
         if watch is WatchLevel.TEXT:
             return call  # a stream with usage needs no change
         if call.api is Api.GENERATE:
@@ -279,17 +280,14 @@ class SglangEngine(Engine):
         return call.changed(changes, stream=True)
 
     def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
-        """See Engine."""
         values = call.sampling
         seed = values.get("sampling_seed" if call.api is Api.GENERATE else "seed")
         return values.get("temperature") == 0 or (seeds_repeat and isinstance(seed, int))
 
     def is_structured(self, call: Call) -> bool:
-        """See Engine."""
         return is_structured(call, _SGLANG_GRAMMARS)
 
     def reason_inexact(self, call: Call) -> str | None:
-        """See Engine."""
         values = call.sampling
         for name, none in _PENALTIES.items():
             if values.get(name) not in (None, none):
@@ -300,14 +298,16 @@ class SglangEngine(Engine):
         return None
 
     def next_seed(self, seed: int, segment: int) -> int:
-        """See Engine. The seed stays, because SGLang draws random numbers by seed and position (`layers/sampler.py`).
+        """Return the seed with which the next decoder continues.
+
+        The seed stays, because SGLang draws random numbers by seed and position (`layers/sampler.py`).
 
         So even a sampled answer continues as it would have without the break.
         """
         return seed
 
     def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
-        """Continue a chat from `input_ids`. See Engine.
+        """Return the chat with its prompt as token ids, in the member `input_ids`.
 
         The messages are not rendered then. The parser of reasoning still searches the last message of the assistant for
         markers (`parser/reasoning_parser.py`).
@@ -319,7 +319,7 @@ class SglangEngine(Engine):
         return call.changed(changes)
 
     def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
-        """Return the sampling options that a completion must set to equal the chat. See Engine.
+        """Return the sampling options that a completion needs to have the same answer as the chat.
 
         A chat takes missing options from `generation_config.json` of the model. A completion does not
         (`to_sampling_params`, `_build_sampling_params`), and rejects null as a number.
@@ -330,13 +330,19 @@ class SglangEngine(Engine):
         return {name: sampling.get(name, REMOVED) for name in unset if name in sampling or name in call.values}
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
-        """See Engine. Only clients that asked for token ids get them."""
+        """Return the only choice of a completion that is not streamed. Its members are in the engine's order.
+
+        Only clients that asked for token ids get them.
+        """
         ids = {"token_ids": ending["token_ids"], "prompt_token_ids": prompt_ids}
         choice = {"index": 0, **text, **{name: value for name, value in ending.items() if name not in ids}}
         return choice | {name: value for name, value in ids.items() if value is not None}
 
     def whole_tail(self, fingerprint: str | None, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-        """See Engine. Streams do not have `metadata`, the version of the weights."""
+        """Return the members that follow the choices of an answer that is not streamed.
+
+        Streams do not have `metadata`, the version of the weights.
+        """
         return {"usage": usage}
 
 

@@ -104,7 +104,7 @@ def new_part(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_part_and_missing_end(transcript: Transcript, said: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the same as `new_part`, and the end of the client's content that the delta lacks.
+    """Return the part of a delta that the client does not have, and the end of the client's content that it lacks.
 
     Raises Mismatch if the delta differs from the client's answer.
     """

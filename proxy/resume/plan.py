@@ -108,7 +108,7 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
 
 
 def _continue_raw(situation: Situation) -> Steps[Resumption]:
-    """Return the continuation as a completion whose text the gateway parses."""
+    """Return how a chat continues as a completion whose text the gateway parses."""
     call, transcript = situation.call, situation.transcript
     grammar = transcript.grammar
     if calls_tools(call) and not grammar.has_tools:
@@ -153,7 +153,7 @@ def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:
 
 
 def _continue_verbatim(situation: Situation) -> Steps[Resumption]:
-    """Return the continuation as a completion. Its text becomes the chat's content without parsing."""
+    """Return how a chat continues as a completion whose text becomes the chat's content without parsing."""
     cut = yield from _find_verbatim_cut(situation)
     return from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SeamPlan:
-    """The streams that a Seam joins, and how it joins them."""
+    """The client's stream, the stream that continues its answer, and how a Seam joins the two."""
 
     api: Api
-    """The API of the client."""
+    """The API of the client whose stream continues."""
     head: Mapping[str, Any]
     """The members that all chunks of the client's stream have in common."""
     transcript: Transcript
@@ -135,7 +135,7 @@ class Seam:
         return "" if self._guard is None else self._guard.withheld_text
 
     def make_ending_chunks(self) -> list[tuple[dict[str, Any], list[int]]]:
-        """Return the last chunks of an answer that ends here because there is no room for more tokens."""
+        """Return the last chunks of an answer that ends because the engine's context has no room for more tokens."""
         self._known = ""
         text: dict[str, Any] = {"text": ""} if self._api is not Api.CHAT or self._as_chat else {"delta": {}}
         choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length", self._engine.stop_member: None}
@@ -180,7 +180,7 @@ class Seam:
         return bare
 
     def _skip_known(self, delta: dict[str, Any], *, is_last: bool) -> None:
-        """Remove the text that the client already has.
+        """Remove from a delta the text that the client already has.
 
         Raises Mismatch if the engine's text differs or ends too early.
         """
@@ -301,13 +301,13 @@ class StopGuard:
 
     @property
     def withheld_text(self) -> str:
-        """The text that is held back now."""
+        """The text that is held back because it may begin a stop string."""
         return "" if self.is_done else self._text[self._sent :]
 
     def add_text(
         self, text: str, *, tokens: int = 0, is_last: bool, own_stop: str | None = None
     ) -> tuple[str, str | None]:
-        """Add new text. Return the text to show now, and the stop string that lies across the seam, or None.
+        """Add new text of the answer. Return the text to show, and the stop string across the seam, or None.
 
         After a stop string, or after the last text, the guard is done.
 
@@ -335,7 +335,7 @@ class StopGuard:
         return shown, None
 
     def _find(self, own_stop: str | None) -> tuple[int, int, str] | None:
-        """Return the stop string that is complete first.
+        """Return the position of the first complete stop string across the seam, or None.
 
         Of several, return the first in the list (`check_stop_strings`).
         """

@@ -30,7 +30,7 @@ class ChatTokens(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All facts that decide how an answer is continued."""
+    """The facts that decide how an answer continues after its decoder was lost."""
 
     engine: Engine
     """The engine software that serves the answer."""
@@ -64,7 +64,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How an answer is continued.
+    """The decision how an answer continues after its decoder was lost.
 
     `call` None: the answer ends here, because of its length. `seam` None: the answer starts again, because the client
     has no part of it.

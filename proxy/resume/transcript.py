@@ -59,7 +59,7 @@ class Transcript:
 
     @property
     def ids(self) -> array[int]:
-        """The token ids of the answer."""
+        """The token ids of the answer so far."""
         self.settle()
         return self._ids
 
@@ -163,7 +163,7 @@ class Transcript:
         return texts, ids
 
     def settle(self) -> None:
-        """Add the noted tokens to the answer."""
+        """Add the tokens that were only noted so far to the answer."""
         texts = self._texts
         if not texts:
             return
@@ -205,7 +205,7 @@ class Transcript:
         return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
     def cut(self, kept: int) -> None:
-        """Remove the ids after the first `kept` ids."""
+        """Remove the answer's token ids after the first `kept` ids."""
         self._reasoning_ids = self.reasoning_among(kept)
         if self._offsets is not None and kept < len(self._offsets):
             self._offset_end = self._offsets[kept]
@@ -246,7 +246,7 @@ class Transcript:
         return shows
 
     def _end_reasoning(self, before: int) -> None:
-        """End the reasoning. Its last ids may be white space that was not shown.
+        """End the answer's reasoning, whose last token ids may be white space that was not shown.
 
         `before`: the number of ids before the chunk with the text that follows.
         """

@@ -73,7 +73,7 @@ _NOT_SHOWN: Final = tuple(ClientKey.model_fields)
 
 
 def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
-    """Read the keys of a file, at least one. Raises SettingsError.
+    """Read the client keys of a file, at least one. Raises SettingsError.
 
     An empty file is an error, because without any key every client would be accepted.
     """
@@ -89,7 +89,7 @@ def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
 
 
 def _key(entry: object, place: str) -> ClientKey:
-    """Return one entry of the list with the digest in place of its `key`."""
+    """Return one entry of the key file with the digest in place of its `key`."""
     if not isinstance(entry, dict):
         raise SettingsError(f"{place} must have a name and a key, like `- {{name: team-a, key: sk-…}}`")
     for member in entry:

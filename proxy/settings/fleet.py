@@ -135,7 +135,7 @@ class Discovery(Section):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return all sources of all kinds."""
+        """Return the sources of instances of all kinds."""
         return self.files + self.dns_names
 
     def may_list(self, role: str) -> bool:
@@ -241,13 +241,13 @@ class Kubernetes(Section):
 
     @property
     def selectors(self) -> dict[str, str]:
-        """Return the selectors by role, without roles that have none."""
+        """Return the label selectors by role, without roles that have none."""
         given = {"prefill": self.prefill_selector, "decode": self.decode_selector, "encode": self.encode_selector}
         return {role: selector for role, selector in given.items() if selector}
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return the sources, one for each role."""
+        """Return the Kubernetes sources of instances, one for each role."""
         return tuple(self.selectors)
 
     def may_list(self, role: str) -> bool:
@@ -374,5 +374,5 @@ class Replicas(Section):
 
     @property
     def guest_rows(self) -> int:
-        """Return the number of guest rows in shared memory that they need."""
+        """Return the number of shared-memory rows for the loads of other gateways."""
         return 0 if self.url is None else 1

@@ -66,13 +66,13 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def policy_names(quote: str = "") -> str:
-    """Return all names as text for users."""
+    """Return the names of all routing policies as text for users."""
     *others, last = (f"{quote}{name}{quote}" for name in POLICIES)
     return f"{', '.join(others)} or {last}"
 
 
 def known_policy(name: str) -> str:
-    """Return the same name. Raises ValueError for an unknown policy."""
+    """Return the name of a routing policy. Raises ValueError for an unknown policy."""
     if name not in POLICIES:
         if advice := _POLICY_ADVICE.get(name):
             raise ValueError(f"must be {advice}")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LiveSettings:
-    """The current settings.
+    """The current settings, and the functions to call after a reload.
 
     Parts read `settings` when they need an option. A part that must act after a change passes a function to
     `on_change`.
@@ -22,11 +22,11 @@ class LiveSettings:
         self._functions: list[Callable[[Settings], None]] = []
 
     def on_change(self, function: Callable[[Settings], None]) -> None:
-        """Call a function with the new settings after each change. It must neither wait nor fail."""
+        """Call a function with the new settings after each reload. The function must neither wait nor fail."""
         self._functions.append(function)
 
     def replace(self, settings: Settings) -> None:
-        """Replace the settings. Nothing waits in between, so no request sees a mixture."""
+        """Replace the settings at once, so that no request sees a mixture."""
         self.settings = settings
         for function in self._functions:
             function(settings)

@@ -57,12 +57,12 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     """Sentences about values that are probably mistakes."""
     tls: TlsFiles = field(default_factory=TlsFiles)
-    """Certificates and keys."""
+    """The certificates and keys of the settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """Changes by one reload of the configuration."""
+    """The changes that one reload of the configuration made."""
 
     options: tuple[str, ...] = ()
     """Names of the options with new values."""
@@ -84,7 +84,7 @@ def load(
     command: str | None = None,
     paths_begin: Path | None = None,
 ) -> Loaded:
-    """Load and check everything. Raises SettingsError.
+    """Load and check all settings. Raises SettingsError.
 
     Args:
         argv: Command line without the program's name.
@@ -135,7 +135,7 @@ def _loaded(
 
 
 def _split(found: Sourced) -> Sourced:
-    """Return a comma-separated text as a list."""
+    """Return a comma-separated value as a list."""
     return replace(found, value=found.value.split(",")) if isinstance(found.value, str) else found
 
 

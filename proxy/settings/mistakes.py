@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that raises SettingsError for an invalid command line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise SettingsError with this message."""
+        """Raise SettingsError with the message of argparse."""
         raise SettingsError(message.removeprefix("argument "))
 
 

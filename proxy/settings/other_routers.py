@@ -22,7 +22,7 @@ class AcceptedFlag:
     """A flag of another router with the same meaning as some of pdproxy's options."""
 
     options: tuple[str, ...]
-    """Options that the flag sets."""
+    """Names of the options that the flag sets."""
     convert: Callable[[str], object] = str
     """Returns the value of the options for a value of the flag. Raises ValueError."""
     nargs: str | None = None
@@ -31,7 +31,7 @@ class AcceptedFlag:
     """Value of the options for a flag without a value; None: the flag takes values."""
 
     def value_of(self, flag: str, given: str | list[str] | bool) -> object:
-        """Return the value of the options. Raises SettingsError, which names the flag.
+        """Return the options' value for the flag's value. Raises SettingsError, which names the flag.
 
         Args:
             flag: Name of the flag.
@@ -60,7 +60,7 @@ def _connector(kv_connector: str) -> str:
 
 
 WORKERS_FLAG: Final = "--worker-urls"
-"""Engines that prefill and decode."""
+"""The flag for engines that both prefill and decode."""
 
 # A later flag overrides an earlier one: the connector of --kv-connector is more precise than that of the switch.
 ACCEPTED: Final[Mapping[str, AcceptedFlag]] = {
@@ -171,7 +171,7 @@ ADVICE: Final[Mapping[str, str]] = {
         "set auth.admin_key_file; pdproxy logs every administrative request",
     ),
 }
-"""Other known flags, each with an advice."""
+"""Known flags of other routers without a counterpart, each with advice."""
 
 _COMMAND_GUESSES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("start", "run", "up", "router", "gateway", "server", "launch_router"), "serve"),

@@ -1,4 +1,4 @@
-"""Values from the environment and a YAML file.
+"""Reads options from the environment and a YAML file.
 
 Both become a flat table from dotted options such as `listen.port` to a value and its origin, so that a later source
 replaces entries. Unknown names are refused; the model checks types.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "PROXY_"
 CONFIG: Final = "PROXY_CONFIG"
-"""The variable with the path of the file."""
+"""The environment variable with the path of the configuration file."""
 
 # Variables that Kubernetes sets for services whose name is, or begins with, `proxy`.
 _NAME_FOR_A_SERVICE: Final = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT_[0-9]+_(TCP|UDP|SCTP)(_.*)?")
@@ -84,7 +84,7 @@ def variable(option: str) -> str:
 
 
 def _option(name: str) -> str:
-    """Return the option that a variable sets."""
+    """Return the option that an environment variable sets."""
     return name.removeprefix(PREFIX).replace("__", ".").lower()
 
 
@@ -161,7 +161,7 @@ def _suggested(name: str) -> str:
 
 
 def read_key(what: str, path: Path) -> str:
-    """Return the key in a file. Errors name it `what`. Raises SettingsError."""
+    """Return the key in a file. Errors name the key `what`. Raises SettingsError."""
     try:
         key = path.read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -220,7 +220,7 @@ def without_missing(values: Mapping[str, Sourced]) -> tuple[dict[str, Sourced], 
 
 
 def other_protocol(environ: Mapping[str, str]) -> Iterator[str]:
-    """Return a sentence about an unsupported protocol."""
+    """Yield a sentence if the environment names an OTLP protocol that pdproxy does not support."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if (value := environ.get(name, "").strip()) and value != "http/protobuf":
             given = printable_word(value)
@@ -229,7 +229,7 @@ def other_protocol(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_installed() -> bool:
-    """Return whether the extra is installed."""
+    """Return whether the packages for OpenTelemetry are installed."""
     try:
         return find_spec(_NEEDED) is not None
     except ModuleNotFoundError:

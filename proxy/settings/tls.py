@@ -46,7 +46,7 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The contents of the configured files."""
+    """The contents of the configured TLS files."""
 
     texts: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Text of each file, by option. Keys are among them."""
@@ -55,7 +55,7 @@ class TlsFiles:
 
 
 def load_tls(settings: Settings) -> TlsFiles:
-    """Read and check the files. Raises SettingsError, in one sentence."""
+    """Read and check the configured TLS files. Raises SettingsError."""
     paths = {option: path for option in TLS_FILES if (path := option_of(settings, option)) is not None}
     texts = {option: read_key(option, path) for option, path in paths.items()}
     expiries = {}
@@ -106,14 +106,14 @@ class EngineTls:
     """TLS to engines by the present settings. Its context is made at the first use, and again after a change."""
 
     def __init__(self, current: Callable[[], tuple[Engines, TlsFiles]]) -> None:
-        """Store the function that returns the present settings and files."""
+        """Store the function that returns the current settings and files."""
         self._current = current
         self._made_of: tuple[Engines, TlsFiles] | None = None
         self._context: ssl.SSLContext
 
     @property
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection."""
+        """Return the TLS context for a new connection to an engine."""
         current = self._current()
         if current != self._made_of:
             self._context, self._made_of = engine_context(*current), current

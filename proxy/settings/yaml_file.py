@@ -19,7 +19,7 @@ _TEXT: Final = "tag:yaml.org,2002:str"
 
 
 def read_yaml(path: str | Path, texts: str = "") -> Any:
-    """Return the content of a file, or None if it is empty.
+    """Return the content of a YAML file, or None if it is empty.
 
     Raises SettingsError, with the whole path if the file cannot be read, because a wrong directory may be the mistake.
     `texts`: names of mappings whose values are read as text, because YAML reads 4:8 as 248 and off as false.

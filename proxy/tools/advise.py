@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def verdict(now: Split) -> str:
-    """Return the recommendation as a sentence."""
+    """Return the recommended numbers of instances as a sentence."""
     roles = {"prefill": "Prefillers", "decode": "Decoders"}
     if not max(now.prefill_busy, now.decode_busy):
         return "Nothing was asked for, so there is nothing to advise."
@@ -85,7 +85,7 @@ class Sample:
 
 
 def read(at: float, expositions: Iterable[str]) -> Sample:
-    """Return one reading of all gateways.
+    """Read the metrics of all gateways once.
 
     Raises Unknown if one has no metrics of pdproxy.
 
@@ -136,7 +136,7 @@ def _take(sample: Sample, name: str, labels: dict[str, str], value: float) -> bo
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Conclusions from all readings."""
+    """Conclusions from all readings of the gateways' metrics."""
 
     split: Split
     streams: float
@@ -148,7 +148,7 @@ class Observed:
 
 
 def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full: float | None = None) -> Observed:
-    """Return the conclusions. Raises Unknown.
+    """Return the conclusions from all readings. Raises Unknown.
 
     Args:
         samples: Readings in order.
@@ -300,7 +300,7 @@ def _get(opener: urllib.request.OpenerDirector, url: str) -> str:
 
 
 def as_table(found: Observed) -> str:
-    """Return the report as text."""
+    """Return the report of `pdproxy advise` as text."""
     now = found.split
     lines = [f"{'split':16}{'prefillers busy':>17}{'decoders busy':>15}{'carries':>10}"]
     for split in now.alternatives():
@@ -318,7 +318,7 @@ def as_table(found: Observed) -> str:
 
 
 def as_json(found: Observed) -> bytes:
-    """Return the report as JSON."""
+    """Return the report of `pdproxy advise` as JSON."""
     now = found.split
     splits = [{"split": each.name, **asdict(each), "carries": each.carries} for each in now.alternatives()]
     return orjson.dumps(

@@ -10,14 +10,14 @@ _TOO_MUCH: Final = 1e9
 
 
 def whole_number(text: str) -> int:
-    """Return a whole number from 0."""
+    """Parse the value of a flag that is a whole number from 0."""
     if not (text.isascii() and text.isdecimal()):
         raise ArgumentTypeError("must be a whole number, 0 or more")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """Return a whole number from 1."""
+    """Parse the value of a flag that is a whole number from 1."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise ArgumentTypeError("must be a whole number, 1 or more")
     return int(text)
@@ -32,7 +32,7 @@ def duration_seconds(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """Return a number above 0."""
+    """Parse the value of a flag that is a number above 0."""
     value = _bounded(text)
     if value is None or value <= 0:
         raise ArgumentTypeError("must be a number above 0 and below 1e9")

@@ -42,7 +42,7 @@ HEADINGS: Final = ("role", "instance", "state", "flight", "KV", "tok/s", "req/s"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The row of one instance."""
+    """The row of one instance in `pdproxy top`."""
 
     role: str
     address: str
@@ -80,7 +80,7 @@ class Row:
         return values[heading]
 
     def cells(self) -> Sequence[str]:
-        """Return the displayed texts."""
+        """Return the displayed texts of the row."""
         return (
             self.role,
             self.address,
@@ -97,7 +97,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The displayed view."""
+    """The content that `pdproxy top` displays."""
 
     help: str = field(default="", kw_only=True)
     """The line that explains the keys. Empty: there is no keyboard."""
@@ -333,7 +333,7 @@ class Scrape:
         return self.samples.get(name, {})
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric's samples."""
+        """Return the sum of a metric's samples in a scrape."""
         return sum(self.by_labels(name).values())
 
 
@@ -385,7 +385,7 @@ def quantile(before: Scrape, after: Scrape, name: str, share: float, **wanted: s
 
 
 def as_text(shown: View) -> str:
-    """Return lines without control characters."""
+    """Return lines for a terminal without control characters."""
     lines = [*shown.lines, "", *_aligned([HEADINGS, *(row.cells() for row in shown.rows)])]
     if shown.keys:
         lines += ["", *_aligned([KEY_HEADINGS, *shown.keys])]
@@ -439,7 +439,7 @@ table refreshes in place if the extra tui is installed. Otherwise it is printed 
 
 
 class _Place(NamedTuple):
-    """Address of the metrics of a gateway."""
+    """The address of the metrics of a gateway."""
 
     host: str
     port: int
@@ -561,7 +561,7 @@ def _configured(flags: Sequence[str], environ: Mapping[str, str]) -> _Place:
 
 
 def _scrape(place: _Place) -> Scrape:
-    """Return one scrape. Raises _NoMetrics."""
+    """Return one scrape of the gateway's metrics. Raises _NoMetrics."""
     host, port, tls = place
     try:
         answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True, tls=tls)

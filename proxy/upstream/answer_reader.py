@@ -60,7 +60,7 @@ class AnswerReader:
         self._line = b""  # the beginning of a chunk's size line
 
     def close(self) -> None:
-        """Release the parser after the last answer."""
+        """Release the HTTP parser after the last answer."""
         if self._any is not None:
             self._any.close()
             self._any = None
@@ -165,7 +165,7 @@ class AnswerReader:
         return b"".join(pieces)
 
     def _give_up(self, data: bytes, left: int, pieces: list[bytes]) -> bytes:
-        """Let httptools read the rest of the body.
+        """Let httptools read the rest of an unusual answer's body.
 
         A made-up beginning of an answer brings the parser to the current state.
 

@@ -6,7 +6,7 @@ import httptools
 
 
 class BadAnswer(ValueError):
-    """The bytes are not one HTTP/1 answer."""
+    """The bytes of an engine are not one HTTP/1 answer."""
 
 
 class AnyAnswer:

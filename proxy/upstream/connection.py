@@ -61,7 +61,7 @@ class Sink(Protocol):
 
 
 class Exchange(Sink, Protocol):
-    """One request on a connection.
+    """One request to an engine, and its answer, on a connection.
 
     The connection calls `answered` at most once, `received` for each read with a part of the body, and `ended` once.
     It calls none of them after it was released. All may call back into the connection. `EngineConnection.abort` may
@@ -88,7 +88,7 @@ class EngineConnection(FastForward):
         clock: Callable[[], float],
         address: str | None = None,
     ) -> None:
-        """Store the options; connect to nothing.
+        """Create a connection to an engine that is not connected yet.
 
         Args:
             backend: The engine at the other end.
@@ -272,7 +272,7 @@ class EngineConnection(FastForward):
     # The pump, which reads the socket while tokens are passed on in C
 
     def use_pump(self, pump: Pump) -> None:
-        """Let this pump forward tokens in C."""
+        """Let a pump forward the tokens of this connection in C."""
         self._pump = pump
 
     def _pump_later(self, tokens: Tokens) -> None:

@@ -37,7 +37,7 @@ class Dialer:
     """
 
     def __init__(self, clock: Callable[[], float], is_news: Callable[[str, str], bool]) -> None:
-        """Store the options.
+        """Create the dialer.
 
         Args:
             clock: Returns the time in seconds.
@@ -52,7 +52,7 @@ class Dialer:
         self._losers: set[asyncio.Task[EngineConnection]] = set()
 
     async def close(self) -> None:
-        """Cancel running attempts."""
+        """Cancel all running attempts to connect."""
         losers = list(self._losers)
         for task in losers:
             task.cancel()

@@ -78,7 +78,7 @@ class BufferedResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A POST request to one engine."""
+    """A POST request to one engine, and its time limit."""
 
     path: str
     query: Sequence[tuple[str, str]]
@@ -101,7 +101,7 @@ class EngineClient:
         on_reuse: Callable[[], None] | None = None,
         tls: EngineTls | None = None,
     ) -> None:
-        """Store the options; connect to nothing.
+        """Create a client of engines without connections.
 
         Args:
             names: Addresses of host names, and which are allowed. None: the system resolves names, and every address

@@ -55,7 +55,7 @@ Notes = tuple[list[str], list[int]]
 
 
 class Ticks(Protocol):
-    """Measures the gaps between tokens."""
+    """Measures the gaps between the tokens of a stream."""
 
     gap_from: float
     """Time when the measured gap began."""
@@ -63,7 +63,7 @@ class Ticks(Protocol):
     """Returns the time in seconds."""
 
     def sample(self) -> None:
-        """Record the gap that ends now."""
+        """Record the gap between two tokens that ends now."""
 
 
 class _TokenSuffix:
@@ -116,7 +116,7 @@ class Tokens:
         skips: frozenset[int],
         hides_ids: bool,
     ) -> None:
-        """Store the options.
+        """Create the tokens.
 
         Args:
             shape: The bytes that all tokens share.

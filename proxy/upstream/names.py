@@ -75,7 +75,7 @@ class Names:
         clock: Callable[[], float] = time.monotonic,
         look_up: Callable[[str], tuple[str, ...]] | None = None,
     ) -> None:
-        """Store the options.
+        """Create the names.
 
         Args:
             rules: Which addresses are allowed for hosts that are not configured.

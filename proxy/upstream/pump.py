@@ -35,7 +35,7 @@ class PumpedConnection(Protocol):
     transport: asyncio.Transport
 
     def take_back_socket(self, unsent: bytes, data: bytes, arrivals: int) -> None:
-        """Read the socket again. See EngineConnection."""
+        """Read from the engine's socket again, after the pump has returned it."""
 
 
 class Pump:

@@ -21,7 +21,7 @@ _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 
 
 class EngineResponse:
-    """The base of the answers of engines."""
+    """The base of the HTTP answers of engines."""
 
     __slots__ = ("_mask_key", "backend", "headers", "status")
 
@@ -35,7 +35,7 @@ class EngineResponse:
 
     @property
     def is_success(self) -> bool:
-        """Whether the status is 2xx."""
+        """Whether the status of the answer is 2xx."""
         return 200 <= self.status < 300
 
     def fail(self, failure: Failure, message: str) -> UpstreamError:
@@ -142,7 +142,7 @@ class Response(EngineResponse):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop on which the body arrives."""
+        """The event loop on which the answer's body arrives."""
         return self._connection.loop
 
     def attach(self, sink: Sink) -> None:

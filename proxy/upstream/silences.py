@@ -82,7 +82,7 @@ Silence = tuple["EngineConnection", float]
 
 
 class Silences:
-    """Checks the silent exchanges of one worker."""
+    """Checks exchanges of one worker whose engine sends nothing."""
 
     def __init__(self, checks: SilenceChecks, busy: Callable[[], Iterable[EngineConnection]]) -> None:
         """Store the checks. `busy`: returns the connections on which an exchange is under way."""
@@ -95,7 +95,7 @@ class Silences:
         self._forget_at = 0.0
 
     async def close(self) -> None:
-        """Cancel running checks."""
+        """Cancel all running checks of silent engines."""
         await self._background.__aexit__(None, None, None)
 
     def check_silences(

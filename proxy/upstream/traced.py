@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TracedUpstream(Upstream):
-    """An Upstream whose connections record legs."""
+    """An Upstream whose connections record legs for traces."""
 
     def __init__(self, traces: Traces, *given: Any, **named: Any) -> None:
         """Store the traces of the running sampled requests. Upstream describes the other arguments."""
@@ -31,7 +31,6 @@ class TracedUpstream(Upstream):
         self._traces = traces
 
     def give_back(self, connection: EngineConnection) -> None:
-        """See Upstream."""
         assert isinstance(connection, TracedConnection)
         connection.end_leg()
         super().give_back(connection)
@@ -54,7 +53,6 @@ class TracedConnection(EngineConnection):
     def begin(
         self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
     ) -> None:
-        """See EngineConnection."""
         trace = self._traces.get(headers.get(TRACEPARENT, ""))
         if trace is not None:
             self._trace, self._leg = trace, trace.leg(self.backend, path, headers)

@@ -42,7 +42,7 @@ _TLS_SHUTDOWN_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UpstreamOptions:
-    """Limits and callbacks of an Upstream."""
+    """The limits and callbacks of an Upstream."""
 
     stall_seconds: float = 30.0
     """The silence in seconds after which a backend counts as stalled, if other backends of its role send something."""
@@ -72,7 +72,7 @@ class Upstream:
     def __init__(
         self, timeouts: Timeouts, keys: EngineKeys, names: Names | None = None, options: UpstreamOptions | None = None
     ) -> None:
-        """Connect to no backend yet.
+        """Create an Upstream without connections.
 
         Args:
             timeouts: Limits for connecting and for answers.
@@ -147,7 +147,7 @@ class Upstream:
 
     @property
     def busy_connections(self) -> int:
-        """The number of exchanges that are under way."""
+        """The number of requests to engines that are under way."""
         return len(self._busy)
 
     async def open(

@@ -30,7 +30,7 @@ class UnreadableMember(Exception):
 
 
 def text_of(value: object, name: str) -> str:
-    """Return the text of the member `name`: a string, nothing, or parts with text. Raises UnreadableMember."""
+    """Return the text of an answer's member: a string, nothing, or parts with text. Raises UnreadableMember."""
     if type(value) is str:
         return value
     if value is None:
@@ -48,7 +48,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def object_of(value: object, name: str) -> dict[str, Any]:
-    """Return the member `name`, which is an object or missing. Raises UnreadableMember."""
+    """Return an answer's member that is an object or missing. Raises UnreadableMember."""
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -57,7 +57,7 @@ def object_of(value: object, name: str) -> dict[str, Any]:
 
 
 def objects_of(value: object, name: str) -> list[dict[str, Any]]:
-    """Return the objects of the member `name`, which is a list, one object, or missing. Raises UnreadableMember."""
+    """Return the objects of an answer's member, which is a list, one object, or missing. Raises UnreadableMember."""
     if value is None:
         return []
     if isinstance(value, dict):
@@ -85,7 +85,7 @@ class JsonNesting:
         """Whether an object or array began and every bracket is closed."""
 
     def feed(self, data: bytes | bytearray) -> None:
-        """Add the next piece of the text."""
+        """Scan the next piece of a JSON text for strings and brackets."""
         at, end = 0, len(data)
         if self.is_escaped and end:
             at, self.is_escaped = 1, False
@@ -119,7 +119,7 @@ class ToolCall:
     """The ID that the engine gave to the call; empty if it gave none."""
     name: str
     written: bytearray = field(default_factory=bytearray)
-    """The arguments so far, in UTF-8."""
+    """The arguments of a tool call so far, in UTF-8."""
     _nesting: JsonNesting = field(default_factory=JsonNesting, repr=False, compare=False)
     _followed: int = field(default=0, repr=False, compare=False)
 
@@ -148,12 +148,12 @@ class ToolCalls:
 
     def __init__(self) -> None:
         self.calls: list[ToolCall] = []
-        """The calls, in the order in which they began."""
+        """The tool calls of the answer, in the order in which they began."""
         self._latest: dict[tuple[int | None, str], ToolCall] = {}
         """The latest call by index and ID, and by index alone, with an empty ID."""
 
     def take(self, fragment: Mapping[str, Any]) -> tuple[ToolCall, str]:
-        """Add a fragment. Return its call and the new part of the arguments. Raises UnreadableMember."""
+        """Add a fragment of a tool call. Return the call and the new part of its arguments. Raises UnreadableMember."""
         index = _index(fragment.get("index"))
         call_id = _id(fragment.get("id"))
         function = object_of(fragment.get("function"), "the function of a tool call")
@@ -215,7 +215,7 @@ def whole_calls(value: object) -> Sequence[ToolCall]:
 
 
 def with_names(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
-    """Return the same calls. Raises UnreadableMember if a call has no name."""
+    """Return the same tool calls. Raises UnreadableMember if one has no name."""
     for call in calls:
         if not call.name:
             raise UnreadableMember("a tool call has no name")
@@ -223,7 +223,7 @@ def with_names(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
 
 
 def _index(value: object) -> int | None:
-    """Return the index of a fragment, which may be a number or text; None if it has none. Raises UnreadableMember."""
+    """Return the index of a tool call's fragment, a number or text; None without one. Raises UnreadableMember."""
     if value is None or type(value) is int:
         return value
     if isinstance(value, float) and value.is_integer():
@@ -234,7 +234,7 @@ def _index(value: object) -> int | None:
 
 
 def _id(value: object) -> str:
-    """Return the ID of a fragment, empty without one. Raises UnreadableMember."""
+    """Return the ID of a tool call's fragment, or an empty text without one. Raises UnreadableMember."""
     if type(value) is str:
         return value
     if value is None:
@@ -255,7 +255,7 @@ def arguments_text(value: object) -> str:
 
 
 def is_object(arguments: str | bytes | bytearray) -> bool:
-    """Return whether every JSON parser reads these arguments as an object."""
+    """Return whether every JSON parser reads the arguments of a tool call as an object."""
     try:
         return isinstance(orjson.loads(arguments), dict)
     except orjson.JSONDecodeError:
@@ -263,7 +263,7 @@ def is_object(arguments: str | bytes | bytearray) -> bool:
 
 
 def read_object(arguments: str) -> dict[str, Any] | None:
-    """Read arguments as tolerantly as possible. Return the object, or None if they are no object.
+    """Read a tool call's arguments as tolerantly as possible. Return the object, or None if they are no object.
 
     Models write line feeds into strings, and constants such as NaN, which are kept as text.
     """
@@ -277,7 +277,7 @@ def read_object(arguments: str) -> dict[str, Any] | None:
 
 
 def as_object(arguments: str) -> str:
-    """Return arguments as the JSON text of an object.
+    """Return the arguments of a tool call as the JSON text of an object.
 
     Arguments that no parser reads as an object become the text of the member `raw_arguments`.
     """

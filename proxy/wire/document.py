@@ -88,7 +88,7 @@ class Document:
 
     @property
     def read_values(self) -> list[Any]:
-        """Return the values that have already become Python objects."""
+        """Return the members' values that have already become Python objects."""
         values = self.values
         return list(values.values()) if isinstance(values, dict) else values.read
 
@@ -127,13 +127,13 @@ class Document:
         return None
 
     def raw_value(self, name: str) -> bytes | None:
-        """Return a copy of the bytes of a member, or None without such a member."""
+        """Return a copy of a member's JSON bytes, or None if the document lacks the member."""
         if name not in self.values:
             return None
         return bytes(self.view(name))  # copied, because each result of orjson keeps a buffer of 4 KB
 
     def view(self, name: str) -> memoryview:
-        """Return a view of the bytes of a member. Raises KeyError."""
+        """Return a memory view of a member's JSON bytes. Raises KeyError."""
         if self._spans is None:
             return memoryview(dumps(self.values[name]))
         _, start, end = self._spans[name]
@@ -161,7 +161,7 @@ class Document:
         return dumps(members)
 
     def with_changes(self, changes: Mapping[str, object]) -> Body:
-        """Return the object with members replaced, added at the end, or removed (REMOVED).
+        """Return the JSON object's bytes with members replaced, added at the end, or removed (REMOVED).
 
         `dumps` writes the new values; `orjson.Fragment` inserts bytes. Separators between unchanged neighbours stay.
         """
@@ -196,7 +196,7 @@ class Document:
         return b"".join(pieces) if len(source) <= JOINED_BYTES else pieces
 
     def _copy_values(self) -> dict[str, Any]:
-        """Return a copy of the values. Used for objects without `_spans`."""
+        """Return a copy of the document's values. Used for documents without positions of members."""
         values = self.values
         assert isinstance(values, dict)
         return values.copy()
@@ -234,22 +234,22 @@ def strings_in(values: Any) -> list[str] | None:
 
 
 def pieces_of(body: Body) -> Sequence[bytes | memoryview]:
-    """Return the pieces of a body in the order in which they are sent."""
+    """Return the pieces of a request body in the order in which they are sent."""
     return (body,) if isinstance(body, bytes) else body
 
 
 def length_of(body: Body) -> int:
-    """Return the length of a body in bytes."""
+    """Return the length of a request body in bytes."""
     return len(body) if isinstance(body, bytes) else sum(map(len, body))
 
 
 def joined(body: Body) -> bytes:
-    """Return a body as one piece."""
+    """Return a request body as one piece of bytes."""
     return body if isinstance(body, bytes) else b"".join(body)
 
 
 def _make_unreadable_error(raw: bytes | bytearray) -> InvalidDocument:
-    """Return the error for a body that cannot be read.
+    """Return the error for a request body that is not valid JSON.
 
     It names only the position, because it must not quote the prompt.
     """

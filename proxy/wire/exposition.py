@@ -96,7 +96,7 @@ _FAILED: Final = (
 
 
 def _sum_of(exposition: bytes, names: Sequence[bytes]) -> float | None:
-    """Return the sum of all samples with one of these names, or None without any."""
+    """Return the sum of all samples of some metrics in an exposition, or None without any sample."""
     sums = [total for name in names if (total := _sum(exposition, name)) is not None]
     return sum(sums) if sums else None
 
@@ -132,7 +132,7 @@ _SAMPLE: Final = rb"^%b(?:\{([^\n]*)\})?[ \t]+([^ \t\n]+)"
 
 
 def _sum(exposition: bytes, name: bytes, label: bytes = b"") -> float | None:
-    """Return the sum of all samples with this name and label, or None without any."""
+    """Return the sum of a metric's samples with one label, or None without any sample."""
     total, found = 0.0, False
     start = exposition.find(name)
     if start < 0:

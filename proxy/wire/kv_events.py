@@ -41,7 +41,7 @@ class BlocksStored(NamedTuple):
 
 
 class BlocksRemoved(NamedTuple):
-    """The event that blocks are no longer in this medium."""
+    """The event that KV blocks are no longer in a tier of the cache."""
 
     hashes: Sequence[BlockHash]
     medium: str | None
@@ -129,7 +129,7 @@ _is_tcp: Final = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII).fullmatch
 
 
 def decode(payload: bytes) -> list[Event]:
-    """Return the events of a batch, in order. Raises ValueError if it is not a batch."""
+    """Return the KV events of a published batch, in order. Raises ValueError if it is not a batch."""
     try:
         batch = _decode_batch_map(payload) if _is_map(payload) else _decode_batch(payload)
     except RecursionError:

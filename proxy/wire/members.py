@@ -83,7 +83,7 @@ class Members(Mapping[str, Any]):
         return self._read(name) if value is _UNREAD else value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a member, or `default` without one."""
+        """Return the value of a member of the JSON object, or `default` if it is missing."""
         value = self._values.get(name, default)
         return self._read(name) if value is _UNREAD else value
 
@@ -97,7 +97,7 @@ class Members(Mapping[str, Any]):
         return len(self._values)
 
     def keys(self) -> KeysView[str]:
-        """Return the names, without a Python call for each name."""
+        """Return the names of the members, without a Python call for each name."""
         return self._values.keys()
 
     def _read(self, name: str) -> Any:
@@ -111,15 +111,15 @@ class Members(Mapping[str, Any]):
 
     @property
     def read(self) -> list[Any]:
-        """Return the values that have already become Python objects."""
+        """Return the members' values that have already become Python objects."""
         return [value for value in self._values.values() if value is not _UNREAD]
 
     def is_read(self, name: str) -> bool:
-        """Return whether a member has become a Python object."""
+        """Return whether a member's value has already become a Python object."""
         return self._values[name] is not _UNREAD
 
     def update(self, values: Mapping[str, object]) -> None:
-        """Replace the values of members. The original bytes do not change."""
+        """Replace the values of members in this mapping. The original bytes do not change."""
         self._values.update(values)
 
     def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
@@ -133,7 +133,7 @@ class Members(Mapping[str, Any]):
             return self._read(name), text_bytes
 
     def view(self, name: str) -> memoryview:
-        """Return a view of the bytes of a member."""
+        """Return a memory view of a member's JSON bytes."""
         _, start, end = self.spans[name]
         return memoryview(self._raw)[start:end]
 
@@ -165,7 +165,7 @@ def parse_like_python(raw: bytes | bytearray) -> tuple[dict[str, Any], Spans]:
 
 
 def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
-    """Return values and positions in the text. Raises ValueError, IndexError or RecursionError for invalid text."""
+    """Return a JSON object's values and their positions. Raises ValueError, IndexError or RecursionError if invalid."""
     values: dict[str, Any] = {}
     spans: dict[str, tuple[int, int, int]] = {}
     at = _expect("{", text, 0)
@@ -235,7 +235,7 @@ def _check_utf8(raw: bytes | bytearray) -> None:
 
 
 def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
-    """Return the positions of all members. Raises TooManyMembers.
+    """Return the positions of all members of a JSON object. Raises TooManyMembers.
 
     For equal names the parser keeps the place of the first and the value of the last. Each value must stand after its
     key, and the object must end after the last one. This holds only if no name is repeated.
@@ -258,7 +258,7 @@ def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
 
 
 def _to_value_behind_escapes(raw: bytes | bytearray, position: int, name: str) -> tuple[int, int]:
-    """Return the start of a key with escapes, and of its value. Raises TooManyMembers for another name."""
+    """Return the start of an escaped key, and the start of its value. Raises TooManyMembers for another name."""
     key = _end(_TO_KEY, raw, position)
     spelled = without_escapes(bytes(raw[key : key + 2 + _MAX_SPELLING_BYTES * len(name)]))
     key_end = spelled.find(b'"', 1)

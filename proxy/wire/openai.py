@@ -33,7 +33,7 @@ Api.COMPLETIONS.path = "/v1/completions"
 Api.GENERATE.path = "/generate"
 
 OPENAI_APIS: Final = (Api.CHAT, Api.COMPLETIONS)
-"""Endpoints of the OpenAI API."""
+"""The generation endpoints of the OpenAI API."""
 
 RESERVED_FIELDS: Final = frozenset(
     {
@@ -146,7 +146,7 @@ def _is_one_line_error(body: bytes) -> bool:
 
 
 def data_event(payload: object) -> bytes:
-    """Return an event with a JSON payload."""
+    """Return a server-sent event with a JSON payload."""
     return b"data: " + dumps(payload) + b"\n\n"
 
 
@@ -207,7 +207,7 @@ class UsageCounts(NamedTuple):
 
 
 def read_counts(usage: Any) -> UsageCounts:
-    """Read the usage member of an answer. Its value may be anything."""
+    """Read the token counts of an answer's `usage`, whose value may be anything."""
     if not isinstance(usage, dict):
         return UsageCounts(None, None, None, None)
     prompt_details, completion_details = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
@@ -266,7 +266,7 @@ def prompt_counts_of(usage: Any) -> PromptCounts:
 
 
 def _count(value: object) -> int | None:
-    """Return a number of tokens, or None for any other value, such as a bool."""
+    """Return a value if it is a number of tokens, and None for any other value, such as a bool."""
     return value if type(value) is int and 0 <= value < _MAX_TOKENS else None
 
 

@@ -96,7 +96,7 @@ class Prompt:
         has_reasoning: bool = False,
         has_media: bool = False,
     ) -> None:
-        """Store the document and its changes.
+        """Store the request body that holds the prompt, and its changes.
 
         Args:
             document: The request body.
@@ -157,7 +157,7 @@ class Prompt:
         return [messages] if tools is None else [tools, messages]
 
     def _written(self, name: str) -> memoryview | None:
-        """Return the value of a member as JSON, or None if it is missing or null."""
+        """Return the JSON text of a member of the prompt, or None if it is missing or null."""
         if name in self._changes:
             value = self._changes[name]
             return None if value is REMOVED or value is None else memoryview(dumps(value))

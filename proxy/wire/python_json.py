@@ -45,7 +45,7 @@ def loads(raw: bytes) -> Any:
 
 
 def read_again(raw: bytes) -> Any:
-    """Read a text that orjson rejected. Raises ValueError."""
+    """Parse a JSON text that orjson rejected. Raises ValueError."""
     text = raw.decode("utf-8", "surrogatepass")
     try:
         try:
@@ -137,7 +137,7 @@ _INEXACT: Final = float(2**63)
 
 
 def whole_number(value: object) -> object:
-    """Return a value as a whole number.
+    """Read a JSON value as a whole number, as engines do.
 
     A number of more than 64 bits is unchanged. Raises ValueError for other values.
     """
@@ -151,7 +151,7 @@ def whole_number(value: object) -> object:
 
 
 def flag(value: object) -> object:
-    """Return a value as a boolean. Raises ValueError for any other value."""
+    """Read a JSON value as a boolean, as engines do. Raises ValueError for any other value."""
     if isinstance(value, bool):
         return value
     try:

@@ -58,7 +58,7 @@ _INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_t
 
 
 class Item(NamedTuple):
-    """One sample of one prompt of a request."""
+    """One sample of one prompt of a request to SGLang's `/generate`."""
 
     changes: dict[str, object]
     """The members that this item changes in the request."""
@@ -96,7 +96,7 @@ def samples_of(sampling_params: Any) -> int:
 
 
 def output_limit(sampling_params: Any) -> int:
-    """Return the maximum number of tokens of an answer."""
+    """Return the maximum number of tokens of an answer of SGLang, by its `sampling_params`."""
     params = sampling_params[0] if isinstance(sampling_params, list) and sampling_params else sampling_params
     limit = params.get("max_new_tokens") if isinstance(params, dict) else None
     return limit if isinstance(limit, int) and limit >= 0 else DEFAULT_OUTPUT_TOKENS
@@ -194,7 +194,7 @@ def usage_of(payload: Any) -> dict[str, Any] | None:
 
 
 class PrefilledParts:
-    """The log probabilities and experts of the prompt.
+    """The log probabilities and experts of a prompt, which only the prefiller reports.
 
     Only the prefiller reports them, so they are added to the answer.
     """

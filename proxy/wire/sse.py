@@ -18,7 +18,7 @@ _CR: Final = 0x0D
 
 
 class Event:
-    """One event of a stream."""
+    """One server-sent event of a stream, with the bytes in which it arrived."""
 
     __slots__ = ("_raw", "data")
 
@@ -65,7 +65,7 @@ class EventSplitter:
 
     @property
     def pending(self) -> bytes:
-        """Bytes after the last complete event. They are empty at the proper end of a stream."""
+        """The bytes after the last complete event. They are empty at the proper end of a stream."""
         return b"".join(self._parts)
 
     @property
@@ -74,7 +74,7 @@ class EventSplitter:
         return not self._parts
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """Add bytes, and return the events that they complete. Raises EventTooLong."""
+        """Add bytes of the stream, and return the events that they complete. Raises EventTooLong."""
         has_cr = _CR in chunk
         if self._parts:
             # A long event is not searched again at each read, because its end must include new bytes.

@@ -34,7 +34,7 @@ _MANY_BYTES: Final = 64 * 1024
 
 
 class Weight(NamedTuple):
-    """Upper bounds of the number of those bytes outside of strings that make a text costly to parse."""
+    """Upper bounds of how often a JSON text has the bytes that make it costly to parse."""
 
     commas: int
     quotes: int
@@ -57,7 +57,7 @@ class Weight(NamedTuple):
 
 
 def weigh(raw: bytes) -> Weight:
-    """Return an upper bound of the weight of a text. Bytes in the middle of long strings are not counted."""
+    """Return an upper bound of a JSON text's weight. Bytes in the middle of long strings are not counted."""
     commas = quotes = brackets = escapes = 0
     for start in range(0, len(raw), _STEP_BYTES):
         end = start + _STEP_BYTES
@@ -184,5 +184,5 @@ def wide_bytes(raw: bytes, value: Any) -> int:
 
 
 def _count(raw: bytes, sign: bytes, start: int, end: int) -> int:
-    """Count how often a byte occurs. A search that finds nothing takes a tenth of the time of counting."""
+    """Count how often a byte occurs in a part of a JSON text."""
     return raw.count(sign, start, end) if raw.find(sign, start, end) >= 0 else 0

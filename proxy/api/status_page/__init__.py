@@ -25,14 +25,14 @@ _SCRIPTS: Final = (
 
 
 class StatusPage:
-    """Serves the page."""
+    """Serves the status page."""
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the route for a listener where `/` has no other use."""
         return [web.get("/", self.show)]
 
     async def show(self, request: web.Request) -> web.Response:
-        """Answer with the page."""
+        """Answer a request with the status page."""
         body, headers = _page()
         return web.Response(body=body, headers=headers)
 

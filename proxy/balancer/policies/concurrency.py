@@ -115,7 +115,7 @@ class _Throughput:
 
 
 class ConcurrencyEstimate:
-    """Learned concurrency of one prefiller."""
+    """The learned number of prompts that a prefiller computes at the same time."""
 
     __slots__ = (
         *("lanes", "ranks", "is_orderly", "doubted_until"),
@@ -124,7 +124,7 @@ class ConcurrencyEstimate:
     )
 
     def __init__(self, ranks: int | None = None) -> None:
-        """Create it without learned values.
+        """Create an estimate without learned values.
 
         `ranks`: see EngineFacts. There may be several engines even if it is 1 or None, behind a load balancer.
         """
@@ -161,7 +161,7 @@ class ConcurrencyEstimate:
         self._at = _Throughput()
 
     def learn(self, sample: PrefillSample, shape: Sequence[float] = (), now: float = 0.0) -> None:
-        """Learn from a prompt that has been computed.
+        """Update the estimate by a prompt that has been computed.
 
         Args:
             sample: The prompt.

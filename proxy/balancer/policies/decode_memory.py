@@ -43,7 +43,7 @@ _remaining = itemgetter(0)
 
 @dataclass(slots=True)
 class Lengths:
-    """Lengths of answers with similar limits."""
+    """Learned lengths of answers whose requests have similar limits."""
 
     mean: float = 0.0
     """Mean of the last answers."""
@@ -85,7 +85,7 @@ class Fill:
 
 @dataclass(slots=True, eq=False)
 class DecoderKv:
-    """Answers of one decoder."""
+    """The KV memory that the answers of one decoder take."""
 
     answers: dict[HeldKv, None] = field(default_factory=dict)
     tokens: float = 0.0
@@ -103,7 +103,7 @@ class DecodeMemory:
 
     @property
     def mean_charge(self) -> float:
-        """Mean charge of the last answers, in tokens."""
+        """The mean KV memory charged for the last answers, in tokens."""
         return self._held
 
     def likely_tokens(self, request: PickRequest | None) -> float:

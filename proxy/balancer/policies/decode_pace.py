@@ -133,7 +133,7 @@ class RateFilter:
         return sum(rates[place] * seconds for place, seconds in spent)
 
     def add(self, spent: Sequence[tuple[int, float]], expected: float, ratio: float, weight: float) -> None:
-        """Add an answer.
+        """Update the learned rates by one answer.
 
         Args:
             spent: Bucket and seconds, in the order of the buckets, for each bucket in which it spent time.
@@ -155,7 +155,7 @@ class RateFilter:
         self._last = max(self._last, spent[-1][0])
 
     def forget(self, kept: float) -> None:
-        """Keep this part of all information."""
+        """Reduce the weight of everything learned to a share."""
         for place in range(self._first, self._last + 1):
             self._target[place] *= kept
             self._information[place] = [kept * each for each in self._information[place]]
@@ -301,11 +301,11 @@ class DecodePace:
         return 1.0 if abs(slowness) < _EQUAL_SPEED else math.exp(slowness)
 
     def forget(self, backend: Hashable) -> None:
-        """Forget a backend that has left."""
+        """Forget the pace of a backend that has left."""
         self._slowness.pop(backend, None)
 
     def learn(self, backend: Hashable, spent: _Spent, tokens: int, now: float) -> None:
-        """Learn from an answer.
+        """Update the pace of a decoder by one answer.
 
         Args:
             backend: The decoder that wrote it.

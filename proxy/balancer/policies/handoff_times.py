@@ -130,14 +130,14 @@ def lacks_memory(scoreboard: Scoreboard, decoder: Backend, facts: EngineFacts | 
 
 
 class HandoffTimes:
-    """Learned handoff times of one worker."""
+    """The handoff times that one worker has learned."""
 
     def __init__(
         self,
         context: PolicyContext | None = None,
         is_full: Callable[[Backend], bool] = lambda decoder: False,
     ) -> None:
-        """Create it without learned times.
+        """Create a table without learned handoff times.
 
         Args:
             context: Has the clock, and the lag of the event loop. None: the loop is never late.
@@ -183,7 +183,6 @@ class HandoffTimes:
             pair.tried_at = self.clock()
 
     def extra_seconds(self, prefiller: Backend, candidates: Sequence[Candidate], tokens: int) -> list[float] | None:
-        """See HandoffPredictions."""
         slow = self.slow.get(prefiller.key)
         if slow is None:
             return None
@@ -191,7 +190,6 @@ class HandoffTimes:
         return [self._extra(slow.get(candidate.backend.key), tokens, now) for candidate in candidates]
 
     def least_extra_seconds(self, prefillers: Sequence[Backend], tokens: int) -> list[float]:
-        """See HandoffPredictions."""
         now = self.clock()
         return [self._extra(self.far.get(prefiller.key), tokens, now) for prefiller in prefillers]
 
@@ -201,7 +199,7 @@ class HandoffTimes:
         return max(0.0, pair.line.seconds(tokens / 1000) - self._ordinary.seconds(tokens / 1000))
 
     def forget(self, backend: Backend) -> None:
-        """Drop the times of a backend that has left."""
+        """Drop the handoff times of a backend that has left."""
         gone = [key for key in self._pairs if backend.key in key]
         for key in gone:
             del self._pairs[key]
@@ -248,7 +246,7 @@ class HandoffTimes:
             self._look(now)
 
     def _look(self, now: float) -> None:
-        """Determine the slow pairs."""
+        """Determine the pairs of engines with slow handoffs."""
         self._look_due = now + _LOOK_SECONDS * max(1.0, len(self._pairs) / 256)
         pairs = [pair for pair in self._pairs.values() if pair.line.count >= _STILL_ENOUGH]
         hosts = {(pair.prefiller.host, pair.decoder.host) for pair in pairs}

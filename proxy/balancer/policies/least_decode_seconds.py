@@ -103,7 +103,7 @@ class _Ended:
 
 
 class _Answer(HeldKv):
-    """An answer from its lease to its end."""
+    """An answer of a decoder, from its lease to its end."""
 
     __slots__ = ("backend", "began_at", "request", "spent_before", "_decoder", "_policy")
 
@@ -117,13 +117,11 @@ class _Answer(HeldKv):
         self._decoder: _Decoder | None = None  # once it has begun
 
     def note_first_token(self) -> None:
-        """See Tracker."""
         decoder = self._decoder = self._policy.begin(self)
         self.began_at = decoder.at
         self.spent_before = decoder.spent.copy()
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
-        """See Tracker."""
         tokens = answer_tokens if served else None
         if self._decoder is not None:
             self._policy.end(self, self._decoder, tokens)
@@ -291,7 +289,6 @@ class LeastDecodeSeconds(LeastTokens):
         return _IS_TRIED if answers >= bounds.preferred[place] else 0
 
     def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
-        """See Policy."""
         return EQUAL if snapshot[3] else LEAST_SECONDS
 
     def examined(self, snapshot: _Snapshot, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -299,7 +296,6 @@ class LeastDecodeSeconds(LeastTokens):
         return [candidates[place] for place in snapshot[0]]
 
     def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
-        """See Policy."""
         _, running, seconds, _, handoffs = snapshot
         if handoffs is None:
             return {"running": running, "token_seconds": seconds}, seconds
@@ -327,7 +323,10 @@ class LeastDecodeSeconds(LeastTokens):
         return False
 
     def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
-        """See Policy. A request with a long prompt waits until it fits into the KV memory of a candidate."""
+        """Return whether the first request of the queue should go now, and not wait for a better backend.
+
+        A request with a long prompt waits until it fits into the KV memory of a candidate.
+        """
         if not self.has_room(candidates):
             return False
         bounds = self._bounds
@@ -341,7 +340,10 @@ class LeastDecodeSeconds(LeastTokens):
         )
 
     def would_take(self, candidates: Sequence[Candidate]) -> bool:
-        """See Policy. The KV of prompts counts. The learned saturation point and lengths of answers do not."""
+        """Return whether a candidate is below its limit, ignoring learned limits.
+
+        The KV of prompts counts. The learned saturation point and lengths of answers do not.
+        """
         bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
         bounds.reader.refresh()
         held = bounds.reader.held
@@ -363,11 +365,10 @@ class LeastDecodeSeconds(LeastTokens):
         return _HOLD_GAINS * self.pace.gain_at(sharing) * sharing * self.memory.likely_tokens(request)
 
     def most_running(self, backend: Backend) -> int | None:
-        """Return the answers at the saturation point."""
+        """Return the number of running answers at a decoder's saturation point."""
         return None if self.pace.most == _ANY else int(self.pace.most)
 
     def answers_within(self, token_seconds: float) -> float | None:
-        """See Policy."""
         pace = self.pace
         return max(1.0, (token_seconds - pace.step) / pace.slope) if pace.is_fitted else None
 
@@ -403,11 +404,10 @@ class LeastDecodeSeconds(LeastTokens):
     # Learning
 
     def track(self, backend: Backend, request: PickRequest) -> _Answer:
-        """See Policy."""
         return _Answer(self, backend, request)
 
     def begin(self, answer: _Answer) -> _Decoder:
-        """Note that a decoder writes one answer more."""
+        """Record that a decoder writes one more answer."""
         now, backend = self.context.clock(), answer.backend
         decoder = self._decoders.get(backend.name)
         if decoder is None:

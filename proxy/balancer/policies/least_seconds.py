@@ -117,7 +117,7 @@ _Snapshot = tuple[_Scores, int, bool, "Sequence[float] | None", bool]
 
 
 class LeastSeconds(LeastTokens):
-    """Policy `least_load` for prefillers.
+    """The policy `least_load` for prefillers.
 
     It scores those that have work or may have the prefix, and the fastest idle ones. So a choice does not cost more in
     a larger fleet, except between equal prefillers for a long prompt without a hit.
@@ -270,7 +270,6 @@ class LeastSeconds(LeastTokens):
         return sent
 
     def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
-        """See Policy."""
         scores, index, is_equal, cached, has_waited = snapshot
         if has_waited:
             return WORKING_SET
@@ -285,7 +284,6 @@ class LeastSeconds(LeastTokens):
         return [candidates[place] for place in snapshot[0].places]
 
     def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
-        """See Policy."""
         scores, _, _, cached, _ = snapshot
         columns: dict[str, Sequence[float]] = {"wait_seconds": scores.waits, "work_seconds": scores.work}
         if cached is not None:
@@ -293,7 +291,6 @@ class LeastSeconds(LeastTokens):
         return columns, [*map(add, scores.waits, scores.work)]
 
     def forget_cache(self, backend: Backend) -> None:
-        """See Policy."""
         prefiller = self._prefillers.of(backend)
         prefiller.forget_cache()
         self._sets.forget(prefiller.cached)
@@ -310,7 +307,6 @@ class LeastSeconds(LeastTokens):
         return min(map(float.__add__, scores.waits, scores.work))
 
     def working_set(self, backend: Backend) -> Mapping[str, float]:
-        """See Policy."""
         home = self._sets.sets.get(self._prefillers.of(backend).cached)
         if home is None:
             return {}
@@ -318,7 +314,6 @@ class LeastSeconds(LeastTokens):
 
     @property
     def remembered_prefixes(self) -> int:
-        """See Policy."""
         return sum(len(prefiller.cached) for prefiller in self._prefillers.by_key.values())
 
     # Queue
@@ -328,14 +323,16 @@ class LeastSeconds(LeastTokens):
         return self._has_room(candidates) is not False
 
     def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
-        """See Policy. If all candidates have room, there is nothing to wait for."""
+        """Return whether the first request of the queue should go now, and not wait for a better backend.
+
+        If all candidates have room, there is nothing to wait for.
+        """
         has_room = self._has_room(candidates)
         if has_room is None:
             return self.first_to_admit(candidates, [request()]) is not None
         return has_room
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        """See Policy."""
         subject = id(request.subject or request)
         prompt = self._waiting[subject] = prompt_costs(request)
         self._sets.note_waiting(prompt.keys, request.session, self.context.clock())
@@ -344,7 +341,7 @@ class LeastSeconds(LeastTokens):
         return seconds
 
     def left_queue(self, request: PickRequest) -> None:
-        """Drop the costs of the prompt."""
+        """Drop the predicted costs of a prompt that has left the queue."""
         self._waited = request.subject
         prompt = self._waiting.pop(id(request.subject or request), None)
         if prompt is not None:
@@ -521,7 +518,7 @@ class LeastSeconds(LeastTokens):
         return self._busy / (1 - self._busy) if self._busy < _MAX_BUSY else _MAX_CROWDING
 
     def _scores(self, prompt: PromptCosts, places: Sequence[int], waits: Sequence[float]) -> _Scores:
-        """Return the scores for a prompt.
+        """Return the scores of the candidates for a prompt.
 
         Args:
             prompt: The prompt.

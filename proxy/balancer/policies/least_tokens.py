@@ -91,7 +91,7 @@ class LeastTokens(_Turns):
     label = "least_tokens"
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """Choose by load alone."""
+        """Choose the candidate with the least load."""
         lowest = min(weights)
         equal = [candidate for place, candidate in enumerate(candidates) if weights[place] == lowest]
         if len(equal) > 1:
@@ -107,7 +107,7 @@ class RoundRobin(_Turns):
     weighs_load = False
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """Choose by turn alone."""
+        """Choose the next candidate in turn."""
         return self._take_turn(candidates)
 
 
@@ -127,13 +127,13 @@ class PowerOfTwo(Policy):
 
 
 class Random(Policy):
-    """Chooses any backend with equal probability."""
+    """The policy that chooses any backend with equal probability."""
 
     label = "random"
     weighs_load = False
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """Choose at random."""
+        """Choose a candidate at random."""
         return self.context.rng.choice(candidates)
 
 
@@ -153,7 +153,7 @@ class LengthGroups(LeastTokens):
     label = "length_groups"
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """Choose by load and the length of the prompt."""
+        """Choose a candidate by load and by the length of the prompt."""
         if len(candidates) == 1:
             return candidates[0]
         settings = _DEFAULTS if self.context.balance is None else self.context.balance()

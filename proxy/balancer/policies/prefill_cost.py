@@ -107,7 +107,7 @@ class PrefillCost:
             self._fit()
 
     def forget(self, backend: Hashable) -> None:
-        """Forget the speed of a backend that has left."""
+        """Forget the prefill speed of a backend that has left."""
         self._slowness.pop(backend, None)
         self._factors.pop(backend, None)
 
@@ -262,12 +262,10 @@ class Sent(Tracker):
     """Tokens that are in the cache if its session kept its prefix; see WorkingSets. 0: unknown."""
 
     def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """See Tracker."""
         if cached_tokens is not None:
             self.answer = prompt_tokens, cached_tokens
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
-        """See Tracker."""
         self.on_end(self, served)
 
 

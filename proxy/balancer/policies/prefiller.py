@@ -153,7 +153,6 @@ class Prefiller:
 
     @property
     def _fill(self) -> float:
-        """See PrefillSample."""
         if not self.shared_seconds or self.concurrency.lanes > 1:
             return self.in_flight / self.concurrency.lanes
         return (self.uncached_tokens + sum([computed for _, _, computed in self._others])) / self.step_tokens

@@ -40,7 +40,6 @@ class LookedUpName:
     timeout_seconds: float = _TIMEOUT_SECONDS
 
     async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
-        """See Source."""
         name = parse_dns_name(self.name)
         while True:
             resolver = self._resolver()  # for each look-up, because the system's servers may change

@@ -38,7 +38,7 @@ class WatchedFiles:
     check_seconds: float = field(default=_CHECK_SECONDS, compare=False)
 
     async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
-        """See Source.
+        """Yield all instances, at once and after each change.
 
         Files are polled, which works on every file system. A change counts when two checks find the same, because a
         file may be half written at the first.

@@ -382,7 +382,6 @@ class WatchedSlices:
         return self.role
 
     async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
-        """See Source."""
         async with (
             self.server.collection(_SLICES, self.selector) as collection,
             aclosing(collection.states()) as states,

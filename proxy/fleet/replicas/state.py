@@ -78,7 +78,7 @@ class GatewayState(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Changes since the last news of a gateway.
+    """Changes of a gateway's state since its last message.
 
     News may be lost: the next GatewayState has the same facts, except for prompts.
     """
@@ -150,7 +150,7 @@ class LocalState:
     """The state of this gateway, over all its workers. Times are seconds of the journal's clock."""
 
     def __init__(self, me: str, roster: Roster, key_slots: Callable[[], Mapping[str, int]], rows: SharedRows) -> None:
-        """Keep the sources of the state.
+        """Create the local state.
 
         Args:
             me: Name of this gateway among the others.
@@ -176,11 +176,11 @@ class LocalState:
         self._key_bytes_left, self._key_bytes_at = float(_MAX_KEY_BYTES), 0.0
 
     def members(self) -> Iterator[Backend]:
-        """Return all instances."""
+        """Return all instances of this gateway."""
         return (member.backend for role in Role for member in self._roster.members(role))
 
     def state(self, now: float) -> GatewayState:
-        """Return the whole state."""
+        """Return the whole state of this gateway for the other gateways."""
         instances = {backend.key: charge for backend in self.members() if any(charge := self._charge(backend))}
         usage = self._key_usage
         used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}

@@ -35,7 +35,7 @@ class StoreFailed(Exception):
 
 
 class StoreRefused(StoreFailed):
-    """The store refused a command."""
+    """The store of shared gateway state refused a command."""
 
 
 class StorePort(Protocol):
@@ -45,13 +45,13 @@ class StorePort(Protocol):
         """Store a message and return all messages by name of the gateway. `lost`: names of messages to delete."""
 
     async def publish(self, news: bytes) -> None:
-        """Send news to the gateways that listen now."""
+        """Send a message about changes to the gateways that listen now."""
 
     async def listen(self, on_news: Callable[[bytes], None]) -> None:
         """Call `on_news` with the news of other gateways until the connection is lost. Passes on its exceptions."""
 
     async def leave(self) -> None:
-        """Delete this gateway's message."""
+        """Delete this gateway's message from the store."""
 
 
 class Store:
@@ -100,7 +100,6 @@ class Store:
             pass  # the store is gone, and this gateway will be
 
     async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
-        """See StorePort."""
         pipeline = self._client.pipeline(transaction=False)
         pipeline.hset(self._key, self._me, message)
         pipeline.pexpire(self._key, self._expires_ms)
@@ -112,19 +111,16 @@ class Store:
         return {name.decode(errors="replace"): text for name, text in found.items()}
 
     async def publish(self, news: bytes) -> None:
-        """See StorePort."""
         async with self._answering():
             await self._client.publish(self._key, self._sender + news)
 
     async def listen(self, on_news: Callable[[bytes], None]) -> None:
-        """See StorePort."""
         async with aclosing(self._published()) as published:
             async for message in published:
                 if not message.startswith(self._sender):
                     on_news(message.partition(b" ")[2])  # its exceptions are no failures of the store
 
     async def leave(self) -> None:
-        """See StorePort."""
         async with self._answering():
             await self._client.hdel(self._key, self._me)
 

@@ -115,7 +115,7 @@ def access_line(fields: Mapping[str, object]) -> None:
 
 
 def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]]) -> None:
-    """Write the lines of several requests.
+    """Write the access log lines of several requests.
 
     Args:
         ended: End of each request, in seconds of the monotonic clock.

@@ -37,7 +37,7 @@ _is_plain: Final = re.compile(r"[!#-<>-\[\]-~]+").fullmatch  # printable ASCII w
 
 
 class LineFormatter(logging.Formatter):
-    """The common part of both formats."""
+    """The common part of the log formats text and JSON."""
 
     def __init__(self, redact: Callable[[str], str] | None = None) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class JsonFormatter(LineFormatter):
 
 
 def encoded(line: str) -> bytes:
-    """Return a line with its line end, as bytes."""
+    """Return a log line with its line end, as bytes."""
     return f"{line}\n".encode(errors="backslashreplace")
 
 
@@ -190,7 +190,6 @@ class LineHandler(logging.Handler):
         self._settles_on = 0  # id of the thread
 
     def call_before_lines(self, settle: Callable[[], None]) -> None:
-        """See logs.call_before_lines."""
         self._settle, self._settles_on = settle, threading.get_ident()
 
     def settle_first(self) -> None:
@@ -275,7 +274,7 @@ class LineHandler(logging.Handler):
             )
 
     def _add(self, name: str, level: int, message: str, fields: dict[str, object]) -> None:
-        """Write a line of the handler itself."""
+        """Write a log line of the handler itself."""
         record = logging.LogRecord(name, level, "", 0, message, None, None)
         record.fields = fields
         # in an empty context, because the line does not belong to the current request

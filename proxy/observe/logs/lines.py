@@ -260,7 +260,7 @@ class LineWriter:
         return (b"".join(islice(self._kept, count)), count) if count else (self._kept[0], 1)
 
     def _take_out(self, taken_bytes: int) -> None:
-        """Remove written bytes from the kept lines."""
+        """Remove the bytes that were written from the kept lines."""
         self._kept_bytes -= taken_bytes
         while taken_bytes:
             line = self._kept.popleft()
@@ -271,7 +271,7 @@ class LineWriter:
                 return
 
     def _drop(self) -> None:
-        """Drop all lines that are not partly written."""
+        """Drop all kept log lines that are not partly written."""
         begun = [self._kept[0]] if self._is_begun else []
         self.dropped += len(self._kept) - len(begun)
         self._kept = deque(begun)

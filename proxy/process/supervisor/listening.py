@@ -27,7 +27,7 @@ _NONE: Final[Mapping[str, socket.socket]] = MappingProxyType({})
 
 
 class PortInUse(OSError):
-    """Another process listens at this address."""
+    """Another process listens at the address."""
 
     def __init__(self, text: str, host: str, port: int) -> None:
         super().__init__(text)

@@ -93,12 +93,12 @@ class Worker:
 
     @property
     def current(self) -> ConfigSnapshot:
-        """The current configuration."""
+        """The configuration that the worker uses now."""
         return self.live.current
 
     @property
     def settings(self) -> Settings:
-        """The current settings."""
+        """The settings that the worker uses now."""
         return self.live.settings
 
     def apply(self, current: ConfigSnapshot) -> None:

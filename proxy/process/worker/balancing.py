@@ -222,7 +222,7 @@ def _transitions(basis: Basis) -> Callable[[Transition], None]:
 
 
 class _InstanceRequests:
-    """Counts the results of leases in batches."""
+    """Counts the results of requests to instances in batches."""
 
     def __init__(self, metrics: Metrics) -> None:
         # To find a series by its labels costs more than to count in it, and there are few series.

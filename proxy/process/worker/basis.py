@@ -25,7 +25,7 @@ class LiveConfiguration(LiveSettings):
         self.current = current
 
     def apply(self, current: ConfigSnapshot) -> None:
-        """Replace the configuration."""
+        """Replace the configuration of the worker."""
         self.current = current
         self.replace(current.settings)
 
@@ -46,7 +46,7 @@ class Basis:
 
     @property
     def settings(self) -> Settings:
-        """The current settings."""
+        """The settings that the worker uses now."""
         return self.live.settings
 
     def watch_expiry(self, section: str, option: str) -> None:

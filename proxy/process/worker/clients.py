@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clients:
-    """The parts on the client side of a call."""
+    """The parts of a worker on the client side of a call."""
 
     lanes: Lanes
     observers: Observers

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """Connections to engines, and resolved names."""
+    """The connections of a worker to engines, and the resolved names."""
 
     names: Names
     client: EngineClient
@@ -51,7 +51,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The connector and its context."""
+    """The connector of a worker, and its context."""
 
     connector: Connector
     context: ConnectorContext
@@ -60,7 +60,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """The parts on the engine side of a call."""
+    """The parts of a worker on the engine side of a call."""
 
     lines: Lines
     releaser: Releaser
@@ -129,7 +129,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
 
 @asynccontextmanager
 async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
-    """Build the connections. Leaving closes them."""
+    """Build the connections to engines. Leaving the block closes them."""
     settings, live, traces = basis.settings, basis.live, basis.traces
     tls = EngineTls(lambda: (basis.settings.engines, basis.live.current.tls))
     new_upstream = Upstream if traces is None else partial(TracedUpstream, traces)

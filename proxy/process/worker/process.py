@@ -220,7 +220,7 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class Stop:
-    """The request to stop.
+    """The request to stop a worker.
 
     The first signal asks the worker to drain; the second, or the end of the supervisor, to stop now. SIGUSR2 means a
     takeover: without a supervisor, this process starts the successor and drains when that accepts; with one, the signal

@@ -99,7 +99,10 @@ class PullProtocol(KvProtocol):
         return bool(params.get("do_remote_decode") and params.get("remote_block_ids"))
 
     async def read_back(self, child: Child) -> Loaded:
-        """See KvProtocol. Without the option, the request waits for KV that nothing fetches (`pull_scheduler.py`)."""
+        """Fetch the KV of an earlier answer.
+
+        Without the option, the request waits for KV that nothing fetches (`pull_scheduler.py`).
+        """
         if not self._options.bidirectional_kv_xfer:
             await asyncio.Event().wait()
         answer = await self._ask_prefiller(child.params, "pull")

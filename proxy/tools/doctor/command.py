@@ -118,14 +118,14 @@ class ProgressLine:
         self._width = 0
 
     def show(self, noun: str, done: int, total: int) -> None:
-        """Show that `done` of `total` are done."""
+        """Show how many of all checks are done."""
         if sys.stderr.isatty():
             line = f"{noun}: {done} of {total}"
             print(f"\r{line:{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = len(line)
 
     def clear(self) -> None:
-        """Remove the line."""
+        """Remove the progress line from the terminal."""
         if self._width:
             print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
 

@@ -45,7 +45,7 @@ def good_finding(engine: Examined) -> Finding:
 
 
 def check_name(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """Its name has addresses."""
+    """Check that the host name of the engine has addresses."""
     if engine.name_problem:
         yield Finding(
             Severity.FAILURE,
@@ -57,7 +57,7 @@ def check_name(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_connect(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """Every address of it accepts connections."""
+    """Check that every address of the engine accepts connections."""
     dead = {address: told for address, told in engine.connects.items() if isinstance(told, str)}
     if not dead:
         return
@@ -73,7 +73,7 @@ def check_connect(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_health(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """Check that it passes its health check."""
+    """Check that the engine passes its health check."""
     path = fleet.settings.health.path
     if isinstance(engine.health, str) and engine.health:
         hint = "it accepts connections and does not respond: it may be loading or hung, or it is not an engine"
@@ -94,7 +94,7 @@ def check_key(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_models(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """Check that /v1/models lists a model."""
+    """Check that the engine's /v1/models lists a model."""
     if engine.models in ("", 401, 403) or engine.facts.identity.is_gateway:
         return
     hint = "check that this is the port of the engine's API server"
@@ -140,7 +140,7 @@ def check_bootstrap(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_clock(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """Its clock is this host's."""
+    """Check that the engine's clock shows the time of this host."""
     ahead = engine.ahead_seconds
     if ahead is not None and abs(ahead) > _SKEW_SECONDS:
         words = f"its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
@@ -149,7 +149,7 @@ def check_clock(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_keep_alive(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """Its connections can be used again."""
+    """Check that connections to the engine can be used again."""
     if engine.keeps_alive is False:
         words = f"closes connections after each response, or after less than {IDLE_SECONDS:.1f} s without requests"
         hint = (

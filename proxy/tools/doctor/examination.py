@@ -89,7 +89,7 @@ class Examination:
         more: Callable[[Fleet], Iterable[Finding]] = lambda _: (),
         progress: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        """Keep the configuration.
+        """Create the examination.
 
         Args:
             loaded: The configuration.

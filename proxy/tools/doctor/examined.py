@@ -53,7 +53,7 @@ class Examined:
 
     @property
     def subject(self) -> str:
-        """Name in findings."""
+        """The name of the instance in findings."""
         return f"{self.backend.role} {self.backend.name}"
 
     @property
@@ -63,12 +63,12 @@ class Examined:
 
     @property
     def is_reached(self) -> bool:
-        """Whether it accepts connections."""
+        """Whether the instance accepts connections."""
         return any(isinstance(told, float) for told in self.connects.values())
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it passes its health check."""
+        """Whether the instance passes its health check."""
         return self.health == 200
 
 

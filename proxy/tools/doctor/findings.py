@@ -35,7 +35,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check of one subject."""
+    """The result of one check of the doctor."""
 
     severity: Severity
     check: str

@@ -119,7 +119,7 @@ def check_fds(host: Host) -> Iterator[Finding]:
 
 
 def check_workers(host: Host) -> Iterator[Finding]:
-    """Check that there is a core for each worker."""
+    """Check that this host has a core for each worker."""
     workers = host.loaded.settings.workers
     if workers > host.cores:
         words = f"{counted(workers, 'worker')} share {counted(host.cores, 'core')}"

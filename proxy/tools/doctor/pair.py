@@ -40,7 +40,7 @@ _FAILED: Final = (Severity.FAILURE, "see the log of the engine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canaries:
-    """Results of all canaries."""
+    """The results of all canary requests of the doctor."""
 
     settings: Settings
     pairs: Sequence[CanaryResult]
@@ -56,7 +56,7 @@ class Canaries:
 
     @property
     def answered(self) -> list[CanaryResult]:
-        """Handoffs that produced an answer."""
+        """The handoffs whose canary request got an answer."""
         return [result for result in self.pairs if not result.problem]
 
     def alone_seconds(self, decoder: Backend) -> float | None:
@@ -104,7 +104,7 @@ def _is_compared(result: CanaryResult, canaries: Canaries) -> bool:
 
 
 def check_answers(canaries: Canaries) -> Iterator[Finding]:
-    """Check that each canary was answered."""
+    """Check that each canary request was answered."""
     failed = [r for r in canaries.pairs if r.problem and not _is_decoders_own(r, canaries)]
     # Either engine may have caused a failed transfer. Other failures belong to the engine that reported them.
     of_engine = {r.blamed: r for r in failed if r.blamed is not None and not _may_be_of_pair(r)}
@@ -340,7 +340,7 @@ def _culprits(bad: Sequence[CanaryResult], canaries: Canaries) -> Iterator[tuple
 
 
 def _expected(result: CanaryResult, canaries: Canaries) -> tuple[int, ...] | str | None:
-    """Return the expected answer; None if unknown."""
+    """Return the answer that a canary should get; None if unknown."""
     alone = canaries.alone.get(result.decoder)
     if alone is not None:
         return None if alone.problem else alone.answer

@@ -65,7 +65,7 @@ def differences(plan: Plan, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_model(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """Check that the engine serves the model."""
+    """Check that the engine serves the topology's model."""
     models, name = engine.facts.identity.models, plan.topology.name
     if models and name not in models:
         words = f"serves {', '.join(map(repr, sorted(models)[:3]))}, and the topology says {name!r}"
@@ -73,7 +73,7 @@ def check_model(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Findin
 
 
 def check_length(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """Check the maximum length of sequences."""
+    """Check the engine's maximum length of sequences."""
     options = plan.topology.options_of(launch.role)
     wanted, its = next((options[flag] for flag in _LENGTHS if flag in options), None), engine.facts.max_model_len
     if isinstance(wanted, int) and its is not None and its != wanted:
@@ -82,7 +82,7 @@ def check_length(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Findi
 
 
 def check_version(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """Check the version of the engine."""
+    """Check that the engine has the version of the topology."""
     wanted = plan.topology.version
     if wanted is not None and engine.version is not None and not _is_of(engine.version, wanted):
         words = f"is version {engine.version}, and the topology says {wanted}"
@@ -98,7 +98,7 @@ def check_connector(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Fi
 
 
 def check_ranks(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """Check the number of data-parallel ranks."""
+    """Check the engine's number of data-parallel ranks."""
     setup, dp = engine.facts.identity.setup, launch.part.dp
     # an engine that reports nothing has 1
     if setup is not None and setup.dp_size not in (1, dp):

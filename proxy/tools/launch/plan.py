@@ -44,33 +44,33 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Return the name, such as prefill-0."""
+        """Return the name of the process, such as prefill-0."""
         return f"{self.role}-{self.group}"
 
     @property
     def subject(self) -> str:
-        """Return the subject of findings."""
+        """Return the name of the process in findings."""
         return f"{self.role} {self.node_name}"
 
     def devices_of(self, rank: int) -> range:
-        """Return the devices of one of its ranks."""
+        """Return the devices of one rank of the process."""
         first = self.devices.start + (rank - self.ranks.start) * self.part.tp
         return range(first, first + self.part.tp)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes of the whole fleet."""
+    """The processes of the whole fleet, by the topology."""
 
     topology: Topology
     launches: tuple[Launch, ...]
 
     def of(self, role: RoleName) -> list[Launch]:
-        """Return the launches of one role."""
+        """Return the processes of one role."""
         return [launch for launch in self.launches if launch.role == role]
 
     def groups(self) -> list[list[Launch]]:
-        """Return the launches of each group together."""
+        """Return the processes of each group together."""
         found: dict[tuple[str, int], list[Launch]] = defaultdict(list)
         for launch in self.launches:
             found[launch.role, launch.group].append(launch)
@@ -78,7 +78,7 @@ class Plan:
 
 
 def planned(topology: Topology) -> Plan:
-    """Return the plan, in the order of the file."""
+    """Return the plan of a topology, in the order of the file."""
     return Plan(topology, tuple(_launches(topology)))
 
 
@@ -160,7 +160,7 @@ _SGLANG_BEHIND_MEETING: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Ports of a node that a process needs."""
+    """The ports of a node that a process needs."""
 
     node: str
     what: str
@@ -172,7 +172,7 @@ class Claim:
 
 
 def claims(plan: Plan) -> Iterator[Claim]:
-    """Return the ports of all listening processes."""
+    """Return the ports that all processes of the plan listen at."""
     topology = plan.topology
     for launch in plan.launches:
         where, label = launch.node_name, f"the API of {launch.name}"

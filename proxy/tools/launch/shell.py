@@ -41,7 +41,7 @@ def exports(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def command(program: str, words: Sequence[str]) -> str:
-    """Return a command with one option per line."""
+    """Return a shell command with one option per line."""
     return " \\\n  ".join([program, *words])
 
 
@@ -60,5 +60,5 @@ def _quoted(value: str) -> str:
 
 
 def word(text: str) -> str:
-    """Return one word, quoted if needed."""
+    """Return one word of a shell command, quoted if needed."""
     return shlex.quote(text)

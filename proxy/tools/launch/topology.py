@@ -125,7 +125,7 @@ class Common(Section):
 
 
 class Node(Section):
-    """A host with devices."""
+    """A host with devices, in a topology file."""
 
     address: Host
     """Address at which the other nodes reach it."""
@@ -160,7 +160,7 @@ class Group(Section):
 
 
 class Part(Common):
-    """All engines of one role."""
+    """The engines of one role, in a topology file."""
 
     groups: Annotated[list[Annotated[Group, BeforeValidator(_group)]], Field(min_length=1)]
     dp: Positive = 1
@@ -181,7 +181,7 @@ class Part(Common):
 
 
 class Gateway(Section):
-    """The gateway in front of the fleet."""
+    """The gateway in front of the fleet, in a topology file."""
 
     node: str | None = None
     """Node of the gateway, whose ports must be free there; null: another host."""
@@ -190,7 +190,7 @@ class Gateway(Section):
 
 
 class Topology(Common):
-    """The whole topology file."""
+    """The content of a topology file: nodes, engines and gateway."""
 
     engine: Engine
     version: Word | None = None

@@ -51,7 +51,7 @@ class Gateways:
     """All gateways that share the engines, at least one. Commands are sent to each of them."""
 
     def __init__(self, urls: Sequence[str], role: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
-        """Keep the addresses.
+        """Create the gateways.
 
         Args:
             urls: Address of each gateway's administration.

@@ -49,7 +49,7 @@ class Limits:
 
 
 class Walk:
-    """Restarts instances one after the other.
+    """Restarts the instances of a fleet one after the other.
 
     `restart` gets an idle instance, and returns when the old process has ended and the new one will serve; it raises
     RollStopped if that fails. `stop` may be called at any time, also from a signal handler.
@@ -149,13 +149,13 @@ class Walk:
         self._wait(lambda: time.monotonic() >= until, self._limits.settle_seconds + 60, "nothing happens")
 
     def _put_back(self, address: str) -> None:
-        """Put the instance back unchanged."""
+        """Enable an instance again that was not restarted."""
         self._gateways.enable(address)
         self._progress.taking(None)
         self._tell(f"  {address} is enabled again, and was not restarted")
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str, *, may_stop: bool = True) -> None:
-        """Wait for a condition.
+        """Wait until a condition holds, or its time limit has passed.
 
         Raises RollStopped after the limit, and when the roll should stop, if it may stop here.
         """
@@ -239,7 +239,7 @@ class RollProgress:
 
     @property
     def is_begun(self) -> bool:
-        """Return whether there is progress to resume."""
+        """Return whether there is progress of a roll to resume."""
         return bool(self.done) or self.current is not None
 
     def taking(self, address: str | None) -> None:
@@ -260,7 +260,7 @@ class RollProgress:
                 self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Write the file atomically."""
+        """Write the progress file atomically."""
         if self.path is not None:
             new = self.path.with_name(f"{self.path.name}.new")
             told = {name: value for name, value in asdict(self).items() if name != "path"}
