@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from proxy.sim.engine import SimulatedEngine
+from tests.sim.conftest import simulated_pair
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,8 +20,7 @@ PREFILL = BODY | {"max_tokens": 1, "min_tokens": 1}
 async def test_decoder_finds_what_was_prefilled(client: Client, tmp_path: Path) -> None:
     async with (
         SimulatedEngine() as engine,
-        SimulatedEngine(role="prefill", protocol="store", store=str(tmp_path)) as prefiller,
-        SimulatedEngine(role="decode", protocol="store", store=str(tmp_path)) as decoder,
+        simulated_pair(protocol="store", store=str(tmp_path)) as (prefiller, decoder),
     ):
         status, answer = await client.post(prefiller, PATH, PREFILL)
         assert (status, answer["kv_transfer_params"]) == (200, None)
@@ -48,10 +48,7 @@ async def test_answer_that_ends_before_its_limit_stores_nothing(client: Client, 
 
 
 async def test_without_a_store_everybody_computes(client: Client) -> None:
-    async with (
-        SimulatedEngine(role="prefill", protocol="store") as prefiller,
-        SimulatedEngine(role="decode", protocol="store") as decoder,
-    ):
+    async with simulated_pair(protocol="store") as (prefiller, decoder):
         await client.post(prefiller, PATH, PREFILL)
         await client.post(decoder, PATH, BODY)
         assert decoder.state.local_prefills == 1

@@ -10,6 +10,7 @@ import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import encode
+from tests.sim.conftest import simulated_pair
 
 if TYPE_CHECKING:
     from proxy.sim.profile import ConnectorName
@@ -190,11 +191,8 @@ async def test_late_rejections_release_the_kv_and_early_ones_do_not(
 async def test_rejected_completion_releases_kv_where_the_connector_can(
     client: Client, profile_name: str, connector_name: ConnectorName, is_released: bool
 ) -> None:
-    engine: dict[str, Any] = {"profile_name": profile_name, "connector_name": connector_name}
-    async with (
-        SimulatedEngine(role="prefill", **engine) as prefiller,
-        SimulatedEngine(role="decode", **engine) as decoder,
-    ):
+    options: dict[str, Any] = {"profile_name": profile_name, "connector_name": connector_name}
+    async with simulated_pair(**options) as (prefiller, decoder):
         params = await client.prefill(prefiller, CHAT, HELLO)
         reject = {"model": "no such model", "prompt": "x", "max_tokens": 1, "kv_transfer_params": params}
         status, _ = await client.post(decoder, TEXT, reject)
@@ -206,11 +204,8 @@ async def test_rejected_completion_releases_kv_where_the_connector_can(
 @pytest.mark.parametrize("profile_name", ["v0.23", "v0.30"])
 async def test_kv_belongs_to_the_ids_a_chat_was_given(client: Client, profile_name: str) -> None:
     key = "prompt_token_ids" if profile_name == "v0.30" else "_vllm_ascend_recompute_token_ids"
-    engine: dict[str, Any] = {"profile_name": profile_name, "private_prompt_ids": profile_name == "v0.23"}
-    async with (
-        SimulatedEngine(role="prefill", **engine) as prefiller,
-        SimulatedEngine(role="decode", **engine) as decoder,
-    ):
+    is_private = profile_name == "v0.23"
+    async with simulated_pair(profile_name=profile_name, private_prompt_ids=is_private) as (prefiller, decoder):
         ids = encode("once upon ")
 
         async def decode(params: dict[str, Any]) -> str:

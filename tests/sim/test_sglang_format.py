@@ -10,6 +10,7 @@ import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import END
+from tests.sim.conftest import simulated_pair
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -144,10 +145,7 @@ async def test_logprobs_of_the_prompt_begin_at_the_requested_place(client: Clien
 
 
 async def test_decoder_does_not_know_the_logprobs_of_the_prompt(client: Client) -> None:
-    async with (
-        SimulatedEngine(role="prefill", profile_name="sglang") as prefiller,
-        SimulatedEngine(role="decode", profile_name="sglang") as decoder,
-    ):
+    async with simulated_pair(profile_name="sglang") as (prefiller, decoder):
         body: dict[str, Any] = {"text": "Hello", "return_logprob": True, "logprob_start_len": 0, "bootstrap_room": 1}
         body |= {"bootstrap_host": prefiller.host, "bootstrap_port": prefiller.bootstrap_port}
         answers = await asyncio.gather(*[client.post(engine, GENERATE, body) for engine in (prefiller, decoder)])
