@@ -12,6 +12,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,95 +25,8 @@ from proxy.settings import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-# The proxy commands of vLLM-Ascend's guides for Kimi-K2.6 (8 prefillers, 8 decoders) and Kimi-K2.5 (4, 32), verbatim
-# behind the program's name.
-KIMI_K26 = """\
-      --port 1999 \\
-      --host 141.xx.xx.1 \\
-      --prefiller-hosts \\
-        141.xx.xx.1 \\
-        141.xx.xx.1 \\
-        141.xx.xx.1 \\
-        141.xx.xx.1 \\
-        141.xx.xx.2 \\
-        141.xx.xx.2 \\
-        141.xx.xx.2 \\
-        141.xx.xx.2 \\
-      --prefiller-ports \\
-        7100 7101 7102 7103 7100 7101 7102 7103 \\
-      --decoder-hosts \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-      --decoder-ports \\
-        7100 7101 7102 7103 \\
-        7100 7101 7102 7103
-"""
-
-KIMI_K25 = """\
-      --port 1999 \\
-      --host 141.xx.xx.1 \\
-      --prefiller-hosts \\
-        141.xx.xx.1 \\
-        141.xx.xx.1 \\
-        141.xx.xx.2 \\
-        141.xx.xx.2 \\
-      --prefiller-ports \\
-        7100 7101 7100 7101 \\
-      --decoder-hosts \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.3 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-        141.xx.xx.4 \\
-      --decoder-ports \\
-        7100 7101 7102 7103 7104 7105 7106 7107 7108 7109 7110 7111 7112 7113 7114 7115 \\
-        7100 7101 7102 7103 7104 7105 7106 7107 7108 7109 7110 7111 7112 7113 7114 7115
-"""
-
-# The command of its tutorial for one node with Mooncake, in which argparse completes a flag.
-ONE_NODE = """\
-      --host 192.0.0.1 \\
-      --port 8080 \\
-      --prefiller-hosts 192.0.0.1 \\
-      --prefiller-port 13700 \\
-      --decoder-hosts 192.0.0.1 \\
-      --decoder-ports 13701
-"""
+GUIDES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("guide_commands.yaml").read_text())
 
 
 def words(line: str) -> list[str]:
@@ -151,7 +65,7 @@ def gateway_answering(status: int) -> Iterator[int]:
 
 
 def test_command_line_of_the_kimi_k26_guide_is_accepted() -> None:
-    found = load(words(KIMI_K26), {}).settings
+    found = load(words(GUIDES["k2.6"]), {}).settings
     assert (found.listen.host, found.listen.port) == ("141.xx.xx.1", 1999)
     ports = range(7100, 7104)
     assert [str(e) for e in found.prefill] == [f"141.xx.xx.{node}:{port}" for node in (1, 2) for port in ports]
@@ -159,12 +73,12 @@ def test_command_line_of_the_kimi_k26_guide_is_accepted() -> None:
 
 
 def test_command_line_of_the_kimi_k25_guide_is_accepted() -> None:
-    found = load(words(KIMI_K25), {}).settings
+    found = load(words(GUIDES["k2.5"]), {}).settings
     assert [str(e) for e in found.prefill] == [f"141.xx.xx.{n}:{port}" for n in (1, 2) for port in (7100, 7101)]
     assert [str(e) for e in found.decode] == [f"141.xx.xx.{n}:{port}" for n in (3, 4) for port in range(7100, 7116)]
 
 
-@pytest.mark.parametrize("line", [KIMI_K26, KIMI_K25, ONE_NODE], ids=["k2.6", "k2.5", "one-node"])
+@pytest.mark.parametrize("line", GUIDES.values(), ids=GUIDES)
 def test_check_config_says_ok(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-config", *words(line)]) == 0
     assert capsys.readouterr().out.startswith("ok: ")

@@ -12,6 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from proxy.api.credentials import KeyAuth
+from proxy.api.questions import QuestionParts
 from proxy.balancer.blame import SuspectMemory
 from proxy.balancer.engines import EngineKeys
 from proxy.balancer.health import Health, HealthBoard
@@ -56,6 +58,12 @@ def team_key() -> ApiKeys:
     digest = hashlib.sha256(b"client").hexdigest()
     api_keys.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
     return api_keys
+
+
+async def never(request: web.Request) -> web.Response:
+    """Answer nothing."""
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
 
 
 @dataclass
@@ -206,6 +214,15 @@ class Gateway:
                     self.roster.finalize()
                     self.add(role, backend.host, backend.port, trusted=True)
         return EngineKeys(key)
+
+    def questions(self, keys: EngineKeys | None = None, callers: ApiKeys | None = None) -> QuestionParts:
+        """Return the parts of routes that query engines. `callers`: the client keys; None: there are none."""
+        return QuestionParts(
+            client=self.engine_client,
+            engine_keys=keys or self.keys(),
+            client_keys=KeyAuth(callers or ApiKeys(KeyUsage())),
+            metrics=self.metrics,
+        )
 
     async def serve(self, routes: Sequence[web.RouteDef], **options: Any) -> TestClient[web.Request, web.Application]:
         """Return a client of a gateway with these routes. `options`: see web.Application."""

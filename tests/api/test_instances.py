@@ -16,6 +16,7 @@ from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load, Role
 from proxy.settings import Settings
 from proxy.upstream.names import Names
+from tests.api.conftest import never
 from tests.api.operating import RULES, change, client_of
 from tests.asking import until
 
@@ -101,10 +102,6 @@ async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> N
 
 
 async def test_instances_are_shown_until_they_are_gone(gateway: Gateway) -> None:
-    async def never(request: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
     absent = await gateway.engine(None, never)
     gateway.add(Role.DECODE, HOST, 1, healthy=False)
     leaving = await gateway.engine(Role.DECODE)
@@ -267,10 +264,6 @@ async def test_localhost_and_its_address_are_one_instance(gateway: Gateway, name
 
 
 async def test_joining_instance_can_be_removed(gateway: Gateway) -> None:
-    async def never(request: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
     engine = await gateway.engine(None, never)
     client = await client_of(gateway)
     await change(client, "add", type="prefill", instances=engine.name)
@@ -387,10 +380,6 @@ async def test_adding_an_instance_again_updates_its_details(gateway: Gateway) ->
 
 
 async def test_other_details_of_a_joining_instance_are_ignored_with_a_warning(gateway: Gateway) -> None:
-    async def never(request: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
     engine = await gateway.engine(None, never)
     client = await client_of(gateway)
     for send_key, warnings in (

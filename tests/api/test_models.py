@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import orjson
@@ -12,19 +11,17 @@ from aiohttp.test_utils import unused_port
 from yarl import URL
 
 from proxy.api import models
-from proxy.api.credentials import KeyAuth
 from proxy.api.models import ModelsApi
-from proxy.api.questions import QuestionParts
 from proxy.common.backend import Role
-from proxy.gateway.api_keys import ApiKeys, KeyUsage
 from proxy.settings import Settings
-from tests.api.conftest import team_key
+from tests.api.conftest import never, team_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from aiohttp.test_utils import TestClient
 
+    from proxy.gateway.api_keys import ApiKeys
     from tests.api.conftest import Gateway
 
     Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,13 +44,8 @@ def saying(status: int, body: bytes = b"") -> Answer:
 
 async def client_of(gateway: Gateway, key: str | None = None, *ports: int, callers: ApiKeys | None = None) -> Client:
     keys = gateway.keys(key, [("127.0.0.1", port) for port in ports])
-    client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
-    models = gateway.lanes().models
     pools = tuple(gateway.pools.values())
-    parts = QuestionParts(
-        client=gateway.engine_client, engine_keys=keys, client_keys=client_keys, metrics=gateway.metrics
-    )
-    api = ModelsApi(parts, pools, models, Settings)
+    api = ModelsApi(gateway.questions(keys, callers), pools, gateway.lanes().models, Settings)
     return await gateway.serve(api.routes())
 
 
@@ -159,17 +151,13 @@ async def test_engine_key_replaces_the_clients_credential(gateway: Gateway) -> N
 async def test_silent_engine_does_not_delay_the_others(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.api.models._TIMEOUT_SECONDS", 0.05)
 
-    async def wait(request: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
     async def drip(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b'{"data": [')
-        return await wait(request)
+        return await never(request)
 
-    await gateway.engine(Role.PREFILL, wait)
+    await gateway.engine(Role.PREFILL, never)
     await gateway.engine(Role.PREFILL, drip)
     await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
     client = await client_of(gateway)

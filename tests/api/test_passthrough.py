@@ -22,7 +22,7 @@ from proxy.gateway.api_keys import ApiKeys, KeyUsage
 from proxy.listener.drain import DrainManager
 from proxy.settings import Settings
 from proxy.settings.live import LiveSettings
-from tests.api.conftest import team_key
+from tests.api.conftest import never, team_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -50,13 +50,9 @@ async def client_of(
     """Return a client of the passed-through routes. `sections`: settings."""
     retry = {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0, **sections.pop("retry", {})}
     settings = Settings.model_validate({"passthrough": list(groups), "retry": retry, **sections})
-    parts = QuestionParts(
-        client=gateway.engine_client,
-        engine_keys=keys or gateway.keys(),
-        client_keys=KeyAuth(callers or ApiKeys(KeyUsage())),
-        metrics=gateway.metrics,
+    api = PassthroughApi(
+        gateway.questions(keys, callers), gateway.lanes(settings, [role]), DrainManager(), LiveSettings(settings)
     )
-    api = PassthroughApi(parts, gateway.lanes(settings, [role]), DrainManager(), LiveSettings(settings))
     return await gateway.serve(api.routes(), client_max_size=2**30)
 
 
@@ -302,11 +298,7 @@ async def test_no_healthy_engine_is_a_503(gateway: Gateway) -> None:
 
 
 async def test_engine_that_is_silent_for_too_long_is_a_504(gateway: Gateway) -> None:
-    async def wait(request: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    await gateway.engine(Role.PREFILL, wait)
+    await gateway.engine(Role.PREFILL, never)
     others = await gateway.engine(Role.PREFILL, echo)
     client = await client_of(gateway, timeouts={"prefill_seconds": 0.05})
     async with client.post("/tokenize") as answer:
@@ -484,8 +476,7 @@ async def test_answer_size_is_limited(gateway: Gateway, monkeypatch: pytest.Monk
         await response.prepare(request)
         for _ in range(11):
             await response.write(b"x")
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        return await never(request)
 
     prefiller = await gateway.engine(Role.PREFILL, saying(200, b"x" * 11))
     client = await client_of(gateway)

@@ -9,18 +9,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from proxy.api.credentials import KeyAuth
 from proxy.api.probes import ProbeApi
-from proxy.api.questions import QuestionParts
 from proxy.api.sglang import SglangApi
 from proxy.common.backend import Role
-from proxy.gateway.api_keys import ApiKeys, KeyUsage
 from proxy.listener.drain import DrainManager
 from tests.api.conftest import team_key
 
 if TYPE_CHECKING:
     from aiohttp.test_utils import TestClient
 
+    from proxy.gateway.api_keys import ApiKeys
     from tests.api.conftest import Engine, Gateway
 
     Client = TestClient[web.Request, web.Application]
@@ -41,12 +39,8 @@ SECRETS = {
 
 
 async def client_of(gateway: Gateway, callers: ApiKeys | None = None) -> Client:
-    client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
     probes = ProbeApi(gateway.lanes(), DrainManager())
-    parts = QuestionParts(
-        client=gateway.engine_client, engine_keys=gateway.keys(), client_keys=client_keys, metrics=gateway.metrics
-    )
-    api = SglangApi(parts, gateway.pools, probes)
+    api = SglangApi(gateway.questions(callers=callers), gateway.pools, probes)
     return await gateway.serve(api.routes())
 
 

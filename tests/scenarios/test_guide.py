@@ -11,7 +11,7 @@ from proxy.sim.engine import SimulatedEngine
 from tests.asking import answer_alone, read
 from tests.deployment import generations
 from tests.scenarios.program import SERVING, running
-from tests.test_main import KIMI_K25, KIMI_K26, ONE_NODE, words
+from tests.test_main import GUIDES, words
 
 CURL_BODY = b"""{
         "model": "kimi_k26",
@@ -41,7 +41,7 @@ def on_this_host(line: list[str], prefillers: list[SimulatedEngine], decoders: l
 
 @pytest.mark.parametrize(
     ("guide", "prefill", "decode"),
-    [(KIMI_K26, 8, 8), (KIMI_K25, 4, 32), (ONE_NODE, 1, 1)],
+    [(GUIDES["k2.6"], 8, 8), (GUIDES["k2.5"], 4, 32), (GUIDES["one-node"], 1, 1)],
     ids=["k2.6", "k2.5", "one-node"],
 )
 async def test_guides_command_and_its_request_work(guide: str, prefill: int, decode: int) -> None:
