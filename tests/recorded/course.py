@@ -46,10 +46,11 @@ _RANDOM: Final = (
     (re.compile(r":\d+/v1/metaserver"), ":callbacks/v1/metaserver"),
     (re.compile(r"null +"), "null"),  # token ids that were taken out of one piece leave blanks
 )
-# Metrics of this process, and of how long something took or in how many pieces it came.
+# Metrics of this process, of how long something took or in how many pieces it came, and of judgements about these.
 _VARYING: Final = re.compile(
     r"(process|python)_.*|.*_(bucket|created|share)|.*_(seconds|ratio)_sum|pdproxy_inter_token_.*"
     r"|.*_engine_seconds_total|.*(lag|timestamp|fds|memory|oldest|cpu)_.*"
+    r"|pdproxy_status_.*|pdproxy_instance_(tokens_per_second|kv_capacity_tokens)"
 )
 _TIMES: Final = re.compile(r"t_.*|dur|ttft|p_seconds")
 """Members of the access log."""
