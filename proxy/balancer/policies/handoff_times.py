@@ -115,6 +115,8 @@ class _Pair:
     line: _Line = field(default_factory=_Line)
     skipped: int = 0
     """Handoffs since the last one that was learned."""
+    slow_in_row: int = 0
+    """Latest consecutive handoffs that took as long as those of slow pairs."""
     tried_at: float = -math.inf
     """Time of the last request while the pair was slow."""
 
@@ -214,6 +216,7 @@ class HandoffTimes:
                 "tokens": round(1000 * tokens),
                 "seconds": round(pair.line.seconds(tokens), 4),
                 "ordinary_seconds": round(self._ordinary.seconds(tokens), 4),
+                "slow_in_row": pair.slow_in_row,
             }
             for partners in self.slow.values()
             for pair in partners.values()
@@ -228,6 +231,9 @@ class HandoffTimes:
             if not is_timely or self._pairs.get(key) is not pair:
                 continue
             line = pair.line
+            if self._ordinary.count:
+                is_slow = seconds >= max(_SLOW * self._ordinary.seconds(x), _MIN_SECONDS)
+                pair.slow_in_row = pair.slow_in_row + 1 if is_slow else 0
             is_long = seconds > line.seconds(x) and line.count > 0
             if is_long and self._is_full(pair.decoder):
                 continue

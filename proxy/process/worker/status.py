@@ -50,6 +50,8 @@ _LOG_AFTER_SECONDS: Final = 6.0
 _MAX_LOGGED_REASONS: Final = 5
 _MAX_QUIET: Final = 8
 """Number of silent answers of each instance that a worker reports."""
+_MIN_SLOW_IN_ROW: Final = 3
+"""Consecutive slow handoffs after which a pair is slow."""
 _LIMITED: Final = RESULTS.index("limited")
 _ANSWER_TOKENS: Final = ("completion",)
 
@@ -330,4 +332,9 @@ def _computes_from(pairs: Mapping[str, HandoffVerdict]) -> tuple[str, ...]:
 
 
 def _slow_from(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    return {name: (pair["seconds"], pair["ordinary_seconds"]) for name, pair in pairs.items()}
+    """Return the times of pairs whose latest handoffs were all slow. One late handoff raises the mean of a pair."""
+    return {
+        name: (pair["seconds"], pair["ordinary_seconds"])
+        for name, pair in pairs.items()
+        if pair["slow_in_row"] >= _MIN_SLOW_IN_ROW
+    }

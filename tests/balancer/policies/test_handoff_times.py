@@ -90,6 +90,18 @@ def test_handoff_times_predict_the_excess_of_a_slow_pair() -> None:
     assert pairs.times.slow_pairs_of(pairs.decoders[1]) == {}
 
 
+def test_one_fast_handoff_ends_the_row_of_slow_ones() -> None:
+    pairs = Pairs()
+    pairs.factors[0, 2] = 10.0
+    pairs.run(10)
+    prefiller, decoder = pairs.prefillers[0], pairs.decoders[2]
+    assert pairs.times.slow_pairs_of(decoder)[prefiller.name]["slow_in_row"] >= 5
+    pairs.factors.clear()
+    pairs.run(4)  # a pair with many handoffs learns each fourth one
+    slow = pairs.times.slow_pairs_of(decoder)
+    assert not slow or slow[prefiller.name]["slow_in_row"] == 0
+
+
 def test_handoff_times_log_a_pair_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "proxy")
     pairs = Pairs()
