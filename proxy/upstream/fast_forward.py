@@ -39,6 +39,7 @@ _NULLS: Final = [b"null".ljust(len(b"[]") + digits) for digits in range(_MAX_DIG
 """The bytes that replace an ID and its brackets, by the number of the ID's digits."""
 # End of a chunk with one event without carriage returns. It cannot occur inside the event.
 _CHUNK_END: Final = b"\n\n\r\n"
+_NO_PARTS: Final[list[bytes]] = []
 _SIZE_LINES: Final = SIZE_LINES  # a name of this module is found faster
 
 
@@ -152,7 +153,7 @@ class Tokens:
 class FastForward(asyncio.Protocol):
     """The base of connections to engines. It forwards tokens, and gives all other bytes to `_read`."""
 
-    __slots__ = ("_may_pump", "_tokens", "arrivals")
+    __slots__ = ("_may_pump", "_parts", "_tokens", "arrivals")
 
     def __init__(self) -> None:
         self._tokens: Tokens | None = None
@@ -161,6 +162,8 @@ class FastForward(asyncio.Protocol):
         """Whether tokens are forwarded here and could be forwarded in C."""
         self.arrivals = 0
         """The number of parts of a streamed answer since the last check of silence."""
+        self._parts: list[bytes] = _NO_PARTS
+        """The tokens of the present read that are written together."""
 
     def _read(self, data: bytes) -> None:
         """Process bytes that are not forwarded. If tokens were forwarded before, the bytes begin with a chunk."""
@@ -221,7 +224,9 @@ class FastForward(asyncio.Protocol):
                 else:
                     data = b"%x\r\n%b%b" % (shown_bytes, data[line:end], shown_behind)
         self.arrivals += 1
-        if (output := tokens.output) is not None and not output.is_closing():
+        if is_part:
+            self._parts.append(data)
+        elif (output := tokens.output) is not None and not output.is_closing():
             output.write(data)
         tokens.index = index = tokens.index + 1
         if not index & 6:
@@ -242,6 +247,7 @@ class FastForward(asyncio.Protocol):
         The transport of an engine sends chunks together that are written in one turn of its event loop.
         """
         begin = 0
+        parts = self._parts = []
         while begin < len(data):
             end = data.find(_CHUNK_END, begin) + len(_CHUNK_END)
             if end < len(_CHUNK_END) or end - begin == len(data) or not self.data_received(data[begin:end], True):
@@ -249,6 +255,10 @@ class FastForward(asyncio.Protocol):
             begin = end
             if self._tokens is not tokens:  # the client disconnected, or the answer is no longer passed on
                 break
+        # One write, because the transport of a client makes a system call for each.
+        if parts and (output := tokens.output) is not None and not output.is_closing():
+            output.write(b"".join(parts))
+        self._parts = _NO_PARTS
         if begin < len(data):
             self._tokens = None
             self._read(data[begin:])
