@@ -61,6 +61,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "answer_seconds": 30.0,
         "idle_seconds": 30.0,
     },
+    "stream": {"gather_seconds": 0},  # the event loop of a test is always busy
     "admission": {"wait_seconds": 20.0},
     "resume": {"deadline_seconds": 20.0},
     "health": {

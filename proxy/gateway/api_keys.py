@@ -198,6 +198,8 @@ class ApiKey:
     """Limit of requests per minute. None: no limit."""
     priority: int = 0
     """The priority of the requests. Lower values go first. A request can only lower its urgency."""
+    gathers_tokens: bool = True
+    """Whether tokens of its streams may wait for further ones."""
     token_limit: TokenLimit | None = field(default=None, compare=False)
     """Limit of tokens per minute. None: no limit."""
 
@@ -282,6 +284,7 @@ class ApiKeys:
                 max_concurrent=key.max_concurrent,
                 requests_per_minute=key.requests_per_minute,
                 priority=key.priority,
+                gathers_tokens=key.gather_tokens,
                 token_limit=None
                 if key.tokens_per_minute is None
                 else TokenLimit(key.tokens_per_minute, slots[key.name], self),

@@ -128,6 +128,7 @@ class ClientWriter:
         "_request_id",
         "_write_timeout_seconds",
         "connection",
+        "gathers_tokens",
         "is_committed",
     )
 
@@ -143,6 +144,8 @@ class ClientWriter:
         self.connection = connection
         self.is_committed = False
         """Whether the status and headers were sent, so that only the stream itself can report an error."""
+        self.gathers_tokens = True
+        """Whether tokens may wait for further ones, see Gathering."""
         self._head = head
         self._id_header = id_header
         self._request_id = request_id

@@ -283,7 +283,10 @@ class Relay:
                 if shape.is_reasoning:
                     skips = frozenset(transcript.grammar.reasoning_end_ids)
                 hides_ids = not delivery.writer.wants_ids
-            tokens = self._tokens = Tokens(shape, notes, settle, line, clock, skips=skips, hides_ids=hides_ids)
+            may_wait = writer is None or writer.gathers_tokens
+            tokens = self._tokens = Tokens(
+                *(shape, notes, settle, line, clock), skips=skips, hides_ids=hides_ids, may_wait=may_wait
+            )
             self._shape = shape
         if clock is not None:
             tokens.index = clock.index

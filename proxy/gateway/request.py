@@ -145,6 +145,7 @@ class Request:
             record.request_id,
             settings.listen.write_timeout_seconds,
         )
+        writer.gathers_tokens = self._key.gathers_tokens
         if call.stream and parts.keeps_streams_alive:
             writer.keep_alive_by(settings.stream, dialect.keep_alive)
         try:

@@ -354,6 +354,11 @@ class Metrics:
     loop_lag_seconds = MetricRow(
         Gauge, "Longest delay of the event loop in the last 15 seconds.", multiprocess_mode="livemax"
     )
+    gather_seconds = MetricRow(
+        Gauge,
+        "Time for which tokens wait for further ones of their stream (stream.gather_seconds). 0: they do not wait.",
+        multiprocess_mode="livemax",
+    )
     cpu_seconds_total = MetricRow(Counter, "CPU time of all workers since each started.")
     resident_memory_bytes = MetricRow(
         Gauge, "Resident memory of all workers. Shared memory counts once for each worker.", multiprocess_mode="livesum"

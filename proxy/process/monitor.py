@@ -234,6 +234,8 @@ class MonitorParts:
     """Returns unused memory to the system."""
     loop_lag: LoopLag = field(default_factory=LoopLag)
     """Takes the delays of the event loop."""
+    on_busy_share: Callable[[float], object] = lambda share: None
+    """Takes the CPU time of the event loop's thread in each tick, as a share of a core."""
 
 
 class Monitor:
@@ -255,6 +257,8 @@ class Monitor:
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_at = self._due = self._memory_at = self._fds_at = self._shrink_at = parts.clock()
         self._loop_lag = parts.loop_lag
+        self._on_busy_share = parts.on_busy_share
+        self._loop_seconds = time.thread_time()
         self._cpu_seconds = 0.0
         self._told = logs.Lost()
         self._was_ready = False
@@ -317,6 +321,9 @@ class Monitor:
             self.became_ready.set()
 
     def _note_lag(self, now: float) -> None:
+        before_seconds, self._loop_seconds = self._loop_seconds, time.thread_time()
+        if now > self._ticked_at:
+            self._on_busy_share((self._loop_seconds - before_seconds) / (now - self._ticked_at))
         self._loop_lag.note(now, max(0.0, now - self._due))
         self._metrics.loop_lag_seconds.set(self._loop_lag.since(now - _LAG_WINDOW_SECONDS))
         self._ticked_at, self._due = now, now + self._tick_seconds

@@ -7,6 +7,7 @@
         requests_per_minute: 600     # null or missing: no limit
         tokens_per_minute: 200000    # of prompts and answers; null or missing: no limit
         priority: 0                  # lower values leave the queue first
+      gather_tokens: true          # false: tokens of its streams never wait, see stream.gather_seconds
 
 Errors are one sentence with the place of the mistake and without the key. Only the digest of a key is kept.
 """
@@ -65,6 +66,8 @@ class ClientKey(Section):
 
     A request may ask for a later place than its key, but not for an earlier one.
     """
+    gather_tokens: bool = True
+    """Whether tokens of its streams may wait for further ones under load, see `stream.gather_seconds`."""
 
 
 _MEMBERS: Final = ("key", *ClientKey.model_fields)

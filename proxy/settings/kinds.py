@@ -6,6 +6,7 @@ The text of a ValueError that begins with "must" is an expectation, to which the
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from pathlib import Path
@@ -41,6 +42,9 @@ _POLICY_ADVICE: Final = {
     "least_request": "least_tokens",
 }
 """Policies of other routers, with the closest policy of pdproxy."""
+
+MAX_GATHER_SECONDS: Final = 0.2
+"""The longest time for which tokens may wait for others. It is far below all limits of silence."""
 
 # As browsers write an origin (RFC 6454 6.2): without a path, not even a slash.
 _is_origin = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?").fullmatch
@@ -89,6 +93,18 @@ def _not_boolean(value: object) -> object:
 
 def _cores_for_auto(value: object) -> object:
     return len(os.sched_getaffinity(0)) if value == "auto" else value
+
+
+def _seconds_or_auto(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        seconds = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_GATHER_SECONDS:
+        raise ValueError(f"must be auto or a number of seconds from 0 to {MAX_GATHER_SECONDS:g}")
+    return seconds
 
 
 def _upper(value: object) -> object:
@@ -220,6 +236,11 @@ Workers = Annotated[
     _number,
     Field(ge=1),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
+]
+GatherSeconds = Annotated[
+    float | Literal["auto"],
+    BeforeValidator(_seconds_or_auto),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0, "maximum": MAX_GATHER_SECONDS}, {"const": "auto"}]}),
 ]
 
 Endpoints = Annotated[

@@ -21,6 +21,7 @@ from proxy.settings.kinds import (
     Delay,
     Endpoints,
     FilePath,
+    GatherSeconds,
     ListenPort,
     LogLevel,
     ModelAliases,
@@ -319,6 +320,14 @@ class Streaming(Section):
     native_pump: bool = True
     """Whether the compiled build passes tokens on in C, which takes less CPU time than in Python. The bytes are the
     same. Applies to new connections to engines."""
+    gather_seconds: GatherSeconds = "auto"
+    """Maximum time for which tokens wait for further ones of their stream, in seconds. pdproxy reads and writes such
+    tokens together, which takes less CPU time. The first eight tokens of an answer never wait, and client keys can
+    decline (gather_tokens). auto: up to 0.05, only while the event loop of a worker takes more than
+    gather_above_cpu_share. 0: tokens never wait. A number up to 0.2: tokens always wait that long."""
+    gather_above_cpu_share: Ratio = 0.8
+    """CPU time of a worker's event loop, as a share of a core, above which tokens wait. They stop waiting when the
+    share is lower by 0.2. Applies to gather_seconds: auto."""
 
     @property
     def keeps_alive(self) -> bool:

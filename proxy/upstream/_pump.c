@@ -176,7 +176,8 @@ static int read_once(Pump *self, Stream *s) {
     return done == NULL ? -1 : 0;
 }
 
-/* The calls to Python may add and remove streams. A removed one that was replaced reads its socket once more. */
+/* Reads up to MAX_EVENTS ready streams, and returns their number. The calls to Python may add and remove streams. A
+ * removed one that was replaced reads its socket once more. */
 static PyObject *pump_run(Pump *self, PyObject *unused) {
     struct epoll_event events[MAX_EVENTS];
     int ready = epoll_wait(self->epoll_fd, events, MAX_EVENTS, 0);
@@ -184,7 +185,7 @@ static PyObject *pump_run(Pump *self, PyObject *unused) {
         Py_ssize_t slot = events[i].data.u32;
         if (self->streams[slot].owner != NULL && read_once(self, &self->streams[slot]) < 0) return NULL;
     }
-    Py_RETURN_NONE;
+    return PyLong_FromLong(ready);
 }
 
 static PyObject *pump_add(Pump *self, PyObject *args) {

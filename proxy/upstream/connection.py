@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend
     from proxy.upstream.fast_forward import Tokens
+    from proxy.upstream.gathering import Gathering
     from proxy.upstream.pump import Pump
     from proxy.wire.document import Body
 
@@ -139,6 +140,8 @@ class EngineConnection(FastForward):
         """Forwards tokens in C; None if this process cannot."""
         self._pumped = -1
         """The number of this stream in the pump, which then reads the socket; -1 if the transport reads it."""
+        self._is_waiting = False
+        """Whether reading is stopped until the next round of the Gathering."""
 
     # Methods for Upstream
 
@@ -174,6 +177,8 @@ class EngineConnection(FastForward):
         """End the exchange without further calls to it. The connection closes unless the answer is complete."""
         if self._pumped >= 0:
             self._stop_pumping()
+        if self._is_waiting:
+            self.stop_waiting()
         self._exchange = self._tokens = None
         if self.is_reusable:
             self.pause(False)
@@ -254,6 +259,8 @@ class EngineConnection(FastForward):
         if self.closed or paused == self.is_paused:
             return
         self._stop_pumping()
+        if self._is_waiting:
+            self.stop_waiting()
         self.is_paused = paused
         if paused:
             self.transport.pause_reading()
@@ -276,6 +283,8 @@ class EngineConnection(FastForward):
         self._pump = pump
 
     def _pump_later(self, tokens: Tokens) -> None:
+        if self._is_exempt(tokens):
+            return
         self._may_pump = False
         # The transport of the client sends the present token at the end of this turn of the event loop.
         self.loop.call_soon(self._begin_pumping, tokens)
@@ -284,6 +293,7 @@ class EngineConnection(FastForward):
         if self._tokens is not tokens or self._pumped >= 0 or self.is_paused or self.transport.is_closing():
             return
         assert self._pump is not None
+        self.stop_waiting()
         self._pumped = self._pump.add(self, tokens)
         if self._pumped >= 0:
             self.transport.pause_reading()
@@ -320,6 +330,33 @@ class EngineConnection(FastForward):
             assert self._pump is not None
             self.arrivals += self._pump.take_arrivals(self._pumped)
 
+    # Tokens that wait, see Gathering
+
+    def begin_gathering(self) -> None:
+        """Read the socket at once if the next token may not wait, now that the pump reads in rounds."""
+        tokens = self._tokens
+        # The pump writes the index of the eighth token, so a smaller one is right or belongs to one of the first.
+        if self._pumped >= 0 and tokens is not None and self._is_exempt(tokens):
+            self._stop_pumping()
+            self._may_pump = True
+
+    def _is_exempt(self, tokens: Tokens) -> bool:
+        """Return whether tokens wait now, but not the next one of this stream."""
+        return self.gathering is not None and self.gathering.seconds > 0 and tokens.index < tokens.waits_from
+
+    def _wait(self, gathering: Gathering) -> None:
+        if not self._is_waiting and not self.is_paused and not self.transport.is_closing():
+            self._is_waiting = True
+            self.transport.pause_reading()
+            gathering.add(self)
+
+    def stop_waiting(self) -> None:
+        """Read the socket again, if reading is stopped until the next round."""
+        if self._is_waiting:
+            self._is_waiting = False
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
+
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -334,6 +371,8 @@ class EngineConnection(FastForward):
             sock.detach()  # it is the transport's
 
     def _read(self, data: bytes) -> None:
+        if self._is_waiting:
+            self.stop_waiting()  # the answer may end here, and the next one begin
         exchange = self._exchange
         if exchange is None:
             self.abort()  # bytes without a request: the connection cannot be trusted

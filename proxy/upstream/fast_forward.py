@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 import orjson
 
 from proxy.upstream.answer_reader import MAX_CHUNK_BYTES, NO_LINE, SIZE_LINES
+from proxy.upstream.gathering import FIRST_TOKENS, NEVER
 from proxy.wire.openai import NO_KV_PARAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from proxy.upstream.gathering import Gathering
     from proxy.wire.sse import Shape
 
 _MAX_DIGITS: Final = 9
@@ -104,7 +106,7 @@ _rest_of: Final = lru_cache(maxsize=64)(_TokenSuffix)
 class Tokens:
     """The format of the tokens of one stream, and their destination."""
 
-    __slots__ = ("_settle", "head", "index", "notes", "output", "rest", "ticks")
+    __slots__ = ("_settle", "head", "index", "notes", "output", "rest", "ticks", "waits_from")
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class Tokens:
         *,
         skips: frozenset[int],
         hides_ids: bool,
+        may_wait: bool = True,
     ) -> None:
         """Create the tokens.
 
@@ -127,6 +130,7 @@ class Tokens:
             ticks: Measures gaps; None: they are not measured.
             skips: IDs of tokens that need more than their text, and so are not passed on.
             hides_ids: Whether to overwrite the IDs, because the client did not request them.
+            may_wait: Whether several tokens may be read together, see Gathering.
         """
         self.head = shape.head
         self.rest = _rest_of(shape.between, shape.behind, skips, hides_ids=hides_ids)
@@ -136,6 +140,8 @@ class Tokens:
         """The index of the last token that was forwarded, counted from 0; -1 if there is none."""
         self._settle = settle
         self.ticks = ticks
+        self.waits_from = FIRST_TOKENS if may_wait else NEVER
+        """The index of the first token after which the next ones may wait."""
 
     def begin_gap(self) -> None:
         """Begin to measure the gap after the present token. One gap of eight is measured."""
@@ -153,7 +159,7 @@ class Tokens:
 class FastForward(asyncio.Protocol):
     """The base of connections to engines. It forwards tokens, and gives all other bytes to `_read`."""
 
-    __slots__ = ("_may_pump", "_parts", "_tokens", "arrivals")
+    __slots__ = ("gathering", "_may_pump", "_parts", "_tokens", "arrivals")
 
     def __init__(self) -> None:
         self._tokens: Tokens | None = None
@@ -164,6 +170,8 @@ class FastForward(asyncio.Protocol):
         """The number of parts of a streamed answer since the last check of silence."""
         self._parts: list[bytes] = _NO_PARTS
         """The tokens of the present read that are written together."""
+        self.gathering: Gathering | None = None
+        """Decides whether tokens wait; None: they never wait."""
 
     def _read(self, data: bytes) -> None:
         """Process bytes that are not forwarded. If tokens were forwarded before, the bytes begin with a chunk."""
@@ -236,7 +244,12 @@ class FastForward(asyncio.Protocol):
                     self._pump_later(tokens)
             elif (ticks := tokens.ticks) is not None:
                 ticks.gap_from = ticks.now()
+        if index >= tokens.waits_from and self.gathering is not None and self.gathering.seconds:
+            self._wait(self.gathering)
         return True
+
+    def _wait(self, gathering: Gathering) -> None:
+        """Stop reading until the next round, unless reading is stopped already."""
 
     def _pump_later(self, tokens: Tokens) -> None:
         """Let the next tokens be forwarded in C, if that is possible then."""

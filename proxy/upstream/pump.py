@@ -44,11 +44,24 @@ class Pump:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._native: Any = _pump.Pump(orjson.loads)
-        loop.add_reader(self._native.fileno(), self._native.run)
+        self.watch()
 
     def close(self) -> None:
         """Stop the pump. The caller has removed all streams before."""
+        self.stop_watching()
+
+    def watch(self) -> None:
+        """Forward tokens whenever they arrive."""
+        self._loop.add_reader(self._native.fileno(), self._native.run)
+
+    def stop_watching(self) -> None:
+        """Forward tokens only when `run` is called."""
         self._loop.remove_reader(self._native.fileno())
+
+    def run(self) -> int:
+        """Forward the tokens that have arrived on up to 64 streams. Return the number of these streams."""
+        ready: int = self._native.run()
+        return ready
 
     def add(self, connection: PumpedConnection, tokens: Tokens) -> int:
         """Take over the socket of a stream, and return its number, or -1 or CLIENT_IS_SLOW.

@@ -13,6 +13,7 @@ from proxy.balancer.stalls import StallDetector
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import EngineConnection, upstream_error
 from proxy.upstream.dialing import Dialer
+from proxy.upstream.gathering import Gathering, next_seconds
 from proxy.upstream.names import connect_problem
 from proxy.upstream.pump import Pump, is_built
 from proxy.upstream.response import Response
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend, Role
-    from proxy.settings import Timeouts
+    from proxy.settings import Streaming, Timeouts
     from proxy.settings.tls import EngineTls
     from proxy.upstream.names import Names
     from proxy.upstream.silences import SilenceChecks
@@ -110,6 +111,8 @@ class Upstream:
         """The event loop, set by `__aenter__`."""
         self._pump: Pump | None = None
         """Forwards tokens in C; None if the module is not built."""
+        self._gathering: Gathering
+        """Reads streams in rounds under load, set by `__aenter__`."""
         self._swept_at = options.clock()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -119,6 +122,7 @@ class Upstream:
         self._plan_sweep()
         if is_built():
             self._pump = Pump(self._loop)
+        self._gathering = Gathering(self._loop, self._pump)
         return self
 
     async def __aexit__(
@@ -134,6 +138,7 @@ class Upstream:
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
             connection.abort()
         self._idle.clear()
+        self._gathering.change(0.0)
         if self._pump is not None:
             self._pump.close()
         await self._dialer.close()
@@ -144,6 +149,22 @@ class Upstream:
         self._stalls.stall_seconds = stall_seconds
         self._silence_seconds = silence_seconds
         self._sweep_seconds = _sweep_seconds(timeouts, stall_seconds, silence_seconds)
+
+    def gather(self, busy_share: float, times: Streaming) -> float:
+        """Decide how long tokens wait, and return it in seconds. Must be called regularly.
+
+        Args:
+            busy_share: The CPU time of the event loop since the last call, as a share of a core.
+            times: The settings.
+        """
+        gathering = self._gathering
+        before, seconds = gathering.seconds, next_seconds(gathering.seconds, busy_share, times)
+        if seconds != before:
+            gathering.change(seconds)
+            if not before:
+                for connection in self._busy:
+                    connection.begin_gathering()
+        return seconds
 
     @property
     def busy_connections(self) -> int:
@@ -295,6 +316,7 @@ class Upstream:
         else:
             connection = (await self._loop.create_connection(make, address, backend.port))[1]
         connection.mask_key = self._mask_key
+        connection.gathering = self._gathering
         if self._pump is not None and self._uses_pump():
             connection.use_pump(self._pump)
         return connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
@@ -49,7 +49,7 @@ class Gateway:
         self.go_on.set()
         self.port = 0
 
-    def configure(self, **limits: dict[str, int]) -> None:
+    def configure(self, **limits: dict[str, Any]) -> None:
         """Keys of these names, each with the key `sk-NAME`."""
         keys = [
             ClientKey(name=name, key_sha256=hashlib.sha256(f"sk-{name}".encode()).hexdigest(), **numbers)

@@ -58,6 +58,7 @@ def test_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
         "requests_per_minute": 600,
         "tokens_per_minute": 200000,
         "priority": 0,
+        "gather_tokens": True,
     }
     assert second.model_dump() == {
         "name": "Team_B.2",
@@ -66,6 +67,7 @@ def test_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
         "requests_per_minute": None,
         "tokens_per_minute": None,
         "priority": -2,
+        "gather_tokens": True,
     }
     with pytest.raises(ValidationError):
         first.max_concurrent = None

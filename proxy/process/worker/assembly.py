@@ -142,14 +142,19 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         admin_front = build_administration(basis, balancing, engines, clients, watcher, usage)
         status = _status(basis, balancing, engines, clients)
         metrics.watch_status(lambda: shared.status.verdict(time.monotonic()))
+        upstream = engines.lines.upstream
+
+        def gather(busy_share: float) -> None:
+            metrics.gather_seconds.set(upstream.gather(busy_share, live.settings.stream))
+
         monitor_parts = MonitorParts(
             memory=Memory(basis.settings.workers),
             every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle, status.look),
             is_ready=clients.probes.is_ready,
             loop_lag=basis.loop_lag,
+            on_busy_share=gather,
         )
         monitor = Monitor(metrics, monitor_parts)
-        upstream = engines.lines.upstream
         role_mover = _role_mover(basis, balancing, engines) if index == 0 else None
         role_controller = _role_controller(basis, balancing, clients) if index == 0 else None
         worker = Worker(

@@ -246,6 +246,21 @@ def test_each_change_of_overload_is_one_line_and_the_metric(
     ]
 
 
+def test_monitor_reports_the_load_of_the_event_loop(
+    machine: Machine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_seconds = iter([10.0, 10.25, 10.25, 10.75])
+    monkeypatch.setattr(time, "thread_time", lambda: next(cpu_seconds))
+    shares: list[float] = []
+    watching = monitor(Metrics(), machine, clock, on_busy_share=shares.append)
+    clock.now += 0.5
+    watching.tick()
+    watching.tick()  # at the same time
+    clock.now += 0.5
+    watching.tick()
+    assert shares == [0.5, 1.0]
+
+
 def test_memory_is_looked_at_once_a_second(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     watching = monitor(metrics, machine, clock)

@@ -31,7 +31,7 @@ _BY_PACKAGE: Final = {
     "process/worker": "balancing",
     "settings": "live",
     "resume": "chat_as_completion continuation cut engines overlap plan seam transcript",
-    "upstream": "answer_reader connection fast_forward response silences upstream",
+    "upstream": "answer_reader connection fast_forward gathering response silences upstream",
     "wire": "chat_members document ids members openai prefix python_json sglang sse weight",
 }
 MODULES: Final = [
