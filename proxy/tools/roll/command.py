@@ -21,7 +21,7 @@ from proxy.settings.sources import read_key
 from proxy.tools.flag_numbers import duration_seconds, whole_number
 from proxy.tools.gateway_tls import add_tls_flags, tls_of
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
-from proxy.tools.roll.walk import Limits, RollProgress, RollStopped, Walk
+from proxy.tools.roll.walk import Limits, RoleWalk, RollProgress, RollStopped, Walk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,8 @@ _DESCRIPTION: Final = """\
 Restart the instances of a role one after the other while the gateways serve. pdproxy disables an instance, and its
 requests end or move to other instances. Then the hook restarts it, and pdproxy continues when it serves again. The roll
 stops if too few others serve, or if requests of clients fail. Press Ctrl-C to stop after the present instance, and
-again to stop at once. Run the same command to resume."""
+again to stop at once. Run the same command to resume. With --to-role, pdproxy moves elastic instances to another role
+instead of restarting them."""
 _PLACEHOLDERS: Final = ("address", "host", "port", "role")
 _KEY_VARIABLE: Final = "PROXY_AUTH__ADMIN_KEY"
 
@@ -44,11 +45,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     0: all were restarted; 1: the roll stopped earlier.
     """
     flags = read_flags(argv)
-    path = Path(flags.state or f"pdproxy-roll-{flags.role}.json")
+    what = flags.role if flags.to_role is None else f"{flags.role}-to-{flags.to_role}"
+    path = Path(flags.state or f"pdproxy-roll-{what}.json")
     began = time.strftime("%Y-%m-%d %H:%M:%S")
-    progress = RollProgress(path, flags.role, began) if flags.anew else RollProgress.resumed(path, flags.role, began)
+    progress = RollProgress(path, what, began) if flags.anew else RollProgress.resumed(path, what, began)
     urls = flags.url or ["http://127.0.0.1:1999"]
-    gateways = Gateways(urls, flags.role, _key(flags.admin_key_file, environ), tls_of(flags))
+    key, tls = _key(flags.admin_key_file, environ), tls_of(flags)
+    gateways = Gateways(urls, flags.role, key, tls)
     if flags.anew and not flags.dry_run:
         progress.forget()
     limits = Limits(
@@ -59,8 +62,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         ready_seconds=flags.ready_seconds,
         settle_seconds=flags.settle_seconds,
     )
-    restart = _by_hand if flags.hook is None else partial(_by_hook, flags.hook, flags.role)
-    walk = Walk(gateways, progress, limits, restart, tell=partial(print, flush=True))
+    tell = partial(print, flush=True)
+    if flags.to_role is None:
+        restart = _by_hand if flags.hook is None else partial(_by_hook, flags.hook, flags.role)
+        walk = Walk(gateways, progress, limits, restart, tell)
+    else:
+        walk = RoleWalk(gateways, Gateways(urls, flags.to_role, key, tls), progress, limits, tell)
     try:
         if progress.is_begun:
             print(f"resuming the roll of {progress.began}; --anew starts a new one")
@@ -73,7 +80,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         finally:
             signal.signal(signal.SIGINT, before)
         failed = counted(gateways.failures(), "request")
-        print(f"all {len(planned)} are restarted; clients have seen {failed} fail meanwhile")
+        done = "are restarted" if flags.to_role is None else f"serve as {flags.to_role}"
+        print(f"all {len(planned)} {done}; clients have seen {failed} fail meanwhile")
         return 0
     except (RollStopped, GatewayTrouble) as error:
         return _tell_end(str(error), progress)
@@ -86,6 +94,11 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="pdproxy roll", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add("--role", required=True, choices=["prefill", "decode", "encode"], help="Role of the instances to restart.")
+    add(
+        "--to-role",
+        choices=["prefill", "decode"],
+        help="Move elastic instances to this role instead of restarting them. They keep it until you change it.",
+    )
     add(
         "--url",
         action="append",
@@ -106,13 +119,15 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         type=duration_seconds,
         metavar="SECONDS",
         help="Time after which the running requests of an instance move to other instances, in seconds. 0 moves them "
-        "at once. Default: leaving.evacuate_after_seconds of the gateways.",
+        "at once. Default: leaving.evacuate_after_seconds of the gateways, and elastic.evacuate_after_seconds with "
+        "--to-role.",
     )
     add(
         "--min-serving",
         type=whole_number,
         metavar="N",
-        help="Minimum number of other instances that serve during a restart. Default: all that serve at the start.",
+        help="Minimum number of other instances that serve during a restart. Default: all that serve at the start, or "
+        "all that stay with --to-role.",
     )
     add(
         "--max-failures",
@@ -151,7 +166,20 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--dry-run", action="store_true", help="Print the steps, and do nothing.")
     add_tls_flags(parser)
-    return parser.parse_args(argv)
+    return _checked(parser.parse_args(argv))
+
+
+def _checked(flags: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags. Raises SettingsError if they contradict each other."""
+    if flags.to_role is not None and (flags.role not in ("prefill", "decode") or flags.role == flags.to_role):
+        raise SettingsError(f"--to-role {flags.to_role} needs --role {_other(flags.to_role)}")
+    if flags.to_role is not None and flags.hook is not None:
+        raise SettingsError("--hook restarts instances, and --to-role moves them without a restart")
+    return flags
+
+
+def _other(role: str) -> str:
+    return "decode" if role == "prefill" else "prefill"
 
 
 # Flags
@@ -226,6 +254,11 @@ def _on_interrupt(walk: Walk, number: int, frame: FrameType | None) -> None:
 
 def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flags: argparse.Namespace) -> int:
     others = counted(walk.min_serving, "other instance")
+    if isinstance(walk, RoleWalk):
+        print(f"{counted(len(planned), f'{flags.role} instance')} to {flags.to_role}, one at a time:")
+        for instance in planned:
+            print("\n    ".join([f"  {instance.address}", *walk.steps(instance.address)]))
+        return 0
     print(f"{counted(len(planned), f'{flags.role} instance')}, one at a time, with at least {others} serving:")
     for instance in planned:
         how = "by hand" if flags.hook is None else _filled(flags.hook, flags.role, instance.address)
@@ -236,10 +269,11 @@ def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flag
 
 
 def _tell_end(why: str, progress: RollProgress) -> int:
+    is_move = "-to-" in progress.role
     print(f"pdproxy roll: {why}", file=sys.stderr)
     if progress.current is not None:
-        print(f"{progress.current} is away, and may still be disabled", file=sys.stderr)
-    print(
-        f"restarted so far: {counted(len(progress.done), 'instance')}; run the command again to resume", file=sys.stderr
-    )
+        state = "may still be moving" if is_move else "is away, and may still be disabled"
+        print(f"{progress.current} {state}", file=sys.stderr)
+    done = f"{'moved' if is_move else 'restarted'} so far: {counted(len(progress.done), 'instance')}"
+    print(f"{done}; run the command again to resume", file=sys.stderr)
     return 1

@@ -45,6 +45,12 @@ class Instance:
     """Its requests in flight, from all gateways."""
     models: frozenset[str] = frozenset()
     """Its models; empty if not known."""
+    is_elastic: bool = False
+    """Whether all gateways can move it to another role."""
+    is_moving: bool = False
+    """Whether a gateway moves it to another role."""
+    problem: str = ""
+    """Why its last move failed at a gateway. Empty: it did not."""
 
 
 class Gateways:
@@ -62,7 +68,8 @@ class Gateways:
         # Without a proxy, which would get the key, too.
         self._open = build_opener(ProxyHandler({}), HTTPSHandler(context=tls), _NoRedirects()).open
         self._urls = [url.rstrip("/") for url in urls]
-        self._role = role
+        self.role = role
+        """Role of the instances."""
         self._headers = {} if key is None else {"X-Admin-Key": key}
         self._failures: dict[str, float] = {}
         self._counted = 0.0
@@ -89,6 +96,23 @@ class Gateways:
         """Enable an instance. Raises GatewayTrouble."""
         self._change("enable", address)
 
+    def move(self, address: str, to: str, evacuate_after: float | None, *, is_dry_run: bool = False) -> list[str]:
+        """Order a role for an elastic instance, and return the steps of the move. Raises GatewayTrouble.
+
+        `evacuate_after` None: the gateways' setting.
+        """
+        asked = {} if evacuate_after is None else {"evacuate_after": evacuate_after}
+        steps: list[str] = []
+        for url in self._urls:
+            path = f"/instances/role{'?dry_run=true' if is_dry_run else ''}"
+            body = orjson.dumps({"role": to, "instances": address, **asked})
+            with _parsing_answers(f"{url}/instances/role"):
+                told = orjson.loads(self._ask(url, path, body))
+                if told["not_found"]:
+                    raise GatewayTrouble(f"{url} has no instance {address} any more")
+                steps = [step for plan in told["plan"] for step in plan["steps"]]
+        return steps
+
     def failures(self) -> int:
         """Return the number of requests that failed for clients since the first call. Raises GatewayTrouble.
 
@@ -108,17 +132,17 @@ class Gateways:
             return {
                 one["address"]: one
                 for one in orjson.loads(self._ask(url, "/instances"))["instances"]
-                if one["role"] == self._role and one["membership"] in ("enabled", "disabled")
+                if one["role"] == self.role and one["membership"] in ("enabled", "disabled")
             }
 
     def _change(self, what: str, address: str, **fields: object) -> list[str]:
         warnings: list[str] = []
         for url in self._urls:
-            body = orjson.dumps({"type": self._role, "instances": address, **fields})
+            body = orjson.dumps({"type": self.role, "instances": address, **fields})
             with _parsing_answers(f"{url}/instances/{what}"):
                 told = orjson.loads(self._ask(url, f"/instances/{what}", body))
                 if told["not_found"]:
-                    raise GatewayTrouble(f"{url} has no {self._role} instance {address} any more")
+                    raise GatewayTrouble(f"{url} has no {self.role} instance {address} any more")
                 warnings += told["warnings"]
         return warnings
 
@@ -181,12 +205,16 @@ def lost_without(away: Instance, others: Iterable[Instance]) -> frozenset[str]:
 
 
 def _merged_instance(address: str, views: Sequence[Mapping[str, Any]]) -> Instance:
+    elastic = [view["elastic"] for view in views if view.get("elastic") is not None]
     return Instance(
         address=address,
         is_disabled=any(view["membership"] == "disabled" for view in views),
         serves=all(view["membership"] == "enabled" and view["states"].keys() == {"up"} for view in views),
         inflight=sum(view["load"]["inflight"] for view in views),
         models=frozenset[str]().union(*(view.get("models") or () for view in views)),
+        is_elastic=len(elastic) == len(views),
+        is_moving=any(each["moves_to"] is not None for each in elastic),
+        problem=next((str(each["last_problem"]) for each in elastic if each["last_problem"]), ""),
     )
 
 

@@ -97,13 +97,7 @@ class Walk:
                 planned.append(instance)
         # An instance that is out of service comes first, because only one may be.
         planned.sort(key=lambda instance: instance.address != self._progress.current)
-        least = self._limits.min_serving
-        if least is None:
-            serving = {instance.address for instance in there if instance.serves}
-            least = max(1, min((len(serving - {instance.address}) for instance in planned), default=1))
-        self._least = least
-        if planned and len(there) <= least:
-            raise RollStopped(f"fewer than {least} other instances would serve during a restart: lower --min-serving")
+        self._least = least = self._least_serving(there, planned)
         for instance in planned if least else ():
             if lost := lost_without(instance, (other for other in there if other is not instance)):
                 models = ", ".join(sorted(lost))
@@ -112,6 +106,16 @@ class Walk:
                     "use --min-serving 0 to restart it anyway"
                 )
         return planned
+
+    def _least_serving(self, there: Sequence[Instance], planned: Sequence[Instance]) -> int:
+        """Return the number of others that must serve. Raises RollStopped if there are too few."""
+        least = self._limits.min_serving
+        if least is None:
+            serving = {instance.address for instance in there if instance.serves}
+            least = max(1, min((len(serving - {instance.address}) for instance in planned), default=1))
+        if planned and len(there) <= least:
+            raise RollStopped(f"fewer than {least} other instances would serve during a restart: lower --min-serving")
+        return least
 
     @property
     def min_serving(self) -> int:
@@ -145,6 +149,9 @@ class Walk:
         self._wait(lambda: self._serves(address), self._limits.ready_seconds, f"{address} serves again", may_stop=False)
         self._progress.restarted()
         self._tell(f"  serves again after {time.monotonic() - began:.1f} s")
+        self._settle()
+
+    def _settle(self) -> None:
         until = time.monotonic() + self._limits.settle_seconds
         self._wait(lambda: time.monotonic() >= until, self._limits.settle_seconds + 60, "nothing happens")
 
@@ -200,6 +207,84 @@ def _instance_at(there: Sequence[Instance], address: str) -> Instance:
         if instance.address == address:
             return instance
     raise GatewayTrouble(f"{address} is no longer an instance of all gateways")
+
+
+class RoleWalk(Walk):
+    """Moves elastic instances to another role, one after the other, instead of restarting them."""
+
+    def __init__(
+        self,
+        gateways: Gateways,
+        targets: Gateways,
+        progress: RollProgress,
+        limits: Limits,
+        tell: Callable[[str], None] = print,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        """Prepare the walk. `targets`: the gateways with the new role."""
+        super().__init__(gateways, progress, limits, _never_restarts, tell, look_seconds)
+        self._targets = targets
+
+    def plan(self, only: Sequence[str] = ()) -> list[Instance]:
+        """See Walk. Instances that have moved before are left out."""
+        moved = {instance.address for instance in self._targets.instances()}
+        if self._progress.current in moved:
+            self._progress.restarted()
+        for address in sorted(moved.intersection(only)):
+            self._tell(f"{address} is left out: it is a {self._targets.role} instance already")
+        remaining = [address for address in only if address not in moved]
+        planned = [] if only and not remaining else super().plan(remaining)
+        for instance in planned:
+            if not instance.is_elastic:
+                raise RollStopped(f"{instance.address} is not elastic at all gateways: list it in elastic.instances")
+        return planned
+
+    def steps(self, address: str) -> list[str]:
+        """Return the steps of a move, and move nothing. Raises GatewayTrouble."""
+        after = self._limits.evacuate_after_seconds
+        return self._gateways.move(address, self._targets.role, after, is_dry_run=True)
+
+    def _least_serving(self, there: Sequence[Instance], planned: Sequence[Instance]) -> int:
+        left = len(there) - len(planned)
+        least = max(1, left) if self._limits.min_serving is None else self._limits.min_serving
+        if planned and left < least:
+            stay = counted(left, f"{self._gateways.role} instance")
+            raise RollStopped(
+                f"{stay} would stay, and {least} must serve: name fewer with --instance, or lower --min-serving"
+            )
+        return least
+
+    def _replace(self, address: str) -> None:
+        self._wait(lambda: self._has_enough(address), self._limits.ready_seconds, "enough other instances serve")
+        self._progress.taking(address)
+        began = time.monotonic()
+        seconds = self._limits.drain_seconds + self._limits.ready_seconds
+        try:
+            self._gateways.move(address, self._targets.role, self._limits.evacuate_after_seconds)
+            self._wait(lambda: self._has_moved(address), seconds, f"{address} serves as {self._targets.role}")
+        except BaseException:
+            if any(instance.address == address for instance in self._gateways.instances()):
+                self._put_back(address)
+            raise
+        self._progress.restarted()
+        self._tell(f"  serves as {self._targets.role} after {time.monotonic() - began:.1f} s")
+        self._settle()
+
+    def _put_back(self, address: str) -> None:
+        self._gateways.move(address, self._gateways.role, None)
+        self._progress.taking(None)
+        self._tell(f"  {address} stays a {self._gateways.role} instance")
+
+    def _has_moved(self, address: str) -> bool:
+        """Return whether the instance serves in its new role. Raises RollStopped if its move has failed."""
+        for instance in self._gateways.instances():
+            if instance.address == address and instance.problem and not instance.is_moving:
+                raise RollStopped(f"the move of {address} failed: {instance.problem}")
+        return any(instance.address == address and instance.serves for instance in self._targets.instances())
+
+
+def _never_restarts(address: str) -> None:
+    raise RollStopped(f"{address} moves, and is not restarted")
 
 
 # Progress of a roll in a file, so that it can be resumed.
