@@ -266,8 +266,8 @@ class RoleControllerParts:
 class RoleController:
     """Decides which elastic instances move. A timer of one worker calls `look`.
 
-    Of several gateways that share their loads, the one with the first name decides, and the others follow. Without the
-    store none decides.
+    Of several gateways that share their loads, the oldest one decides, and the others follow. Without the store none
+    decides.
     """
 
     def __init__(self, parts: RoleControllerParts, clock: Callable[[], float] = time.monotonic) -> None:

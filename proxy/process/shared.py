@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
@@ -115,6 +116,11 @@ class Heartbeats:
         return dict(zip(REASONS, self._cells[self._workers :].tolist(), strict=True))
 
 
+def _replica_name() -> str:
+    """Return a unique name that sorts after those of gateways that started earlier."""
+    return f"{time.time_ns():016x}{uuid4().hex[:16]}"  # noqa: TID251 - hosts share no other clock
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """Everything that all workers inherit and share."""
@@ -139,8 +145,8 @@ class Shared:
     status: StatusBoard = field(default_factory=StatusBoard)
     history: HistoryBoard = field(default_factory=HistoryBoard)
     receipts: Receipts = field(default_factory=Receipts)
-    replica: str = field(default_factory=lambda: uuid4().hex)
-    """Name of this gateway among other gateways; the same after a worker was replaced."""
+    replica: str = field(default_factory=_replica_name)
+    """Name of this gateway among other gateways; the same after a worker was replaced. Older gateways come first."""
     predecessor: Predecessor | None = None
     """The gateway that has started this process to take over from it; None without one."""
 

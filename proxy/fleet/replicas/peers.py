@@ -115,7 +115,8 @@ class Peers:
     def leader_roles(self, now: float) -> Mapping[str, str] | None:
         """Return the roles that the leading gateway gives to elastic instances; None: this gateway leads.
 
-        The gateway with the first name leads.
+        The gateway with the first name leads, which is the oldest one. So a gateway that restarts with the roles of
+        its configuration follows the others.
         """
         current = [name for name, peer in self._peers.items() if self._is_current(peer, now)]
         first = min(current, default=self._me)
