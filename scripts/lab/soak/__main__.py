@@ -71,6 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--evacuation", action="store_true", help="evacuate engines during their answers, and roll them"
     )
+    parser.add_argument("--elastic", action="store_true", help="move engines to the other role and back")
     parser.add_argument("--clients", type=int, default=48, help="concurrent requests (default: 48)")
     parser.add_argument("--engines", type=int, default=4, help="number of prefillers, and of decoders (default: 4)")
     parser.add_argument("--discovery", action="store_true", help="find engines by a file, which is invalid at times")
@@ -114,9 +115,16 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
         watch,
         gateways=options.replicas,
         is_discovered=options.discovery,
-        evacuate_after_seconds=EVACUATE_AFTER_SECONDS if options.evacuation else None,
+        evacuate_after_seconds=EVACUATE_AFTER_SECONDS if options.evacuation or options.elastic else None,
+        is_elastic=options.elastic,
     ) as cluster:
-        injector = FaultInjector(cluster, options.seed, kills_workers=options.workers > 1, evacuates=options.evacuation)
+        injector = FaultInjector(
+            cluster,
+            options.seed,
+            kills_workers=options.workers > 1,
+            evacuates=options.evacuation,
+            moves=options.elastic,
+        )
         ports = ",".join(str(gateway.port) for gateway in cluster.gateways)
         async with _traffic(ports, str(options.seed), str(options.clients), str(answers)) as traffic:
             _print("a few seconds without faults")

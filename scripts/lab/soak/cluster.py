@@ -70,11 +70,22 @@ def settings(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
 class Engine:
     """A simulated engine and the network in front of it. Gateways know it as `instance`."""
 
-    def __init__(self, role: str, port: int, network_port: int, log: Path, watch: Callable[[str], Watcher]) -> None:
+    def __init__(
+        self,
+        role: str,
+        port: int,
+        network_port: int,
+        log: Path,
+        watch: Callable[[str], Watcher],
+        *,
+        is_elastic: bool,
+    ) -> None:
+        """Describe the engine. `is_elastic`: it serves both roles, and begins with `role`."""
         self.role = role
         self.instance = f"{HOST}:{network_port}"
         self.network = ToxicProxy(HOST, port, listen_on=network_port, watch=lambda: watch(self.instance))
-        command = [*PDPROXY, "mock-engine", "--role", role, "--port", str(port), *_ENGINE_FLAGS]
+        served = "both" if is_elastic else role
+        command = [*PDPROXY, "mock-engine", "--role", served, "--port", str(port), *_ENGINE_FLAGS]
         self.program = Program(name=self.name, command=command, port=port, output=log, ready_path="/health")
 
     @property
@@ -131,6 +142,24 @@ class Cluster:
                 await asyncio.to_thread(fetch, f"{gateway.url}/instances/{verb}", change)
             except OSError as error:
                 sys.exit(f"a gateway failed to {verb} {engine.name}: {error}")
+
+    async def move(self, engine: Engine, role: str) -> None:
+        """Order another role for an elastic instance at every gateway, and wait until all of them have given it."""
+        order = json.dumps({"role": role, "instances": engine.instance}).encode()
+        for gateway in self.gateways:
+            try:
+                await asyncio.to_thread(fetch, f"{gateway.url}/instances/role", order)
+            except OSError as error:
+                sys.exit(f"a gateway failed to move {engine.name}: {error}")
+        await wait_until(partial(self._has_role, engine, role))
+        engine.role = role
+
+    async def _has_role(self, engine: Engine, role: str) -> bool:
+        for gateway in self.gateways:
+            roles = {one["address"]: one["role"] for one in await _instances(gateway)}
+            if roles.get(engine.instance) != role:
+                return False
+        return True
 
     async def is_known(self, engine: Engine) -> bool:
         """Return whether all gateways know an instance, draining or not."""
@@ -242,6 +271,15 @@ async def _samples(gateway: Gateway) -> list[Sample]:
     return [await _sample(gateway) for _ in range(max(1, 4 * len(gateway.workers())))]
 
 
+def _elastic(engines: Iterable[Engine], evacuate_after_seconds: float | None) -> dict[str, Any]:
+    """Return the options of elastic instances. Only the faults move them."""
+    return {
+        "instances": [engine.instance for engine in engines],
+        "evacuate_after_seconds": evacuate_after_seconds,
+        "mode": "advise",
+    }
+
+
 class ListedEngines:
     """The file by which gateways discover engines. `settings` are those that name it."""
 
@@ -286,6 +324,7 @@ async def started(
     gateways: int,
     is_discovered: bool,
     evacuate_after_seconds: float | None,
+    is_elastic: bool,
 ) -> AsyncIterator[Cluster]:
     """Start the cluster and stop it at the end. Several gateways share state.
 
@@ -296,7 +335,8 @@ async def started(
       watch: Makes a watcher for each connection to an engine.
       gateways: Number of gateways.
       is_discovered: Gateways find the engines in a file.
-      evacuate_after_seconds: Time that requests of a removed instance may take. None: unlimited.
+      evacuate_after_seconds: Time that requests of a removed or moving instance may take. None: unlimited.
+      is_elastic: All engines can move to the other role.
     """
     store_port, *ports = quiet_ports(1 + gateways + 2 * per_role)
     roles = ["prefill"] * per_role + ["decode"] * per_role
@@ -304,7 +344,7 @@ async def started(
         fleet = Fleet(directory)
         stack.push_async_callback(asyncio.to_thread, fleet.close)
         engines = [
-            Engine(role, port, network_port, directory / "engines.log", watch)
+            Engine(role, port, network_port, directory / "engines.log", watch, is_elastic=is_elastic)
             for role, port, network_port in zip(roles, quiet_ports(2 * per_role), ports[gateways:], strict=True)
         ]
         for engine in engines:
@@ -324,6 +364,7 @@ async def started(
             "leaving": {"evacuate_after_seconds": evacuate_after_seconds},
             **(listed.settings if listed else {}),
             **({"replicas": {"url": store_url(store_port)}} if shared else {}),
+            **({"elastic": _elastic(engines, evacuate_after_seconds)} if is_elastic else {}),
         }
         await asyncio.to_thread(fleet.wait)
         made = [

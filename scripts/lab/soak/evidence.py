@@ -96,12 +96,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """A period in which an instance must get no requests, because it was removed or logged as down."""
+    """A period in which an instance must get no requests, because it was removed, logged as down, or has moved."""
 
     instance: str
     began: float
     ended: float
     why: str
+    stage: str | None = None
+    """The stage whose legs it must not get. None: of both stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

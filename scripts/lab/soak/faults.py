@@ -28,6 +28,7 @@ _DEAD_SECONDS = 0.5
 _STOPPED_SECONDS = STALL_SECONDS + 2.0
 _LOST_SECONDS = 3.0
 _SLOW_SECONDS = 2.0
+_MOVED_SECONDS = 2.0
 _INJECTED_SECONDS = 1.0
 GRACE_SECONDS = 1.0
 """Time between two faults."""
@@ -138,6 +139,16 @@ class Changes:
         await cluster.change("add", engine)
         await wait_until(partial(cluster.is_known, engine))
 
+    async def move(self, engine: Engine) -> None:
+        """Move an elastic instance to the other role, and back later. It never gets legs of both roles."""
+        first = engine.role
+        other = "decode" if first == "prefill" else "prefill"
+        for role in (other, first):
+            left = engine.role
+            await self._cluster.move(engine, role)
+            with self._absent(engine, f"has moved to {role}", stage=left):
+                await asyncio.sleep(_MOVED_SECONDS)
+
     async def leave(self, engine: Engine) -> None:
         """Leave as SGLang does after SIGTERM: health checks return 503, and running requests finish anywhere."""
         cluster = self._cluster
@@ -168,17 +179,20 @@ class Changes:
         await asyncio.to_thread(engine.program.restart)
 
     @contextmanager
-    def _absent(self, engine: Engine, why: str) -> Iterator[None]:
+    def _absent(self, engine: Engine, why: str, stage: str | None = None) -> Iterator[None]:
         began = time.time()
         yield
-        self.absences.append(Absence(instance=engine.instance, began=began, ended=time.time(), why=why))
+        self.absences.append(Absence(instance=engine.instance, began=began, ended=time.time(), why=why, stage=stage))
 
 
 class FaultInjector:
     """Runs one fault after the other, in an order that depends only on the seed. Records them."""
 
-    def __init__(self, cluster: Cluster, seed: int, *, kills_workers: bool, evacuates: bool) -> None:
-        """Create the injector. `evacuates`: instances also leave during their answers."""
+    def __init__(self, cluster: Cluster, seed: int, *, kills_workers: bool, evacuates: bool, moves: bool) -> None:
+        """Create the injector.
+
+        `evacuates`: instances also leave during their answers. `moves`: they also exchange their roles.
+        """
         self.faults: list[Fault] = []
         self.changes = Changes(cluster)
         self._cluster = cluster
@@ -188,6 +202,8 @@ class FaultInjector:
         self._rolls = evacuates
         if evacuates:
             self._planned |= {"evacuate": self.changes.evacuate, "leave": self.changes.leave}
+        if moves:
+            self._planned["move"] = self.changes.move
 
     async def run_for(self, seconds: float, report: Callable[[Fault], None]) -> None:
         """Run one fault at a time for a duration. The last one is undone, too."""
@@ -211,6 +227,7 @@ class FaultInjector:
     def _deck(self) -> Iterator[tuple[str, str]]:
         """Yield faults as (kind, role): first each severe fault in random order, then engine errors without end."""
         worst = [(kind, role) for role in _ONE_ROLE for kind in ("kill", *_FAULTS, *self._planned)]
+        worst += [("move", role) for role in _ONE_ROLE if "move" in self._planned]  # as often as kills
         if self._rolls:
             worst += [(_ROLL, role) for role in _ONE_ROLE]
         if self._cluster.listed is not None:

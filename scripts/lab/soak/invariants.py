@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from lab.soak.evidence import KILL_WORKER, Answer, Evidence, Leg, Outcome
+from lab.soak.evidence import KILL_WORKER, Absence, Answer, Evidence, Leg, Outcome
 
 Judge = Callable[[Evidence], list[str]]
 Verdicts = Mapping["Invariant", list[str] | None]
@@ -163,11 +163,14 @@ def leases(evidence: Evidence) -> list[str]:
     # A lease that was resumed, or left before its leg was sent, ends without a leg. Each leg has a lease, but a leg is
     # sent twice if its connection turns out to be closed.
     sent = Counter((leg.stage, leg.instance) for leg in evidence.legs if leg.stage != "release" and leg.answered)
+    # The metrics leave out the counts of a role that an instance has had earlier.
+    present = {instance for _, instance in ended}
+    moved = {(role, instance) for role, instance in sent if instance in present} - ended.keys()
     if not any(fault.kind == KILL_WORKER for fault in evidence.faults):
         wrong += [
             f"{instance}: {legs} {role} legs were answered, and {ended.get((role, instance), 0):.0f} leases ended"
             for (role, instance), legs in sent.items()
-            if ended.get((role, instance), 0) < legs
+            if ended.get((role, instance), 0) < legs and (role, instance) not in moved
         ]
     return wrong + [
         f"{name}{dict(labels)} is {value}"
@@ -233,9 +236,9 @@ def nothing_after_the_end(evidence: Evidence) -> list[str]:
 
 
 def only_present_instances(evidence: Evidence) -> list[str]:
-    absences: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    absences: dict[str, list[Absence]] = defaultdict(list)
     for absence in evidence.absences:
-        absences[absence.instance].append((absence.began, absence.ended, absence.why))
+        absences[absence.instance].append(absence)
     # An attempt selects both backends at its start, just before its prefill leg is sent.
     chosen: dict[str, float] = {}
     for leg in evidence.legs:
@@ -245,9 +248,11 @@ def only_present_instances(evidence: Evidence) -> list[str]:
     wrong = []
     for leg in evidence.legs:
         times = (leg.sent, chosen.get(leg.attempt, leg.sent))
-        for began, ended, why in absences[leg.instance]:
-            if all(began + skew < at < ended - skew for at in times) and leg.stage != "release":
-                wrong.append(f"{leg.user}: a {leg.stage} leg {leg.sent - began:.3f} s after {leg.instance} {why}")
+        for absence in absences[leg.instance]:
+            is_during = all(absence.began + skew < at < absence.ended - skew for at in times)
+            if is_during and leg.stage != "release" and absence.stage in (None, leg.stage):
+                after = f"{leg.sent - absence.began:.3f} s after {leg.instance} {absence.why}"
+                wrong.append(f"{leg.user}: a {leg.stage} leg {after}")
     return wrong
 
 
