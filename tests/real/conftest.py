@@ -17,8 +17,8 @@ import pytest
 
 from tests.real.cluster import Cluster, count_sources
 from tests.real.engines import Engines
-from tests.real.programs import endpoints, start_gateway, stop
-from tests.real.stacks import NIXL, SIZES, STACKS, THINKING, Size
+from tests.real.programs import HOST, endpoints, start_gateway, stop
+from tests.real.stacks import ELASTIC, NIXL, SIZES, STACKS, THINKING, Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _position(item: pytest.Item) -> tuple[int, int, str, int]:
     """Return the sort key: stack, cluster, file and line. Tests of other clusters come last, in pytest's order."""
     assert isinstance(item, pytest.Function)
-    size = item.callspec.params.get("cluster")
+    size = item.callspec.params.get("cluster") if hasattr(item, "callspec") else None
     if not isinstance(size, Size):
         return STACKS.index(_stack(item)), len(SIZES), "", 0
     file, line, _ = item.location
@@ -84,6 +84,8 @@ def _stack(item: pytest.Item) -> Stack:
         size = item.callspec.params["cluster"]
         assert isinstance(size, Size)
         return size.stack
+    if "elastic" in item.fixturenames:
+        return ELASTIC
     return THINKING if "thinking" in item.fixturenames else NIXL
 
 
@@ -128,6 +130,12 @@ def thinking(request: pytest.FixtureRequest, machine: Machine) -> Iterator[Clust
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def elastic(machine: Machine) -> Iterator[Cluster]:
+    with _cluster(machine.engines(ELASTIC), "elastic-1P2D", 1, 2) as cluster:
+        yield cluster
+
+
 @contextmanager
 def _cluster(engines: Engines, name: str, prefillers: int, decoders: int, chats: str = "auto") -> Iterator[Cluster]:
     print(f"{name}: starting engines and gateway", flush=True)
@@ -136,7 +144,9 @@ def _cluster(engines: Engines, name: str, prefillers: int, decoders: int, chats:
     chosen = engines.prefillers[:prefillers], engines.decoders[:decoders]
     log = engines.directory / f"gateway-{name}-{chats}.log"
     variables = {**engines.stack.gateway, **({} if chats == "auto" else {"PROXY_RESUME__CHATS": chats})}
-    words = ("--connector", engines.stack.connector, *endpoints(*chosen))
+    words = ["--connector", engines.stack.connector, *endpoints(*chosen)]
+    if engines.stack is ELASTIC:
+        words += ["--elastic", *(f"http://{HOST}:{program.port}" for both in chosen for program in both)]
     gateway = start_gateway(next(engines.ports), log, *words, **variables)
     print(f"{name}: engines and gateway are ready after {time.monotonic() - began:.0f} s", flush=True)
     try:

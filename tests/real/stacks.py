@@ -120,6 +120,13 @@ def _nixl(place: Place) -> Options:
     return Options(flags, environment)
 
 
+def _nixl_elastic(place: Place) -> Options:
+    nixl = _nixl(replace(place, kind="prefill"))
+    return Options(
+        _transfer_config(kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device="cpu"), nixl.environment
+    )
+
+
 def _nixl_push(place: Place) -> Options:
     nixl = _nixl(replace(place, kind="prefill"))
     config = {"kv_connector": "NixlPushConnector", "kv_role": _role(place), "kv_buffer_device": "cpu"}
@@ -257,9 +264,13 @@ THINKING: Final = Stack(
     "thinking", "vllm_pull", VLLM, _nixl, sizes=(), flags={"--reasoning-parser": "kimi_k2"}, model="thinks"
 )
 
+ELASTIC: Final = Stack("elastic", "vllm_pull", VLLM, _nixl_elastic, sizes=())
+"""Engines that exchange their roles."""
+
 STACKS: Final = (
     NIXL,
     THINKING,
+    ELASTIC,
     Stack("push", "nixl_push", VLLM, _nixl_push),
     Stack(
         "read-back",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from tests.real.families import SGLANG
 from tests.real.results import recorded
-from tests.real.stacks import NIXL, STACKS, THINKING
+from tests.real.stacks import ELASTIC, NIXL, STACKS, THINKING
 from tests.reference_pages.compatibility import ROOT, locked_version
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _runs_with(node: ast.FunctionDef, stack: Stack) -> bool:
     """Return whether a test runs with a stack, as tests/real/conftest.py selects it."""
     arguments = {argument.arg for argument in node.args.args}
     if "cluster" not in arguments:
-        return stack is (THINKING if "thinking" in arguments else NIXL)
+        return stack is next((own for own in (THINKING, ELASTIC) if own.name in arguments), NIXL)
     marks = (mark for mark in node.decorator_list if ast.unparse(mark).startswith("pytest.mark.only("))
     only = next((ast.literal_eval(f"({', '.join(map(ast.unparse, mark.args))},)") for mark in marks), None)  # type: ignore[attr-defined]
     return bool(stack.sizes) and (only is None or stack.name in only)
