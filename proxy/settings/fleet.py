@@ -172,11 +172,11 @@ class Elastic(Section):
     """Whether pdproxy moves elastic instances when that pays. auto: it does. advise: it only reports the move in the
     log. off: it measures nothing, and pdproxy_desired_instances is missing."""
     window_seconds: Seconds = 60.0
-    """Time over which pdproxy measures the demand for prefill and decode, in seconds. It also passes between two
+    """Time over which pdproxy measures the demand for prefill and decode, in seconds. A third of it passes between two
     moves."""
     horizon_seconds: Seconds = 900.0
-    """Time within which a move must gain more than it costs, in seconds. A move in the opposite direction waits for a
-    third of this time."""
+    """Time within which a move must gain more than it costs, in seconds. Losses that are older do not count. A move
+    back within half of this time doubles the gain that the next move needs."""
     margin: Ratio = 0.02
     """Minimum gain of a move beyond its cost, as a share of the demand, from 0 to 1."""
     token_seconds: Seconds = 0.1

@@ -12,7 +12,7 @@ from typing import Final
 import orjson
 
 from lab.common.processes import allow_many_files, called_from, unwind_on_signals
-from lab.replay import elastic, sessions
+from lab.replay import elastic, sessions, verdicts
 from lab.replay.advising import advice
 from lab.replay.drawn import DRAWN, drawn
 from lab.replay.figures import Run, chart, fits, margins, table
@@ -155,7 +155,7 @@ def read_options() -> argparse.Namespace:
     if options.sessions:
         if options.traces or options.drawn or options.sockets or options.margins or options.advise:
             parser.error("--sessions takes no trace, and no --sockets, --margins or --advise")
-    elif not options.traces and not options.drawn and not options.fit and not options.elastic:
+    elif not (options.traces or options.drawn or options.fit or options.elastic or options.elastic_worlds):
         parser.error("name at least one trace, one load of --drawn, or --sessions")
     options.machine = options.machine or (AGENTS.name if options.sessions else "kimi-k2-thinking-a3")
     options.decode_machine = options.decode_machine or (AGENTS.name if options.sessions else "kimi-k2.5-h200")
@@ -194,6 +194,9 @@ def main() -> int:
     try:
         if options.sessions:
             print(sessions.report(options))
+            return 0
+        if options.elastic_worlds:
+            print(verdicts.report(options))
             return 0
         if options.elastic:
             print(elastic.report(options))

@@ -21,6 +21,7 @@ from lab.replay.fleet import Course, Fleet, Replay
 from lab.replay.policies import OURS, policies
 from lab.replay.sweep import Progress, fleets, replay_options, replayed
 from lab.replay.trace import Request
+from lab.replay.worlds import SHAPES
 from proxy.balancer.roster import Move
 from proxy.balancer.split import MoveAdvice, MovePlanner, sample_of
 from proxy.common.backend import Role
@@ -229,6 +230,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"loads of the phases of a day ({', '.join(DRAWN)}): compare the controller of elastic instances, which"
         " begins with --fleet, with every fixed split",
     )
+    add(
+        "--elastic-worlds",
+        type=int,
+        nargs="+",
+        metavar="SEED",
+        help="compare the controller in worlds that these seeds draw, by a fast model of queues: other fleets, lengths "
+        "and courses of load",
+    )
+    add("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=f"only these courses of load: {', '.join(SHAPES)}")
     add("--phase-seconds", type=float, default=3600.0, help="virtual time of a phase (default: %(default)s)")
     add("--fixed-splits", type=int, nargs="+", metavar="P", help="only these numbers of prefillers (default: all)")
     add("--elastic-options", nargs="+", default=[], metavar="NAME=N", help="options of the section elastic")

@@ -35,3 +35,21 @@ def test_controller_beats_a_split_for_another_load(tmp_path: Path) -> None:
     assert rows["clairvoyant"]["goodput"] == max(rows["2P6D"]["goodput"], rows["4P4D"]["goodput"])
     assert "2P6D to 3P5D: prefillers " in ran.stdout
     assert "times the best fixed split (4P4D)" in ran.stdout
+
+
+def test_drawn_worlds_compare_the_controller_with_fixed_splits(tmp_path: Path) -> None:
+    words = ["--elastic-worlds", "1", "--shapes", "idle", "wrong start", "--json", "rows.json"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "lab.replay", *words],
+        env={"PYTHONPATH": "scripts", "CALLED_FROM": str(tmp_path)},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    rows = orjson.loads((tmp_path / "rows.json").read_bytes())
+    assert [row["day"] for row in rows] == ["1 idle"] * 3 + ["1 wrong start"] * 3
+    by_policy = {row["policy"]: row for row in rows[:3]}
+    assert by_policy["elastic"]["goodput"] > rows[1]["goodput"]
+    assert by_policy["elastic"]["goodput"] == sum(by_policy["elastic"]["phases"].values()) / 2
+    assert by_policy["clairvoyant"]["goodput"] >= by_policy["elastic"]["goodput"] - 0.05
+    assert ran.stdout.splitlines()[-1].startswith("2 worlds: goodput ")
