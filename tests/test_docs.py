@@ -44,7 +44,7 @@ MAX_WORDS: dict[str, int | None] = {
     "guides/client-keys.md": 600,
     "guides/clients.md": 700,
     "guides/configuration.md": 400,
-    "guides/elastic-roles.md": 1000,
+    "guides/elastic-roles.md": 1100,
     "guides/discovery.md": 600,
     "guides/instances.md": 500,
     "guides/docker.md": 300,
