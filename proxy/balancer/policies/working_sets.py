@@ -104,7 +104,6 @@ _REPORT_SECONDS: Final = 0.5
 _REPORT_COUNTS_SECONDS: Final = 2.0
 # Number of workers whose reports are kept.
 _MAX_REPORTS: Final = 256
-_NOTHING_COMPUTED: Final[tuple[float, float, float]] = (0.0, 0.0, 0.0)
 
 
 class Session:
@@ -358,7 +357,7 @@ class WorkingSets:
         session = self.find(sent.prompt.keys, None, now)
         if session is not None:
             session.idle_since = now
-        computed = _NOTHING_COMPUTED
+        computed: tuple[float, float, float] | None = None
         if sent.answer is not None:
             (tokens, cached), expected = sent.answer, sent.resident_tokens
             self._note_computed(tokens, now)
@@ -588,10 +587,10 @@ class WorkingSets:
 
     # Other workers
 
-    def _announce(self, session: Session, now: float, computed: tuple[float, float, float] = _NOTHING_COMPUTED) -> None:
+    def _announce(self, session: Session, now: float, computed: tuple[float, float, float] | None = None) -> None:
         """Tell the other workers the state of a session.
 
-        `computed`: the last three numbers of the SessionChange.
+        `computed`: the last three numbers of the SessionChange; None: nothing was computed.
         """
         if self._records is None or session.cache is None:
             return
@@ -599,7 +598,7 @@ class WorkingSets:
         sent_before = max(0.0, min(now - session.sent_at, _LONGEST_LIFTED_SECONDS))
         change = SessionChange(
             *(now, session.tokens, session.shared_tokens, float(session.key), place, float(session.turns)),
-            *(session.idle_since - now, sent_before, *computed),
+            *(session.idle_since - now, sent_before, *(computed or (0.0, 0.0, 0.0))),
         )
         self._records.write(RecordKind.SESSION, session.cache, [session.id_key, *session.tails], change)
 
