@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -83,3 +84,9 @@ async def test_sweep_of_silent_streams_runs_through_compiled_modules(deploy: Dep
 def test_excluded_modules_are_not_compiled() -> None:
     assert not set(NOT_COMPILED).intersection(MODULES)
     assert all(Path(path).is_file() for path in NOT_COMPILED)
+
+
+def test_constants_of_floats_are_tuples_of_any_length() -> None:
+    """A constant tuple with a fixed number of floats has no value in the compiled build where it is a default."""
+    texts = {path: Path(path).read_text(encoding="utf-8") for path in MODULES}
+    assert [path for path, text in texts.items() if re.search(r"Final\[tuple\[float, (?!\.\.\.)", text)] == []
