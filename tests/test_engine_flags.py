@@ -67,9 +67,9 @@ def test_pages_show_a_topology_for_every_real_stack_with_two_roles() -> None:
     shown = {name for page in PAGES for name in topologies(page)}
     assert TRIED.keys() | {"vllm-ascend-1p1d"} == shown
     # ExampleConnector is an example of vLLM, thinking has the engines of nixl, push has the lines of nixl with another
-    # connector, read-back has them with bidirectional_kv_xfer, and offload with a second connector.
+    # connector, read-back has them with bidirectional_kv_xfer, offload with a second one, and elastic with kv_both.
     disaggregated = {stack.name for stack in STACKS if CONNECTOR_TRAITS[stack.connector].takes_prefillers}
-    assert disaggregated - {"thinking", "store", "push", "read-back", "offload"} == {*TRIED.values()}
+    assert disaggregated - {"thinking", "store", "push", "read-back", "offload", "elastic"} == {*TRIED.values()}
 
 
 @pytest.mark.parametrize("topology", TRIED)

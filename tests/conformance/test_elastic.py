@@ -332,11 +332,11 @@ async def test_controller_only_reports_by_default(deploy: Deploy, caplog: pytest
     serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
     caplog.set_level(logging.INFO, logger="proxy.roles")
     await until(lambda: any("roles: a move would pay: " in text for text in caplog.messages), "the advice")
+    await until(lambda: gateway.metrics("pdproxy_desired_instances")[("prefill",)] >= 2, "more desired prefillers")
     await assert_equal((await serving)[0], bodies)
     assert not moves(gateway)
     lines = [text for text in caplog.messages if text.startswith("roles: a move would pay: elastic.mode is advise: ")]
     assert len(lines) == len(set(lines))
-    assert gateway.metrics("pdproxy_desired_instances")[("prefill",)] >= 2
 
 
 async def test_pinned_instances_stay_whatever_the_controller_wants(

@@ -45,6 +45,7 @@ class Streamed(Client):
     def __init__(self) -> None:
         super().__init__()
         self.line = self.connection = self
+        self.gathers_tokens = True
 
 
 @contextmanager

@@ -33,12 +33,12 @@ class Ranks:
         """The batch that figures read."""
         return SimpleNamespace(busy_seconds=sum(engine.batch.busy_seconds for engine in self._engines))
 
-    async def prefill(self, prompt_tokens: int, names: Sequence[int]) -> Work:
+    async def prefill(self, prompt_tokens: int, names: Sequence[int], kept_tokens: int = 0) -> Work:
         if self._blindly is not None:
             engine = self._blindly.choice(self._engines)
         else:
             engine = min(self._engines, key=lambda each: each.batch.running + each.batch.waiting)
-        work = await engine.prefill(prompt_tokens, names)
+        work = await engine.prefill(prompt_tokens, names, kept_tokens)
         self._places[work] = engine
         return work
 
