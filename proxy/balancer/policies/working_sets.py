@@ -46,9 +46,8 @@ _RATE_SECONDS: Final = 60.0
 # The limit begins at this share of lost prefixes, and while prefillers are busy for this share of time.
 _THRASHING: Final = 0.15
 _BUSY: Final = 0.85
-# The first limit is the number of residents' tokens with which no prefix was lost, within these shares of their tokens.
+# The first limit, as a share of the residents' tokens at that time.
 _FIRST_SHARE: Final = 0.75
-_LEAST_FIRST_SHARE: Final = 0.4
 # A limit shrinks by its share of lost prefixes times this factor, at least by the share below, and only if more than
 # that share of prefixes is lost. It grows by a factor if less than another share is lost and it is nearly full.
 _SHRINK: Final = 0.6
@@ -147,8 +146,7 @@ class WorkingSet:
     """Residents of one prefiller."""
 
     __slots__ = (
-        *("cache", "residents", "used_tokens", "fitting_tokens", "limit", "ceiling", "placed", "losses"),
-        *("changed_at", "grown_at"),
+        *("cache", "residents", "used_tokens", "limit", "ceiling", "placed", "losses", "changed_at", "grown_at"),
     )
 
     def __init__(self, cache: CachedPrefixes) -> None:
@@ -156,8 +154,6 @@ class WorkingSet:
         self.residents: dict[Session, float] = {}
         """Residents and the tokens that they are charged with, the least recently used first."""
         self.used_tokens = 0.0
-        self.fitting_tokens = 0.0
-        """The last number of `used_tokens` with which hardly a prefix was lost."""
         self.limit = inf
         """Maximum of `used_tokens`."""
         self.ceiling = inf
@@ -385,8 +381,6 @@ class WorkingSets:
     def _note_loss(self, home: WorkingSet, lost: float) -> None:
         """Note the share of its prefix that a resident has lost."""
         home.losses += _LOSS_STEP * (lost - home.losses)
-        if home.losses < _LOSSES_TO_GROW:
-            home.fitting_tokens = home.used_tokens
         self._losses += _LOSS_STEP * (lost - self._losses)
 
     def forget(self, cache: CachedPrefixes) -> None:
@@ -540,8 +534,7 @@ class WorkingSets:
         self._activate(now)
         for each in self.sets.values():
             self._expire(each, now)
-            used = each.used_tokens
-            self._change(each, min(_FIRST_SHARE * used, max(_LEAST_FIRST_SHARE * used, each.fitting_tokens)), now)
+            self._change(each, _FIRST_SHARE * each.used_tokens, now)
             each.losses = 0.0
 
     def _activate(self, now: float) -> None:
