@@ -89,7 +89,7 @@ async def test_unknown_model_is_a_404_in_openais_form(gateway: Gateway, name: st
     "broken",
     [
         *(saying(500), saying(200, b"<html>"), saying(200, b"[]"), saying(200, b'{"data": [1]}'), saying(302)),
-        *(saying(302, b'{"data": [{"id": "elsewhere"}]}'), saying(200, b'{"data": {"id": "kimi"}}'), saying(204)),
+        *(saying(302, b'{"data": [{"id": "other"}]}'), saying(200, b'{"data": {"id": "kimi"}}'), saying(204)),
         saying(200, b'{"data": [{"id": "' + b"x" * 5_000_000 + b'"}]}'),
     ],
 )

@@ -27,7 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Metaserver:
-    """What decoders call back. `cut` closes so many connections without an answer; then `status` is the answer."""
+    """A server for the callbacks of decoders. It closes the first `cut` connections, and then answers with `status`."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

@@ -273,7 +273,7 @@ async def test_restarted_prefiller_knows_nothing_of_old_kv(
 
 
 async def test_nixl_takes_no_notice_of_roles(client: Client) -> None:
-    """An engine that is told to be a decoder prefills for others as any other does."""
+    """An engine with the role of a decoder prefills for others, too."""
     async with (
         SimulatedEngine(role="decode", connector_name="nixl") as prefiller,
         SimulatedEngine(role="prefill", connector_name="nixl") as decoder,

@@ -79,7 +79,7 @@ def scheduled(scheduler: AnyScheduler, *sequences: Generated) -> AnyScheduler:
             if not sequence.prefill_tokens:
                 sequence.on_admitted = partial(asyncio.get_running_loop().call_soon, scheduler.begin, each)
             scheduler.submit(each)
-        while scheduler.running + scheduler.waiting:  # noqa: ASYNC110 time jumps, and nobody tells
+        while scheduler.running + scheduler.waiting:  # noqa: ASYNC110 time jumps, and no event reports it
             await asyncio.sleep(0.5)
         scheduler.stop()
 

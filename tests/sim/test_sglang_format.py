@@ -1,4 +1,4 @@
-"""How SGLang words things: chats, completions, its native interface, and what it tells of itself."""
+"""The format of SGLang: chats, completions, its native interface, and its own state."""
 
 from __future__ import annotations
 

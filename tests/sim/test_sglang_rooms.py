@@ -183,7 +183,7 @@ async def test_dead_prefiller_is_noticed(client: Client) -> None:
 
 
 async def test_decoder_looks_for_a_bootstrap_server_for_a_while(client: Client) -> None:
-    """The answer is that of SGLang 0.5.23 with a port where nobody listens, which came after 14 s."""
+    """SGLang 0.5.23 gives this answer after 14 s if no server listens at the port."""
     async with pair(handshake_seconds=0.05) as (prefiller, decoder):
         request = leg(BODIES[COMPLETIONS], prefiller) | {"bootstrap_port": 1}
         status, answer = await client.post(decoder, COMPLETIONS, request)
@@ -200,7 +200,7 @@ async def test_two_in_the_same_place_of_a_room_abort_all(client: Client, role: s
         request = leg(BODIES[COMPLETIONS], prefiller)
         first = asyncio.create_task(client.post(engine, COMPLETIONS, request))
         await engine.wait_until(lambda state: state.waiting_rooms == 1)
-        if role == "decode":  # until it has asked the prefiller, there is nobody in the room
+        if role == "decode":  # the room is empty until it has asked the prefiller
             await prefiller.wait_until(lambda state: bool(prefiller.core.protocol.describe()["rooms"]))
         assert (await client.post(engine, COMPLETIONS, request))[0] == 500
         assert (await first)[0] == 500

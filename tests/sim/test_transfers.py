@@ -119,7 +119,7 @@ async def test_prefiller_that_is_gone_is_a_failure(client: Client) -> None:
 
 
 async def test_decoder_remembers_an_engine_it_has_asked_for(client: Client) -> None:
-    """As vLLM 0.32 does, whose bootstrap server is asked for engines that are new to the decoder."""
+    """VLLM 0.32 asks the bootstrap server only for engines that are new to the decoder."""
     async with pair() as (prefiller, decoder):
         for number, address in enumerate((None, "http://127.0.0.1:1")):
             body = await decode(client, prefiller, f"xfer-{number}")

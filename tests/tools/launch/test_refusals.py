@@ -24,7 +24,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "wants devices 0-31, and the node has 16: dp 8, tp 4",
     ),
     (
-        "the guide's own lines: ranks that are none",
+        "the guide's own lines: ranks that do not exist",
         {DECODERS: [[{"node": "d0", "ranks": "0-7"}, {"node": "d1", "ranks": "8-15"}]]},
         "decode group 0",
         "ranks 8 to 15 would be started on d1, and there are 0 to 7 with dp 8",
@@ -42,13 +42,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "rank 3 would be started twice, on d0 and d1",
     ),
     (
-        "a rank that nobody starts",
+        "a rank that no node starts",
         {DECODERS: [[{"node": "d0", "ranks": "0-3"}, {"node": "d1", "ranks": "4-6"}]]},
         "decode group 0",
         "rank 7 of 8 would not be started, and the others wait for all",
     ),
     (
-        "ranks that nobody starts, not all of them neighbours",
+        "ranks that no node starts, not all of them neighbours",
         {DECODERS: [[{"node": "d0", "ranks": "1-2"}, {"node": "d1", "ranks": "4-4"}]]},
         "decode group 0",
         "ranks 0, 3 and 5 to 7 of 8 would not be started, and the others wait for all",
