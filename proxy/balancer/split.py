@@ -270,7 +270,7 @@ class MovePlanner:
     def note_move(self, advice: MoveAdvice) -> None:
         """Note that a move has begun."""
         now, horizon = self._samples[-1].at, self._options().horizon_seconds
-        if self._last_move is _other(advice.to) and now < self._moved_at + _REVERSAL_HORIZONS * horizon:
+        if self._last_move is advice.to.counterpart and now < self._moved_at + _REVERSAL_HORIZONS * horizon:
             self._caution = min(_MAX_CAUTION, 2 * self._caution)
         elif self._last_move is not None:
             self._caution = max(1.0, self._caution * 0.5 ** ((now - self._moved_at) / horizon))
@@ -373,7 +373,3 @@ def _started_per_second(samples: Sequence[FleetSample]) -> float:
 
 def _mean_streams(samples: Sequence[FleetSample]) -> float:
     return sum(sample.streams for sample in samples) / len(samples)
-
-
-def _other(role: Role) -> Role:
-    return Role.DECODE if role is Role.PREFILL else Role.PREFILL

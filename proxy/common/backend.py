@@ -16,6 +16,11 @@ class Role(StrEnum):
     DECODE = "decode"
     ENCODE = "encode"
 
+    @property
+    def counterpart(self) -> Role:
+        """The role at the other end of a handoff. Encoders have none, and get the prefillers' role."""
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
+
 
 class Load(NamedTuple):
     """Load of a backend in tokens. Integers return to zero exactly; floats would leave a residue."""

@@ -337,7 +337,7 @@ class RoleController:
                 continue
             if backend.role is not to and member.may_serve and not member.is_pinned:
                 may_move.append(backend)
-        available = set(self._parts.pools.of(Role.DECODE if to is Role.PREFILL else Role.PREFILL).eligible())
+        available = set(self._parts.pools.of(to.counterpart).eligible())
         able = [backend for backend in may_move if backend in available]
         return min(able, key=lambda each: board.running(each.slot), default=None)
 

@@ -22,7 +22,7 @@ from lab.common.load import DONE, Answer, Connections, Histogram, Load, ask, pos
 from lab.common.output import aligned
 from lab.common.processes import allow_many_files, unwind_on_signals
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.roll import Gateways, Limits, RollProgress, Walk
+from proxy.tools.roll import Gateways, Limits, RestartWalk, RollProgress
 
 _STEP_MS: Final = 100.0
 _TAKEN_OVER: Final = r"takeover: complete: process (\d+)"
@@ -157,13 +157,15 @@ async def _roll(options: argparse.Namespace, evacuate_after_seconds: float | Non
             began = time.monotonic()
             for role in ("prefill", "decode"):
                 limits = Limits(evacuate_after_seconds=evacuate_after_seconds, settle_seconds=1.0)
-                walk = Walk(Gateways([gateway.url], role, None), RollProgress(None, role, ""), limits, restart, _print)
+                walk = RestartWalk(
+                    Gateways([gateway.url], role, None), RollProgress(None, role, ""), limits, restart, _print
+                )
                 await asyncio.to_thread(_walk, walk)
             seconds = time.monotonic() - began
     return seconds, records
 
 
-def _walk(walk: Walk) -> None:
+def _walk(walk: RestartWalk) -> None:
     walk.run(walk.plan())
 
 

@@ -2,6 +2,16 @@
 
 from proxy.tools.roll.command import main
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
-from proxy.tools.roll.walk import Limits, RoleWalk, RollProgress, RollStopped, Walk
+from proxy.tools.roll.walk import Limits, RestartWalk, RoleWalk, RollProgress, RollStopped, Walk
 
-__all__ = ["GatewayTrouble", "Gateways", "Limits", "RoleWalk", "RollProgress", "RollStopped", "Walk", "main"]
+__all__ = [
+    "GatewayTrouble",
+    "Gateways",
+    "Limits",
+    "RestartWalk",
+    "RoleWalk",
+    "RollProgress",
+    "RollStopped",
+    "Walk",
+    "main",
+]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from proxy.common.backend import Role
 from proxy.common.terms import counted
 from proxy.settings import SettingsError
 from proxy.settings.kinds import check_header_value
@@ -21,7 +22,7 @@ from proxy.settings.sources import read_key
 from proxy.tools.flag_numbers import duration_seconds, whole_number
 from proxy.tools.gateway_tls import add_tls_flags, tls_of
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
-from proxy.tools.roll.walk import Limits, RoleWalk, RollProgress, RollStopped, Walk
+from proxy.tools.roll.walk import Limits, RestartWalk, RoleWalk, RollProgress, RollStopped, Walk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     tell = partial(print, flush=True)
     if flags.to_role is None:
         restart = _by_hand if flags.hook is None else partial(_by_hook, flags.hook, flags.role)
-        walk = Walk(gateways, progress, limits, restart, tell)
+        walk: Walk = RestartWalk(gateways, progress, limits, restart, tell)
     else:
         walk = RoleWalk(gateways, Gateways(urls, flags.to_role, key, tls), progress, limits, tell)
     try:
@@ -84,9 +85,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         print(f"all {len(planned)} {done}; clients have seen {failed} fail meanwhile")
         return 0
     except (RollStopped, GatewayTrouble) as error:
-        return _tell_end(str(error), progress)
+        return _tell_end(str(error), progress, is_move=flags.to_role is not None)
     except KeyboardInterrupt:
-        return _tell_end("left at once", progress)
+        return _tell_end("left at once", progress, is_move=flags.to_role is not None)
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
@@ -172,14 +173,10 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 def _checked(flags: argparse.Namespace) -> argparse.Namespace:
     """Return the flags. Raises SettingsError if they contradict each other."""
     if flags.to_role is not None and (flags.role not in ("prefill", "decode") or flags.role == flags.to_role):
-        raise SettingsError(f"--to-role {flags.to_role} needs --role {_other(flags.to_role)}")
+        raise SettingsError(f"--to-role {flags.to_role} needs --role {Role(flags.to_role).counterpart}")
     if flags.to_role is not None and flags.hook is not None:
         raise SettingsError("--hook restarts instances, and --to-role moves them without a restart")
     return flags
-
-
-def _other(role: str) -> str:
-    return "decode" if role == "prefill" else "prefill"
 
 
 # Flags
@@ -268,8 +265,7 @@ def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flag
     return 0
 
 
-def _tell_end(why: str, progress: RollProgress) -> int:
-    is_move = "-to-" in progress.role
+def _tell_end(why: str, progress: RollProgress, *, is_move: bool) -> int:
     print(f"pdproxy roll: {why}", file=sys.stderr)
     if progress.current is not None:
         state = "may still be moving" if is_move else "is away, and may still be disabled"

@@ -1,12 +1,13 @@
-"""The roll through the instances: each is taken out of service, restarted, and put back."""
+"""The roll through the instances: each is restarted, or moved to another role, while the others serve."""
 
 from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 import orjson
 
@@ -48,26 +49,35 @@ class Limits:
     """Pause between two instances, in which failures may appear."""
 
 
-class Walk:
-    """Restarts the instances of a fleet one after the other.
+class Walk(ABC):
+    """Takes the instances of a fleet out of service one after the other.
 
-    `restart` gets an idle instance, and returns when the old process has ended and the new one will serve; it raises
-    RollStopped if that fails. `stop` may be called at any time, also from a signal handler.
+    `stop` may be called at any time, also from a signal handler.
     """
+
+    _verb: ClassVar[str]
+    """What happens to each instance, for messages."""
 
     def __init__(
         self,
         gateways: Gateways,
         progress: RollProgress,
         limits: Limits,
-        restart: Callable[[str], None],
         tell: Callable[[str], None] = print,
         look_seconds: float = _LOOK_SECONDS,
     ) -> None:
+        """Prepare the walk.
+
+        Args:
+            gateways: The gateways with the present role of the instances.
+            progress: The progress so far.
+            limits: Conditions and time limits.
+            tell: Prints a line.
+            look_seconds: Time between two looks at the gateways.
+        """
         self._gateways = gateways
         self._progress = progress
         self._limits = limits
-        self._restart = restart
         self._tell = tell
         self._look_seconds = look_seconds
         self._is_stopping = False
@@ -78,9 +88,9 @@ class Walk:
         self._is_stopping = True
 
     def plan(self, only: Sequence[str] = ()) -> list[Instance]:
-        """Return the instances to restart, in order, and print those that are left out.
+        """Return the instances of the walk, in order, and print those that are left out.
 
-        Raises GatewayTrouble and RollStopped. `only`: instances to restart; empty: all.
+        Raises GatewayTrouble and RollStopped. `only`: instances of the walk; empty: all.
         """
         there = self._gateways.instances()
         known = {instance.address for instance in there}
@@ -103,63 +113,40 @@ class Walk:
                 models = ", ".join(sorted(lost))
                 raise RollStopped(
                     f"{instance.address} is the only instance that serves {models}: "
-                    "use --min-serving 0 to restart it anyway"
+                    f"use --min-serving 0 to {self._verb} it anyway"
                 )
         return planned
 
+    @abstractmethod
     def _least_serving(self, there: Sequence[Instance], planned: Sequence[Instance]) -> int:
         """Return the number of others that must serve. Raises RollStopped if there are too few."""
-        least = self._limits.min_serving
-        if least is None:
-            serving = {instance.address for instance in there if instance.serves}
-            least = max(1, min((len(serving - {instance.address}) for instance in planned), default=1))
-        if planned and len(there) <= least:
-            raise RollStopped(f"fewer than {least} other instances would serve during a restart: lower --min-serving")
-        return least
 
     @property
     def min_serving(self) -> int:
-        """Return the number of other instances that must serve during a restart, as determined by `plan`."""
+        """Return the number of other instances that must serve meanwhile, as determined by `plan`."""
         return self._least
 
     def run(self, planned: Sequence[Instance]) -> None:
-        """Restart all of them. Raises RollStopped, and GatewayTrouble if a gateway does not answer any more."""
+        """Walk through all of them. Raises RollStopped, and GatewayTrouble if a gateway does not answer any more."""
         self._gateways.failures()
         for number, instance in enumerate(planned, 1):
             self._tell(f"{instance.address} ({number} of {len(planned)})")
-            self._replace(instance.address)
+            self._walk_through(instance.address)
         self._progress.forget()
 
     # One instance
 
-    def _replace(self, address: str) -> None:
+    def _walk_through(self, address: str) -> None:
         self._wait(lambda: self._has_enough(address), self._limits.ready_seconds, "enough other instances serve")
         self._progress.taking(address)
-        try:
-            for warning in self._gateways.disable(address, self._limits.evacuate_after_seconds):
-                self._tell(f"  {warning}")
-            self._wait(lambda: self._is_idle(address), self._limits.drain_seconds, f"{address} works on nothing")
-        except BaseException:
-            self._put_back(address)
-            raise
-        began = time.monotonic()
-        self._tell("  works on nothing: restarting it")
-        self._restart(address)
-        self._gateways.enable(address)
-        self._wait(lambda: self._serves(address), self._limits.ready_seconds, f"{address} serves again", may_stop=False)
-        self._progress.restarted()
-        self._tell(f"  serves again after {time.monotonic() - began:.1f} s")
-        self._settle()
-
-    def _settle(self) -> None:
+        self._replace(address)
+        self._progress.note_done()
         until = time.monotonic() + self._limits.settle_seconds
         self._wait(lambda: time.monotonic() >= until, self._limits.settle_seconds + 60, "nothing happens")
 
-    def _put_back(self, address: str) -> None:
-        """Enable an instance again that was not restarted."""
-        self._gateways.enable(address)
-        self._progress.taking(None)
-        self._tell(f"  {address} is enabled again, and was not restarted")
+    @abstractmethod
+    def _replace(self, address: str) -> None:
+        """Take an instance out of service, and wait until it serves again. Raises as `run` does."""
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str, *, may_stop: bool = True) -> None:
         """Wait until a condition holds, or its time limit has passed.
@@ -187,15 +174,6 @@ class Walk:
     def _has_enough(self, address: str) -> bool:
         return self._are_enough(self._gateways.instances(), address)
 
-    def _is_idle(self, address: str) -> bool:
-        there = self._gateways.instances()
-        if not self._are_enough(there, address):
-            raise RollStopped(f"fewer than {self._least} other instances serve, or none that serves the same")
-        return _instance_at(there, address).inflight == 0
-
-    def _serves(self, address: str) -> bool:
-        return _instance_at(self._gateways.instances(), address).serves
-
     def _are_enough(self, there: Sequence[Instance], address: str) -> bool:
         others = [instance for instance in there if instance.serves and instance.address != address]
         away = _instance_at(there, address)
@@ -209,8 +187,71 @@ def _instance_at(there: Sequence[Instance], address: str) -> Instance:
     raise GatewayTrouble(f"{address} is no longer an instance of all gateways")
 
 
+class RestartWalk(Walk):
+    """Restarts the instances of a fleet one after the other.
+
+    `restart` gets an idle instance, and returns when the old process has ended and the new one will serve; it raises
+    RollStopped if that fails.
+    """
+
+    _verb = "restart"
+
+    def __init__(
+        self,
+        gateways: Gateways,
+        progress: RollProgress,
+        limits: Limits,
+        restart: Callable[[str], None],
+        tell: Callable[[str], None] = print,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        super().__init__(gateways, progress, limits, tell, look_seconds)
+        self._restart = restart
+
+    def _least_serving(self, there: Sequence[Instance], planned: Sequence[Instance]) -> int:
+        least = self._limits.min_serving
+        if least is None:
+            serving = {instance.address for instance in there if instance.serves}
+            least = max(1, min((len(serving - {instance.address}) for instance in planned), default=1))
+        if planned and len(there) <= least:
+            raise RollStopped(f"fewer than {least} other instances would serve during a restart: lower --min-serving")
+        return least
+
+    def _replace(self, address: str) -> None:
+        try:
+            for warning in self._gateways.disable(address, self._limits.evacuate_after_seconds):
+                self._tell(f"  {warning}")
+            self._wait(lambda: self._is_idle(address), self._limits.drain_seconds, f"{address} works on nothing")
+        except BaseException:
+            self._put_back(address)
+            raise
+        began = time.monotonic()
+        self._tell("  works on nothing: restarting it")
+        self._restart(address)
+        self._gateways.enable(address)
+        self._wait(lambda: self._serves(address), self._limits.ready_seconds, f"{address} serves again", may_stop=False)
+        self._tell(f"  serves again after {time.monotonic() - began:.1f} s")
+
+    def _put_back(self, address: str) -> None:
+        """Enable an instance again that was not restarted."""
+        self._gateways.enable(address)
+        self._progress.taking(None)
+        self._tell(f"  {address} is enabled again, and was not restarted")
+
+    def _is_idle(self, address: str) -> bool:
+        there = self._gateways.instances()
+        if not self._are_enough(there, address):
+            raise RollStopped(f"fewer than {self._least} other instances serve, or none that serves the same")
+        return _instance_at(there, address).inflight == 0
+
+    def _serves(self, address: str) -> bool:
+        return _instance_at(self._gateways.instances(), address).serves
+
+
 class RoleWalk(Walk):
     """Moves elastic instances to another role, one after the other, instead of restarting them."""
+
+    _verb = "move"
 
     def __init__(
         self,
@@ -222,14 +263,14 @@ class RoleWalk(Walk):
         look_seconds: float = _LOOK_SECONDS,
     ) -> None:
         """Prepare the walk. `targets`: the gateways with the new role."""
-        super().__init__(gateways, progress, limits, _never_restarts, tell, look_seconds)
+        super().__init__(gateways, progress, limits, tell, look_seconds)
         self._targets = targets
 
     def plan(self, only: Sequence[str] = ()) -> list[Instance]:
-        """See Walk. Instances that have moved before are left out."""
+        """Return the instances of the walk, in order. Those that have moved before are left out."""
         moved = {instance.address for instance in self._targets.instances()}
         if self._progress.current in moved:
-            self._progress.restarted()
+            self._progress.note_done()
         for address in sorted(moved.intersection(only)):
             self._tell(f"{address} is left out: it is a {self._targets.role} instance already")
         remaining = [address for address in only if address not in moved]
@@ -255,8 +296,6 @@ class RoleWalk(Walk):
         return least
 
     def _replace(self, address: str) -> None:
-        self._wait(lambda: self._has_enough(address), self._limits.ready_seconds, "enough other instances serve")
-        self._progress.taking(address)
         began = time.monotonic()
         seconds = self._limits.drain_seconds + self._limits.ready_seconds
         try:
@@ -266,9 +305,7 @@ class RoleWalk(Walk):
             if any(instance.address == address for instance in self._gateways.instances()):
                 self._put_back(address)
             raise
-        self._progress.restarted()
         self._tell(f"  serves as {self._targets.role} after {time.monotonic() - began:.1f} s")
-        self._settle()
 
     def _put_back(self, address: str) -> None:
         self._gateways.move(address, self._gateways.role, None)
@@ -281,10 +318,6 @@ class RoleWalk(Walk):
             if instance.address == address and instance.problem and not instance.is_moving:
                 raise RollStopped(f"the move of {address} failed: {instance.problem}")
         return any(instance.address == address and instance.serves for instance in self._targets.instances())
-
-
-def _never_restarts(address: str) -> None:
-    raise RollStopped(f"{address} moves, and is not restarted")
 
 
 # Progress of a roll in a file, so that it can be resumed.
@@ -300,7 +333,7 @@ class RollProgress:
     began: str
     """Time of the start, as text."""
     done: list[str] = field(default_factory=list)
-    """Restarted instances, in order."""
+    """Instances that serve again, in order."""
     current: str | None = None
     """The instance that is out of service; None if there is none."""
 
@@ -332,8 +365,8 @@ class RollProgress:
         self.current = address
         self._write()
 
-    def restarted(self) -> None:
-        """Note that the instance is back as a new process."""
+    def note_done(self) -> None:
+        """Note that the instance serves again."""
         if self.current is not None:
             self.done.append(self.current)
         self.taking(None)

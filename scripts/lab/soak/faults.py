@@ -19,7 +19,8 @@ from typing import Any
 from lab.common.toxics import Direction, Latency, Slicer
 from lab.soak.cluster import STALL_SECONDS, Cluster, Engine, wait_until
 from lab.soak.evidence import KILL_WORKER, Absence, Fault
-from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RollProgress, RollStopped, Walk
+from proxy.common.backend import Role
+from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RestartWalk, RollProgress, RollStopped
 
 FaultAction = Callable[["Cluster", "Engine"], Awaitable[None]]
 Change = Callable[["Engine"], Awaitable[None]]
@@ -142,7 +143,7 @@ class Changes:
     async def move(self, engine: Engine) -> None:
         """Move an elastic instance to the other role, and back later. It never gets legs of both roles."""
         first = engine.role
-        other = "decode" if first == "prefill" else "prefill"
+        other = Role(first).counterpart.value
         for role in (other, first):
             left = engine.role
             await self._cluster.move(engine, role)
@@ -167,7 +168,7 @@ class Changes:
             asyncio.run_coroutine_threadsafe(self._rolled(engines[address]), loop).result()
 
         gateways = Gateways([gateway.url for gateway in self._cluster.gateways], role, None)
-        walk = Walk(gateways, RollProgress(None, role, ""), _ROLL_LIMITS, restart, _print)
+        walk = RestartWalk(gateways, RollProgress(None, role, ""), _ROLL_LIMITS, restart, _print)
         await asyncio.to_thread(lambda: walk.run(walk.plan()))
 
     async def _rolled(self, engine: Engine) -> None:

@@ -18,7 +18,7 @@ def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
     before = RollProgress.resumed(path, "decode", "yesterday")
     assert not before.is_begun
     before.taking("a:1")
-    before.restarted()
+    before.note_done()
     before.taking("b:1")
     after = RollProgress.resumed(path, "decode", "today")
     assert (after.began, after.done, after.current) == ("yesterday", ["a:1"], "b:1")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RollProgress, RollStopped, Walk
+from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RestartWalk, RollProgress, RollStopped
 from proxy.tools.roll.gateways import Instance, lost_without
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
@@ -55,7 +55,7 @@ class Roll:
         self.progress = RollProgress(path, "decode", "now")
         if path is not None:
             self.progress = RollProgress.resumed(path, "decode", "now")
-        self.walk = Walk(
+        self.walk = RestartWalk(
             self._gateways, self.progress, Limits(**{**SOON, **limits}), self._restart, self.told.append, 0.01
         )
 
