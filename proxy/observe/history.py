@@ -6,11 +6,12 @@ samples in shared memory, so that all workers can show them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from proxy.balancer.shared.memory import SharedValue
+from proxy.common.histograms import quantile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,20 +31,19 @@ _NO_HISTORY: Final[dict[str, Any]] = {
 }
 
 
-def traffic(
-    *, in_flight: float, queued: int, tokens: float, first_tokens: Sequence[float], streamed: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return the part of a worker's report from which the history is made.
+class Traffic(NamedTuple):
+    """The part of a worker's report from which the history is made."""
 
-    Args:
-        in_flight: Requests in flight.
-        queued: Requests in the queue.
-        tokens: Tokens of answers since the start of the worker.
-        first_tokens: First tokens since the start, by bucket of the time to first token.
-        streamed: Tokens that instances have streamed since the start, by the name of the instance.
-    """
-    counts = {"tokens": tokens, **{f"bucket {place}": count for place, count in enumerate(first_tokens)}}
-    return {"in_flight": in_flight, "queued": queued, "counts": counts, "streamed": streamed}
+    in_flight: float
+    """Requests in flight."""
+    queued: int
+    """Requests in the queue."""
+    tokens: float
+    """Tokens of answers since the start of the worker."""
+    first_tokens: Sequence[float]
+    """First tokens since the start, by bucket of the time to first token."""
+    streamed: Mapping[str, int]
+    """Tokens that instances have streamed since the start, by the name of the instance."""
 
 
 class History:
@@ -60,19 +60,17 @@ class History:
         self._samples: deque[Sequence[float | None]] = deque(() if earlier is None else earlier["samples"], SAMPLES)
         self._sampled_at: float | None = None if earlier is None else earlier["sampled_at"]
         self._counted_at: float | None = None
-        self._counts: Mapping[tuple[str, ...], float] = {}
+        self._counts: Mapping[tuple[str, str, int], float] = {}
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time for another sample. `now`: monotonic seconds."""
         return self._counted_at is None or now - self._counted_at >= STEP_SECONDS
 
-    def add(
-        self, reports: Mapping[int, Mapping[str, Any]], now: float, wall_seconds: float
-    ) -> Mapping[str, Any] | None:
+    def add(self, reports: Mapping[int, Traffic], now: float, wall_seconds: float) -> Mapping[str, Any] | None:
         """Add a sample, and return the history. None: this was the first count, from which the next sample is made.
 
         Args:
-            reports: The result of `traffic` of each worker, by its number.
+            reports: The traffic of each worker, by its number.
             now: Monotonic seconds.
             wall_seconds: Seconds since the Unix epoch.
         """
@@ -85,13 +83,13 @@ class History:
         missing = 0 if self._sampled_at is None else round((now - self._sampled_at) / STEP_SECONDS) - 1
         self._samples.extend([(None,) * len(NAMES)] * min(missing, SAMPLES))
         self._sampled_at = now
-        buckets = [grown["bucket", str(place)] for place in range(len(self._bounds))]
+        first_tokens = list(accumulate(grown["first_tokens", str(place)] for place in range(len(self._bounds))))
         self._samples.append(
             (
-                round(grown["", "tokens"] / seconds, 1),
-                sum(report["in_flight"] for report in reports.values()),
-                sum(report["queued"] for report in reports.values()),
-                quantile(self._bounds, buckets, _SHARE),
+                round(grown["tokens", ""] / seconds, 1),
+                sum(report.in_flight for report in reports.values()),
+                sum(report.queued for report in reports.values()),
+                quantile(self._bounds, first_tokens, _SHARE),
             )
         )
         rates = {name: round(count / seconds, 1) for (kind, name), count in grown.items() if kind == "streamed"}
@@ -103,42 +101,19 @@ class History:
             "instances": rates,
         }
 
-    def _grown(self, reports: Mapping[int, Mapping[str, Any]]) -> Counter[tuple[str, str]]:
+    def _grown(self, reports: Mapping[int, Traffic]) -> Mapping[tuple[str, str], float]:
         """Return the growth of each count since the last call. Counts of a replaced worker begin again at 0."""
-        counts: dict[tuple[str, ...], float] = {}
+        counts: dict[tuple[str, str, int], float] = {}
         for number, report in reports.items():
-            for name, count in report["counts"].items():
-                kind, _, place = name.rpartition(" ")
-                counts[kind, place, str(number)] = count
-            for name, count in report["streamed"].items():
-                counts["streamed", name, str(number)] = count
-        grown: Counter[tuple[str, str]] = Counter()
+            counts["tokens", "", number] = report.tokens
+            counts.update({("first_tokens", str(place), number): n for place, n in enumerate(report.first_tokens)})
+            counts.update({("streamed", name, number): count for name, count in report.streamed.items()})
+        grown: defaultdict[tuple[str, str], float] = defaultdict(float)
         for series, count in counts.items():
             before = self._counts.get(series, 0.0)
-            grown[series[0], series[1]] += count - before if count >= before else count  # type: ignore[assignment]
+            grown[series[:2]] += count - before if count >= before else count
         self._counts = counts
         return grown
-
-
-def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
-    """Return a quantile of a histogram, interpolated as by Prometheus. None: it is empty.
-
-    Args:
-        bounds: Upper bounds of the buckets. The last one is infinite.
-        counts: Number of values in each bucket.
-        share: 0.95 is the 95th percentile.
-    """
-    total = sum(counts)
-    if not total:
-        return None
-    lower = below = 0.0
-    for bound, up_to in zip(bounds, accumulate(counts), strict=True):
-        if up_to >= share * total and up_to > below:
-            if bound == float("inf"):
-                return lower
-            return lower + (bound - lower) * (share * total - below) / (up_to - below)
-        lower, below = bound, up_to
-    return lower
 
 
 class HistoryBoard:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.common import blocking_http
+from proxy.common import blocking_http, histograms
 from proxy.settings import SettingsError, load, reachable
 from proxy.settings.mistakes import Parser
 from proxy.tools.flag_numbers import positive
@@ -359,7 +359,7 @@ def quantile(before: Scrape, after: Scrape, name: str, share: float, **wanted: s
 
     Only series with the labels in `wanted` count.
 
-    `share`: 0.99 is the 99th percentile. Interpolated as by Prometheus' histogram_quantile.
+    `share`: 0.99 is the 99th percentile.
     """
     buckets: dict[float, float] = {}
     for labels, count in growth(before, after, f"{name}_bucket").items():
@@ -368,17 +368,7 @@ def quantile(before: Scrape, after: Scrape, name: str, share: float, **wanted: s
         bound = float(dict(labels)["le"])
         buckets[bound] = buckets.get(bound, 0.0) + count
     bounds = sorted(buckets)
-    if not bounds or not buckets[bounds[-1]]:
-        return None
-    rank = share * buckets[bounds[-1]]
-    lower, below = 0.0, 0.0
-    for bound in bounds:
-        if buckets[bound] >= rank:
-            if bound == float("inf"):
-                return lower
-            return lower + (bound - lower) * (rank - below) / max(buckets[bound] - below, 1e-9)
-        lower, below = bound, buckets[bound]
-    return lower
+    return histograms.quantile(bounds, [buckets[bound] for bound in bounds], share)
 
 
 # A view as plain text, and as a refreshing table for a terminal, which requires `rich`.

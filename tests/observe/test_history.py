@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from proxy.observe.history import NAMES, SAMPLES, STEP_SECONDS, History, HistoryBoard, quantile, traffic
+from proxy.observe.history import NAMES, SAMPLES, STEP_SECONDS, History, HistoryBoard, Traffic
 
 BOUNDS = (0.1, 1.0, math.inf)
 
 
-def report(tokens: float = 0.0, first_tokens: tuple[float, ...] = (0, 0, 0), **changes: Any) -> dict[str, Any]:
+def report(tokens: float = 0.0, first_tokens: tuple[float, ...] = (0, 0, 0), **changes: Any) -> Traffic:
     values = {"in_flight": 2, "queued": 1, "streamed": {}, **changes}
-    return traffic(tokens=tokens, first_tokens=first_tokens, **values)
+    return Traffic(tokens=tokens, first_tokens=first_tokens, **values)
 
 
-def added(history: History, now: float, *reports: dict[str, Any]) -> dict[str, Any]:
+def added(history: History, now: float, *reports: Traffic) -> dict[str, Any]:
     found = history.add(dict(enumerate(reports)), now, now)
     assert found is not None
     return dict(found)
@@ -67,11 +67,3 @@ def test_board_shows_no_clock_of_the_host_and_is_empty_at_first() -> None:
     board.publish(added(history, 5.0, report(streamed={"d:1": 5})))
     assert set(board.shown()) == {"at", "step_seconds", "names", "samples", "instances"}
     assert board.rates() == {"d:1": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("counts", "expected"),
-    [((0, 0, 0), None), ((10, 0, 0), 0.095), ((0, 10, 0), 0.955), ((0, 0, 3), 1.0), ((90, 10, 0), 0.55)],
-)
-def test_quantile_is_interpolated(counts: tuple[float, ...], expected: float | None) -> None:
-    assert quantile(BOUNDS, counts, 0.95) == (None if expected is None else pytest.approx(expected))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.common.background import SLICE_SECONDS
-from proxy.observe.history import History, traffic
+from proxy.observe.history import History, Traffic
 from proxy.observe.key_usage import RESULTS
 from proxy.observe.verdict import (
     JUDGE,
@@ -102,7 +102,9 @@ class StatusReporter:
                 logger.warning("status: report cut: there are too many instances; some problems may not be named")
             self._was_whole = is_whole
         if self._history is not None and self._history.is_due(now):
-            reports = {number: report["traffic"] for number, report in self._parts.shared.status.reports().items()}
+            reports = {
+                number: Traffic(**report["traffic"]) for number, report in self._parts.shared.status.reports().items()
+            }
             wall_seconds = time.time()  # noqa: TID251 - wall-clock time for display
             if (history := self._history.add(reports, now, wall_seconds)) is not None:
                 self._parts.shared.history.publish(history)
@@ -143,7 +145,7 @@ class StatusReporter:
                 for backend, (has_begun, seconds) in parts.upstream.quiet_seconds().items()
             },
             "counts": [(*series, count) for series, count in self._counts()],
-            "traffic": traffic(
+            "traffic": Traffic(
                 in_flight=sum(value for _, value in metrics.inflight_requests.values()),
                 queued=sum(count for count, _, _ in queues),
                 tokens=next(
@@ -151,7 +153,7 @@ class StatusReporter:
                 ),
                 first_tokens=metrics.time_to_first_token_seconds.counts(),
                 streamed=parts.upstream.streamed,
-            ),
+            )._asdict(),
         }
 
     def _counts(self) -> Iterator[tuple[tuple[str, ...], float]]:
