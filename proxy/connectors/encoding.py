@@ -117,10 +117,11 @@ class Encoding(Connector):
             for role in self.roles:
                 with suppress(NoBackendAvailable):  # if there is still none later, the lease fails
                     reserved.append(room.enter_context(self._pools.of(role).reserve(request)).backend)
-            receiver = next(filter(self._receiving_address, reserved), None)
-            address = None if receiver is None else self._receiving_address(receiver)
-            if receiver is not None:  # it must get the request, too
-                request = request.preferring(receiver)
+            address = None
+            for backend in reserved:
+                if (address := self._receiving_address(backend)) is not None:
+                    request = request.preferring(backend)  # it must get the request, too
+                    break
             places = await self._encode(call, items, request.avoid, address)
             timeline.end_encoding()
         if places:
