@@ -113,13 +113,18 @@ class Instances:
         return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
 
     def steps(self, found: list[Iterable[Metric]]) -> Iterator[None]:
-        """Read one instance at each step. The last step adds the metrics to `found`."""
+        """Read one instance at each step. The last step adds the metrics to `found`.
+
+        The first step reads the requests in flight of all instances, so that they add up.
+        """
         gauges = {
             name: GaugeMetricFamily(f"pdproxy_instance_{name}", meaning, labels=("role", "address", *labels))
             for name, meaning, *labels in _INSTANCE_GAUGES
         }
         now, rates = time.monotonic(), self._rates()
-        for pool, backend in [(each, backend) for each in self._pools for backend in each.backends()]:
+        members = [(pool, backend) for pool in self._pools for backend in pool.backends()]
+        in_flight = [self._scoreboard.requests(backend.slot) for _, backend in members]
+        for (pool, backend), requests in zip(members, in_flight, strict=True):
             key = (backend.role.value, backend.name)
             chooses = pool if self._pool_of is None else self._pool_of(backend)
             if (limit := chooses.policy.most_running(backend)) is not None:
@@ -131,7 +136,7 @@ class Instances:
             gauges["up"].add_metric(key, health.is_confirmed)
             gauges["state"].add_metric(key, _STATES[health.state])
             gauges["weight"].add_metric(key, pool.weight(backend))
-            gauges["inflight"].add_metric(key, self._scoreboard.requests(backend.slot))
+            gauges["inflight"].add_metric(key, requests)
             gauges["load_tokens"].add_metric((*key, "compute"), charged.compute)
             gauges["load_tokens"].add_metric((*key, "kv"), charged.kv)
             if backend.role is Role.DECODE:

@@ -510,7 +510,6 @@ class Metrics:
         They are complete after the last step. Another thread may iterate over them, which takes ten times as long as
         the steps: prometheus-client reads its own state then.
         """
-        self.settle()
         instances = set() if self._instances is None else set(self._instances.names())
         yield
         for name in instances:
@@ -523,6 +522,8 @@ class Metrics:
                 self.kv_event_gaps_total.labels(*name, gap)
             yield
         found.append(self._recorded(instances))
+        # In one step with the loads of instances: otherwise these contain requests that are not counted yet.
+        self.settle()
         if self._instances is not None:
             yield from self._instances.steps(found)
         for collect in (self._models, self._sources, self._keys):
