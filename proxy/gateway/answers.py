@@ -21,9 +21,10 @@ from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, loads, utf8
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from proxy.balancer.pool import Pools
+    from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
     from proxy.connectors.base import Connector
     from proxy.connectors.legs import Attempt
@@ -53,6 +54,8 @@ class FlowParts:
     abilities: CommonAbilities
     detokenizer: Detokenizer
     suspects: Suspects
+    is_gone: Callable[[Backend, float], Awaitable[bool]]
+    """Returns whether an engine is down now, or after a number of seconds."""
     budget: RetryBudget
     admission: AdmissionQueue
     metrics: Metrics

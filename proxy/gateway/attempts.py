@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.common.terms import Stage
 from proxy.gateway.admission import Entry
@@ -21,7 +22,7 @@ from proxy.wire.chat_members import UnreadableMember
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from proxy.common.backend import Backend, Role
+    from proxy.common.backend import Backend
     from proxy.gateway.answers import Answer, FlowParts
     from proxy.gateway.suspicion import Suspicion
     from proxy.observe.record import RequestRecord
@@ -290,7 +291,9 @@ class AttemptLoop:
             if error.failure is Failure.CONNECT and resuming.is_searching:
                 # The last instance of a role is never ejected, because it may be restarting.
                 await asyncio.sleep(_CHECK_SECONDS)
-                return
+                await self._wait_for_decoder()
+                if resuming.is_searching:
+                    return
             raise (
                 resuming.given_up_error(error, "no instance could continue it")
                 if self._delivery.seam is not None
@@ -333,6 +336,8 @@ class AttemptLoop:
         """Decide whether to wait for a backend after there was none, or raise."""
         last, resuming = self._last_error, self._resuming
         is_innocent = last is not None and (last.is_stale or last.failure in _MAY_SUCCEED_AGAIN)
+        if absence.role is Role.DECODE and not is_innocent:
+            await self._wait_for_decoder()
         if self._avoid and last is not None and (resuming.is_searching or is_innocent) and not self._has_retried_all:
             # Try the same backends again: a decoder may have recovered from a lack of KV memory, a request on a closed
             # idle connection may not have been received, and other backends may be healthy again.
@@ -351,6 +356,20 @@ class AttemptLoop:
             raise absence
         else:
             raise resuming.given_up_error(last, "no instance could continue it") if resuming.action else last from None
+
+    async def _wait_for_decoder(self) -> None:
+        """Wait until a decoder runs, while an answer searches for an instance that can continue it.
+
+        Each attempt without a decoder would cost a prefill, and its KV cache would stay pinned until its lease ends.
+        """
+        parts = self._parts
+        if Role.PREFILL not in parts.connector.roles:
+            return
+        while self._resuming.is_searching:
+            decoders = parts.pools.decode.eligible()
+            if not decoders or not all(await asyncio.gather(*(parts.is_gone(decoder, 0.0) for decoder in decoders))):
+                return
+            await asyncio.sleep(_CHECK_SECONDS)
 
 
 def _role_of(error: NoBackendAvailable | UpstreamError) -> Role:

@@ -19,12 +19,12 @@ from proxy.resume.engines import VLLM, WatchLevel
 from proxy.wire.openai import error_event as openai_error_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pools
     from proxy.balancer.shared.memory import WorkerQueueHead
-    from proxy.common.backend import Role
+    from proxy.common.backend import Backend, Role
     from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect, Rendering
     from proxy.dialects.call import Call
@@ -59,6 +59,8 @@ class ServiceParts:
     """Returns the text of token ids, by asking engines."""
     suspects: Suspects
     """Requests that may have crashed engines."""
+    is_gone: Callable[[Backend, float], Awaitable[bool]]
+    """Returns whether an engine is down now, or after a number of seconds."""
     metrics: Metrics
     """Metrics of this worker."""
     front: WorkerQueueHead | None = None
@@ -97,6 +99,7 @@ class RequestService:
             abilities=CommonAbilities([pools.of(role) for role in connector.roles], settings.connector_traits.engine),
             detokenizer=parts.detokenizer,
             suspects=parts.suspects,
+            is_gone=parts.is_gone,
             budget=self.budget,
             admission=self.admission,
             metrics=metrics,

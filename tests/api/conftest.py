@@ -199,7 +199,12 @@ class Gateway:
         suspects = Suspects(SuspectMemory(), pools, tuple(roles), self.prober.is_gone, self.metrics)
         connector, detokenizer = NoConnector(roles), Detokenizer(pools, Upstream(settings.timeouts, self.keys()))
         parts = ServiceParts(
-            connector=connector, pools=pools, detokenizer=detokenizer, suspects=suspects, metrics=self.metrics
+            connector=connector,
+            pools=pools,
+            detokenizer=detokenizer,
+            suspects=suspects,
+            is_gone=self.prober.is_gone,
+            metrics=self.metrics,
         )
         flow = RequestService(parts, LiveSettings(settings))
         models = ServedModels(self.roster, self.health, tuple(roles))

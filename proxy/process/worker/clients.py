@@ -216,6 +216,7 @@ def _service(
         pools=pools,
         detokenizer=Detokenizer(pools, engines.lines.upstream),
         suspects=suspects,
+        is_gone=engines.prober.is_gone,
         metrics=basis.metrics,
         front=front,
     )
