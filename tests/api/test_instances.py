@@ -13,6 +13,7 @@ from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.common.backend import Load, Role
 from proxy.settings import Settings
 from proxy.upstream.names import Names
@@ -99,6 +100,16 @@ async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> N
         "apart_from": [],
         "engine": {"version": "0.23", "max_model_len": 4096, "max_num_seqs": 16, "kv_tokens": None},
     }
+
+
+async def test_learned_limit_of_a_decoder_is_shown(gateway: Gateway) -> None:
+    """Operators see in GET /instances and on the status page that requests may wait for this limit."""
+    await gateway.engine(Role.DECODE)
+    policy = LeastDecodeSeconds()
+    policy.pace.most = 12.0
+    gateway.pools[Role.DECODE].use(policy)
+    (decoder,) = await shown(await client_of(gateway))
+    assert decoder["load"]["learned_max_running"] == 12
 
 
 async def test_instances_are_shown_until_they_are_gone(gateway: Gateway) -> None:

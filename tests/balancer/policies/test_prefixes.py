@@ -234,6 +234,19 @@ def test_small_cache_with_coarse_blocks_is_learned(block_tokens: int, exact: boo
     assert conversations.cached.capacity == pytest.approx(300_000, rel=0.5)
 
 
+@pytest.mark.parametrize(("block_tokens", "missed_age"), [(16, 50_600.0), (2048, None)])
+def test_missing_piece_within_one_block_is_no_eviction(block_tokens: int, missed_age: float | None) -> None:
+    """An engine reports no cached tokens of a prompt that is shorter than its blocks."""
+    cached = CachedPrefixes()
+    for blocks in range(1, 40):
+        cached.tell(blocks * block_tokens)
+    keys, ends = [1, 2, 3], [600.0, 1200.0, 1800.0]
+    cached.use(keys, ends, 0.0)
+    odometer = cached.odometer = 50_000.0
+    known = cached.use(keys, ends, 1800.0)
+    assert cached.learn(known, odometer, ends, 0.0, 0.0) == (None, missed_age)
+
+
 def shown(
     reach: CacheReach, found_up_to: float, *, answers: int = 400, most: float = 10_000_000, seed: int = 1
 ) -> None:
