@@ -214,12 +214,12 @@ class Parts(ABC):
     """
 
     def __init__(self) -> None:
-        self.finish_reason: str | None = None
-        self.matched_stop: object = None
-        """The stop string or token id at which the engine stopped; None if there is none."""
         self._forget()
 
     def _forget(self) -> None:
+        self.finish_reason: str | None = None
+        self.matched_stop: object = None
+        """The stop string or token id at which the engine stopped; None if there is none."""
         self._open: AnswerPart | None = None
         self._waiting: deque[AnswerPart] = deque()
         self._first: dict[str, Any] | None = None
@@ -263,6 +263,7 @@ class Parts(ABC):
                 self.finish_reason = _finish_reason(choice)
                 self.matched_stop = matched_stop(choice)
                 events.append(self._start())
+            if self.finish_reason is not None:  # an odd engine adds parts after its finish reason
                 self._advance(events, at_end=True)
         except UnreadableMember:
             self.unsent = events

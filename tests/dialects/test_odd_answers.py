@@ -363,3 +363,14 @@ def test_unreadable_answers_are_repeated_once_and_are_no_crash(bench: Bench, mes
             assert answer.status == 502
             assert b"decode instance" in answer.body
     assert bench.asked_of_engine - before <= 2 * len(answers)
+
+
+def test_nameless_call_after_the_finish_reason_is_an_error_of_the_engine(bench: Bench) -> None:
+    finish = data({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    stream = event_stream(
+        [delta(content="Hi"), finish, delta(tool_calls=[call(0, "a", None, "{}")]), b"data: [DONE]\n\n"]
+    )
+    answers = bench.answers(stream, [http(b"{}")])
+    for path in ("/v1/messages", "/v1/responses"):
+        check(path, answers[path, True], streams=True)
+        assert b"a tool call has no name" in answers[path, True].body
