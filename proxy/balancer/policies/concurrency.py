@@ -4,7 +4,8 @@ Most engines compute prompts one after the other, or several in one step that ta
 several engines behind one address (data-parallel ranks), and may report their number. Some ranks are idle while others
 have several prompts, because prompts are usually distributed without regard to their cost. pdproxy may hold prompts
 back only if it can predict when a prefiller is free. So a prefiller gets all prompts at once until its answers show
-that it computes them in order. With several ranks, answers must come as fast as if each prompt had its own rank.
+that it computes them in order. With several ranks, answers must come as fast as if each prompt had its own rank, and
+more prompts than ranks must have brought no more throughput, because ranks may batch prompts, too.
 
 This test needs no known costs: the order is confirmed if some costs explain the answers.
 
@@ -67,7 +68,8 @@ _ENOUGH_GROUPS: Final = 6
 _AHEAD: Final = 2
 # Throughput beyond the limit is higher if the logarithm of the ratio exceeds this value ...
 _HIGHER: Final = 0.03
-# ... by more than this number of standard deviations.
+# ... by more than this number of standard deviations. It is equal if it exceeds this value by less.
+_EQUAL: Final = 0.15
 _SURE: Final = 2.0
 # A result is dropped after this number of late answers since then, if they outnumber the timely ones.
 _MAX_LATE: Final = 64
@@ -191,7 +193,7 @@ class ConcurrencyEstimate:
             self._overtaking.append(sample.overtook)
             self._until_test -= 1
             if not self._until_test:
-                self._test()
+                self._test(shape)
 
     def note_late(self) -> None:
         """Note a late answer, which teaches nothing. A result that cannot be tested again is dropped."""
@@ -225,12 +227,22 @@ class ConcurrencyEstimate:
         beyond, beyond_variance = self._beyond.rate(shape)
         return log(beyond / at) > _HIGHER + _SURE * sqrt(at_variance + beyond_variance)
 
-    def _test(self) -> None:
+    def _ranks_compute_in_order(self, shape: Sequence[float]) -> bool:
+        """Return whether ranks with several prompts each do at most one second of work per second.
+
+        Ranks that compute several prompts in a step do more, and would lose throughput with one prompt each.
+        """
+        if not self._beyond.is_known:
+            return False
+        rate, variance = self._beyond.rate(shape)
+        return log(rate / self.lanes) + _SURE * sqrt(variance) < _EQUAL
+
+    def _test(self, shape: Sequence[float]) -> None:
         self._until_test = self._next_test
         self._next_test *= 2
         side_by_side = misfit(self._answers)
         if self.lanes > 1:
-            self._set_result(side_by_side < _MAX_RANKS_ERROR)
+            self._set_result(side_by_side < _MAX_RANKS_ERROR and bool(shape) and self._ranks_compute_in_order(shape))
             return
         in_turn = misfit(self._steps)
         if sum(self._overtaking) >= _OVERTAKING:
