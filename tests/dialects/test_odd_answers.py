@@ -234,6 +234,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench.close()
 
 
+@pytest.mark.timeout(900)  # the full suite has 400 examples
 def test_any_answer_of_engines_is_valid_or_an_error(any_bench: Bench, pytestconfig: pytest.Config) -> None:
     is_full = pytestconfig.getoption("--full")
     bench = any_bench
