@@ -15,6 +15,10 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 KILL_WORKER = "kill worker"
 """Kind of the fault that kills a worker of the gateway."""
+# Faults that end an engine, or all connections to it.
+_ENDING = ("kill", "partition")
+# Part of the message of an answer that is not resumed, because two engines had gone down while serving it.
+_SUSPECT = "suspect_request"
 
 
 class Outcome(StrEnum):
@@ -198,13 +202,21 @@ class Evidence:
 
     @cached_property
     def failures(self) -> list[Answer]:
-        """Failed answers, except those that died with their worker."""
-        return [answer for answer in self.answers if answer.outcome.is_failure and not self.died_with_worker(answer)]
+        """Failed answers, except those that died with their worker, or became suspect because of two faults."""
+        return [
+            answer
+            for answer in self.answers
+            if answer.outcome.is_failure and not self.died_with_worker(answer) and not self.is_suspect_by_faults(answer)
+        ]
+
+    def is_suspect_by_faults(self, answer: Answer) -> bool:
+        """Return whether an answer was stopped as suspect, and faults had ended two of its engines."""
+        ended = {fault.target for fault in self.faults if fault.kind in _ENDING and _meets(answer, fault)}
+        return _SUSPECT in answer.problem and len(ended) >= 2
 
     def died_with_worker(self, answer: Answer) -> bool:
         """Return whether an answer was cut when a worker was killed, and has no access log line."""
-        kills = [fault for fault in self.faults if fault.kind == KILL_WORKER]
-        was_under_way = any(answer.began <= fault.began + 0.5 and fault.began <= answer.ended for fault in kills)
+        was_under_way = any(fault.kind == KILL_WORKER and _meets(answer, fault) for fault in self.faults)
         return was_under_way and answer.id not in self.ended_ids
 
     @cached_property
@@ -215,6 +227,11 @@ class Evidence:
         """Return the faults during or just before a moment, or an empty string."""
         names = [f"{fault.kind} {fault.target}" for fault in self.faults if fault.began <= at <= fault.ended + 1.0]
         return ", ".join(names)
+
+
+def _meets(answer: Answer, fault: Fault) -> bool:
+    """Return whether a fault began while an answer was under way."""
+    return answer.began <= fault.began + 0.5 and fault.began <= answer.ended
 
 
 def log_lines(text: str) -> list[dict[str, Any]]:

@@ -138,6 +138,13 @@ def test_answers_cut_by_a_killed_worker_are_counted_separately() -> None:
     assert "I1" in wrong(lines=[], faults=[fault("kill worker", began=12.2)], limits=workers(2))
 
 
+def test_answer_that_two_faults_made_suspect_is_no_failure() -> None:
+    stopped = answer(outcome=Outcome.ERROR, problem="status 502: suspect_request: decode instance")
+    first, second = fault("kill", target="decode 127.0.0.1:1"), fault("kill", target="decode 127.0.0.1:2")
+    assert not evidence(answers=[stopped], faults=[first, second]).failures
+    assert evidence(answers=[stopped], faults=[first, first]).failures == [stopped]
+
+
 def test_answer_may_be_resumed_or_repeated_as_it_ends() -> None:
     def twice(sent: float, attempts: int) -> bool:
         legs = [leg("prefill"), leg("decode", ended=11.0), leg("decode", attempt="a2", sent=sent)]
