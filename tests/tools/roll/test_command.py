@@ -23,11 +23,15 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment
 
 
+PROXIES = {name: "http://127.0.0.1:1" for name in ("http_proxy", "HTTP_PROXY", "all_proxy")} | {"no_proxy": ""}
+"""Environment with an HTTP proxy that does not exist. Tools connect to gateways directly."""
+
+
 async def roll(gateway: Deployment, path: Path, *words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "proxy", "roll", "--role", "decode", "--url", gateway.url, *words),
         cwd=path,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        env={**os.environ, **PROXIES, "PYTHONPATH": os.getcwd()},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
