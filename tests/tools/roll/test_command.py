@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment
 
 
-PROXIES = {name: "http://127.0.0.1:1" for name in ("http_proxy", "HTTP_PROXY", "all_proxy")} | {"no_proxy": ""}
+PROXIES = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy"), "http://127.0.0.1:1") | {"no_proxy": ""}
 """Environment with an HTTP proxy that does not exist. Tools connect to gateways directly."""
 
 
