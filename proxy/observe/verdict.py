@@ -26,6 +26,10 @@ JUDGE: Final = 0
 """The worker that judges. The supervisor replaces it if it dies."""
 WINDOW_SECONDS: Final = 30.0
 """Time over which counts such as rejections are summed."""
+PACE_WINDOW_SECONDS: Final = 10.0
+"""Time in which the paces of decoders are compared. A longer one would mix those before and after a restart."""
+PACES: Final = ("stream_parts", "stream_seconds")
+"""Counters of the paces of decoders."""
 _MIN_WAIT_SECONDS: Final = 2.0
 _MIN_TURN_SECONDS: Final = 30.0
 """The default of admission.session_patience_seconds: shorter waits keep prefixes cached."""
@@ -51,6 +55,7 @@ _MIN_FAILED_SHARE: Final = 0.2
 _SLOW_FACTOR: Final = 3.0
 _MIN_SLOW_GAP_SECONDS: Final = 0.05
 _MIN_SLOW_PARTS: Final = 50
+_MIN_RECENT_SLOW_PARTS: Final = 30
 _MIN_SLOW_HANDOFF_SECONDS: Final = 0.5
 _MIN_KEY_SHARE: Final = 0.6
 _MIN_KEY_REQUESTS: Final = 10
@@ -163,6 +168,8 @@ class StatusFacts:
     pairs_apart: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Remaining seconds of the quarantine of each pair of prefiller and decoder."""
     counts: Counts = field(default_factory=dict)
+    recent_paces: Counts = field(default_factory=dict)
+    """Growth of the counters in PACES in PACE_WINDOW_SECONDS."""
     keys: Mapping[str, int] = field(default_factory=dict)
     """Requests in flight by client key, queued requests included."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -317,7 +324,11 @@ def _judge_failures(each: InstanceFacts, results: Mapping[str, float]) -> Iterat
 def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
     """Compare the time between tokens among the decoders. One decoder is slow if most others are much faster."""
     decoders = [each for each in facts.instances if each.role == "decode"]
-    measured = {each.name: _gap_seconds(each, facts.counts, _MIN_SLOW_PARTS) for each in decoders}
+    measured = {
+        each.name: _gap_seconds(each, facts.recent_paces, _MIN_RECENT_SLOW_PARTS)
+        or _gap_seconds(each, facts.counts, _MIN_SLOW_PARTS)
+        for each in decoders
+    }
     gaps = {name: gap for name, gap in measured.items() if gap is not None}
     if len(gaps) < 2:
         return

@@ -246,6 +246,21 @@ def test_verdict_is_healthy_without_a_problem(facts: StatusFacts) -> None:
     assert judge(facts) == []
 
 
+def test_slow_decoder_is_found_by_its_recent_pace() -> None:
+    """It was fast before its restart, and its recent tokens are few."""
+    before: dict[tuple[str, ...], float] = {
+        ("stream_parts", "d:1"): 900.0,
+        ("stream_seconds", "d:1"): 27.0,
+        ("stream_parts", "d:2"): 900.0,
+        ("stream_seconds", "d:2"): 18.0,
+    }
+    recent = {**before, ("stream_parts", "d:1"): 30.0, ("stream_seconds", "d:1"): 9.0}
+    assert judge(replace(WELL, counts=before)) == []
+    (reason,) = judge(replace(WELL, counts=before, recent_paces=recent))
+    assert reason.text == "decode d:1 takes 300 ms per token, other decoders take 20 ms."
+    assert judge(replace(WELL, counts=before, recent_paces={**recent, ("stream_parts", "d:1"): 29.0})) == []
+
+
 def test_reason_keeps_its_first_time_and_is_held_for_six_seconds() -> None:
     verdicts = Verdicts()
     reasons = judge(replace(WELL, sources={"dns:x": "no such name"}))

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of handoffs that are learned in one batch.
+# Handoffs are learned in batches of this number, and at least at this interval.
 _BATCH: Final = 16
+_LEARN_SECONDS: Final = 1.0
 # Maximum number of pairs. The pair without a handoff for the longest time is dropped for another one.
 _MAX_PAIRS: Final = 4096
 # Samples count less with each later sample of their pair, and with time.
@@ -48,6 +49,8 @@ _MIN_SECONDS: Final = 0.02
 # Minimum weight of a pair's own samples to become slow, and to remain slow.
 _ENOUGH: Final = 2.5
 _STILL_ENOUGH: Final = 0.3
+# Number of consecutive slow handoffs after which the status names a pair. One late handoff raises the mean of a pair.
+_MIN_SLOW_IN_ROW: Final = 3
 # A slow pair without a handoff for this time is taken for an ordinary one until it gets the next request.
 _RETRY_SECONDS: Final = 120.0
 # A decoder whose requests hold this share of its KV memory may let further requests wait.
@@ -115,8 +118,8 @@ class _Pair:
     line: _Line = field(default_factory=_Line)
     skipped: int = 0
     """Handoffs since the last one that was learned."""
-    slow_in_row: int = 0
-    """Latest consecutive handoffs that took as long as those of slow pairs."""
+    slow_row: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds of the latest handoffs, and of an ordinary pair's. Empty after a handoff that was not slow."""
     tried_at: float = -math.inf
     """Time of the last request while the pair was slow."""
 
@@ -159,6 +162,7 @@ class HandoffTimes:
         self._ordinary = _Line()
         self._tokens = 0.0  # thousands of tokens of an ordinary handoff
         self._look_due = -math.inf
+        self._learn_due = -math.inf
         self._pending: PendingSamples[tuple[_Pair, float, float]] = PendingSamples(context)
 
     def note(self, prefiller: Backend, decoder: Backend, tokens: int, began: float, ended: float) -> None:
@@ -175,7 +179,7 @@ class HandoffTimes:
                 return
             pair.skipped = 0
         self._pending.add((pair, tokens / 1000, ended - began), began, ended)
-        if len(self._pending) % _BATCH == 0 or pair.line.count < 1:
+        if len(self._pending) % _BATCH == 0 or pair.line.count < 1 or self.clock() >= self._learn_due:
             self._learn()
 
     def note_pick(self, prefiller: Backend, decoder: Backend) -> None:
@@ -216,24 +220,41 @@ class HandoffTimes:
                 "tokens": round(1000 * tokens),
                 "seconds": round(pair.line.seconds(tokens), 4),
                 "ordinary_seconds": round(self._ordinary.seconds(tokens), 4),
-                "slow_in_row": pair.slow_in_row,
             }
             for partners in self.slow.values()
             for pair in partners.values()
             if pair.decoder == decoder
         }
 
+    def slow_handoffs_of(self, decoder: Backend) -> dict[str, tuple[float, float]]:
+        """Return the least of the latest handoff times of slow pairs whose latest handoffs were all slow.
+
+        Returns:
+            Seconds of the handoff and of an ordinary pair's, by the prefiller's address. The line of a pair would mix
+            them with earlier handoffs, and a pair that is avoided gets no further ones.
+        """
+        return {
+            pair.prefiller.name: min(pair.slow_row)
+            for partners in self.slow.values()
+            for pair in partners.values()
+            if pair.decoder == decoder and len(pair.slow_row) >= _MIN_SLOW_IN_ROW
+        }
+
     def _learn(self) -> None:
         """Learn from the handoffs for which the lag of the event loop is known."""
         now = self.clock()
+        self._learn_due = now + _LEARN_SECONDS
         for (pair, x, seconds), _, is_timely in self._pending.settled():
             key = pair.prefiller.key, pair.decoder.key
             if not is_timely or self._pairs.get(key) is not pair:
                 continue
             line = pair.line
             if self._ordinary.count:
-                is_slow = seconds >= max(_SLOW * self._ordinary.seconds(x), _MIN_SECONDS)
-                pair.slow_in_row = pair.slow_in_row + 1 if is_slow else 0
+                ordinary_seconds = self._ordinary.seconds(x)
+                if seconds < max(_SLOW * ordinary_seconds, _MIN_SECONDS):
+                    pair.slow_row.clear()
+                else:
+                    pair.slow_row = [*pair.slow_row[1 - _MIN_SLOW_IN_ROW :], (seconds, ordinary_seconds)]
             is_long = seconds > line.seconds(x) and line.count > 0
             if is_long and self._is_full(pair.decoder):
                 continue

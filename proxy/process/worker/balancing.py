@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.blame import PairQuarantine
 from proxy.balancer.engines import EngineKeys
 from proxy.balancer.health import Health
@@ -79,7 +80,7 @@ def build_balancing(basis: Basis) -> Balancing:
         PolicyContext(lag_within=basis.loop_lag.within),
         lambda decoder: lacks_memory(shared.scoreboard, decoder, health.of(decoder).facts),
     )
-    on_transition = _transitions(basis)
+    on_transition = _transitions(basis, handoffs)
     needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
     models = ServedModels(shared.roster, health, needed)
 
@@ -207,13 +208,17 @@ def _missing_reports(log_once: LogOnce) -> Callable[[Backend], None]:
     return on_missing_report
 
 
-def _transitions(basis: Basis) -> Callable[[Transition], None]:
+def _transitions(basis: Basis, handoffs: HandoffTimes) -> Callable[[Transition], None]:
     log_once, board = basis.shared.log_once, basis.shared.health_board
     ejected = basis.metrics.instance_ejected_total
 
     def on_transition(transition: Transition) -> None:
         backend = transition.backend
         board.set_state(basis.index, backend, transition.new, is_from_peer=transition.cause == "other_gateway")
+        if transition.new is HealthState.DOWN or transition.cause == "connect":
+            # The instance may return as another process. Its old handoffs would make a pair slow, and so avoided, after
+            # one handoff, which is too few for the status to name the pair.
+            handoffs.forget(backend)
         log_transition(transition, is_news=log_once.is_news(subject(backend), transition.new))
         if transition.cause is not None:
             ejected.labels(backend.role.value, backend.name, transition.cause).inc()

@@ -16,6 +16,8 @@ from proxy.observe.history import History, Traffic
 from proxy.observe.key_usage import RESULTS
 from proxy.observe.verdict import (
     JUDGE,
+    PACE_WINDOW_SECONDS,
+    PACES,
     WINDOW_SECONDS,
     InstanceFacts,
     Level,
@@ -50,8 +52,6 @@ _LOG_AFTER_SECONDS: Final = 6.0
 _MAX_LOGGED_REASONS: Final = 5
 _MAX_QUIET: Final = 8
 """Number of silent answers of each instance that a worker reports."""
-_MIN_SLOW_IN_ROW: Final = 3
-"""Consecutive slow handoffs after which a pair is slow."""
 _LIMITED: Final = RESULTS.index("limited")
 _ANSWER_TOKENS: Final = ("completion",)
 
@@ -182,9 +182,10 @@ def _gauge(gauge: Any) -> float:
 
 
 class Growth:
-    """Growth of counters over the last WINDOW_SECONDS. Counters of a replaced worker begin again at 0."""
+    """Growth of counters over the last `window_seconds`. Counters of a replaced worker begin again at 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_seconds: float = WINDOW_SECONDS) -> None:
+        self._window_seconds = window_seconds
         self._last: dict[tuple[str, ...], float] = {}
         self._steps: deque[tuple[float, Mapping[tuple[str, ...], float]]] = deque()
         self._total: Counter[tuple[str, ...]] = Counter()
@@ -200,7 +201,7 @@ class Growth:
         self._last = dict(values)
         self._steps.append((now, step))
         self._total.update(step)
-        while self._steps and now - self._steps[0][0] > WINDOW_SECONDS:
+        while self._steps and now - self._steps[0][0] > self._window_seconds:
             _, expired = self._steps.popleft()
             self._total.subtract(expired)
             for series in expired:
@@ -215,6 +216,7 @@ class Judgement:
     def __init__(self, parts: StatusParts, clock: Callable[[], float] = time.monotonic) -> None:
         self._parts = parts
         self._growth = Growth()
+        self._paces = Growth(PACE_WINDOW_SECONDS)
         self._verdicts = Verdicts()
         self._started_at = clock()
         self._logged_state = Level.HEALTHY.name.lower()
@@ -262,6 +264,7 @@ class Judgement:
         slots = self._parts.live.current.slots
         exchanged_at = reports.get(self._parts.index, {}).get("exchanged_at", 0.0)
         since = exchanged_at or wall_seconds - (now - self._started_at)
+        values = self._values(reports, slots)
         return StatusFacts(
             roles=[role.value for role in self._parts.pools],
             instances=instances,
@@ -280,7 +283,8 @@ class Judgement:
                 for number, report in reports.items()
             ],
             pairs_apart={pair: until - now for pair, until in shared.status.pairs_apart().items() if until > now},
-            counts=self._growth.add(now, self._values(reports, slots)),
+            counts=self._growth.add(now, values),
+            recent_paces=self._paces.add(now, {row: count for row, count in values.items() if row[1] in PACES}),
             keys={name: count for name, slot in slots.items() if (count := shared.key_usage.own_in_flight(slot))},
             sources={
                 origin: state.problem for origin, state in shared.sources.all().items() if state.problem is not None
@@ -321,7 +325,7 @@ class Judgement:
             is_refusing=shared.back_offs.refuses(backend, now),
             hints={str(each.kind): each.hint for each in found.of(backend)},
             computes_from=_computes_from(found.pairs(backend)) if is_decoder else (),
-            slow_from=_slow_from(self._parts.handoffs.slow_pairs_of(backend)) if is_decoder else {},
+            slow_from=self._parts.handoffs.slow_handoffs_of(backend) if is_decoder else {},
             answers=sum(count for _, count, _ in begun),
             has_begun=any(has_begun for has_begun, _, _ in begun),
             quiet_seconds=sorted((seconds for *_, longest in begun for seconds in longest), reverse=True),
@@ -331,12 +335,3 @@ class Judgement:
 
 def _computes_from(pairs: Mapping[str, HandoffVerdict]) -> tuple[str, ...]:
     return tuple(name for name, verdict in pairs.items() if verdict is HandoffVerdict.COMPUTED)
-
-
-def _slow_from(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return the times of pairs whose latest handoffs were all slow. One late handoff raises the mean of a pair."""
-    return {
-        name: (pair["seconds"], pair["ordinary_seconds"])
-        for name, pair in pairs.items()
-        if pair["slow_in_row"] >= _MIN_SLOW_IN_ROW
-    }

@@ -95,11 +95,23 @@ def test_one_fast_handoff_ends_the_row_of_slow_ones() -> None:
     pairs.factors[0, 2] = 10.0
     pairs.run(10)
     prefiller, decoder = pairs.prefillers[0], pairs.decoders[2]
-    assert pairs.times.slow_pairs_of(decoder)[prefiller.name]["slow_in_row"] >= 5
+    assert list(pairs.times.slow_handoffs_of(decoder)) == [prefiller.name]
     pairs.factors.clear()
     pairs.run(4)  # a pair with many handoffs learns each fourth one
-    slow = pairs.times.slow_pairs_of(decoder)
-    assert not slow or slow[prefiller.name]["slow_in_row"] == 0
+    assert pairs.times.slow_handoffs_of(decoder) == {}
+
+
+def test_slow_handoffs_are_named_after_three_in_a_row() -> None:
+    """Neither earlier fast handoffs of the pair nor the size of a batch delay that."""
+    pairs = Pairs()
+    pairs.run(5)
+    prefiller, decoder = pairs.prefillers[0], pairs.decoders[2]
+    found = []
+    for _ in range(5):
+        pairs.hand_over(0, 2, wait=4.0)
+        found.append(pairs.times.slow_handoffs_of(decoder))
+    assert found[:2] == [{}, {}]
+    assert found[-1] == {prefiller.name: pytest.approx((4.01 + FAST, 0.01 + FAST), rel=0.1)}
 
 
 def test_handoff_times_log_a_pair_once(caplog: pytest.LogCaptureFixture) -> None:

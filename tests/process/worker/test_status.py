@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from proxy.observe.verdict import StatusBoard
-from proxy.process.worker.status import Growth, _slow_from
+from proxy.process.worker.status import Growth
 from proxy.wire.openai import Api
 from tests.asking import request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import pytest
 
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -105,15 +105,6 @@ async def test_pace_of_a_removed_instance_is_dropped(deploy: Deploy) -> None:
         assert response.status == 200
     await status_when(gateway, lambda status: removed not in paces)
     assert kept in paces
-
-
-@pytest.mark.parametrize(("slow_in_row", "expected"), [(2, {}), (3, {"p:1": (1.0, 0.1)})])
-def test_pair_is_slow_after_several_slow_handoffs_in_a_row(
-    slow_in_row: int, expected: dict[str, tuple[float, float]]
-) -> None:
-    """One late handoff of three raises the mean time of a pair as much as a slow link."""
-    pair = {"tokens": 1000, "seconds": 1.0, "ordinary_seconds": 0.1, "slow_in_row": slow_in_row}
-    assert _slow_from({"p:1": pair}) == expected
 
 
 def test_counters_of_a_replaced_worker_grow_from_zero() -> None:
