@@ -28,6 +28,7 @@ from lab.common.fleet import STOPS_SOON, Fleet, Gateway, simulated
 from lab.common.load import Connections, Load, post
 from lab.common.processes import called_from, fetch, quiet_ports, unwind_on_signals
 from proxy.sim.engine import SimulatedEngine
+from proxy.sim.engine.scheduler import Scheduler
 
 _BOUND_SECONDS: Final = 15.0
 _READY_SECONDS: Final = 30.0
@@ -44,6 +45,7 @@ _ENGINE: Final[dict[str, Any]] = {
     "profile_name": "v0.33",
 }
 _KEYS: Final = ("team-a", "team-b")
+_WORD: Final = "word "  # the simulated tokenizer makes a token of each character
 Cause = tuple[str, str]
 """The code and the subject of a reason. Several codes are separated by `|`; one of them is enough."""
 
@@ -66,9 +68,14 @@ class Site:
         status: dict[str, Any] = json.loads(text)
         return status
 
-    async def ask(self, key: str = _KEYS[0], *, words: int = 2300, max_tokens: int = 60, **fields: Any) -> str:
+    async def healthy_instances(self) -> set[str]:
+        """Return the addresses of the instances that are up."""
+        text = await asyncio.to_thread(fetch, self.gateway.url + "/instances")
+        return {each["address"] for each in json.loads(text)["instances"] if each["state"] == "up"}
+
+    async def ask(self, key: str = _KEYS[0], *, tokens: int = 2300, max_tokens: int = 60, **fields: Any) -> str:
         """Send one request. Return the problem of its answer."""
-        prompt = f"{self._draw.random()} " + "word " * words
+        prompt = f"{self._draw.random()} " + _WORD * (tokens // len(_WORD))
         body = {"model": "sim", "prompt": prompt, "max_tokens": max_tokens, "stream": True, **fields}
         request = post(self.gateway.port, body, "/v1/completions").replace(b"Bearer bench", f"Bearer sk-{key}".encode())
         answer = await self._connections[key].ask(request)
@@ -97,14 +104,20 @@ def _name(engine: SimulatedEngine) -> str:
     return f"{engine.host}:{engine.port}"
 
 
-async def _restart(engines: Mapping[SimulatedEngine, Mapping[str, Any]]) -> None:
-    """Restart engines with other options. They are down for some seconds."""
+async def _restart(site: Site, engines: Mapping[SimulatedEngine, Mapping[str, Any]]) -> None:
+    """Restart engines with other options, and wait until the gateway sends them requests again.
+
+    They are down for some seconds, which is another incident: the status names it at once.
+    """
     for engine in engines:
         await engine.kill()
     await asyncio.sleep(_DOWN_SECONDS)
     for engine, options in engines.items():
         engine.options = replace(engine.options, **options)
         await engine.restart()
+    restarted = set(map(_name, engines))
+    while restarted - await site.healthy_instances():  # noqa: ASYNC110 the gateway is another process
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 # The six incidents of a trial by operators
@@ -150,7 +163,9 @@ async def memory(site: Site) -> AsyncIterator[Sequence[Cause]]:
 @asynccontextmanager
 async def bad_deploy(site: Site) -> AsyncIterator[Sequence[Cause]]:
     """Restart two decoders without a KV connector, and a prefiller with another model."""
-    await _restart({site.prefill[0]: {"model": "other"}, **{each: {"protocol": "none"} for each in site.decode[:2]}})
+    await _restart(
+        site, {site.prefill[0]: {"model": "other"}, **{each: {"protocol": "none"} for each in site.decode[:2]}}
+    )
     names = [_name(engine) for engine in site.decode[:2]]
     yield [
         ("incompatible", _name(site.prefill[0])),
@@ -164,7 +179,9 @@ async def bad_deploy(site: Site) -> AsyncIterator[Sequence[Cause]]:
 @asynccontextmanager
 async def slow_decoder(site: Site) -> AsyncIterator[Sequence[Cause]]:
     """Let a decoder take 300 ms for a token instead of 25 ms."""
-    await _restart({site.decode[0]: {"decode_step_ms": 300.0}})
+    scheduler = site.decode[0].core.scheduler
+    assert isinstance(scheduler, Scheduler)
+    scheduler.cost = replace(scheduler.cost, step=0.3)
     yield [("instance_slow", _name(site.decode[0]))]
 
 
@@ -257,9 +274,9 @@ _HEALTHY: Final = (
 )
 _CONNECTORS: Final = {"layerwise": "ascend_layerwise", "transfer": "mooncake_bootstrap"}
 _MIX: Final = (
-    # Requests per second, words of the prompt, tokens of the answer
+    # Requests per second, tokens of the prompt, tokens of the answer
     (2.0, 2_300, 60),
-    (1.0, 20, 200),
+    (1.0, 100, 200),
     (0.05, 110_000, 20),
 )
 """Load of a healthy fleet: usual requests, short prompts with long answers, and prompts of several seconds."""
@@ -388,9 +405,9 @@ async def _watch(healthy: HealthyFleet, directory: Path) -> str:
         connector = "sglang_bootstrap"
     settings = {"connector": connector, "layerwise": {"host": "127.0.0.1"}, **healthy.settings}
     async with _site(directory, settings, engines) as site, AsyncExitStack() as stack:
-        for per_second, words, max_tokens in _MIX:
+        for per_second, tokens, max_tokens in _MIX:
             for model in healthy.models:
-                load = site.load(per_second, words=words, max_tokens=max_tokens, model=model)
+                load = site.load(per_second, tokens=tokens, max_tokens=max_tokens, model=model)
                 await stack.enter_async_context(load)
         return await _stays_healthy(site, _HEALTHY_SECONDS)
 

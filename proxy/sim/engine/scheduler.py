@@ -32,7 +32,7 @@ class Scheduler:
 
     def __init__(self, options: Options, on_step: Callable[[int], None]) -> None:
         self._options = options
-        self._cost = options.cost
+        self.cost = options.cost
         self._on_step = on_step
         self._waiting: deque[TokenSequence] = deque()
         self._running: set[TokenSequence] = set()
@@ -93,9 +93,7 @@ class Scheduler:
         """Start the prefill of an admitted sequence. Its first token follows when the prefill is done."""
         if sequence not in self._running:
             return
-        seconds = (
-            self._cost.prefill(sequence.prefill_tokens, sequence.cached_tokens) if sequence.prefill_tokens else 0.0
-        )
+        seconds = self.cost.prefill(sequence.prefill_tokens, sequence.cached_tokens) if sequence.prefill_tokens else 0.0
         self._prefill_free_at = max(self._now(), self._prefill_free_at) + seconds
         sequence.ready_at = self._prefill_free_at
         self._prefilling.append(sequence)
@@ -125,9 +123,9 @@ class Scheduler:
     def _step_seconds(self) -> float:
         # KV memory counts on known hardware. There are few sequences then, and this runs for each step.
         kv_tokens = 0
-        if self._cost.step_kv_token:
+        if self.cost.step_kv_token:
             kv_tokens = sum(len(sequence.prompt) + len(sequence.output) for sequence in self._decoding)
-        return self._cost.decode(len(self._decoding), kv_tokens)
+        return self.cost.decode(len(self._decoding), kv_tokens)
 
     def _schedule_tick(self) -> None:
         assert self._loop is not None
