@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from lab.dashboards.choosing import CHOOSING
+from lab.dashboards.clients import CLIENTS
+from lab.dashboards.configuration import CONFIGURATION
 from lab.dashboards.engines import ENGINES
 from lab.dashboards.faults import FAULTS
 from lab.dashboards.grafana import as_json
@@ -15,7 +17,7 @@ from lab.dashboards.instances import INSTANCES_PAGE
 from lab.dashboards.overview import OVERVIEW
 from lab.dashboards.stages import STAGES
 
-DASHBOARDS: Final = (OVERVIEW, STAGES, INSTANCES_PAGE, CHOOSING, FAULTS, ENGINES)
+DASHBOARDS: Final = (OVERVIEW, STAGES, INSTANCES_PAGE, CHOOSING, CLIENTS, FAULTS, CONFIGURATION, ENGINES)
 
 
 DIRECTORY = Path("configs/grafana")

@@ -7,6 +7,7 @@ from typing import Final
 from lab.dashboards.grafana import Dashboard, Panel, Query, Row
 from lab.dashboards.promql import (
     ADDRESS,
+    GATEWAY,
     GATEWAYS,
     GENERATES,
     INSTANCES,
@@ -240,10 +241,80 @@ _CHOICE: Final = Row(
     width=12,
 )
 
+_SESSIONS: Final = Row(
+    "Conversations in the prefix caches",
+    [
+        Panel(
+            title="Conversations",
+            description="Sessions that keep their prefix in a cache, and turns that wait for room in one "
+            "(pdproxy_resident_sessions, pdproxy_waiting_sessions).",
+            unit="none",
+            queries=[
+                Query(gauge("pdproxy_resident_sessions"), "resident"),
+                Query(gauge("pdproxy_waiting_sessions"), "waiting"),
+            ],
+            runbook="concepts/working-set.md#observe",
+        ),
+        Panel(
+            title="How long turns waited",
+            description="Time that turns of sessions waited for room in a prefix cache "
+            "(pdproxy_session_wait_seconds). No data: no turn waited.",
+            unit="s",
+            queries=percentiles("pdproxy_session_wait_seconds"),
+            runbook="concepts/working-set.md#observe",
+            needs="balance.working_sets",
+        ),
+        Panel(
+            title="Admitted after the longest wait",
+            description="Turns per second that were admitted because they had waited for "
+            "`admission.session_wait_seconds` (pdproxy_session_waits_overdue_total).",
+            unit="ops",
+            queries=[Query(rate("pdproxy_session_waits_overdue_total"), "overdue")],
+            runbook="concepts/working-set.md#observe",
+        ),
+        Panel(
+            title="Evicted before their next use",
+            description="Prompt tokens per second that sessions should have found in caches, and those that were "
+            "evicted before (pdproxy_resident_tokens_total).",
+            unit="short",
+            queries=[Query(rate("pdproxy_resident_tokens_total", by="kind"), "{{kind}}")],
+            runbook="concepts/working-set.md#observe",
+        ),
+    ],
+    width=6,
+)
+
+_CAPACITY: Final = Row(
+    "Instances by demand",
+    [
+        Panel(
+            title="Desired instances",
+            description="Instances of each role that the demand of the last minute needs "
+            "(pdproxy_desired_instances), for autoscalers.",
+            unit="none",
+            queries=[Query(gauge("pdproxy_desired_instances", by="role", over="max"), "{{role}}")],
+            runbook="guides/elastic-roles.md#scale-engines-by-demand",
+        ),
+        Panel(
+            title="Moves between roles",
+            description="Moves of elastic instances per hour, by new role and result (pdproxy_role_moves_total).",
+            unit="none",
+            queries=[
+                Query(
+                    f"sum by (role, result) (increase(pdproxy_role_moves_total{{{GATEWAY}}}[1h]))",
+                    "to {{role}} {{result}}",
+                )
+            ],
+            runbook="guides/elastic-roles.md#let-pdproxy-choose-the-roles",
+        ),
+    ],
+    width=12,
+)
+
 CHOOSING: Final = Dashboard(
     name="choosing",
     title="pdproxy / Choosing and queue",
     description="Distribution of requests over the instances, and the queue.",
     variables=[JOB, GATEWAYS, ROLE, ADDRESS],
-    rows=[_QUEUE, _CHOICE, PREDICTIONS],
+    rows=[_QUEUE, _CHOICE, PREDICTIONS, _SESSIONS, _CAPACITY],
 )

@@ -85,7 +85,7 @@ _SAVED: Final = Row(
             title="Sent again, by failure",
             description="Retries per second, by role and by cause (pdproxy_retries_total).",
             unit="ops",
-            width=12,
+            width=8,
             stacked=True,
             queries=[Query(rate("pdproxy_retries_total", by="stage, reason") + " > 0", "{{stage}} {{reason}}")],
             runbook="concepts/failures.md#failures",
@@ -96,12 +96,20 @@ _SAVED: Final = Row(
             "(pdproxy_retry_budget_exhausted_total) or that were stopped because engines went "
             "down while serving them (pdproxy_suspect_requests_total).",
             unit="ops",
-            width=12,
+            width=8,
             queries=[
                 Query(rate("pdproxy_retry_budget_exhausted_total"), "retry budget"),
                 Query(rate("pdproxy_suspect_requests_total"), "suspect"),
             ],
             runbook="troubleshooting/alerts.md#pdproxyretrybudgetexhausted",
+        ),
+        Panel(
+            title="Answers requested again without streaming",
+            description="Answers per second whose stream lost a tool call or broke its arguments "
+            "(pdproxy_whole_answers_repeated_total).",
+            unit="ops",
+            width=8,
+            queries=[Query(rate("pdproxy_whole_answers_repeated_total"), "requested again")],
         ),
     ],
     width=6,
@@ -131,12 +139,13 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Odd clients",
-            description="Requests that were not valid HTTP (pdproxy_http_parse_errors_total), and answers "
-            "whose client disconnected or stopped reading, per second "
-            "(pdproxy_streams_broken_total).",
+            description="Requests that were not valid HTTP (pdproxy_http_parse_errors_total), failed TLS handshakes "
+            "(pdproxy_tls_handshake_failures_total), and answers whose client disconnected or stopped reading, per "
+            "second (pdproxy_streams_broken_total).",
             unit="ops",
             queries=[
                 Query(rate("pdproxy_http_parse_errors_total"), "malformed"),
+                Query(rate("pdproxy_tls_handshake_failures_total"), "TLS handshake"),
                 Query(rate("pdproxy_streams_broken_total", 'side="client"', by="reason"), "{{reason}}"),
             ],
             runbook="reference/errors.md#errors",
@@ -161,19 +170,12 @@ _CAUSES: Final = Row(
             runbook="troubleshooting/alerts.md#pdproxyworkerreplaced",
         ),
         Panel(
-            title="Configuration",
-            description="Age of the configuration in use "
-            "(pdproxy_config_last_reload_success_timestamp_seconds). Rejected reloads are in the "
-            "log.",
-            unit="s",
-            queries=[
-                Query(
-                    "time() - "
-                    + gauge("pdproxy_config_last_reload_success_timestamp_seconds", by="instance", over="max"),
-                    "{{instance}}",
-                )
-            ],
-            runbook="troubleshooting/alerts.md#pdproxyreloadfailed",
+            title="Background loops restarted",
+            description="Restarts of background loops after an unexpected error, per second "
+            "(pdproxy_background_restarts_total). The log has the error.",
+            unit="ops",
+            queries=[Query(rate("pdproxy_background_restarts_total", by="loop"), "{{loop}}")],
+            runbook="troubleshooting/index.md#find-the-cause-of-an-incident",
         ),
         Panel(
             title="Log lines not written",

@@ -36,7 +36,7 @@ class Panel:
 
     `unit` is Grafana's id of the unit, `runbook` a page of docs/ with the anchor of a heading, `thresholds` the values
     at which a colour begins, and `states` the words and colours for values. `width` is in 24 columns. None: the row's
-    width.
+    width. `needs`: what the panel has no data without.
     """
 
     title: str
@@ -53,6 +53,7 @@ class Panel:
     decimals: int | None = None
     thresholds: Mapping[float, Colour] = field(default_factory=dict)
     states: Sequence[tuple[str, Colour]] = ()
+    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True)

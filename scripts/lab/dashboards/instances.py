@@ -103,6 +103,53 @@ _TRAFFIC: Final = Row(
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="kv"'), _LEGEND)],
             runbook="concepts/routing.md#routing",
         ),
+        Panel(
+            title="Streamed parts of answers",
+            description="Parts of answers that each decoder streams per second "
+            "(pdproxy_instance_tokens_per_second). Most engines send one token in each part.",
+            unit="ops",
+            queries=[Query(_gauge("pdproxy_instance_tokens_per_second"), _LEGEND)],
+        ),
+        Panel(
+            title="Share of the KV cache in use",
+            description="Estimated tokens in the KV cache of each instance, over the tokens that fit "
+            "(pdproxy_instance_load_tokens, pdproxy_instance_kv_capacity_tokens). No data: the engine does not "
+            "report its capacity.",
+            unit="percentunit",
+            queries=[
+                Query(
+                    share(
+                        _gauge("pdproxy_instance_load_tokens", 'kind="kv"'),
+                        _gauge("pdproxy_instance_kv_capacity_tokens", over="max"),
+                    ),
+                    _LEGEND,
+                )
+            ],
+            runbook="operate/status.md#status",
+            needs="an engine that reports its KV cache",
+        ),
+        Panel(
+            title="Weight",
+            description="Share of requests of each instance, in per cent of its full share "
+            "(pdproxy_instance_weight). 0: the instance is disabled or drains. Between: it starts slowly.",
+            unit="percent",
+            highest=100,
+            queries=[Query(_gauge("pdproxy_instance_weight", over="max"), _LEGEND)],
+            runbook="concepts/health.md#ejection",
+        ),
+        Panel(
+            title="Working set of prefillers",
+            description="Tokens that conversations need in the cache of each prefiller, and the learned maximum, "
+            "if there is one (pdproxy_instance_working_set_tokens).",
+            unit="short",
+            queries=[
+                Query(
+                    gauge("pdproxy_instance_working_set_tokens", by="role, address, kind", of=INSTANCES, over="max"),
+                    "{{address}} {{kind}}",
+                )
+            ],
+            runbook="concepts/working-set.md#observe",
+        ),
     ],
     width=12,
 )
@@ -136,6 +183,7 @@ _TROUBLE: Final = Row(
         ),
         Panel(
             title="Ejections",
+            width=12,
             description="Ejections of each instance per hour, by cause (pdproxy_instance_ejected_total).",
             unit="none",
             queries=[
@@ -148,6 +196,7 @@ _TROUBLE: Final = Row(
         ),
         Panel(
             title="Does not fit",
+            width=12,
             description="Healthy instances that are incompatible with the others or with the gateway, by kind "
             "(pdproxy_instance_misfit), for example because of a wrong connector, model or key. "
             "The log has one warning for each.",
@@ -163,10 +212,20 @@ _TROUBLE: Final = Row(
         ),
         Panel(
             title="Pinned KV",
-            description="Orphaned KV caches of each prefiller, which no decoder will fetch, and the age of "
-            "the oldest (pdproxy_instance_pinned_kv, pdproxy_instance_pinned_kv_oldest_seconds).",
+            description="Orphaned KV caches of each prefiller, which no decoder will fetch "
+            "(pdproxy_instance_pinned_kv).",
             unit="none",
+            width=12,
             queries=[Query(_gauge("pdproxy_instance_pinned_kv", over="max"), _LEGEND)],
+            runbook="concepts/kv-cache.md#orphaned-kv-cache",
+        ),
+        Panel(
+            title="Oldest pinned KV",
+            description="Age of the oldest orphaned KV cache of each prefiller "
+            "(pdproxy_instance_pinned_kv_oldest_seconds). The engine frees it when its lease ends.",
+            unit="s",
+            width=12,
+            queries=[Query(_gauge("pdproxy_instance_pinned_kv_oldest_seconds", over="max"), _LEGEND)],
             runbook="concepts/kv-cache.md#orphaned-kv-cache",
         ),
     ],

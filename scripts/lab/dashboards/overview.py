@@ -100,6 +100,40 @@ _WELL: Final = Row(
     height=4,
 )
 
+_STATE: Final = Row(
+    "Status",
+    [
+        Panel(
+            title="State",
+            description="State of the gateway and its engines, as in `GET /admin/status` (pdproxy_status_state).",
+            kind="state-timeline",
+            unit="none",
+            lowest=None,
+            states=(("healthy", "green"), ("degraded", "yellow"), ("impaired", "orange"), ("down", "red")),
+            queries=[Query(gauge("pdproxy_status_state", by="instance", over="max"), "{{instance}}")],
+            runbook="operate/status.md#status",
+        ),
+        Panel(
+            title="Reasons",
+            description="Reasons why the gateway is not healthy, with their subjects (pdproxy_status_reason).",
+            kind="state-timeline",
+            unit="none",
+            lowest=None,
+            states=(("none", "green"), ("holds", "orange")),
+            queries=[
+                Query(
+                    gauge("pdproxy_status_reason", by="code, subject", over="max")
+                    + ' or label_replace(vector(0), "code", "no reason", "", "")',
+                    "{{code}} {{subject}}",
+                )
+            ],
+            runbook="operate/status.md#status",
+        ),
+    ],
+    width=12,
+    height=6,
+)
+
 _TRAFFIC: Final = Row(
     "Traffic",
     [
@@ -241,15 +275,35 @@ _GATEWAY: Final = Row(
             description="Open connections of clients (pdproxy_connections). `listen.max_connections` bounds each "
             "worker's.",
             unit="none",
-            width=12,
             queries=[Query(gauge("pdproxy_connections", by="instance"), "{{instance}}")],
+        ),
+        Panel(
+            title="Workers",
+            description="Worker processes that serve (pdproxy_workers).",
+            unit="none",
+            queries=[Query(gauge("pdproxy_workers", by="instance"), "{{instance}}")],
+            runbook="troubleshooting/alerts.md#pdproxyworkerreplaced",
+        ),
+        Panel(
+            title="Tokens wait",
+            description="Time for which tokens wait for further ones of their stream (pdproxy_gather_seconds, "
+            "stream.gather_seconds). Above 0 with `auto`: the workers are near one core. Increase `workers`.",
+            unit="s",
+            queries=[Query(gauge("pdproxy_gather_seconds", by="instance", over="max"), "{{instance}}")],
+        ),
+        Panel(
+            title="Remembered prefixes",
+            description="Keys of prompts' prefixes in memory, of about 110 bytes each (pdproxy_prefix_index_keys).",
+            unit="short",
+            queries=[Query(gauge("pdproxy_prefix_index_keys", by="instance"), "{{instance}}")],
+            runbook="concepts/routing.md#routing",
         ),
         Panel(
             title="Version",
             description="Versions in use (pdproxy_build_info).",
             kind="table",
             unit="none",
-            width=12,
+            width=24,
             lowest=None,
             queries=[
                 Query(
@@ -267,5 +321,5 @@ OVERVIEW: Final = Dashboard(
     title="pdproxy / Overview",
     description="Health, traffic and latency of the gateway.",
     variables=[JOB, GATEWAYS],
-    rows=[_WELL, _TRAFFIC, _LATENCY, _GATEWAY],
+    rows=[_WELL, _STATE, _TRAFFIC, _LATENCY, _GATEWAY],
 )

@@ -220,6 +220,34 @@ _KV: Final = Row(
             ],
             runbook="troubleshooting/alerts.md#pdproxypairskeptapart",
         ),
+        Panel(
+            title="Failed transfers",
+            description="Transfers of KV cache that failed, per second, as engines of a role count them "
+            "(pdproxy_failed_transfers_total).",
+            unit="ops",
+            queries=[Query(rate("pdproxy_failed_transfers_total", by="role"), "{{role}}")],
+            runbook="troubleshooting/alerts.md#pdproxypairskeptapart",
+        ),
+        Panel(
+            title="Answers read back",
+            description="Prefill legs per second that named a decoder's KV cache of the previous answer, by result "
+            "(pdproxy_read_backs_total).",
+            unit="ops",
+            queries=[Query(rate("pdproxy_read_backs_total", by="result"), "{{result}}")],
+            runbook="concepts/kv-cache.md#reading-answers-back",
+        ),
+        Panel(
+            title="KV events",
+            description="KV events of instances per second, by kind, and gaps in them, by reason "
+            "(pdproxy_kv_events_total, pdproxy_kv_event_gaps_total). Requires `kv_events`.",
+            unit="ops",
+            queries=[
+                Query(rate("pdproxy_kv_events_total", by="kind"), "{{kind}}"),
+                Query(rate("pdproxy_kv_event_gaps_total", by="reason"), "gap: {{reason}}"),
+            ],
+            runbook="concepts/kv-cache.md#kv-events",
+            needs="kv_events",
+        ),
     ],
 )
 

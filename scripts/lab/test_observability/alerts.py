@@ -21,7 +21,7 @@ from lab.common.processes import HOST, Program, quiet_ports
 from lab.dashboards.__main__ import DASHBOARDS
 from lab.dashboards.grafana import Dashboard, Panel, Variable
 from lab.test_observability.faults import Fault
-from lab.test_observability.site import Site
+from lab.test_observability.site import PROVIDED, Site
 
 RULES: Final = Path("configs/prometheus")
 SCRAPE_SECONDS: Final = 1.0
@@ -167,7 +167,8 @@ async def _look_at(prometheus: Prometheus, dashboard: Dashboard, panel: Panel, b
             given = []
             wrong.append(str(error))
         found.append(given)
-        wrong += problems(given, query.legend, expr)
+        if panel.needs in PROVIDED:
+            wrong += problems(given, query.legend, expr)
     return Shown(dashboard, panel, found, wrong)
 
 

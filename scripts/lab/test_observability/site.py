@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import random
 import threading
@@ -20,6 +21,8 @@ from lab.common.load import CHAT, Connections, Load, post
 from lab.common.processes import quiet_ports
 from proxy.sim.engine import SimulatedEngine
 
+PROVIDED: Final = ("", "auth.client_keys_file", "discovery")
+"""Options that the serving gateway has: panels that need others may have no data."""
 ENGINE: Final[dict[str, Any]] = {"decode_step_ms": 10.0, "prefill_ms_per_1k_tokens": 40.0, "connector_name": "nixl"}
 
 
@@ -168,6 +171,16 @@ async def change(engine: SimulatedEngine, **options: Any) -> None:
     await engine.restart()
 
 
+def _key_and_discovery(directory: Path, decoder: SimulatedEngine) -> dict[str, Any]:
+    """Return settings with a client key, and with a decoder from a file. See PROVIDED."""
+    keys, targets = directory / "keys.yaml", directory / "targets.yaml"
+    # JSON is YAML, too.
+    keys.write_text(json.dumps({"keys": [{"name": "bench", "key": "bench"}]}), encoding="utf-8")
+    group = {"targets": addresses([decoder]), "labels": {"role": "decode"}}
+    targets.write_text(json.dumps([group]), encoding="utf-8")
+    return {"auth": {"client_keys_file": str(keys)}, "discovery": {"files": [str(targets)]}}
+
+
 @asynccontextmanager
 async def site(directory: Path, workers: int) -> AsyncIterator[Site]:
     """Run 2 prefillers and 3 decoders behind the serving gateway, a pair behind the idle one, and an SGLang engine."""
@@ -180,7 +193,8 @@ async def site(directory: Path, workers: int) -> AsyncIterator[Site]:
         fleet = stack.enter_context(Fleet(directory))
         tap = stack.enter_context(Tap(directory / "idle.log"))
         port, idle_port = quiet_ports(2)
-        serving = fleet.configured("serving", settings(port, workers, addresses(prefill), addresses(decode)))
+        serving_settings = settings(port, workers, addresses(prefill), addresses(decode[:-1]))
+        serving = fleet.configured("serving", serving_settings | _key_and_discovery(directory, decode[-1]))
         idle = fleet.configured("idle", settings(idle_port, 1, *([each] for each in addresses(others))), tap.writing)
         clients = Clients(serving), Clients(idle)
         try:

@@ -110,6 +110,7 @@ def test_panel_has_a_description(panel: Any) -> None:
     assert re.search(r"(pdproxy_|vllm:|sglang:|\(up\)|alerts\.yaml)", panel.description), "names its metric"
     assert panel.unit
     assert len(panel.queries) == 1 or len({query.legend or query.column for query in panel.queries}) > 1
+    assert not panel.needs or "Requires" in panel.description or "No data: " in panel.description
     page, _, anchor = panel.runbook.partition("#")
     assert not panel.runbook or anchor in anchors(PAGES[f"docs/{page}"])
 

@@ -50,6 +50,11 @@ def labels_of(name: str) -> set[str]:
     return {*(ENGINES.get(level) or labels_by_name[name]), *TARGET}
 
 
+def family_of(name: str) -> str:
+    """Return the name of a series without the suffix of a histogram's part."""
+    return re.sub(r"_(bucket|sum|count)$", "", name)
+
+
 def check(expr: str) -> None:
     found = names_of_query(expr)
     labels_by_name = {name: labels_of(name) for name in found.names if name}
@@ -71,6 +76,18 @@ QUERIES = [
 def test_query_uses_existing_metrics_and_labels(expr: str, legend: str) -> None:
     check(expr)
     assert set(re.findall(r"{{(\w+)}}", legend)) <= set(re.findall(r"\w+", expr)), "the legend has other labels"
+
+
+def test_every_metric_has_a_panel() -> None:
+    def families(expr: str) -> set[str]:
+        """Return the families of a query, and of the recording rules that it uses."""
+        found = set[str]()
+        for name in names_of_query(expr).names:
+            found |= families(RECORDED[name]) if name in RECORDED else {family_of(name)}
+        return found
+
+    queries = [query.expr for dashboard in DASHBOARDS for panel in dashboard.panels for query in panel.queries]
+    assert {family_of(name) for name in KNOWN} - set().union(*map(families, queries)) == set()
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -135,7 +152,7 @@ def test_label_values_in_rules_exist() -> None:
 
 @pytest.mark.parametrize("page", [name for name in PAGES if name != "CHANGELOG.md"])
 def test_page_names_existing_metrics_and_labels(page: str) -> None:
-    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in KNOWN} | {*KNOWN}
+    families = {family_of(name) for name in KNOWN} | {*KNOWN}
     for name, labels in re.findall(r"\b(pdproxy_\w+)(?:\{([^}`]*)\})?", PAGES[page]):
         assert name in families or (name.endswith("_") and any(family.startswith(name) for family in families)), name
         assert not labels or set(re.findall(r"(\w+)(?:[,=]|$)", labels)) <= labels_of(name), (name, labels)
