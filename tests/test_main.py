@@ -269,9 +269,12 @@ def test_interrupt_prints_no_traceback(around: Callable[..., object] | signal.Ha
     assert err == ""
 
 
-def test_closed_pipe_prints_no_traceback() -> None:
-    command = [sys.executable, "-m", "proxy", "completion", "bash"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+@pytest.mark.parametrize("words", [["completion", "bash"], ["check-config", "--decode", "h:1", "--prefill", "h:2"]])
+def test_closed_pipe_prints_no_traceback(words: list[str]) -> None:
+    """The first command writes more than fits into the buffer of standard output, the second one less."""
+    command = [sys.executable, "-m", "proxy", *words]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()  # before the program has written, which is after its imports
