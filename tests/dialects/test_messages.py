@@ -101,14 +101,20 @@ def test_tool_is_to_be_run_only_if_its_call_is_complete(
     assert (got["stop_reason"], got["stop_sequence"]) == (told, matched if told == "stop_sequence" else None)
 
 
-async def test_elements_of_a_translated_body_count_double(deploy: Deploy) -> None:
+@pytest.mark.parametrize("is_fast", [True, False])
+async def test_elements_of_a_translated_body_count_double(deploy: Deploy, is_fast: bool) -> None:
     """It is read twice, and a chat once."""
-    gateway = await deploy(1, 1, listen={"max_body_elements": 8000})
-    messages = [{"role": "user", "content": "a"}] * 100  # 5,000 elements
-    chat = await gateway.ask({"model": "sim", "messages": messages, "max_tokens": 2})
-    assert chat.status == 200
-    refused = await ask(gateway, {"model": "sim", "messages": messages, "max_tokens": 2})
-    assert (refused.status, refused.json["type"]) == (413, "error")
+    gateway = await deploy(1, 1, listen={"max_body_elements": 16_000, "fast_path": is_fast})
+    # It has 8,663 elements, and 14,999 by the upper bound of the fast reader.
+    body = {
+        "model": "sim",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 2,
+        "chat_template_kwargs": {"a": [[]] * 500},
+    }
+    assert (await gateway.ask(body)).status == 200
+    rejected = await ask(gateway, body)
+    assert (rejected.status, rejected.json["type"]) == (413, "error")
 
 
 @pytest.mark.parametrize("stream", [False, True])
