@@ -271,7 +271,7 @@ class KvHandoff:
         if self._context.pools.quarantine.note_failure(prefiller, decoder):
             self._context.metrics.pair_quarantines_total.inc()
             logger.warning(
-                "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",
+                "prefill instance %s and decode instance %s are kept apart: handoffs between them fail",
                 prefiller.name,
                 decoder.name,
                 extra=logs.ALWAYS,

@@ -175,7 +175,8 @@ class Metrics:
     )
     stage_duration_seconds = MetricRow(
         Histogram,
-        "Time in each stage, once for each prompt and sample of a generation request.",
+        "Time in each stage, once for each prompt and sample of a generation request. handoff ends with the decoder's "
+        "status line; an engine that sends it earlier shows the KV transfer in first_token.",
         ("stage",),
         series=product(STAGES),
         buckets=_STAGE_BUCKETS,

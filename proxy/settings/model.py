@@ -550,7 +550,7 @@ class Auth(Section):
 
     engine_api_key: Secret = None
     """Key that pdproxy sends to engines as a bearer token. The default is the environment variable OPENAI_API_KEY. If
-    empty, no key is sent."""
+    empty, engines get the client's key, except with client keys."""
     engine_api_key_file: FilePath = None
     """Path of a file that contains engine_api_key."""
     admin_key: Secret = None

@@ -52,6 +52,7 @@ _FAILURES: Final = """\
 
 If an engine fails without an answer that pdproxy can forward, the code is the role and the failure, such as
 `prefill_timeout` or `decode_connect`. pdproxy sends such an error only if no other instance can serve the request.
+Time-outs are not retried.
 If an answer had begun and could not be continued, the status is 503.
 
 | failure | status | cause | fix |

@@ -88,7 +88,7 @@ def _good_finding(result: CanaryResult, canaries: Canaries) -> Finding:
     has_times = canaries.settings.connector_traits.has_prefill_first and result.first_token_seconds is not None
     took = f", {result.seconds:.2f} s"
     if has_times:
-        took = f", prefill {result.prefill_seconds or 0:.2f} s, hand-over {result.first_token_seconds:.2f} s"
+        took = f", prefill {result.prefill_seconds or 0:.2f} s, handoff {result.first_token_seconds:.2f} s"
     severity = Severity.OK if result.kv is HandoffVerdict.TRANSFERRED else Severity.NOTE
     return Finding(
         severity, "kv", subject, kv + took + (", same answer as alone" if _is_compared(result, canaries) else "")
