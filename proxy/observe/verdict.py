@@ -18,7 +18,7 @@ from proxy.common.errors import Failure
 from proxy.common.terms import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from proxy.common.backend import Backend
 
@@ -180,11 +180,13 @@ class StatusFacts:
 
 def judge(facts: StatusFacts) -> list[Reason]:
     """Return the reasons why the gateway is not healthy, the worst first. Empty: it is healthy."""
+    of_instances = list(_judge_instances(facts))
+    failing = {reason.subject for reason in of_instances if reason.code == "instance_failing"}
     found = [
         *_judge_roles(facts),
-        *_judge_instances(facts),
+        *of_instances,
         *_judge_paces(facts),
-        *_judge_pairs(facts),
+        *_judge_pairs(facts, failing),
         *_judge_requests(facts),
         *_judge_keys(facts),
         *_judge_gateway(facts),
@@ -342,10 +344,12 @@ def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
             yield Reason(Level.DEGRADED, "instance_slow", "instance", name, text)
 
 
-def _judge_pairs(facts: StatusFacts) -> Iterator[Reason]:
+def _judge_pairs(facts: StatusFacts, failing: Collection[str]) -> Iterator[Reason]:
+    """Judge the pairs. `failing`: instances that are named because their requests fail."""
     unhealthy = {each.name for each in facts.instances if any(each.states.get(state) for state, *_ in _UNHEALTHY)}
+    blamed = unhealthy.union(name for name in failing if _is_apart_from_all(name, facts, unhealthy))
     for (prefiller, decoder), seconds in facts.pairs_apart.items():
-        if prefiller in unhealthy or decoder in unhealthy:
+        if prefiller in blamed or decoder in blamed:
             continue  # The pair is not the cause.
         text = (
             f"KV handoffs from prefill {prefiller} to decode {decoder} fail: the pair is kept apart for another "
@@ -364,6 +368,14 @@ def _judge_pairs(facts: StatusFacts) -> Iterator[Reason]:
                     f"ordinary pairs {ordinary_seconds:.2f} s."
                 )
                 yield Reason(Level.DEGRADED, "pair_slow", "pair", f"{prefiller} {each.name}", text)
+
+
+def _is_apart_from_all(name: str, facts: StatusFacts, unhealthy: Collection[str]) -> bool:
+    """Return whether an instance is kept apart from all healthy instances of the other role, and from several."""
+    apart = {pair[0] if pair[1] == name else pair[1] for pair in facts.pairs_apart if name in pair}
+    role = next(each.role for each in facts.instances if each.name == name)
+    others = {each.name for each in facts.instances if each.role != role and each.role != "encode"}
+    return len(apart) > 1 and apart >= others.difference(unhealthy)
 
 
 def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:

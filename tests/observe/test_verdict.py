@@ -212,6 +212,19 @@ def test_failures_and_pairs_of_an_instance_that_is_down_are_no_further_reasons()
     assert [reason.code for reason in judge(facts)] == ["instance_ejected"]
 
 
+def test_pairs_of_a_decoder_that_fails_with_all_prefillers_are_no_further_reasons() -> None:
+    """A decoder that answers 500 is the cause, not its links. It is ejected only later."""
+    facts = replace(
+        WELL,
+        instances=(PREFILL, replace(PREFILL, name="p:2"), DECODE, OTHER),
+        counts={("instance_requests", "decode", "d:1", "status"): 4.0},
+        pairs_apart={("p:1", "d:1"): 8.0, ("p:2", "d:1"): 8.0},
+    )
+    assert [reason.code for reason in judge(facts)] == ["instance_failing"]
+    one = replace(facts, pairs_apart={("p:1", "d:1"): 8.0})
+    assert sorted(reason.code for reason in judge(one)) == ["instance_failing", "pair_apart"]
+
+
 def test_every_code_has_a_row() -> None:
     assert {code for _, code, *_ in ROWS} == set(CODES)
 
