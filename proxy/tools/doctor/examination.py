@@ -43,7 +43,7 @@ from proxy.tools.doctor.pair import Canaries, check_pairs
 from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, connect_problem
 from proxy.wire.exposition import parse_prompt_tokens, parse_ranks, parse_start, parse_work
 from proxy.wire.ids import new_id
-from proxy.wire.openai import Api
+from proxy.wire.openai import Api, engine_words
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
@@ -387,7 +387,7 @@ class Asker:
         return replace(
             examined,
             version=_reported_version(version, info),
-            models=models if isinstance(models, str) else models.status,
+            models=_status_or_problem(models),
             facts=facts,
             keeps_alive=keeps_alive,
             started_at=None if exposition is None else parse_start(exposition),
@@ -461,6 +461,14 @@ def bootstrap_place(examined: Examined, settings: Settings) -> tuple[str, int] |
     told = examined.facts.identity.setup
     port = backend.bootstrap_port or (told and told.bootstrap_port) or settings.mooncake.bootstrap_port
     return backend.host, port
+
+
+def _status_or_problem(models: BufferedResponse | str) -> int | str:
+    """Return the status of /v1/models, or the problem. The problem of an engine that fails has its own words."""
+    if isinstance(models, str) or models.status < 500:
+        return models if isinstance(models, str) else models.status
+    words = engine_words(models.body)
+    return f"{MODELS_PATH} answered with status {models.status}" + (f": {words}" if words else "")
 
 
 def _answer_or_none(told: BufferedResponse | str) -> BufferedResponse | None:

@@ -353,12 +353,16 @@ async def test_doctor_reports_the_mistake(mistake: Mistake, tmp_path_factory: py
     assert all(f.hint for f in named)
 
 
-async def test_finding_has_the_words_of_the_engine() -> None:
+@pytest.mark.parametrize(
+    ("path", "check", "begin"),
+    [((), "answer", "the engine answered"), (("/v1/models",), "models", "/v1/models answered")],
+)
+async def test_finding_has_the_words_of_the_engine(path: tuple[str, ...], check: str, begin: str) -> None:
     words = "CUDA error: an illegal memory access was encountered"
-    broken = fault("refuse_status", status=500, body={"error": {"message": words}})
-    found = await examined(Mistake("", "answer", "D0", decoders=[broken, {}]), Path)
-    [finding] = [each for each in found.findings if each.check == "answer"]
-    assert f"the engine answered with status 500: {words}" in finding.words
+    broken = fault("refuse_status", *path, status=500, body={"error": {"message": words}})
+    found = await examined(Mistake("", check, "D0", decoders=[broken, {}]), Path)
+    [finding] = [each for each in found.findings if each.check == check]
+    assert f"{begin} with status 500: {words}" in finding.words
 
 
 def test_every_check_is_in_operating() -> None:
