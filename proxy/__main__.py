@@ -14,16 +14,16 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from proxy.common import blocking_http
-from proxy.common.build_info import BUILD
-from proxy.settings import SettingsError, load, reachable, to_yaml
+from proxy.common.build_info import BUILD_KIND
+from proxy.settings import SettingsError, connectable_host, load_settings, write_yaml
 from proxy.settings.cli import COMMANDS, DOCUMENTS
 from proxy.settings.mistakes import Parser
-from proxy.settings.other_routers import unknown_command
+from proxy.settings.other_routers import describe_unknown_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.settings import Loaded, Settings
+    from proxy.settings import LoadedSettings, Settings
 
 _HEALTH_TIMEOUT_SECONDS = 5.0
 # An engine may set this variable if its image or service also starts the gateway. prometheus-client would store the
@@ -59,19 +59,19 @@ def _run(words: list[str]) -> int:
         case ["print-config", *flags] if {*DOCUMENTS} & {*flags}:
             from proxy.settings import reference
 
-            print(reference.document(flags))
+            print(reference.render_options_page(flags))
             return 0
         case ["print-config", *flags]:
-            print(to_yaml(_warned(load(flags, os.environ, needs_backends=False, command="print-config"))))
+            print(write_yaml(_warned(load_settings(flags, os.environ, needs_backends=False, command="print-config"))))
             return 0
         case ["check-config", *flags]:
-            settings = _warned(load(flags, os.environ, command="check-config")).settings
+            settings = _warned(load_settings(flags, os.environ, command="check-config")).settings
             print(f"ok: {settings.fleet}, connector {settings.connector}")
             for told in settings.access_warnings:
                 print(f"note: {told}")
             return 0
         case ["health", *flags]:
-            return _health(load(flags, os.environ, needs_backends=False, command="health").settings)
+            return _health(load_settings(flags, os.environ, needs_backends=False, command="health").settings)
         case ["doctor", *flags]:
             from proxy.tools.doctor import main as doctor
 
@@ -106,15 +106,15 @@ def _run(words: list[str]) -> int:
         case ["serve", *flags]:
             return _serve(flags, "serve")
         case [name, *_] if not name.startswith("-"):
-            raise SettingsError(unknown_command(name, COMMANDS))
+            raise SettingsError(describe_unknown_command(name, COMMANDS))
         case _:
             return _serve(words, None)
 
 
 def _serve(flags: list[str], command: str | None) -> int:
-    from proxy.process.supervisor import serve
+    from proxy.process.supervisor import run_supervisor
 
-    return serve(lambda: load(flags, os.environ, command=command))
+    return run_supervisor(lambda: load_settings(flags, os.environ, command=command))
 
 
 def _about(command: str, arguments: list[str]) -> int:
@@ -124,10 +124,10 @@ def _about(command: str, arguments: list[str]) -> int:
         parser.add_argument("command", nargs="?", metavar="COMMAND", help="Name of a sub-command.")
     name = getattr(parser.parse_args(arguments), "command", None)
     if command == "version":
-        print(BUILD)
+        print(BUILD_KIND)
         return 0
     if name and name not in COMMANDS:
-        raise SettingsError(unknown_command(name, COMMANDS))
+        raise SettingsError(describe_unknown_command(name, COMMANDS))
     return _run([name, "--help"] if name else ["--help"])
 
 
@@ -138,7 +138,7 @@ def _help(words: Sequence[str]) -> str:
     return said.getvalue()
 
 
-def _warned(loaded: Loaded) -> Loaded:
+def _warned(loaded: LoadedSettings) -> LoadedSettings:
     """Print the warnings on standard error."""
     for warning in loaded.warnings:
         print(f"pdproxy: warning: {warning}", file=sys.stderr)
@@ -149,10 +149,10 @@ def _health(settings: Settings) -> int:
     """Return 0 if the gateway on this host is alive, and 1 otherwise. A port for probes is used if there is one."""
     listen, admin = settings.listen, settings.admin
     host, port = (listen.host, listen.port) if admin.probe_port is None else (admin.host, admin.probe_port)
-    host = reachable(host)
+    host = connectable_host(host)
     try:
         tls = blocking_http.local_tls(settings.has_tls(port))
-        answer = blocking_http.get(host, port, "/livez", _HEALTH_TIMEOUT_SECONDS, tls=tls)
+        answer = blocking_http.get_blocking(host, port, "/livez", _HEALTH_TIMEOUT_SECONDS, tls=tls)
     except blocking_http.HttpRequestError as error:
         # The event loop has answered the handshake, and then rejected this program for its missing certificate.
         if error.is_hang_up and settings.needs_client_certificate(port):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
-from proxy.sim.state import State
+from proxy.sim.state import EngineState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -121,7 +121,7 @@ class CannedEngine(LoopbackServer):
     """Pause after each piece, in seconds."""
     pages: Mapping[str, bytes] = field(default_factory=dict)
     """Complete answers to GET requests by path. Other paths get empty ones."""
-    state: State = field(default_factory=State)
+    state: EngineState = field(default_factory=EngineState)
     pins: dict[str, Any] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)
 

@@ -29,7 +29,7 @@ from proxy.observe.receipts import Receipts
 from proxy.process.configuration import Configuration
 from proxy.process.shared import Listeners, Shared
 from proxy.process.worker import build, listening
-from proxy.settings import Loaded, Settings
+from proxy.settings import LoadedSettings, Settings
 from proxy.settings.tls import load_tls
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.roster import SourceStates
     from proxy.process.worker import Worker
-    from proxy.sim.state import Seen
+    from proxy.sim.state import RecordedRequest
     from tests.asking import Answer
     from tests.canned import CannedEngine
 
@@ -230,7 +230,7 @@ class Deployment:
         ]
 
 
-def generations(*engines: SimulatedEngine) -> list[Seen]:
+def generations(*engines: SimulatedEngine) -> list[RecordedRequest]:
     """Return the generation requests of engines, without health checks and releases."""
     paths = {api.path for api in OPENAI_APIS}
     return [
@@ -241,33 +241,33 @@ def generations(*engines: SimulatedEngine) -> list[Seen]:
     ]
 
 
-def releases(*engines: SimulatedEngine) -> list[Seen]:
+def releases(*engines: SimulatedEngine) -> list[RecordedRequest]:
     """Return the requests that engines reject to release KV."""
     return [request for engine in engines for request in engine.requests if _is_release(request)]
 
 
-def _is_release(request: Seen) -> bool:
+def _is_release(request: RecordedRequest) -> bool:
     return isinstance(request.body, dict) and request.body.get("model") == RELEASE_MODEL
 
 
-def _is_question(request: Seen) -> bool:
+def _is_question(request: RecordedRequest) -> bool:
     """Return whether a request is the probe that SGLang rejects at its start."""
     return isinstance(request.body, dict) and request.body.get("temperature") == -1
 
 
-def kv_params(request: Seen) -> Any:
+def kv_params(request: RecordedRequest) -> Any:
     """Return the KV parameters of a decode request that fetches KV, or None."""
     params = request.body.get("kv_transfer_params") if isinstance(request.body, dict) else None
     return params if params and params.get("do_remote_prefill") else None
 
 
-def _read_back_name(request: Seen) -> object:
+def _read_back_name(request: RecordedRequest) -> object:
     """Return the name of the answer whose KV a prefill request reads from a decoder, or None."""
     params = request.body.get("kv_transfer_params") if isinstance(request.body, dict) else None
     return params.get("remote_request_id") if params and params.get("remote_block_ids") else None
 
 
-def _kv_names(request: Seen) -> list[object]:
+def _kv_names(request: RecordedRequest) -> list[object]:
     """Return the identifiers of the KV that a decode request fetches. Each is valid once."""
     params = kv_params(request) or {}
     rooms = request.body.get("bootstrap_room") if isinstance(request.body, dict) else None
@@ -346,7 +346,7 @@ def _shared(settings: Settings) -> Shared:
     )
     elastic = {each.place for each in settings.elastic.instances}
     roster = Roster(prefill, decode, scoreboard, elastic=elastic)
-    loaded = Loaded(settings, {}, tls=load_tls(settings))
+    loaded = LoadedSettings(settings, {}, tls=load_tls(settings))
     callbacks = [socket.create_server(("127.0.0.1", 0))] if settings.connector == "ascend_layerwise" else []
     listeners = Listeners(socket.create_server(("127.0.0.1", 0)), callbacks=callbacks)
     return Shared(

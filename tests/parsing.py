@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.dialects import DIALECTS
-from proxy.dialects.requests import read
+from proxy.dialects.requests import parse_body
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,4 +18,4 @@ if TYPE_CHECKING:
 def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
     """Return the call of a body sent to the engines' route. Raises BadRequest."""
     dialect = next(dialect for dialect in DIALECTS if dialect.path == api.path)
-    return dialect.parse(read(raw), cost, headers or {})
+    return dialect.parse(parse_body(raw), cost, headers or {})

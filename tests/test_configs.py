@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from proxy.__main__ import main
 from proxy.process.configuration import FIXED
-from proxy.settings import OPTIONS, Settings, load
-from proxy.settings.reference import json_schema
+from proxy.settings import OPTIONS, Settings, load_settings
+from proxy.settings.reference import make_json_schema
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
@@ -41,11 +41,11 @@ def schema(capsys: pytest.CaptureFixture[str]) -> Draft202012Validator:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_configuration_loads(path: Path) -> None:
-    load(["--config", str(path)], {})
+    load_settings(["--config", str(path)], {})
 
 
 def test_full_configuration_has_every_option_with_its_default() -> None:
-    full = load(["--config", str(CONFIGS / "full.yaml")], {})
+    full = load_settings(["--config", str(CONFIGS / "full.yaml")], {})
     assert [option for option in OPTIONS if full.origins[option] == "default"] == []
     assert full.settings.model_dump(exclude=WITHOUT_DEFAULT) == Settings().model_dump(exclude=WITHOUT_DEFAULT)
 
@@ -93,7 +93,7 @@ def test_schema_accepts_other_spellings(schema: Draft202012Validator) -> None:
 
 
 def test_schema_has_every_option_with_its_help() -> None:
-    properties = json_schema()["properties"]
+    properties = make_json_schema()["properties"]
     for option, field in OPTIONS.items():
         section, _, name = option.rpartition(".")
         part = (properties[section]["properties"] if section else properties)[name]
@@ -128,7 +128,7 @@ def test_every_example_configuration_is_tested() -> None:
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_deployment_configuration_has_its_instances(name: str) -> None:
-    settings = load(["--config", str(CONFIGS / f"{name}.yaml")], {}).settings
+    settings = load_settings(["--config", str(CONFIGS / f"{name}.yaml")], {}).settings
     assert (settings.connector, len(settings.prefill), len(settings.decode)) == DEPLOYMENTS[name]
 
 

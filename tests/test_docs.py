@@ -14,7 +14,7 @@ import yaml
 from lab.common.diagrams import diagrams, file_of
 from lab.common.docs_site import on_page_markdown, on_post_build
 from lab.test_docs import Kind, blocks
-from proxy.settings import load
+from proxy.settings import load_settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -135,7 +135,7 @@ def test_yaml_examples_are_valid_configurations(page: str, tmp_path: Path) -> No
         if block.kind is Kind.EXAMPLE and block.language == "yaml":
             options = {"prefill": ["a:1"], "decode": ["b:1"], **yaml.safe_load(block.text)}
             (tmp_path / "example.yaml").write_text(yaml.safe_dump(options))
-            assert load(["--config", str(tmp_path / "example.yaml")], {}).warnings == (), block.place
+            assert load_settings(["--config", str(tmp_path / "example.yaml")], {}).warnings == (), block.place
 
 
 def test_links_out_of_docs_lead_to_the_source() -> None:

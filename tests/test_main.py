@@ -20,8 +20,8 @@ import yaml
 
 import proxy
 from proxy.__main__ import main
-from proxy.common.terms import counted
-from proxy.settings import load
+from proxy.common.terms import format_count
+from proxy.settings import load_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def gateway_answering(status: int) -> Iterator[int]:
 
 
 def test_command_line_of_the_kimi_k26_guide_is_accepted() -> None:
-    found = load(words(GUIDES["k2.6"]), {}).settings
+    found = load_settings(words(GUIDES["k2.6"]), {}).settings
     assert (found.listen.host, found.listen.port) == ("141.xx.xx.1", 1999)
     ports = range(7100, 7104)
     assert [str(e) for e in found.prefill] == [f"141.xx.xx.{node}:{port}" for node in (1, 2) for port in ports]
@@ -73,7 +73,7 @@ def test_command_line_of_the_kimi_k26_guide_is_accepted() -> None:
 
 
 def test_command_line_of_the_kimi_k25_guide_is_accepted() -> None:
-    found = load(words(GUIDES["k2.5"]), {}).settings
+    found = load_settings(words(GUIDES["k2.5"]), {}).settings
     assert [str(e) for e in found.prefill] == [f"141.xx.xx.{n}:{port}" for n in (1, 2) for port in (7100, 7101)]
     assert [str(e) for e in found.decode] == [f"141.xx.xx.{n}:{port}" for n in (3, 4) for port in range(7100, 7116)]
 
@@ -284,4 +284,4 @@ def test_closed_pipe_prints_no_traceback(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 workers"), (1, "1 worker"), (2, "2 workers")])
 def test_count_agrees_with_its_noun(number: int, words: str) -> None:
-    assert counted(number, "worker") == words
+    assert format_count(number, "worker") == words

@@ -20,7 +20,7 @@ from proxy.common.errors import Failure
 from proxy.common.terms import Action, Stage
 from proxy.observe.metrics import TERMS
 from proxy.observe.record import RequestRecord, Trace, access_line
-from proxy.settings import load
+from proxy.settings import load_settings
 from proxy.settings.cli import DOCUMENTS
 from proxy.sim.engine.cli import parse_arguments
 from proxy.tools.advise import read_flags
@@ -103,7 +103,7 @@ def test_commands_in_the_pages_are_valid(words: list[str], tmp_path: Path) -> No
     flags = words[words[0] in SUB_COMMANDS :]
     for name in FILES:
         (tmp_path / name).write_text("prefill: [a:1]\ndecode: [b:1]\n")
-    found = load([str(tmp_path / word) if word in FILES else word for word in flags], {})
+    found = load_settings([str(tmp_path / word) if word in FILES else word for word in flags], {})
     assert found.warnings == ()
 
 

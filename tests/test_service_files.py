@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 import proxy
-from proxy.process.supervisor.listening import CLIENTS
-from proxy.settings import load
+from proxy.process.supervisor.listening import CLIENT_SOCKET
+from proxy.settings import load_settings
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "configs" / "kubernetes" / "base"
@@ -31,7 +31,7 @@ ELASTIC = ROOT / "configs" / "kubernetes" / "examples" / "elastic"
 MANIFESTS = sorted((ROOT / "configs" / "kubernetes").rglob("*.yaml"))
 UNIT = (ROOT / "configs" / "systemd" / "pdproxy.service").read_text()
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-SETTINGS = load(["--config", str(BASE / "pdproxy.yaml")], {"PROXY_AUTH__ADMIN_KEY": "k"}).settings
+SETTINGS = load_settings(["--config", str(BASE / "pdproxy.yaml")], {"PROXY_AUTH__ADMIN_KEY": "k"}).settings
 GRACE_SECONDS = 10
 
 
@@ -88,7 +88,7 @@ def test_probes_use_the_port_that_a_busy_loop_does_not_delay() -> None:
 def test_gateway_is_not_killed_while_it_drains() -> None:
     drain = SETTINGS.drain.not_ready_seconds + SETTINGS.drain.streams_seconds
     assert POD["terminationGracePeriodSeconds"] >= drain + GRACE_SECONDS
-    default = load(["--decode", "a:1", "--connector", "plain"], {}).settings.drain
+    default = load_settings(["--decode", "a:1", "--connector", "plain"], {}).settings.drain
     assert int(unit("TimeoutStopSec")[0]) >= default.not_ready_seconds + default.streams_seconds + GRACE_SECONDS
     assert int(unit("TimeoutStartSec")[0]) > int(unit("TimeoutStopSec")[0])  # a successor waits for the ports
     assert unit("KillMode") == ["mixed"]
@@ -130,7 +130,7 @@ def test_gateways_of_the_base_share_their_loads() -> None:
     store, service, _, variables = sharing()
     assert documents(BASE / "kustomization.yaml")[0]["components"] == ["../components/sharing"]
     environ = {"PROXY_REPLICAS__URL": variables["PROXY_REPLICAS__URL"]["value"], "PROXY_REPLICAS__PASSWORD": "p"}
-    replicas = load(["--config", str(BASE / "pdproxy.yaml")], environ).settings.replicas
+    replicas = load_settings(["--config", str(BASE / "pdproxy.yaml")], environ).settings.replicas
     port = service["spec"]["ports"][0]["port"]
     assert replicas.url == f"redis://{service['metadata']['name']}:{port}/0"
     assert service["spec"]["selector"] == store["spec"]["template"]["metadata"]["labels"]
@@ -281,7 +281,7 @@ def test_autoscaler_adds_only_engines_of_the_configuration() -> None:
 
 def test_discovery_component_changes_only_the_source_of_engines() -> None:
     directory = COMPONENTS / "discovery"
-    found = load(["--config", str(directory / "pdproxy.yaml")], {"PROXY_AUTH__ADMIN_KEY": "k"}).settings
+    found = load_settings(["--config", str(directory / "pdproxy.yaml")], {"PROXY_AUTH__ADMIN_KEY": "k"}).settings
     assert found.kubernetes.selectors.keys() == {"prefill", "decode"}
     same = {"kubernetes": SETTINGS.kubernetes, "prefill": SETTINGS.prefill, "decode": SETTINGS.decode}
     assert found.model_copy(update=same) == SETTINGS
@@ -322,7 +322,7 @@ def test_unit_starts_an_existing_program(line: str, tmp_path: Path) -> None:
     (tmp_path / "pdproxy.yaml").write_text("connector: plain\ndecode: [b:1]\n")
     assert program.endswith("/pdproxy")
     flags = [word.replace("/etc/pdproxy", str(tmp_path)) for word in words if word != "check-config"]
-    assert load(flags, {}).settings.decode
+    assert load_settings(flags, {}).settings.decode
 
 
 def test_image_and_unit_have_the_same_glibc_settings() -> None:
@@ -343,8 +343,8 @@ def test_listed_files_exist(path: Path) -> None:
 
 def test_systemd_socket_has_the_default_port() -> None:
     """The socket also has the gateway's name for it."""
-    listen = load(["--decode", "a:1", "--connector", "plain"], {}).settings.listen
+    listen = load_settings(["--decode", "a:1", "--connector", "plain"], {}).settings.listen
     lines = (ROOT / "configs" / "systemd" / "pdproxy.socket").read_text().splitlines()
     assert f"ListenStream={listen.host}:{listen.port}" in lines
-    assert f"FileDescriptorName={CLIENTS}" in lines
+    assert f"FileDescriptorName={CLIENT_SOCKET}" in lines
     assert f"Backlog={listen.backlog}" in lines

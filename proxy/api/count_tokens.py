@@ -15,9 +15,9 @@ from aiohttp import web
 
 from proxy.api.questions import make_counted_route
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
-from proxy.dialects.adjustments import ModelNames, SystemFirst
+from proxy.dialects.adjustments import ModelNames, SystemMessageJoiner
 from proxy.dialects.messages import Messages
-from proxy.dialects.requests import read
+from proxy.dialects.requests import parse_body
 from proxy.dialects.responses import Responses
 from proxy.listener.body import read_json
 from proxy.wire.python_json import dumps
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.api.credentials import KeyAuth
     from proxy.common.backend import Backend
     from proxy.common.errors import GatewayError
-    from proxy.dialects.translated import Translated
+    from proxy.dialects.translated import TranslatedDialect
     from proxy.gateway.lanes import Lane, Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
@@ -44,7 +44,7 @@ class _Counter:
     """A route that counts the tokens of requests in one dialect."""
 
     path: str
-    dialect: Translated
+    dialect: TranslatedDialect
     answer: Mapping[str, Any]
     """Members of the answer besides the count."""
     is_in_old_sglang: bool = False
@@ -92,7 +92,7 @@ class CountTokensApi:
 
     async def _count(self, counter: _Counter, request: web.Request) -> web.Response:
         with self._lanes.whole.service.admission.buffers.hold(0) as held:
-            document = read(await read_json(request, self._settings().listen, held.resize))
+            document = parse_body(await read_json(request, self._settings().listen, held.resize))
         values = dict(document.values)
         if isinstance(name := values.get("model"), str):
             values["model"] = ModelNames(self._settings().models.aliases).engine_name(name)
@@ -106,7 +106,7 @@ class CountTokensApi:
     async def _ask(self, counter: _Counter, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
         """Return the count of one engine, or of another one if it fails. Raises NoBackendAvailable, UpstreamError."""
         chat = counter.dialect.prompt(values)
-        body = dumps(chat | SystemFirst(self._settings().models.system_first).changes(chat))
+        body = dumps(chat | SystemMessageJoiner(self._settings().models.system_first).changes(chat))
         failed: list[Backend] = []
         lane = await self._lanes.find(values.get("model"))
         backend = _pick(lane, failed)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import hdrs, web
 
 from proxy.api import socket_owner
-from proxy.common.endpoints import client_address, is_in_networks, is_loopback
+from proxy.common.endpoints import find_client_address, is_in_networks, is_loopback_host
 from proxy.common.errors import GatewayError, LimitExceeded
 from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
 
@@ -100,7 +100,7 @@ class Administrators:
         """Raise GatewayError if the caller may not administer."""
         networks = self._trusted_proxies()
         if networks:
-            request[_CLIENT] = client_address(
+            request[_CLIENT] = find_client_address(
                 request.remote or "-", request.headers.getall(_FORWARDED_FOR, ()), networks
             )
         admin_key = self._admin_key()
@@ -143,10 +143,10 @@ class Administrators:
 
     def _find_objection(self, request: web.Request) -> str | None:
         """Return why the caller may not count as a program on this host that acts for itself; None if it does."""
-        if not is_loopback(self._listens_on):
+        if not is_loopback_host(self._listens_on):
             return f"the gateway listens on {self._listens_on}, which other hosts may reach"
         peer = request.transport.get_extra_info("peername") if request.transport is not None else None
-        if not isinstance(peer, tuple) or not is_loopback(peer[0]):
+        if not isinstance(peer, tuple) or not is_loopback_host(peer[0]):
             return "the connection does not come from this host"
         if is_in_networks(str(peer[0]), self._trusted_proxies()):
             return "the request came through a proxy of listen.trusted_proxies"
@@ -155,7 +155,7 @@ class Administrators:
             if _ON_BEHALF.fullmatch(name) and not (is_own_page and name.lower().startswith("sec-fetch-")):
                 return f"the header {name} shows that the request is made for another client"
         host = request.headers.get(hdrs.HOST)
-        if host is not None and not is_loopback(_without_port(host)):
+        if host is not None and not is_loopback_host(_without_port(host)):
             return "its Host header is not a loopback name or address"
         return None
 

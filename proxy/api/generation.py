@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, cast
 from aiohttp import HttpVersion11, web
 
 from proxy.balancer.pick import reason
-from proxy.common.endpoints import client_address
-from proxy.dialects.call import PASSED_ON
-from proxy.dialects.requests import read
+from proxy.common.endpoints import find_client_address
+from proxy.dialects.call import FORWARDED_HEADERS
+from proxy.dialects.requests import parse_body
 from proxy.gateway.request import Request
 from proxy.listener.body import memory_bytes, read_json
 from proxy.listener.replies import REQUEST_ID
@@ -121,7 +121,7 @@ class GenerationApi:
         """Serve a request, and record its outcome once, after success, failure or a disconnect."""
         record = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
         forwarded = request.headers.getall("X-Forwarded-For", ())
-        record.client = client_address(request.remote or "-", forwarded, self._listen().trusted_proxies)
+        record.client = find_client_address(request.remote or "-", forwarded, self._listen().trusted_proxies)
         client = _Client(request, partial(self._fields, request, record))
         try:
             with self._drain:
@@ -144,7 +144,7 @@ class GenerationApi:
             readings = 1 if dialect.speaks_as_engines else 2
             raw = await read_json(request, self._listen(), held.resize, readings=readings)
             is_long = len(raw) > LONG_BYTES
-            document = read(raw)
+            document = parse_body(raw)
             if is_long:
                 await asyncio.sleep(0)  # let other requests send the tokens that have arrived
             call = self.intake.call(dialect, document, self._select_engine_headers(request), key)
@@ -165,7 +165,7 @@ class GenerationApi:
 
     def _select_engine_headers(self, request: web.Request) -> dict[str, str]:
         """Return the client's headers that engines get."""
-        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+        headers = {name: request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
         credential = self._keys.credential(request)
         return headers if credential is None else {"authorization": credential, **headers}
 

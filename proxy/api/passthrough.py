@@ -24,8 +24,8 @@ from proxy.balancer.engines import without_key
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.common.errors import BadRequest, Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
-from proxy.dialects.adjustments import ModelNames, priority_change
-from proxy.dialects.requests import read
+from proxy.dialects.adjustments import ModelNames, limit_priority_member
+from proxy.dialects.requests import parse_body
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.gateway.retry import RetryPermit, backoff_seconds, may_retry
 from proxy.listener import replies
@@ -33,7 +33,7 @@ from proxy.listener.body import read_body
 from proxy.listener.replies import REQUEST_ID
 from proxy.observe.logs import access_line
 from proxy.upstream import EngineRequestError, read_bounded, upstream_error
-from proxy.wire.document import joined
+from proxy.wire.document import join_body
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -83,7 +83,7 @@ def _parse(body: bytes) -> _Body:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass  # engines accept more than this parser
     try:
-        values = read(body).values
+        values = parse_body(body).values
     except BadRequest:
         return _Body()
     return _Body(values.get("model"), values.get("priority"))
@@ -313,8 +313,8 @@ class PassthroughApi:
             changes["model"] = name = served
         if is_bounded and parsed.priority is not None:
             lower_first = self._live.settings.connector_traits.lower_priority_first
-            changes.update(priority_change(parsed.priority, key.priority, lower_first=lower_first))
-        return joined(read(body).with_changes(changes)) if changes else body, name
+            changes.update(limit_priority_member(parsed.priority, key.priority, lower_first=lower_first))
+        return join_body(parse_body(body).with_changes(changes)) if changes else body, name
 
     async def _try_admitted(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record

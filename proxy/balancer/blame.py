@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from proxy.balancer.shared.memory import SharedValue
 from proxy.common.errors import Failure
 from proxy.settings import HealthChecks
-from proxy.wire.document import length_of, pieces_of
+from proxy.wire.document import body_length, body_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,7 +205,7 @@ class SuspectMemory:
             return 0
         now = self._clock()
         # The digest of a large body is only computed if a remembered request has the same length.
-        alike = [entry for entry in self._entries if entry[0] == length_of(body) and entry[2] > now]
+        alike = [entry for entry in self._entries if entry[0] == body_length(body) and entry[2] > now]
         digest = self._digest(body) if alike else ""
         return next((engines for _, known, _, engines in alike if known == digest), 0)
 
@@ -219,10 +219,10 @@ class SuspectMemory:
             kept = [
                 entry
                 for entry in self._shared.value
-                if entry[2] > now and (entry[0], entry[1]) != (length_of(body), digest)
+                if entry[2] > now and (entry[0], entry[1]) != (body_length(body), digest)
             ]
             if engines:
-                kept.append([length_of(body), digest, now + self._seconds, engines])
+                kept.append([body_length(body), digest, now + self._seconds, engines])
             self._shared.write(kept[-_MAX_REQUESTS:])
 
     def forget(self, body: Body) -> None:
@@ -232,6 +232,6 @@ class SuspectMemory:
 
     def _digest(self, body: Body) -> str:
         digest = hashlib.blake2b(key=self._key, digest_size=_DIGEST_BYTES)
-        for piece in pieces_of(body):
+        for piece in body_pieces(body):
             digest.update(piece)
         return digest.hexdigest()

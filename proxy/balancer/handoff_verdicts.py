@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from proxy.balancer.shared.scoreboard import HandoffCount
-from proxy.wire.exposition import PromptTokens
+from proxy.wire.exposition import PromptTokenTotals
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
@@ -45,7 +45,12 @@ class HandoffVerdict(StrEnum):
 
 
 def judge(
-    before: PromptTokens, after: PromptTokens, sent: HandoffCount, *, from_store: bool, least: int = LEAST_HANDOFFS
+    before: PromptTokenTotals,
+    after: PromptTokenTotals,
+    sent: HandoffCount,
+    *,
+    from_store: bool,
+    least: int = LEAST_HANDOFFS,
 ) -> HandoffVerdict | None:
     """Return the verdict on the handoffs between two readings, or None if there were fewer than `least`.
 
@@ -76,10 +81,10 @@ class CounterWatch:
     """The last judged reading of one decoder's counters, and the handoffs sent until then."""
 
     from_store: bool
-    last_reading: PromptTokens | None = None
+    last_reading: PromptTokenTotals | None = None
     sent: HandoffCount = field(default_factory=HandoffCount)
 
-    def read(self, reading: PromptTokens | None, sent: HandoffCount) -> tuple[HandoffVerdict, int] | None:
+    def read(self, reading: PromptTokenTotals | None, sent: HandoffCount) -> tuple[HandoffVerdict, int] | None:
         """Return the verdict on the handoffs since the last judged reading and their number, or None.
 
         Args:
@@ -166,12 +171,12 @@ class ExpiryWatch:
 
 Instance = TypeVar("Instance")
 
-_NOTHING: Final = PromptTokens(0.0, 0.0, 0.0)
+_NOTHING: Final = PromptTokenTotals(0.0, 0.0, 0.0)
 
 
 def attribute(
-    grown: PromptTokens, sent: Mapping[int, HandoffCount], involved: Collection[int]
-) -> dict[int, PromptTokens]:
+    grown: PromptTokenTotals, sent: Mapping[int, HandoffCount], involved: Collection[int]
+) -> dict[int, PromptTokenTotals]:
     """Return the part of a decoder's growth that each lane's handoffs explain, without the lanes that are in doubt.
 
     A lane is a prefiller's column of the scoreboard. A decoder counts for all prefillers together. The growth can be
@@ -188,12 +193,12 @@ def attribute(
     if not grown.transferred:
         tokens = sum(handoffs.tokens for handoffs in sent.values())
         return {
-            lane: PromptTokens(0.0, *(part * handoffs.tokens / tokens for part in grown[1:]))
+            lane: PromptTokenTotals(0.0, *(part * handoffs.tokens / tokens for part in grown[1:]))
             for lane, handoffs in sent.items()
         }
     not_fetched = grown.computed + grown.cached
     return {
-        lane: PromptTokens(float(handoffs.tokens), 0.0, 0.0)
+        lane: PromptTokenTotals(float(handoffs.tokens), 0.0, 0.0)
         for lane, handoffs in sent.items()
         if handoffs.count >= LEAST_HANDOFFS and not_fetched < LEAST_SHARE * handoffs.tokens
     }
@@ -203,7 +208,7 @@ def attribute(
 class _Evidence:
     """Growth and handoffs of one pair that are not judged yet."""
 
-    grown: PromptTokens = _NOTHING
+    grown: PromptTokenTotals = _NOTHING
     sent: HandoffCount = field(default_factory=HandoffCount)
 
 
@@ -216,12 +221,12 @@ class PairWatch:
     """
 
     from_store: bool
-    _last_reading: PromptTokens | None = None
+    _last_reading: PromptTokenTotals | None = None
     _sent: Mapping[int, HandoffCount] = field(default_factory=dict)
     _evidence: dict[int, _Evidence] = field(default_factory=dict)
 
     def read(
-        self, reading: PromptTokens | None, before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]
+        self, reading: PromptTokenTotals | None, before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]
     ) -> dict[int, HandoffVerdict] | None:
         """Return the verdicts by lane that a reading completes, or None if all earlier evidence is invalid.
 
@@ -236,7 +241,7 @@ class PairWatch:
         grown = (
             None
             if reading is None or last is None
-            else PromptTokens(*(b - a for a, b in zip(last, reading, strict=True)))
+            else PromptTokenTotals(*(b - a for a, b in zip(last, reading, strict=True)))
         )
         if grown is None or min(grown) < 0 or any(handoffs.count < 0 for handoffs in sent.values()):
             self._evidence.clear()  # a restart, or a worker died and its counts are gone
@@ -244,7 +249,7 @@ class PairWatch:
         verdicts = dict[int, HandoffVerdict]()
         for lane, part in attribute(grown, sent, involved).items():
             evidence = self._evidence.setdefault(lane, _Evidence())
-            evidence.grown = PromptTokens(*(a + b for a, b in zip(evidence.grown, part, strict=True)))
+            evidence.grown = PromptTokenTotals(*(a + b for a, b in zip(evidence.grown, part, strict=True)))
             evidence.sent = HandoffCount(
                 evidence.sent.count + sent[lane].count, evidence.sent.tokens + sent[lane].tokens
             )

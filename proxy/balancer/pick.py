@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeV
 
 from proxy.balancer.shared.scoreboard import FEW
 from proxy.common.backend import Load, Role
-from proxy.wire.prefix import NO_KEYS, PrefixKeys
+from proxy.wire.prefix import NO_PREFIX_KEYS, PrefixKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -187,7 +187,7 @@ class PickRequest:
     @property
     def prefix_keys(self) -> PrefixKeys:
         """See Subject; empty without a subject."""
-        return NO_KEYS if self.subject is None else self.subject.prefix_keys
+        return NO_PREFIX_KEYS if self.subject is None else self.subject.prefix_keys
 
     @property
     def session(self) -> str | None:

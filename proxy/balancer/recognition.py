@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.engines import Identity, Setup
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.common.backend import Role
-from proxy.common.terms import counted
+from proxy.common.terms import format_count
 from proxy.settings import CONNECTOR_TRAITS, SettingsError
 
 if TYPE_CHECKING:
@@ -247,4 +247,4 @@ def _describe_local_cache(parts: Sequence[str]) -> str:
 
 def _count_of(engines: Sequence[EngineReport]) -> str:
     counts = Counter(engine.role for engine in engines)
-    return f"{counts[Role.PREFILL]} prefill and {counted(counts[Role.DECODE], 'decode instance')}"
+    return f"{counts[Role.PREFILL]} prefill and {format_count(counts[Role.DECODE], 'decode instance')}"

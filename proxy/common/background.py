@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RESTART_SECONDS: Final = 1.0
-SLICE_SECONDS: Final = 0.001
+MAX_SLICE_SECONDS: Final = 0.001
 """Time for which a long piece of work holds the event loop before other tasks run."""
 _MAX_RESTART_SECONDS: Final = 60.0
 
 
 async def run_in_slices(steps: Iterable[T]) -> list[T]:
-    """Take all steps, and return their results. Other tasks run after each SLICE_SECONDS."""
+    """Take all steps, and return their results. Other tasks run after each MAX_SLICE_SECONDS."""
     clock = asyncio.get_running_loop().time
-    ends_at = clock() + SLICE_SECONDS
+    ends_at = clock() + MAX_SLICE_SECONDS
     results: list[T] = []
     for result in steps:
         results.append(result)
         if clock() >= ends_at:
             await asyncio.sleep(0)
-            ends_at = clock() + SLICE_SECONDS
+            ends_at = clock() + MAX_SLICE_SECONDS
     return results
 
 
-class Background:
+class BackgroundTasks:
     """The tasks of one owner. Leaving its `async with` block cancels running tasks and waits for them."""
 
     def __init__(self, logger: logging.Logger, noun: str, *, grace_seconds: float = 0.0) -> None:
@@ -122,7 +122,7 @@ class Background:
 class BackgroundOwner:
     """Base of classes with background tasks in `self._background`. Leaving the `async with` block ends the tasks."""
 
-    _background: Background
+    _background: BackgroundTasks
 
     def _begin(self) -> None:
         """Run at the beginning of the owner's `async with` block, for example to start a task."""

@@ -32,7 +32,7 @@ class HttpRequestError(Exception):
         self.is_hang_up = is_hang_up
 
 
-def get(
+def get_blocking(
     host: str,
     port: int,
     path: str,
@@ -64,12 +64,12 @@ def get(
         return HttpResponse(answer.status, answer.getheader("Server"), answer.read() if wants_body else b"")
     except (OSError, http.client.HTTPException) as error:
         is_hang_up = is_connected and isinstance(error, ConnectionError | ssl.SSLError)
-        raise HttpRequestError(describe_problem(error), is_hang_up=is_hang_up) from None
+        raise HttpRequestError(describe_request_error(error), is_hang_up=is_hang_up) from None
     finally:
         connection.close()
 
 
-def describe_problem(error: object) -> str:
+def describe_request_error(error: object) -> str:
     """Return the reason of a failed request, without anything that the peer sent."""
     is_other_protocol = isinstance(error, http.client.BadStatusLine | http.client.UnknownProtocol)
     if is_other_protocol and not isinstance(error, ConnectionError):  # a closed connection is a BadStatusLine, too

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 # Placeholders of deployment guides such as `141.xx.xx.1` are valid names. Names are resolved only when they are used.
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
-_MODEL = "model="
-_MOST_MODEL_CHARACTERS = 256
-_PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_HOST_NAME_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
+_MODEL_NAME_PATTERN = "model="
+_MAX_MODEL_NAME_LENGTH = 256
+_PORT_NUMBERS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
-def plain_host(text: str) -> str:
+def strip_host_brackets(text: str) -> str:
     """Return a host name or address without brackets, in lower case. Raises ValueError for anything else."""
-    if _NAME.fullmatch(text):
+    if _HOST_NAME_PATTERN.fullmatch(text):
         return text.lower()
     address = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if "%" not in address:  # a zone such as fe80::1%eth0 has no place in a Host header
@@ -36,7 +36,7 @@ def plain_host(text: str) -> str:
     raise ValueError(f"{text!r} is not a host name or an IP address")
 
 
-Host = Annotated[str, AfterValidator(plain_host)]
+Host = Annotated[str, AfterValidator(strip_host_brackets)]
 
 
 def canonical_host(host: str) -> str:
@@ -53,7 +53,7 @@ def canonical_host(host: str) -> str:
     return host
 
 
-def is_literal(host: str) -> bool:
+def is_ip_address(host: str) -> bool:
     """Return whether a host is an address: a dotted quad, or an IPv6 address without brackets."""
     try:
         ipaddress.ip_address(host)
@@ -62,7 +62,7 @@ def is_literal(host: str) -> bool:
     return True
 
 
-def is_loopback(host: str) -> bool:
+def is_loopback_host(host: str) -> bool:
     """Return whether a host without brackets is a loopback address, or a name reserved for one (RFC 6761 6.3).
 
     Names are not looked up, so the result is False for any other name.
@@ -76,7 +76,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-_network = lru_cache(maxsize=64)(ipaddress.ip_network)
+_parse_network = lru_cache(maxsize=64)(ipaddress.ip_network)
 
 
 def is_in_networks(address: str, networks: Sequence[str]) -> bool:
@@ -85,10 +85,10 @@ def is_in_networks(address: str, networks: Sequence[str]) -> bool:
         parsed = ipaddress.ip_address(canonical_host(address))
     except ValueError:
         return False
-    return any(parsed in _network(network) for network in networks)
+    return any(parsed in _parse_network(network) for network in networks)
 
 
-def client_address(peer: str, forwarded: Iterable[str], networks: Sequence[str]) -> str:
+def find_client_address(peer: str, forwarded: Iterable[str], networks: Sequence[str]) -> str:
     """Return the address of the client behind trusted proxies.
 
     Each proxy appends the address of its peer, so the client is the last one that is no trusted proxy. A header is not
@@ -109,7 +109,7 @@ def client_address(peer: str, forwarded: Iterable[str], networks: Sequence[str])
     return client
 
 
-def reachable(host: str) -> str:
+def connectable_host(host: str) -> str:
     """Return the address to reach a listener from the same host: loopback for a listener on all interfaces."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
@@ -141,7 +141,11 @@ class Endpoint(BaseModel):
     def _as_written(self) -> str:
         port = () if self.bootstrap_port is None else (str(self.bootstrap_port),)
         return " ".join(
-            (f"https://{self}" if self.tls else str(self), *port, *(f"{_MODEL}{name}" for name in self.models))
+            (
+                f"https://{self}" if self.tls else str(self),
+                *port,
+                *(f"{_MODEL_NAME_PATTERN}{name}" for name in self.models),
+            )
         )
 
     @property
@@ -153,9 +157,9 @@ class Endpoint(BaseModel):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def port_range(text: str) -> range:
+def parse_port_range(text: str) -> range:
     """Return the ports of `7100` or of `7100-7115`, including both ends. Raises ValueError."""
-    match = _PORTS.fullmatch(text)
+    match = _PORT_NUMBERS.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a port or a port range like 7100-7115")
     first, last = int(match[1]), int(match[2] or match[1])
@@ -172,12 +176,12 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     `https://host:port` is an engine with TLS. A single address may be followed by its bootstrap port or `none`, as in
     the options of the SGLang router. Every address may be followed by one or more `model=NAME`.
     """
-    where, models = split_models(text)
+    where, models = split_off_models(text)
     address, _, last = where.rpartition(" ")
-    if not address or not is_bootstrap_port(last):
+    if not address or not is_bootstrap_port_suffix(last):
         address, port = where, None
     else:
-        port = _bootstrap_port(last)
+        port = _parse_bootstrap_port(last)
     endpoints = _parse_address(address)
     if port is not None and len(endpoints) > 1:
         raise ValueError(f"{text!r} has one bootstrap port for several engines: write each on its own")
@@ -186,42 +190,42 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     return tuple(each.model_copy(update={"bootstrap_port": port, "models": models}) for each in endpoints)
 
 
-def split_models(text: str) -> tuple[str, tuple[str, ...]]:
+def split_off_models(text: str) -> tuple[str, tuple[str, ...]]:
     """Return an address text without its words `model=NAME`, and the names of the models. Raises ValueError."""
     first, *more = text.split(" ")
-    names = tuple(dict.fromkeys(word.removeprefix(_MODEL) for word in more if is_model(word)))
-    check_models(names)
-    return " ".join((first, *(word for word in more if not is_model(word)))), names
+    names = tuple(dict.fromkeys(word.removeprefix(_MODEL_NAME_PATTERN) for word in more if is_model_name(word)))
+    check_model_names(names)
+    return " ".join((first, *(word for word in more if not is_model_name(word)))), names
 
 
-def parse_models(text: str) -> tuple[str, ...]:
+def parse_model_names(text: str) -> tuple[str, ...]:
     """Return the model names in `NAME` or `NAME,NAME`. Raises ValueError."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    check_models(names)
+    check_model_names(names)
     return names
 
 
-def is_model(word: str) -> bool:
+def is_model_name(word: str) -> bool:
     """Return whether a word names a model of the address before it."""
-    return word.startswith(_MODEL)
+    return word.startswith(_MODEL_NAME_PATTERN)
 
 
-def check_models(names: Sequence[str]) -> None:
+def check_model_names(names: Sequence[str]) -> None:
     """Raise ValueError for empty model names, or for more than fit into the list of instances."""
     if not all(names):
-        raise ValueError(f"{_MODEL} must be followed by the name of a model")
-    if sum(map(len, names)) > _MOST_MODEL_CHARACTERS:
+        raise ValueError(f"{_MODEL_NAME_PATTERN} must be followed by the name of a model")
+    if sum(map(len, names)) > _MAX_MODEL_NAME_LENGTH:
         raise ValueError(
-            f"the names of an instance's models must not have more than {_MOST_MODEL_CHARACTERS} characters"
+            f"the names of an instance's models must not have more than {_MAX_MODEL_NAME_LENGTH} characters"
         )
 
 
-def is_bootstrap_port(word: str) -> bool:
+def is_bootstrap_port_suffix(word: str) -> bool:
     """Return whether a word is meant as the bootstrap port of the address before it."""
     return word.isdecimal() or word.lower() == "none"
 
 
-def _bootstrap_port(word: str) -> int | None:
+def _parse_bootstrap_port(word: str) -> int | None:
     if word.lower() == "none":
         return None
     if not re.fullmatch(r"[0-9]{1,5}", word) or not 1 <= int(word) <= 65535:
@@ -244,9 +248,9 @@ def _parse_address(text: str) -> tuple[Endpoint, ...]:
         raise ValueError(f"{text!r} has no port: write it as host:port")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError(f"{text!r} is ambiguous: write an IPv6 address in brackets, like [::1]:7100")
-    name = plain_host(host)
+    name = strip_host_brackets(host)
     has_tls = scheme.lower() == "https"
-    return tuple(Endpoint(host=name, port=port, tls=has_tls) for port in port_range(ports))
+    return tuple(Endpoint(host=name, port=port, tls=has_tls) for port in parse_port_range(ports))
 
 
 def pair_endpoints(role_noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:
@@ -261,10 +265,12 @@ def pair_endpoints(role_noun: str, hosts: Sequence[str], ports: Sequence[range])
         elif len(hosts) == 1:
             hosts = [*hosts] * len(ports)
     if len(hosts) != len(ports):
-        raise ValueError(f"{_count(len(hosts), role_noun, 'host')} but {_count(len(ports), role_noun, 'port')}")
+        raise ValueError(
+            f"{_describe_count(len(hosts), role_noun, 'host')} but {_describe_count(len(ports), role_noun, 'port')}"
+        )
     pairs = zip(hosts, ports, strict=True)
     return tuple(Endpoint(host=host, port=port) for host, several in pairs for port in several)
 
 
-def _count(number: int, role_noun: str, thing: str) -> str:
+def _describe_count(number: int, role_noun: str, thing: str) -> str:
     return f"{number} {role_noun} {thing}{'s' * (number != 1)}"

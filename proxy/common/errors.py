@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # The OpenAI SDK waits exactly this long. A random time prevents that clients rejected together return together.
 RETRY_AFTER_SECONDS: Final = (1.0, 2.0)
 
-LONGEST_RETRY_AFTER_SECONDS: Final = 3600.0
+MAX_RETRY_AFTER_SECONDS: Final = 3600.0
 """Upper limit for the Retry-After of an engine. Longer times are cut to it."""
 
 
@@ -107,7 +107,7 @@ class Overloaded(GatewayError):
         super().__init__(message, code=code)
 
 
-def overloaded(code: str, message: str) -> Overloaded:
+def make_overloaded_error(code: str, message: str) -> Overloaded:
     """Return an Overloaded error with a random Retry-After."""
     error = Overloaded(message, code=code)
     error.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
@@ -170,7 +170,7 @@ class Failure(StrEnum):
     ABORTED = "aborted"  # the engine abandoned the answer, as when it is stopped or paused
 
 
-_STATUS_OF_FAILURE = {
+_STATUS_BY_FAILURE = {
     Failure.TIMEOUT: 504,
     Failure.STALLED: 504,
     Failure.REMOVED: 503,
@@ -178,7 +178,7 @@ _STATUS_OF_FAILURE = {
     Failure.RESTARTED: 503,
     Failure.ABORTED: 503,
 }
-_INNOCENT_FAILURES: Final = (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED, Failure.RESTARTED)
+_FAILURES_WITHOUT_BLAME: Final = (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED, Failure.RESTARTED)
 
 
 CLIENT_MISTAKES: Final = frozenset((400, 404, 413, 415, 422))
@@ -223,12 +223,12 @@ class UpstreamError(GatewayError):
         self.blame: Callable[[], None] | None = None
         """Counts a breakdown as a failure of the backend, once the request is known not to be the cause. None: nothing
         is left to count. See `balancer.blame`."""
-        self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
+        self.status = engine_status or _STATUS_BY_FAILURE.get(failure, 502)
         if failure in (Failure.BOOTSTRAP, Failure.RESTARTED, Failure.ABORTED):
             self.retry_after_seconds = 1.0
         seconds = self.headers.get("retry-after", "")
         if self.is_backpressure and seconds.isascii() and seconds.isdigit():  # no engine sends a date
-            self.retry_after_seconds = min(float(seconds), LONGEST_RETRY_AFTER_SECONDS)
+            self.retry_after_seconds = min(float(seconds), MAX_RETRY_AFTER_SECONDS)
 
     def as_given_up(self, reason: str, *, keeps_body: bool) -> UpstreamError:
         """Change the error to one for a client whose answer began and cannot be completed. Returns the error.
@@ -295,5 +295,5 @@ class UpstreamError(GatewayError):
         It does not count if the engine is busy, was removed or was restarted, or if the request is invalid. Nor does it
         count if a decoder reported a lack of KV memory, or cannot continue an answer.
         """
-        is_innocent = self.failure in _INNOCENT_FAILURES
+        is_innocent = self.failure in _FAILURES_WITHOUT_BLAME
         return not (self.is_backpressure or self.is_clients_fault or is_innocent)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Final
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or the plural: `1 worker`, `2 workers`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.connectors.ascend_layerwise import AscendLayerwise
 from proxy.connectors.mooncake_bootstrap import MooncakeBootstrap
 from proxy.connectors.nixl_push import NixlPush
-from proxy.connectors.plain import Plain
+from proxy.connectors.plain import PlainConnector
 from proxy.connectors.sequential import VllmPull, VllmStore
 from proxy.connectors.sglang_bootstrap import SglangBootstrap
 
@@ -20,7 +20,7 @@ CONNECTORS: Final[Mapping[str, type[Connector]]] = {
     "ascend_layerwise": AscendLayerwise,
     "mooncake_bootstrap": MooncakeBootstrap,
     "nixl_push": NixlPush,
-    "plain": Plain,
+    "plain": PlainConnector,
     "sglang_bootstrap": SglangBootstrap,
     "vllm_pull": VllmPull,
     "vllm_store": VllmStore,

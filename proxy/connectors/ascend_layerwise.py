@@ -19,9 +19,15 @@ from aiohttp import web
 
 from proxy.common.errors import BadRequest, Failure, GatewayError, UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
-from proxy.connectors.concurrent import prefill_beside
-from proxy.connectors.disaggregated import Disaggregated, prefill_body
+from proxy.connectors.base import (
+    check_status,
+    first_byte_timeout_seconds,
+    new_attempt_id,
+    parse_prefilled,
+    prefill_timeout_seconds,
+)
+from proxy.connectors.concurrent import run_prefill_beside
+from proxy.connectors.disaggregated import DisaggregatedConnector, make_prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import Attempt
 from proxy.upstream import upstream_error
@@ -33,31 +39,31 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
-    from proxy.connectors.base import ConnectorContext, Prefilled
+    from proxy.connectors.base import ConnectorContext, PrefillAnswerBody
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 
 
 logger = logging.getLogger(__name__)
 
-_PATH: Final = "/v1/metaserver"
+_CALLBACK_PATH: Final = "/v1/metaserver"
 
 
-class AscendLayerwise(Disaggregated):
+class AscendLayerwise(DisaggregatedConnector):
     """Opens the decode leg, waits for the decoder's callback, and runs the prefill leg beside the decode leg."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         assert context.callback_url is not None, "decoders need an address to call back"
         self._pools = context.pools
-        self.metaserver = context.callback_url + _PATH
+        self.metaserver = context.callback_url + _CALLBACK_PATH
         """The URL that decoders call back."""
-        self.callbacks = Callbacks()
+        self.callbacks = PrefillerCallbacks()
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the HTTP route of the decoders' callbacks."""
         logger.info("decoders call this worker back at %s", self.metaserver)
-        return (web.post(_PATH, self.callbacks.take),)
+        return (web.post(_CALLBACK_PATH, self.callbacks.take),)
 
     @asynccontextmanager
     async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
@@ -67,19 +73,19 @@ class AscendLayerwise(Disaggregated):
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as rank,
-            self.callbacks.expected(_engine_id(call, attempt_id)) as callback,
+            self.callbacks.expected(_engine_request_id(call, attempt_id)) as callback,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             timeline.prefill_id = timeline.decode_id = attempt_id
             handoff.answers_after_transfer = True  # each layer is sent as soon as it is computed
             timeline.enter(Stage.HANDOFF)
-            async with prefill_beside(self._prefill(call, headers, callback, handoff, timeline)) as leg:
+            async with run_prefill_beside(self._prefill(call, headers, callback, handoff, timeline)) as leg:
                 # The status of a streamed answer may arrive at once, but nothing more before the callback and prefill.
                 answer_seconds = (
                     settings.layerwise.callback_seconds
-                    + prefill_seconds(settings.timeouts, call)
-                    + first_byte_seconds(settings.timeouts, call)
+                    + prefill_timeout_seconds(settings.timeouts, call)
+                    + first_byte_timeout_seconds(settings.timeouts, call)
                 )
                 params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.metaserver}
                 opening = self._upstream.open(
@@ -139,30 +145,30 @@ class AscendLayerwise(Disaggregated):
 
     async def _ask_prefiller(
         self, call: Call, headers: dict[str, str], params: Document, prefiller: Backend
-    ) -> Prefilled:
+    ) -> PrefillAnswerBody:
         settings = self._context.live.settings
         with self._ranks.claim() as rank:
             response, body = await self._upstream.fetch(
                 prefiller,
                 call.api.path,
-                prefill_body(call, self._pools.prefill, prefiller, params.values),
+                make_prefill_body(call, self._pools.prefill, prefiller, params.values),
                 headers | rank.header(prefiller, settings.balance.prefill_dp_ranks),
-                answer_seconds=prefill_seconds(settings.timeouts, call),
+                answer_seconds=prefill_timeout_seconds(settings.timeouts, call),
             )
         return parse_prefilled(response, body)
 
 
-def _engine_id(call: Call, attempt_id: str) -> str:
+def _engine_request_id(call: Call, attempt_id: str) -> str:
     """Return the ID that the engine gives to a request (vLLM `_base_request_id`, plus a number for each prompt)."""
     return f"chatcmpl-{attempt_id}" if call.api is Api.CHAT else f"cmpl-{attempt_id}-0"
 
 
 _callback_logger = logging.getLogger("proxy.connectors.callbacks")
 
-_BODY_SECONDS: Final = 10.0
+_CALLBACK_BODY_SECONDS: Final = 10.0
 
 
-class Callbacks:
+class PrefillerCallbacks:
     """The attempts of this worker that wait for a decoder's callback. The key is the engine's ID of the request.
 
     A callback is answered at once and counts once. It is refused if no attempt waits for it, or if its content differs
@@ -193,7 +199,7 @@ class Callbacks:
         A decoder posts up to three times if the connection fails, and only the first callback counts.
         """
         try:
-            engine_id, params = _parse(await _read(request))
+            engine_id, params = _parse_callback(await _read_callback_body(request))
             callback = self._expected.get(engine_id)
             if callback is None:
                 raise GatewayError("no request waits for this callback", code="unknown_request", status=404)
@@ -205,13 +211,13 @@ class Callbacks:
         return web.json_response({"status": "ok"})
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read_callback_body(request: web.Request) -> bytes:
     """Return the body of a decoder's callback, of at most 1 MiB. Raises GatewayError.
 
     A callback names each block of the KV cache: a million tokens in blocks of 128 are 60 KB, in each group of layers.
     """
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
+        async with asyncio.timeout(_CALLBACK_BODY_SECONDS):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise GatewayError(
@@ -221,7 +227,7 @@ async def _read(request: web.Request) -> bytes:
         raise GatewayError("the body of the request did not arrive in time", code="slow_body", status=408) from None
 
 
-def _parse(body: bytes) -> tuple[str, Document]:
+def _parse_callback(body: bytes) -> tuple[str, Document]:
     """Return the engine's request ID in a decoder's callback, and the callback's body. Raises BadRequest.
 
     The ID is 128 random bits that only engines know before the answer begins. So the addresses in a callback with a

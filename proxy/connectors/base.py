@@ -12,10 +12,10 @@ from proxy.common.backend import Role
 from proxy.common.errors import CLIENT_MISTAKES, Failure
 from proxy.connectors.leg_driver import open_attempt
 from proxy.wire.document import InvalidDocument
-from proxy.wire.ids import new_id
-from proxy.wire.openai import OPENAI_APIS, is_given_up
-from proxy.wire.python_json import dumps, read_again
-from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
+from proxy.wire.ids import make_request_id
+from proxy.wire.openai import OPENAI_APIS, is_abort_reason
+from proxy.wire.python_json import dumps, parse_again
+from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pools
     from proxy.balancer.shared.journal import JournalWriter
-    from proxy.common.background import Background
+    from proxy.common.background import BackgroundTasks
     from proxy.common.errors import UpstreamError
     from proxy.connectors.legs import Attempt, Legs
-    from proxy.connectors.releaser import Releaser
+    from proxy.connectors.releaser import KvReleaser
     from proxy.dialects.call import Call
     from proxy.observe.metrics import Metrics
     from proxy.observe.timeline import Timeline
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
-new_attempt_id: Final = new_id
+new_attempt_id: Final = make_request_id
 """Make the X-Request-Id of one attempt. All legs of the attempt have the same ID.
 
 Engines identify KV transfers by it. A client's own ID is never used, because another request may have the same one.
 """
 
 # No decoder writes an answer more slowly than this.
-_SECONDS_PER_TOKEN: Final = 1.0
+_MAX_SECONDS_PER_TOKEN: Final = 1.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -60,7 +60,7 @@ class ConnectorContext:
 
     pools: Pools
     upstream: Upstream
-    releaser: Releaser
+    releaser: KvReleaser
     client: EngineClient
     """Client for requests to engines that are not legs of a call."""
     keys: EngineKeys
@@ -68,7 +68,7 @@ class ConnectorContext:
     """The current settings, which a reload replaces."""
     metrics: Metrics
     compatibility: CompatibilityMonitor
-    background: Background
+    background: BackgroundTasks
     """Owns tasks that continue after their request has ended."""
     new_journal_writer: Callable[[], JournalWriter] | None = None
     """Makes a writer to the journal; None if engines send no events about their KV caches."""
@@ -130,12 +130,12 @@ class Connector:
         return None
 
 
-def prefill_seconds(timeouts: Timeouts, call: Call) -> float:
+def prefill_timeout_seconds(timeouts: Timeouts, call: Call) -> float:
     """Return the time limit for a prefiller's answer, in seconds."""
     return timeouts.prefill_seconds + timeouts.prefill_seconds_per_1k_tokens * call.prompt_tokens / 1000
 
 
-def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
+def first_byte_timeout_seconds(timeouts: Timeouts, call: Call) -> float:
     """Return the time limit for the first byte of an engine that serves a call alone, in seconds.
 
     An answer that is not streamed begins when it is complete, so the limit grows with the tokens that it may have.
@@ -145,16 +145,16 @@ def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
     limit = call.output_limit
     if limit is None:
         return timeouts.answer_seconds
-    return min(timeouts.answer_seconds, timeouts.first_token_seconds + limit * _SECONDS_PER_TOKEN)
+    return min(timeouts.answer_seconds, timeouts.first_token_seconds + limit * _MAX_SECONDS_PER_TOKEN)
 
 
 async def check_status(response: Response) -> None:
     """Raise UpstreamError with the engine's status and body unless the status is a success."""
     if not response.is_success:
-        raise refusal(response, await response.read())
+        raise make_refusal(response, await response.read())
 
 
-def refusal(response: EngineResponse, body: bytes) -> UpstreamError:
+def make_refusal(response: EngineResponse, body: bytes) -> UpstreamError:
     """Return the error for an engine's answer with an unsuccessful status."""
     if response.status < 400:
         return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
@@ -162,18 +162,18 @@ def refusal(response: EngineResponse, body: bytes) -> UpstreamError:
     return response.refuse(f"{verb} with status {response.status}", response.status, body, response.headers)
 
 
-class PrefilledChoice(msgspec.Struct):
+class PrefillChoice(msgspec.Struct):
     """One choice of a prefiller's answer."""
 
     finish_reason: Any = None
 
 
-class Prefilled(msgspec.Struct):
+class PrefillAnswerBody(msgspec.Struct):
     """The members that the gateway uses of a vLLM prefiller's answer. The generated token is not among them."""
 
     written_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    choices: list[PrefilledChoice] = []
+    choices: list[PrefillChoice] = []
     error: Any = None
     object: Any = None
     code: Any = None
@@ -196,53 +196,53 @@ class Prefilled(msgspec.Struct):
         return bool(self.choices) and self.choices[0].finish_reason == "stop"
 
 
-_prefilled_in = msgspec.json.Decoder(Prefilled).decode
+_decode_prefill_answer = msgspec.json.Decoder(PrefillAnswerBody).decode
 
 
-def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
+def parse_prefilled(response: EngineResponse, body: bytes) -> PrefillAnswerBody:
     """Parse the answer of a vLLM prefiller. Raises UpstreamError if the prefill failed.
 
     Some versions report an error with status 200.
     """
     if response.status != 200:
-        raise refusal(response, body)
+        raise make_refusal(response, body)
     _check_elements(response, body)
     try:
         if not body.isascii():
             body.decode()  # the parser does not check members that it skips
-        answer = _prefilled_in(body)
+        answer = _decode_prefill_answer(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        answer = _read_again(response, body)
+        answer = _parse_prefill_again(response, body)
     error = answer.error
     if error or answer.object == "error":
         code = error.get("code") if isinstance(error, dict) else answer.code
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
     for choice in answer.choices:
-        if is_given_up(choice.finish_reason):
+        if is_abort_reason(choice.finish_reason):
             raise response.fail(Failure.ABORTED, "aborted the prefill")
     return answer
 
 
-def _read_again(response: EngineResponse, body: bytes) -> Prefilled:
+def _parse_prefill_again(response: EngineResponse, body: bytes) -> PrefillAnswerBody:
     """Parse an answer that msgspec rejects. Raises UpstreamError if it is not a JSON object.
 
     msgspec rejects an answer whose token is half of a surrogate pair, or whose choices are not a list of objects.
     """
     try:
-        values = read_again(body)
+        values = parse_again(body)
     except ValueError:
-        raise _no_object(response) from None
+        raise _make_no_object_error(response) from None
     if not isinstance(values, dict):
-        raise _no_object(response)
+        raise _make_no_object_error(response)
     usage, params = (msgspec.Raw(dumps(values.get(name))) for name in ("usage", "kv_transfer_params"))
     choices = values.get("choices")
     read = [
-        PrefilledChoice(choice.get("finish_reason"))
+        PrefillChoice(choice.get("finish_reason"))
         for choice in (choices if isinstance(choices, list) else ())
         if isinstance(choice, dict)
     ]
-    return Prefilled(usage, params, read, values.get("error"), values.get("object"), values.get("code"))
+    return PrefillAnswerBody(usage, params, read, values.get("error"), values.get("object"), values.get("code"))
 
 
 def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body: bytes) -> Parsed:
@@ -251,13 +251,13 @@ def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body
     try:
         return kind(body)
     except InvalidDocument:
-        raise _no_object(response) from None
+        raise _make_no_object_error(response) from None
 
 
 def _check_elements(response: EngineResponse, body: bytes) -> None:
-    if len(body) > LONG_BYTES and is_heavier(body, MAX_ANSWER_ELEMENTS):
+    if len(body) > LONG_BYTES and is_heavier_json(body, MAX_ANSWER_ELEMENTS):
         raise response.fail(Failure.BAD_ANSWER, "the answer has more elements than any engine sends")
 
 
-def _no_object(response: EngineResponse) -> UpstreamError:
+def _make_no_object_error(response: EngineResponse) -> UpstreamError:
     return response.fail(Failure.BAD_ANSWER, "the answer is not a JSON object")

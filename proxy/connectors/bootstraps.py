@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from proxy.upstream import EngineClient
 
 # A prefiller takes longer than this to start, so a newer answer comes from the process that runs now.
-_FRESH_SECONDS: Final = 5.0
+_FRESH_ANSWER_SECONDS: Final = 5.0
 # Attempts that waited for the same answer do not repeat the query within this time.
-_PROBLEM_SECONDS: Final = 1.0
-_ANSWER_SECONDS: Final = 2.0
+_PROBLEM_MEMORY_SECONDS: Final = 1.0
+_QUERY_TIMEOUT_SECONDS: Final = 2.0
 _MAX_ANSWER_BYTES: Final = 1024 * 1024
 _MAX_RANKS: Final = 4096
 _HEALTH_PATH: Final = "/health"
@@ -39,12 +39,12 @@ def bootstrap_address(prefiller: Backend, default_port: int) -> str:
     return engine_url(prefiller.host, prefiller.bootstrap_port or default_port)
 
 
-Engines = tuple[tuple[int, str], ...]
+EngineIdsByRank = tuple[tuple[int, str], ...]
 """Pairs of data-parallel rank and engine ID, one for each engine behind a prefiller's address, in the order of ranks.
 """
 
 
-def parse_engines(answer: bytes) -> Engines:
+def parse_engines(answer: bytes) -> EngineIdsByRank:
     """Parse a bootstrap server's answer to `/query`: `{"0": {"engine_id": "…", "worker_addr": {…}}, …}`, by rank.
 
     The result is empty if no engine has registered yet. Raises ValueError for any other answer.
@@ -52,16 +52,16 @@ def parse_engines(answer: bytes) -> Engines:
     entries = orjson.loads(answer)
     if not isinstance(entries, dict) or len(entries) > _MAX_RANKS:
         raise ValueError("the value is not an object of engines by rank")
-    return tuple(sorted((_rank(rank), _engine_id(entry)) for rank, entry in entries.items()))
+    return tuple(sorted((_read_rank(rank), _read_engine_id(entry)) for rank, entry in entries.items()))
 
 
-def _rank(key: str) -> int:
+def _read_rank(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 4):
         raise ValueError("the value is not the number of a rank")
     return int(key)
 
 
-def _engine_id(entry: Any) -> str:
+def _read_engine_id(entry: Any) -> str:
     engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
     if not isinstance(engine_id, str) or not 0 < len(engine_id) <= 256:
         raise ValueError("the value is not the id of an engine")
@@ -69,12 +69,12 @@ def _engine_id(entry: Any) -> str:
 
 
 @dataclass(slots=True)
-class _Bootstrap:
+class BootstrapServer:
     """The state of one prefiller's bootstrap server, by its last answer."""
 
     prefiller: Backend
     address: str
-    engines: Engines = ()
+    engines: EngineIdsByRank = ()
     problem: tuple[Failure, str] | None = None
     """Why the engines of this prefiller are not known; None if there is no problem."""
     due: float = 0.0
@@ -84,7 +84,7 @@ class _Bootstrap:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Bootstraps:
+class BootstrapServers:
     """One worker's knowledge of the engines behind each prefiller.
 
     A server is queried again periodically, and after failures that a restart of its prefiller would explain. While it
@@ -115,16 +115,16 @@ class Bootstraps:
         self._report = report
         self._engine_id = engine_id
         self._addresses = addresses
-        self._known: dict[int, _Bootstrap] = {}  # by slot, which are as many as there can be backends
+        self._known: dict[int, BootstrapServer] = {}  # by slot, which are as many as there can be backends
 
-    async def engines(self, prefiller: Backend, address: str) -> Engines:
+    async def engines(self, prefiller: Backend, address: str) -> EngineIdsByRank:
         """Return the engines of a prefiller. Raises UpstreamError if the prefiller cannot be used now."""
         known = self._known.get(prefiller.slot)
         if known is None or known.prefiller != prefiller or known.address != address:
-            known = self._known[prefiller.slot] = _Bootstrap(prefiller, address)
+            known = self._known[prefiller.slot] = BootstrapServer(prefiller, address)
         if known.engines:
             if self._clock() >= known.due:
-                known.due = self._clock() + _ANSWER_SECONDS  # meanwhile other attempts use the last answer
+                known.due = self._clock() + _QUERY_TIMEOUT_SECONDS  # meanwhile other attempts use the last answer
                 await self._query_engines(known)
         else:
             async with known.lock:  # one attempt queries for all
@@ -169,7 +169,7 @@ class Bootstraps:
             known.is_its_own = True
             self._report(prefiller, None)
 
-    def _prefiller_with_same_server(self, known: _Bootstrap) -> Backend | None:
+    def _prefiller_with_same_server(self, known: BootstrapServer) -> Backend | None:
         """Return another prefiller with the same bootstrap server or engines.
 
         None: there is none, or a decoder has reached this prefiller.
@@ -185,7 +185,7 @@ class Bootstraps:
         ]
         return next((backend for backend in same if backend != known.prefiller), None)
 
-    async def _query_engines(self, known: _Bootstrap) -> None:
+    async def _query_engines(self, known: BootstrapServer) -> None:
         port = known.address.rpartition(":")[2]
         is_certain = True
         no_server = f"what answers at port {port} is not a bootstrap server of vLLM"
@@ -196,7 +196,7 @@ class Bootstraps:
                 problem = (Failure.BOOTSTRAP, f"the bootstrap server at port {port} is another prefiller's")
         except EngineRequestError as error:
             if error.failure is Failure.TIMEOUT:
-                problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_ANSWER_SECONDS:g} s")
+                problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_QUERY_TIMEOUT_SECONDS:g} s")
                 is_certain = False
             elif error.failure is Failure.CONNECT:
                 problem = (Failure.CONNECT, f"its bootstrap server at port {port} cannot be reached ({error.reason})")
@@ -206,23 +206,23 @@ class Bootstraps:
             problem = (Failure.BAD_ANSWER, no_server)
         if problem is None:
             known.engines, known.problem = engines, None
-            known.due = self._clock() + _FRESH_SECONDS
+            known.due = self._clock() + _FRESH_ANSWER_SECONDS
         elif not known.engines:
             if await self._engine_answers(known.prefiller):
                 problem = (Failure.BOOTSTRAP, problem[1])
                 if is_certain:
                     self._report_problem(known, problem[1])
             known.problem = problem
-            known.due = self._clock() + _PROBLEM_SECONDS
+            known.due = self._clock() + _PROBLEM_MEMORY_SECONDS
 
-    def _report_problem(self, known: _Bootstrap, problem: str) -> None:
+    def _report_problem(self, known: BootstrapServer, problem: str) -> None:
         self._report(
             known.prefiller,
             f"cannot be met by decoders: {problem}. Is the port right (--prefill URL PORT, mooncake.bootstrap_port), "
             "and was it started with MooncakeConnector as kv_producer?",
         )
 
-    def _lists_own_engine(self, prefiller: Backend, engines: Engines) -> bool:
+    def _lists_own_engine(self, prefiller: Backend, engines: EngineIdsByRank) -> bool:
         """Return whether a bootstrap server lists the engine ID that the prefiller reports. True if it reports none."""
         engine_id = self._engine_id(prefiller)
         return engine_id is None or any(listed.partition("_dp")[0] == engine_id for _, listed in engines)
@@ -230,7 +230,7 @@ class Bootstraps:
     async def _engine_answers(self, prefiller: Backend) -> bool:
         """Return whether a prefiller's engine answers a health check. Any status counts as an answer."""
         try:
-            await self._client.get_status(prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)
+            await self._client.get_status(prefiller.url, _HEALTH_PATH, _QUERY_TIMEOUT_SECONDS)
         except EngineRequestError:
             return False
         return True
@@ -240,7 +240,7 @@ class Bootstraps:
 
         The query carries no API key.
         """
-        answer = await self._client.get(address, "/query", _ANSWER_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
+        answer = await self._client.get(address, "/query", _QUERY_TIMEOUT_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
         if answer.status != 200:
             raise ValueError(f"status {answer.status}")
         return answer.body

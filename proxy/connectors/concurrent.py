@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @asynccontextmanager
-async def prefill_beside(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
+async def run_prefill_beside(leg: Coroutine[Any, Any, None]) -> AsyncIterator[BackgroundPrefill]:
     """Run the prefill leg beside the block. At the end of the block, cancel the leg and wait for it.
 
     The error of the leg is raised where the block waits for the leg. It is an UpstreamError unless the program has a
@@ -28,7 +28,7 @@ async def prefill_beside(leg: Coroutine[Any, Any, None]) -> AsyncIterator[Prefil
     """
     task = _start_task(leg)
     try:
-        yield PrefillLeg(task)
+        yield BackgroundPrefill(task)
     except UpstreamError as error:
         cause = _task_error(task) if task.done() else None
         if cause is None or cause is error:
@@ -38,7 +38,7 @@ async def prefill_beside(leg: Coroutine[Any, Any, None]) -> AsyncIterator[Prefil
         await _cancel_task(task)
 
 
-class PrefillLeg:
+class BackgroundPrefill:
     """A prefill leg that runs beside a decode leg."""
 
     def __init__(self, task: asyncio.Task[None]) -> None:

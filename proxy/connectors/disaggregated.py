@@ -12,8 +12,8 @@ import orjson
 from proxy.balancer.engines import FORCED_TOOL_PREFILL
 from proxy.connectors.base import Connector
 from proxy.connectors.leg_driver import open_attempt
-from proxy.connectors.legs import Ranks
-from proxy.connectors.one_engine import RARE, OneEngine, is_search
+from proxy.connectors.legs import RankCounts
+from proxy.connectors.one_engine import RARE_MEMBERS, OneEngineCalls, uses_beam_search
 from proxy.wire.document import REMOVED
 from proxy.wire.python_json import dumps
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # A prefiller keeps the KV cache only if it stops for length after its one token, so `min_tokens` keeps an
 # end-of-sequence token from ending it first (vLLM v1/core/sched/utils.py check_stop). The token is discarded, because
 # the decoder computes the last position of the prompt again and samples the first token.
-_CHANGES: Final[dict[str, object]] = {
+_PREFILL_CHANGES: Final[dict[str, object]] = {
     "kv_transfer_params": None,  # replaced by each protocol
     "stream": False,
     "max_tokens": 1,
@@ -43,22 +43,22 @@ _CHANGES: Final[dict[str, object]] = {
     "top_logprobs": REMOVED,
     "return_token_ids": REMOVED,
 }
-_LIMITED: Final = {"max_completion_tokens": 1}
-"""The changes for a prefill leg in requests that have this member, in addition to `_CHANGES`."""
+_PREFILL_LIMIT_CHANGES: Final = {"max_completion_tokens": 1}
+"""The changes for a prefill leg in requests that have this member, in addition to `_PREFILL_CHANGES`."""
 
 
-class Disaggregated(Connector):
+class DisaggregatedConnector(Connector):
     """Prefills on one vLLM engine and decodes on another. Protocols implement `legs_of_both` or `open_both`."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._upstream = context.upstream
-        self._ranks = Ranks()
-        self._one_engine = OneEngine(context, self._ranks)
+        self._ranks = RankCounts()
+        self._one_engine = OneEngineCalls(context, self._ranks)
 
     def check(self, call: Call) -> None:
         """Raise BadRequest for a call that can neither be handed over nor be served by one engine."""
-        if not call.is_ordinary and not RARE.isdisjoint(call.values):
+        if not call.is_ordinary and not RARE_MEMBERS.isdisjoint(call.values):
             self._one_engine.check(call)
 
     def splits(self, call: Call) -> bool:
@@ -66,7 +66,7 @@ class Disaggregated(Connector):
 
         A handoff carries one sequence. A beam search keeps all its sequences on one engine.
         """
-        return call.is_ordinary or not is_search(call)
+        return call.is_ordinary or not uses_beam_search(call)
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Open the prefill leg and the decode leg of a call, or its only leg."""
@@ -80,7 +80,7 @@ class Disaggregated(Connector):
         return open_attempt(self._one_engine.decoder.legs(call, request, timeline), self._upstream)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        if call.is_ordinary or RARE.isdisjoint(call.values):
+        if call.is_ordinary or RARE_MEMBERS.isdisjoint(call.values):
             return self.legs_of_both(call, request, timeline)
         return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
 
@@ -99,31 +99,34 @@ class Disaggregated(Connector):
         raise NotImplementedError
 
 
-class Prefill:
+class PrefillBodyMaker:
     """Makes the bodies of prefill legs, with the same KV parameters for every prompt."""
 
     def __init__(self, kv_params: Mapping[str, object]) -> None:
         """Store the KV parameters of the protocol."""
         self._kv_params = kv_params
-        changes = {**_CHANGES, "kv_transfer_params": orjson.Fragment(dumps(kv_params))}  # written once, not per prompt
+        changes = {
+            **_PREFILL_CHANGES,
+            "kv_transfer_params": orjson.Fragment(dumps(kv_params)),
+        }  # written once, not per prompt
         self._changes = changes
-        self._limited = {**changes, **_LIMITED}
+        self._limited = {**changes, **_PREFILL_LIMIT_CHANGES}
 
     def body(self, call: Call, pool: Pool, prefiller: Backend) -> Body:
         """Return the body of the prefill leg of a call, for a prefiller of the pool."""
         values = call.values
         if call.kv_params or "tool_choice" in values:
-            return prefill_body(call, pool, prefiller, self._kv_params)
+            return make_prefill_body(call, pool, prefiller, self._kv_params)
         return call.body(self._limited if "max_completion_tokens" in values else self._changes)
 
 
-def prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[str, object]) -> Body:
+def make_prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[str, object]) -> Body:
     """Return the body of the prefill leg of a call, with the protocol's KV parameters, for a prefiller of the pool."""
-    changes = _CHANGES.copy()
+    changes = _PREFILL_CHANGES.copy()
     changes["kv_transfer_params"] = {**kv_params, **call.kv_params} if call.kv_params else kv_params
     values = call.values
     if "max_completion_tokens" in values:
-        changes |= _LIMITED
+        changes |= _PREFILL_LIMIT_CHANGES
     if "tool_choice" in values:
         tool_choice = values["tool_choice"]
         is_forced = isinstance(tool_choice, dict) or tool_choice == "required"

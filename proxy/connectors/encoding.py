@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.common.errors import NoBackendAvailable
-from proxy.connectors.base import Connector, new_attempt_id, prefill_seconds, refusal
+from proxy.connectors.base import Connector, make_refusal, new_attempt_id, prefill_timeout_seconds
 from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, loads
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 
-MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})
+MEDIA_MEMBERS: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})
 """Names of the members that hold media in a part of a message; `type` may be missing (vLLM `chat_utils.py`)."""
 
 # Members of the request that an item's hash depends on (vLLM `MultiModalHasher.hash_kwargs`). An item that was encoded
 # under another hash is not found.
-_SHARED: Final = ("model", "mm_processor_kwargs", "media_io_kwargs")
+_HASHED_MEMBERS: Final = ("model", "mm_processor_kwargs", "media_io_kwargs")
 
 
-_LOOK_AGAIN_SECONDS: Final = 0.02
+_ENCODER_POLL_SECONDS: Final = 0.02
 
 
-class Encoding(Connector):
+class EncodingConnector(Connector):
     """Encodes the media of a call, then lets another connector serve the call. Both have the same context.
 
     Only requests with media need encoders, so readiness does not depend on them.
@@ -84,7 +84,7 @@ class Encoding(Connector):
 
         Each attempt encodes again, because the cache may have lost items since the previous attempt.
         """
-        items = media_parts(call)
+        items = find_media_parts(call)
         if not items:
             return self._connector.open(call, request, timeline)
         return self._open_encoded(call, items, request, timeline)
@@ -97,7 +97,7 @@ class Encoding(Connector):
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """Return the legs of the inner connector; None for a call with media, which needs a task."""
-        return None if media_parts(call) else self._connector.legs(call, request, timeline)
+        return None if find_media_parts(call) else self._connector.legs(call, request, timeline)
 
     @asynccontextmanager
     async def _open_encoded(
@@ -110,7 +110,7 @@ class Encoding(Connector):
         timeline.begin_encoding()
         # Admission does not wait for encoders, because only requests with media need them.
         while self._encoders.is_restarting():  # noqa: ASYNC110 time alone may end it
-            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            await asyncio.sleep(_ENCODER_POLL_SECONDS)
         # Reserve the room that admission found. The connector takes it before it waits for anything.
         with ExitStack() as room:
             reserved: list[Backend] = []
@@ -179,7 +179,7 @@ class Encoding(Connector):
         """
         cost = self._context.live.settings.cost
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
-        body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
+        body: dict[str, Any] = {name: call.values[name] for name in _HASHED_MEMBERS if name in call.values}
         body |= {"messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
         if target:
             body["ec_transfer_params"] = target
@@ -190,19 +190,19 @@ class Encoding(Connector):
                 Api.CHAT.path,
                 dumps(body),
                 {**call.headers, "x-request-id": request_id},
-                answer_seconds=prefill_seconds(self._context.live.settings.timeouts, call),
+                answer_seconds=prefill_timeout_seconds(self._context.live.settings.timeouts, call),
                 resend_if_stale=True,
             )
             if response.status != 200:
-                raise refusal(response, answer)
-        return _places_in(answer)
+                raise make_refusal(response, answer)
+        return _read_encoder_places(answer)
 
     async def _wait_for_encoders(self) -> None:
         """Wait while all encoders reject requests, for at most `admission.wait_seconds`."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._context.live.settings.admission.wait_seconds
         while self._encoders.refuse_all() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it
-            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            await asyncio.sleep(_ENCODER_POLL_SECONDS)
 
 
 def _items(transfers: Sequence[str]) -> dict[str, object]:
@@ -215,7 +215,7 @@ def _target(receiver: str, transfers: Sequence[str]) -> dict[str, object]:
     return {"consumer_zmq": receiver, **_items(transfers)}
 
 
-def _places_in(answer: bytes) -> Mapping[str, object]:
+def _read_encoder_places(answer: bytes) -> Mapping[str, object]:
     """Return the `ec_transfer_params` of an encoder's answer; empty if there are none."""
     try:
         places = loads(answer)["ec_transfer_params"]
@@ -224,12 +224,12 @@ def _places_in(answer: bytes) -> Mapping[str, object]:
     return places if isinstance(places, dict) else {}
 
 
-def media_parts(call: Call) -> Sequence[Mapping[str, Any]]:
+def find_media_parts(call: Call) -> Sequence[Mapping[str, Any]]:
     """Return the parts of a chat's messages that an encoder must encode, in the order of the messages."""
     messages = call.values.get("messages") if call.api is Api.CHAT else None
     items: list[Mapping[str, Any]] = []
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
-            items += [part for part in content if isinstance(part, dict) and not MEDIA.isdisjoint(part)]
+            items += [part for part in content if isinstance(part, dict) and not MEDIA_MEMBERS.isdisjoint(part)]
     return items

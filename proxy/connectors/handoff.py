@@ -58,19 +58,19 @@ class KvState(Enum):
 
 
 # Reading a member off its class takes as long as four calls.
-PREFILLER: Final = KvSource.PREFILLER
-DECODER: Final = KvSource.DECODER
-_PREFILL: Final = Stage.PREFILL
-_COMPUTING: Final = KvState.COMPUTING
-_HELD: Final = KvState.HELD
-_ARRIVED: Final = KvState.ARRIVED
+PREFILLER_SOURCE: Final = KvSource.PREFILLER
+DECODER_SOURCE: Final = KvSource.DECODER
+_PREFILL_STAGE: Final = Stage.PREFILL
+_BEING_COMPUTED: Final = KvState.COMPUTING
+_HELD_BY_PREFILLER: Final = KvState.HELD
+_ARRIVED_AT_DECODER: Final = KvState.ARRIVED
 # Share of the predicted prefill that is not counted as handoff where the end of the prefill is only predicted. The
 # prediction includes the mean time of transfers, because it is learned from the same answers.
 _CERTAIN_PREFILL_SHARE: Final = 0.75
-_SETTLED: Final = (KvState.ARRIVED, KvState.LOST)
+_SETTLED_STATES: Final = (KvState.ARRIVED, KvState.LOST)
 
 
-class LocalKv:
+class LocalKvListener:
     """Takes the place of a handoff if the engine that answers has computed the KV cache itself."""
 
     __slots__ = ("_lease",)
@@ -116,12 +116,12 @@ class KvHandoff:
         """
         self.prefiller: Lease
         self.decoder: Lease
-        self.source: KvSource = PREFILLER
+        self.source: KvSource = PREFILLER_SOURCE
         self.kv: PrefilledKv | None = None
         """The KV that the prefiller keeps until the decoder has fetched it; None if no KV has to be freed."""
         self.failed = set(request.avoid)
         """Backends that have failed in this attempt. The releaser uses one of them only if there is no other."""
-        self.state: KvState = _COMPUTING
+        self.state: KvState = _BEING_COMPUTED
         self.on_arrived: Callable[[], None] | None = None
         """Called at the decoder's first output; None if the protocol does not need it."""
         self.kept_answers: KeptAnswers | None = None
@@ -142,7 +142,7 @@ class KvHandoff:
     @property
     def is_settled(self) -> bool:
         """Whether the decoder has either sent its first output or given up."""
-        return self.state in _SETTLED
+        return self.state in _SETTLED_STATES
 
     def note_prefilled(self, tokens: int | None, cached: int | None) -> None:
         """Record the end of the prefill. The prefiller's answer reports the prompt's tokens and its cached tokens."""
@@ -166,21 +166,21 @@ class KvHandoff:
         self.kv = self._kept = kv
         if kv is not None:
             self._context.releaser.last_transfer = kv.transfer
-        if self.state is _COMPUTING:
-            self.state = _HELD
+        if self.state is _BEING_COMPUTED:
+            self.state = _HELD_BY_PREFILLER
 
     def note_arrived(self) -> None:
         """Record the decoder's first output: the KV cache has arrived. May be called again."""
-        if self.state in _SETTLED:
+        if self.state in _SETTLED_STATES:
             return
-        self.state = _ARRIVED
+        self.state = _ARRIVED_AT_DECODER
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
         self.prefiller.free_kv()
         source = self.source
-        if source is DECODER:
+        if source is DECODER_SOURCE:
             self._timeline.kv = "local"
         else:
-            if source is PREFILLER:
+            if source is PREFILLER_SOURCE:
                 self._context.pools.quarantine.note_success(prefiller, decoder)
                 if self._call.stream and not self.failed:  # otherwise the first output is not the first token
                     self._note_time(prefiller, decoder)
@@ -204,10 +204,10 @@ class KvHandoff:
         now, began = timeline.clock(), self._computed_at
         if self.answers_after_transfer:
             prediction = timeline.prediction
-            if prediction is None or _PREFILL not in timeline.stages:
+            if prediction is None or _PREFILL_STAGE not in timeline.stages:
                 return
             prefill = _CERTAIN_PREFILL_SHARE * prediction.seconds
-            began = min(timeline.times[timeline.stages.index(_PREFILL)] + prefill, now)
+            began = min(timeline.times[timeline.stages.index(_PREFILL_STAGE)] + prefill, now)
         if began:
             tokens = timeline.usage.prompt_tokens or self._call.prompt_tokens
             self._context.pools.handoffs.note(prefiller, decoder, tokens, began, now)
@@ -258,14 +258,14 @@ class KvHandoff:
                 return
             self.failed.add(error.backend)
             # A decoder that refused the connection has not tried to fetch KV.
-            if self.state is _HELD and error.is_backends_fault and error.failure is not Failure.CONNECT:
+            if self.state is _HELD_BY_PREFILLER and error.is_backends_fault and error.failure is not Failure.CONNECT:
                 self._hold_against_pair()
         if self._kept is not None:
             self._context.releaser.note_orphan(self._kept, self.failed)
 
     def _hold_against_pair(self) -> None:
         """Count a failed handoff against the prefiller and the decoder as a pair, because either may have caused it."""
-        if self.source is not PREFILLER:
+        if self.source is not PREFILLER_SOURCE:
             return
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
         if self._context.pools.quarantine.note_failure(prefiller, decoder):

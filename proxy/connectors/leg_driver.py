@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
-from proxy.connectors.legs import Attempt, Leg, Pair, fail, finish
+from proxy.connectors.legs import Attempt, EngineLeg, LegPair, fail_legs, finish_legs
 from proxy.upstream.response import Response, WholeResponse
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LegDriver:
         self._connecting: asyncio.Task[None] | None = None
         self._connection: EngineConnection | None = None
         """The connection to an engine whose answer has not begun; None if no leg waits for an answer."""
-        self._sent: Leg | None = None
+        self._sent: EngineLeg | None = None
         self._response: Response | None = None
 
     def start(self, legs: Legs) -> None:
@@ -57,14 +57,14 @@ class LegDriver:
         """End an attempt whose answer was received completely."""
         legs = self._take_legs()
         if legs is not None:
-            finish(legs)
+            finish_legs(legs)
 
     def fail(self, error: BaseException) -> None:
         """End an attempt whose answer failed. Raises `error`, or the prefill leg's error if that leg has failed."""
         legs = self._take_legs()
         if legs is None:
             raise error
-        fail(legs, error)
+        fail_legs(legs, error)
 
     def release(self, error: BaseException) -> None:
         """Give up the attempt in any state. Closes its connections and gives back its leases."""
@@ -93,19 +93,19 @@ class LegDriver:
             self._take_legs()
             owner.on_defect(error)
             return
-        if type(step) is Leg:
+        if type(step) is EngineLeg:
             self._send(step)
         elif isinstance(step, Attempt):
             owner.on_attempt(step)
-        elif type(step) is Pair:
+        elif type(step) is LegPair:
             prefill, decode = step.take_legs()
-            PrefillBeside(self._upstream, step, self._on_prefill_failure).start(prefill)
+            PrefillLegOfPair(self._upstream, step, self._on_prefill_failure).start(prefill)
             self._send(decode)
         else:
             assert isinstance(step, Response)
             step.collect(self._on_body)
 
-    def _send(self, leg: Leg, connection: EngineConnection | None = None) -> None:
+    def _send(self, leg: EngineLeg, connection: EngineConnection | None = None) -> None:
         """Send a leg on `connection` if there is one, otherwise on an idle or a new connection."""
         upstream = self._upstream
         self._sent = leg
@@ -122,7 +122,7 @@ class LegDriver:
             exchange = self._response = Response(connection, self._on_head)
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
-    async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
+    async def _connect(self, leg: EngineLeg, stale: UpstreamError | None = None) -> None:
         """Open a connection and send a leg. `stale`: the error of this leg on an idle connection that was closed."""
         try:
             connection = await self._upstream.connect(leg.backend)
@@ -191,12 +191,12 @@ class LegDriver:
             self._upstream.give_back(connection)
 
 
-class PrefillBeside:
+class PrefillLegOfPair:
     """The prefill leg of a pair. It runs from `start` until it ends or the pair stops it."""
 
     __slots__ = ("_connecting", "_connection", "_on_failure", "_pair", "_upstream", "_waiting")
 
-    def __init__(self, upstream: Upstream, pair: Pair, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, upstream: Upstream, pair: LegPair, on_failure: Callable[[Exception], None]) -> None:
         self._upstream = upstream
         self._pair = pair
         self._on_failure = on_failure
@@ -205,7 +205,7 @@ class PrefillBeside:
         self._waiting: asyncio.Future[None] | None = None
         """The future of the task that waits for the end of this leg; None if no task waits."""
 
-    def start(self, leg: Leg) -> None:
+    def start(self, leg: EngineLeg) -> None:
         """Send the prefill leg of a pair."""
         pair = self._pair
         pair.stop, pair.ended = self._stop, self._wait_for_end
@@ -223,7 +223,7 @@ class PrefillBeside:
         if self._pair.error is not None:
             raise self._pair.error
 
-    async def _connect(self, leg: Leg) -> None:
+    async def _connect(self, leg: EngineLeg) -> None:
         try:
             connection = await self._upstream.connect(leg.backend)
         except UpstreamError as error:
@@ -233,7 +233,7 @@ class PrefillBeside:
         self._connecting = None
         self._send(leg, connection)
 
-    def _send(self, leg: Leg, connection: EngineConnection) -> None:
+    def _send(self, leg: EngineLeg, connection: EngineConnection) -> None:
         self._connection = connection
         exchange = WholeResponse(connection, self._on_whole)
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
@@ -327,7 +327,7 @@ class open_attempt:  # noqa: N801 - used as a function
 def abort_decode(response: Response, error: BaseException) -> None:
     """End the decode leg because the prefill leg failed. Otherwise the decoder would wait for KV that does not arrive.
 
-    The error of the prefill leg replaces that of the decode leg; see `prefill_beside` and Pair.
+    The error of the prefill leg replaces that of the decode leg; see `run_prefill_beside` and LegPair.
     """
     if not isinstance(error, UpstreamError):
         error = response.fail(Failure.BROKEN, "the prefill leg failed")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.upstream.response import EngineResponse
     from proxy.wire.document import Body
 
-_STREAM: Final = Stage.STREAM  # reading a member off its class takes as long as four calls
+_STREAM_STAGE: Final = Stage.STREAM  # reading a member off its class takes as long as four calls
 
 RANK_HEADER: Final = "x-data-parallel-rank"
 """Name of the request header that selects a data-parallel rank (vLLM `_get_data_parallel_rank`, since 0.11).
@@ -33,7 +33,7 @@ address accepts only 0.
 """
 
 
-class Handoff(Protocol):
+class KvOutcomeListener(Protocol):
     """Receives the outcome of the handoff of an attempt's KV cache."""
 
     def note_arrived(self) -> None:
@@ -65,7 +65,7 @@ class Attempt:
     """The prefiller; None if the connector has no prefill leg."""
     has_kv_from_prefiller: bool
     """Whether the decoder got its KV cache from a prefiller. If so, the decoder's `prompt_tokens_details` are wrong."""
-    handoff: Handoff
+    handoff: KvOutcomeListener
     first_token_seconds: float | None = None
     """Time limit in seconds for the decoder's first output, if the prefill still runs when the decoder answers.
 
@@ -101,17 +101,17 @@ class Attempt:
         """
         self.handoff.note_arrived()
         stages = self.timeline.stages
-        if not stages or stages[-1] is not _STREAM:
-            self.timeline.enter(_STREAM)
+        if not stages or stages[-1] is not _STREAM_STAGE:
+            self.timeline.enter(_STREAM_STAGE)
 
     def note_kv_lost(self) -> None:
         """Record that the decoder gave up before its first output. It may have failed to fetch the KV cache."""
         self.handoff.note_lost()
-        self.timeline.enter(_STREAM)
+        self.timeline.enter(_STREAM_STAGE)
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class EngineLeg:
     """One request to one engine; see Upstream.open."""
 
     backend: Backend
@@ -129,7 +129,7 @@ class Leg:
     """Backend to which the driver connects while this leg runs; None: to none. The next leg probably goes there."""
 
 
-class Pair:
+class LegPair:
     """A prefill leg and a decode leg that run at the same time. If one leg fails, both end.
 
     Enter it with `with` for as long as the decode leg is needed, and yield it first; see Legs. Leaving the block before
@@ -141,12 +141,12 @@ class Pair:
 
     def __init__(
         self,
-        prefill: Leg,
-        decode: Leg,
+        prefill: EngineLeg,
+        decode: EngineLeg,
         read: Callable[[EngineResponse, bytes], None],
         is_served: Callable[[], bool] | None = None,
     ) -> None:
-        self._legs: tuple[Leg, Leg] | None = prefill, decode
+        self._legs: tuple[EngineLeg, EngineLeg] | None = prefill, decode
         self.is_served = is_served
         """Returns whether the decoder no longer needs the prefiller, so that a failure of the prefill leg has no
         effect. None: it needs the prefiller until the prefill leg has ended."""
@@ -159,7 +159,7 @@ class Pair:
         self.read = read
         """Reads the prefiller's answer, which has a head and a body. Raises UpstreamError if the prefill failed."""
 
-    def take_legs(self) -> tuple[Leg, Leg]:
+    def take_legs(self) -> tuple[EngineLeg, EngineLeg]:
         """Return the prefill leg and the decode leg, and forget them to free their bodies. Can be called only once."""
         legs, self._legs = self._legs, None
         assert legs is not None
@@ -178,14 +178,14 @@ class Pair:
 
 
 if TYPE_CHECKING:
-    Legs = Generator[Leg | Pair | Response | Attempt, Any, None]
+    Legs = Generator[EngineLeg | LegPair | Response | Attempt, Any, None]
     """Generator of the steps of one attempt. The driver performs each step and sends its result, or throws an
     UpstreamError in:
 
     - Leg: the driver sends it. The result is its Response once the headers have arrived; with `wants_whole`, the answer
       and its body once its connection was given back.
     - Pair: the driver sends both legs. The result is the Response of the decode leg once its headers have arrived. The
-      prefill leg's whole answer goes to `Pair.read`. If the prefill leg fails, the decode leg fails, too.
+      prefill leg's whole answer goes to `LegPair.read`. If the prefill leg fails, the decode leg fails, too.
     - Response: the driver reads it. The result is its whole body, as bytes.
     - Attempt: the last step. The driver resumes the generator when the answer was taken, or throws in the error with
       which the answer ended. The generator gives back every lease and connection, and ends.
@@ -194,13 +194,13 @@ if TYPE_CHECKING:
     """
 
 
-def finish(legs: Legs) -> None:
+def finish_legs(legs: Legs) -> None:
     """End an attempt whose answer was received completely."""
     if next(legs, None) is not None:  # so no exception is made and caught
         raise RuntimeError("an attempt continued after its answer")
 
 
-def fail(legs: Legs, error: BaseException) -> None:
+def fail_legs(legs: Legs, error: BaseException) -> None:
     """End an attempt with the error of its answer or of the current step. Raises the error."""
     try:
         legs.throw(error)
@@ -210,7 +210,7 @@ def fail(legs: Legs, error: BaseException) -> None:
 
 
 @dataclass(slots=True)
-class _Claimed:
+class ClaimedRanks:
     """The ranks of one backend that legs of this worker use."""
 
     legs: list[int] = field(default_factory=list)
@@ -219,7 +219,7 @@ class _Claimed:
     """The rank that is used next if several ranks have equally few legs."""
 
 
-class Ranks:
+class RankCounts:
     """Counts one worker's legs on the data-parallel ranks (that is, the engines) behind each address.
 
     A vLLM server with several engines chooses an engine itself unless a request names a rank. A claim takes the rank
@@ -227,7 +227,7 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self._backends: dict[int, _Claimed] = {}  # by slot; there are as many slots as there can be backends
+        self._backends: dict[int, ClaimedRanks] = {}  # by slot; there are as many slots as there can be backends
 
     def claim(self) -> RankClaim:
         """Return a claim for one leg, a context manager that gives its rank back at the end."""
@@ -235,7 +235,7 @@ class Ranks:
 
     def take(self, backend: Backend, count: int) -> tuple[list[int], int]:
         """Claim the best rank of a backend with `count` ranks. Return the legs under way by rank, and the rank."""
-        claimed = self._backends.setdefault(backend.slot, _Claimed())
+        claimed = self._backends.setdefault(backend.slot, ClaimedRanks())
         legs = claimed.legs
         legs.extend([0] * (count - len(legs)))
         fewest = min(legs[:count])
@@ -251,7 +251,7 @@ class RankClaim:
 
     __slots__ = ("_legs", "_rank", "_ranks")
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankCounts) -> None:
         self._ranks = ranks
         self._legs: list[int] | None = None
         self._rank = 0

@@ -16,10 +16,16 @@ import orjson
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
-from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
-from proxy.connectors.concurrent import prefill_beside
-from proxy.connectors.disaggregated import Disaggregated, prefill_body
+from proxy.connectors.base import (
+    check_status,
+    first_byte_timeout_seconds,
+    new_attempt_id,
+    parse_prefilled,
+    prefill_timeout_seconds,
+)
+from proxy.connectors.bootstraps import BootstrapServers, bootstrap_address
+from proxy.connectors.concurrent import run_prefill_beside
+from proxy.connectors.disaggregated import DisaggregatedConnector, make_prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import RANK_HEADER, Attempt
 from proxy.connectors.releaser import KvTransfer, PrefilledKv
@@ -36,14 +42,14 @@ if TYPE_CHECKING:
     from proxy.upstream import Response
 
 
-class MooncakeBootstrap(Disaggregated):
+class MooncakeBootstrap(DisaggregatedConnector):
     """Runs the prefill leg beside the decode leg."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._pools = context.pools
         self._releaser = context.releaser
-        self._bootstraps = Bootstraps(
+        self._bootstraps = BootstrapServers(
             context.client,
             report=lambda backend, hint: context.compatibility.report(backend, IncompatibilityKind.BOOTSTRAP, hint),
             engine_id=context.pools.prefill.engine_id,
@@ -63,12 +69,12 @@ class MooncakeBootstrap(Disaggregated):
             timeline.enter(Stage.PREFILL)
             meeting = await self._choose_engine(prefiller, prefill_rank)
             timeline.prefill_id = timeline.decode_id = meeting.attempt_id
-            handoff.kv = _kept_kv(call, prefiller, meeting)
+            handoff.kv = _orphaned_kv(call, prefiller, meeting)
             handoff.on_arrived = lambda: self._bootstraps.note_reached(prefiller)
             # The status of a streamed answer arrives at once, but nothing more before the end of the prefill.
-            answer_seconds = prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
+            answer_seconds = prefill_timeout_seconds(timeouts, call) + first_byte_timeout_seconds(timeouts, call)
             with self._bootstraps.forget_on_failure(prefiller):
-                async with prefill_beside(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
+                async with run_prefill_beside(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
                     opening = self._decode(call, decoder, meeting, decode_rank, answer_seconds)
                     with await leg.race(opening, lambda: handoff.is_settled) as response:
                         await check_status(response)
@@ -84,14 +90,14 @@ class MooncakeBootstrap(Disaggregated):
     def _address(self, prefiller: Backend) -> str:
         return bootstrap_address(prefiller, self._context.live.settings.mooncake.bootstrap_port)
 
-    async def _choose_engine(self, prefiller: Backend, rank: RankClaim) -> Meeting:
+    async def _choose_engine(self, prefiller: Backend, rank: RankClaim) -> KvMeetingPoint:
         """Choose the engine behind a prefiller's address. Raises UpstreamError."""
         address = self._address(prefiller)
         engines = await self._bootstraps.engines(prefiller, address)
-        return Meeting(new_attempt_id(), address, *engines[rank.claim_rank(prefiller, len(engines))])
+        return KvMeetingPoint(new_attempt_id(), address, *engines[rank.claim_rank(prefiller, len(engines))])
 
     async def _decode(
-        self, call: Call, decoder: Backend, meeting: Meeting, rank: RankClaim, answer_seconds: float
+        self, call: Call, decoder: Backend, meeting: KvMeetingPoint, rank: RankClaim, answer_seconds: float
     ) -> Response:
         """Open the decode leg. Raises UpstreamError."""
         steering = rank.header(decoder, self._context.live.settings.balance.decode_dp_ranks)
@@ -104,7 +110,7 @@ class MooncakeBootstrap(Disaggregated):
         )
 
     async def _prefill(
-        self, call: Call, meeting: Meeting, rank: RankClaim, handoff: KvHandoff, timeline: Timeline
+        self, call: Call, meeting: KvMeetingPoint, rank: RankClaim, handoff: KvHandoff, timeline: Timeline
     ) -> None:
         """Run the prefill leg. Raises UpstreamError if the decoder would get no KV."""
         prefiller = handoff.prefiller.backend
@@ -112,9 +118,9 @@ class MooncakeBootstrap(Disaggregated):
             response, body = await self._upstream.fetch(
                 prefiller,
                 call.api.path,
-                prefill_body(call, self._pools.prefill, prefiller, meeting.prefill_params),
+                make_prefill_body(call, self._pools.prefill, prefiller, meeting.prefill_params),
                 {**call.headers, "x-request-id": meeting.attempt_id, RANK_HEADER: str(meeting.rank)},
-                answer_seconds=prefill_seconds(self._context.live.settings.timeouts, call),
+                answer_seconds=prefill_timeout_seconds(self._context.live.settings.timeouts, call),
             )
             answer = parse_prefilled(response, body)
         except UpstreamError as error:
@@ -131,7 +137,7 @@ class MooncakeBootstrap(Disaggregated):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class KvMeetingPoint:
     """The members by which the two engines of an attempt find each other (vLLM's mooncake_connector_proxy.py)."""
 
     attempt_id: str
@@ -155,7 +161,7 @@ class Meeting:
         }
 
 
-def _kept_kv(call: Call, prefiller: Backend, meeting: Meeting) -> PrefilledKv:
+def _orphaned_kv(call: Call, prefiller: Backend, meeting: KvMeetingPoint) -> PrefilledKv:
     """Return the KV that the prefiller keeps for the decoder after it has answered."""
     return PrefilledKv(
         prefiller,

@@ -17,10 +17,16 @@ import msgspec
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
-from proxy.connectors.disaggregated import Disaggregated, Prefill
+from proxy.connectors.base import (
+    first_byte_timeout_seconds,
+    make_refusal,
+    new_attempt_id,
+    parse_prefilled,
+    prefill_timeout_seconds,
+)
+from proxy.connectors.disaggregated import DisaggregatedConnector, PrefillBodyMaker
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.legs import RANK_HEADER, Attempt, Leg, Pair
+from proxy.connectors.legs import RANK_HEADER, Attempt, EngineLeg, LegPair
 from proxy.connectors.releaser import KvTransfer, PrefilledKv
 from proxy.observe import logs
 
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ASK_FOR_KV: Final = Prefill({"do_remote_decode": True, "do_remote_prefill": False})
+_ASK_FOR_KV: Final = PrefillBodyMaker({"do_remote_decode": True, "do_remote_prefill": False})
 # Answers of the same engine in a row, after another one has answered at the address. They show that the engine was
 # restarted, and that there are not several engines behind the address.
 _CONFIRMING_ANSWERS: Final = 8
@@ -139,7 +145,7 @@ class EnginePlaces:
             learned.missing_answers = max(learned.missing_answers, 1)
 
 
-class NixlPush(Disaggregated):
+class NixlPush(DisaggregatedConnector):
     """Runs the prefill leg beside the decode leg if it knows the prefiller's engine, otherwise before it."""
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -173,7 +179,7 @@ class NixlPush(Disaggregated):
                     yield from attempt.take_answer(response)
                 else:
                     decode = self._decode_leg(attempt, steering)
-                    with Pair(prefill, decode, attempt.read, attempt.is_served) as pair:
+                    with LegPair(prefill, decode, attempt.read, attempt.is_served) as pair:
                         del prefill, decode  # a long answer would keep their bodies
                         response = yield pair
                         yield from attempt.take_answer(response)
@@ -189,16 +195,18 @@ class NixlPush(Disaggregated):
         if error.backend == prefiller and not attempt.has_answer:
             self.releaser.note_possible_orphan(prefiller, attempt.call.prompt_tokens, error)
 
-    def _prefill_leg(self, attempt: _PushAttempt, ranks: int) -> Leg:
+    def _prefill_leg(self, attempt: _PushAttempt, ranks: int) -> EngineLeg:
         """Return the prefill leg. `ranks`: the data-parallel ranks behind the prefiller's address."""
         call, prefiller = attempt.call, attempt.handoff.prefiller.backend
         headers = {**call.headers, "x-request-id": attempt.id}
         if ranks > 1:
             headers[RANK_HEADER] = str(attempt.rank)
         body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
-        return Leg(prefiller, call.api.path, body, headers, prefill_seconds(self._context.live.settings.timeouts, call))
+        return EngineLeg(
+            prefiller, call.api.path, body, headers, prefill_timeout_seconds(self._context.live.settings.timeouts, call)
+        )
 
-    def _decode_leg(self, attempt: _PushAttempt, steering: Mapping[str, str]) -> Leg:
+    def _decode_leg(self, attempt: _PushAttempt, steering: Mapping[str, str]) -> EngineLeg:
         """Return the decode leg. `steering`: the header that selects the decoder's rank; empty: it has only one."""
         call, place = attempt.call, attempt.place
         assert place is not None
@@ -206,12 +214,12 @@ class NixlPush(Disaggregated):
         request_id = place.remote_request_id if attempt.has_answer else attempt.id
         body = call.body({"kv_transfer_params": {**place.decode_params(request_id), **call.kv_params}})
         headers = {**call.headers, "x-request-id": attempt.id, **steering}
-        return Leg(attempt.handoff.decoder.backend, call.api.path, body, headers, self.decode_seconds(call))
+        return EngineLeg(attempt.handoff.decoder.backend, call.api.path, body, headers, self.decode_seconds(call))
 
     def decode_seconds(self, call: Call) -> float:
         """Return the time limit until a decoder's answer begins, in seconds. It includes the prefill."""
         timeouts = self._context.live.settings.timeouts
-        return prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
+        return prefill_timeout_seconds(timeouts, call) + first_byte_timeout_seconds(timeouts, call)
 
     def learn(self, answer: EngineResponse, rank: int, params: bytes) -> EnginePlace:
         """Return the engine that the KV parameters of a prefiller's answer name, and remember it for later attempts.
@@ -300,7 +308,7 @@ class _PushAttempt:
         timeline, handoff = self._timeline, self.handoff
         with response:
             if not response.is_success:
-                raise refusal(response, (yield response))
+                raise make_refusal(response, (yield response))
             if timeline.stage is Stage.HANDOFF:
                 timeline.enter(Stage.FIRST_TOKEN)
             seconds = self._connector.decode_seconds(self.call)

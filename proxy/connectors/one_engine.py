@@ -1,7 +1,7 @@
 """Serves calls on one engine, and rejects calls that neither one engine nor a handoff can serve.
 
-SingleLeg sends a request to one engine of either role. OneEngine decides which engine of a vLLM deployment serves a
-request that cannot be handed over, or rejects it.
+SingleLegMaker sends a request to one engine of either role. OneEngineCalls decides which engine of a vLLM deployment
+serves a request that cannot be handed over, or rejects it.
 
 Only the prefiller computes the prompt's log probabilities, and its answer is discarded in a handoff. If the prompt is
 all that has to be computed, as in the requests of evaluations, the prefiller's answer is the whole answer. A search
@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Final
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest
 from proxy.common.terms import Stage
-from proxy.connectors.base import first_byte_seconds, new_attempt_id, prefill_seconds, refusal
-from proxy.connectors.handoff import LocalKv
-from proxy.connectors.legs import Attempt, Leg
+from proxy.connectors.base import first_byte_timeout_seconds, make_refusal, new_attempt_id, prefill_timeout_seconds
+from proxy.connectors.handoff import LocalKvListener
+from proxy.connectors.legs import Attempt, EngineLeg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.pick import PickRequest
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.legs import Legs, Ranks
+    from proxy.connectors.legs import Legs, RankCounts
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
 
 # Members that only rare requests have. Without them a call can be handed over.
-RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"))
+RARE_MEMBERS: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"))
 
 
-class SingleLeg:
+class SingleLegMaker:
     """Sends a call unchanged to one backend of a role. The client gets the answer of this backend.
 
     Prefillers serve calls that generate at most one token. The load and time limit of such a call are those of a
@@ -44,7 +44,7 @@ class SingleLeg:
         self,
         context: ConnectorContext,
         role: Role,
-        ranks: Ranks,
+        ranks: RankCounts,
         members: Callable[[str], Mapping[str, object]] | None = None,
         kv: str = "local",
     ) -> None:
@@ -79,14 +79,14 @@ class SingleLeg:
                 timeline.enter(Stage.PREFILL)
                 timeline.prefiller, timeline.prefill_id = lease.backend.name, attempt_id
                 timeline.prefill_pick = lease.pick
-                answer_seconds = prefill_seconds(timeouts, call)
+                answer_seconds = prefill_timeout_seconds(timeouts, call)
             else:
                 timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
                 timeline.decoder, timeline.decode_id = lease.backend.name, attempt_id
                 timeline.decode_pick = lease.pick
-                answer_seconds = first_byte_seconds(timeouts, call)
+                answer_seconds = first_byte_timeout_seconds(timeouts, call)
             dp_ranks = balance.prefill_dp_ranks if is_prefiller else balance.decode_dp_ranks
-            leg = Leg(
+            leg = EngineLeg(
                 lease.backend,
                 call.api.path,
                 call.body(changes),
@@ -98,26 +98,26 @@ class SingleLeg:
             del leg  # a long answer would keep its body
             with response:
                 if not response.is_success:
-                    raise refusal(response, (yield response))
+                    raise make_refusal(response, (yield response))
                 yield Attempt(
                     response,
                     timeline,
                     prefiller=None,
                     has_kv_from_prefiller=False,
-                    handoff=LocalKv(lease),
+                    handoff=LocalKvListener(lease),
                     first_token_seconds=answer_seconds if is_prefiller else None,
                 )
                 if not timeline.usage.is_resumed:
                     lease.answer_tokens = timeline.usage.completion_tokens
 
 
-class OneEngine:
+class OneEngineCalls:
     """Serves calls that cannot be handed over by one vLLM engine."""
 
-    def __init__(self, context: ConnectorContext, ranks: Ranks) -> None:
+    def __init__(self, context: ConnectorContext, ranks: RankCounts) -> None:
         self._context = context
-        self._prefiller = SingleLeg(context, Role.PREFILL, ranks)
-        self.decoder = SingleLeg(context, Role.DECODE, ranks)
+        self._prefiller = SingleLegMaker(context, Role.PREFILL, ranks)
+        self.decoder = SingleLegMaker(context, Role.DECODE, ranks)
 
     def check(self, call: Call) -> None:
         """Raise BadRequest for a call that can neither be handed over nor be served by one engine."""
@@ -132,21 +132,21 @@ class OneEngine:
 
     def _role(self, call: Call) -> Role | None:
         """Return the role that serves a call alone; None if the call can be handed over. Raises BadRequest."""
-        if RARE.isdisjoint(call.values):
+        if RARE_MEMBERS.isdisjoint(call.values):
             return None
-        problem = _problem(call)
+        problem = _find_problem(call)
         if problem is None:
             return None
-        if call.is_all_prompt and not is_search(call):
+        if call.is_all_prompt and not uses_beam_search(call):
             return Role.PREFILL
         if self._context.live.settings.kv.on_unsupported == "local":
             return Role.DECODE
         raise problem
 
 
-def is_search(call: Call) -> bool:
+def uses_beam_search(call: Call) -> bool:
     """Return whether the engine chooses the answer among several sequences, which must be on the same engine."""
-    if RARE.isdisjoint(call.values):
+    if RARE_MEMBERS.isdisjoint(call.values):
         return False
     best_of = call.values.get("best_of")
     return bool(call.values.get("use_beam_search")) or (isinstance(best_of, int) and best_of > call.samples)
@@ -157,7 +157,7 @@ def asks_for_echoed_logprobs(call: Call) -> bool:
     return bool(call.values.get("echo")) and call.values.get("logprobs") is not None
 
 
-def echo_error() -> BadRequest:
+def make_echo_error() -> BadRequest:
     """Return the error for a call that asks for echoed log probabilities and also generates tokens."""
     return BadRequest(
         "with prefill/decode disaggregation echo with logprobs is only supported with max_tokens 0 or 1",
@@ -165,7 +165,7 @@ def echo_error() -> BadRequest:
     )
 
 
-def _problem(call: Call) -> BadRequest | None:
+def _find_problem(call: Call) -> BadRequest | None:
     """Return the reason why a call cannot be handed over, as an error; None if it can be.
 
     Either one KV cache cannot carry it, or its result would be in the prefiller's answer, which a handoff discards.
@@ -173,11 +173,11 @@ def _problem(call: Call) -> BadRequest | None:
     values = call.values
     if values.get("use_beam_search"):
         return BadRequest("beam search is not supported with prefill/decode disaggregation", param="use_beam_search")
-    if is_search(call):
+    if uses_beam_search(call):
         return BadRequest("best_of larger than n is not supported", param="best_of")
     if values.get("prompt_logprobs") is not None:
         return BadRequest(
             "with prefill/decode disaggregation prompt_logprobs is only supported with max_tokens 1",
             param="prompt_logprobs",
         )
-    return echo_error() if asks_for_echoed_logprobs(call) else None
+    return make_echo_error() if asks_for_echoed_logprobs(call) else None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from proxy.common.backend import Role
 from proxy.connectors.base import Connector
-from proxy.connectors.legs import Ranks
-from proxy.connectors.one_engine import SingleLeg
+from proxy.connectors.legs import RankCounts
+from proxy.connectors.one_engine import SingleLegMaker
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import Timeline
 
 
-class Plain(Connector):
+class PlainConnector(Connector):
     """Sends each call unchanged to one engine."""
 
     roles = (Role.DECODE,)
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._leg = SingleLeg(context, Role.DECODE, Ranks(), kv="-")
+        self._leg = SingleLegMaker(context, Role.DECODE, RankCounts(), kv="-")
 
     def splits(self, call: Call) -> bool:
         """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.

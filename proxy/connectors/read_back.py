@@ -20,7 +20,7 @@ import msgspec
 import orjson
 
 from proxy.common.errors import UpstreamError
-from proxy.connectors.legs import Leg
+from proxy.connectors.legs import EngineLeg
 from proxy.wire.openai import ORDINARY_FIELDS, Api
 from proxy.wire.python_json import dumps
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool, Pools
     from proxy.balancer.shared.scoreboard import Pin
     from proxy.common.backend import Backend
-    from proxy.connectors.releaser import Releaser
+    from proxy.connectors.releaser import KvReleaser
     from proxy.dialects.call import Call
     from proxy.settings.live import LiveSettings
 
@@ -84,7 +84,7 @@ class KeptAnswers:
     """
 
     def __init__(
-        self, pools: Pools, releaser: Releaser, live: LiveSettings, clock: Callable[[], float] = time.monotonic
+        self, pools: Pools, releaser: KvReleaser, live: LiveSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._pools = pools
         self._releaser = releaser
@@ -120,7 +120,7 @@ class KeptAnswers:
         while len(self.answers) > _MAX_ANSWERS:
             self.answers.popitem(last=False)
 
-    def find(self, call: Call, prefiller: Backend) -> Generator[Leg, Any, KeptAnswer | None]:
+    def find(self, call: Call, prefiller: Backend) -> Generator[EngineLeg, Any, KeptAnswer | None]:
         """Return the cache with which the prompt of this call begins, if the prefiller can read it. It is used once.
 
         A step is a leg to the prefiller that returns the token ids of the prompt.
@@ -130,7 +130,9 @@ class KeptAnswers:
             return None
         ids = _own_ids(call)
         if ids is None:
-            leg = Leg(prefiller, "/tokenize", _tokenize_body(call), call.headers, _TOKENIZE_SECONDS, wants_whole=True)
+            leg = EngineLeg(
+                prefiller, "/tokenize", _tokenize_body(call), call.headers, _TOKENIZE_SECONDS, wants_whole=True
+            )
             try:
                 response, body = yield leg
             except UpstreamError:

@@ -21,9 +21,9 @@ import orjson
 
 from proxy.balancer.engines import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
 from proxy.balancer.handoff_verdicts import HandoffVerdict
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
-from proxy.wire.ids import new_id
+from proxy.wire.ids import make_request_id
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class PrefilledKv:
     """Whether the prefiller still keeps the KV after a decoder has given up before its first output."""
 
 
-_NIXL: Final = KvTransfer.NIXL  # reading a member off its class takes as long as four calls
-_RELEASES: Final[Mapping[KvTransfer, Capability]] = {
+_NIXL_TRANSFER: Final = KvTransfer.NIXL  # reading a member off its class takes as long as four calls
+_RELEASE_CAPABILITIES: Final[Mapping[KvTransfer, Capability]] = {
     KvTransfer.NIXL: NIXL_RELEASE,
     KvTransfer.ASCEND_MOONCAKE: ASCEND_MOONCAKE_RELEASE,
 }
@@ -78,7 +78,7 @@ _RELEASES: Final[Mapping[KvTransfer, Capability]] = {
 # vLLM's `kv_lease_duration` unless configured.
 _NIXL_LEASE_SECONDS: Final = 30.0
 # VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and VLLM_NIXL_ABORT_REQUEST_TIMEOUT, unless configured.
-_ABORT_SECONDS: Final = 480.0
+_ENGINE_ABORT_SECONDS: Final = 480.0
 
 
 class KvParams(msgspec.Struct):
@@ -94,26 +94,26 @@ class KvParams(msgspec.Struct):
     def transfer(self) -> KvTransfer:
         """The connector that wrote these parameters, recognised by a member that only its `request_finished` writes."""
         if self.tp_size is not msgspec.UNSET:  # vLLM's nixl/pull_scheduler.py and nixl/push_scheduler.py
-            return KvTransfer.NIXL_PUSH if self.transfer_mode == "push" else _NIXL
+            return KvTransfer.NIXL_PUSH if self.transfer_mode == "push" else _NIXL_TRANSFER
         # vllm-ascend's mooncake_connector.py; neither its mooncake_hybrid_connector.py nor its
         # mooncake/pull_scheduler.py (MooncakeConnectorV2).
         return KvTransfer.OTHER if self.remote_pcp_size is msgspec.UNSET else KvTransfer.ASCEND_MOONCAKE
 
 
-kv_params_in = msgspec.json.Decoder(KvParams).decode
+parse_kv_params = msgspec.json.Decoder(KvParams).decode
 """Parse the KV parameters in an answer. Raises msgspec.DecodeError if they are not an object."""
 
 
-def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:
+def releases_kv_of_rejected_request(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:
     """Return whether a decoder of this version frees KV when it rejects a request. `decoder` None: it is unknown."""
-    release = _RELEASES.get(transfer)
+    release = _RELEASE_CAPABILITIES.get(transfer)
     return release is not None and release.is_in(decoder)
 
 
-def pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
+def kv_pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
     """Return how many seconds a prefiller keeps KV that no decoder fetches. `prefiller` None: it is unknown."""
-    has_lease = transfer in (_NIXL, KvTransfer.NIXL_PUSH) and NIXL_LEASE.is_in(prefiller)
-    return _NIXL_LEASE_SECONDS if has_lease else _ABORT_SECONDS
+    has_lease = transfer in (_NIXL_TRANSFER, KvTransfer.NIXL_PUSH) and NIXL_LEASE.is_in(prefiller)
+    return _NIXL_LEASE_SECONDS if has_lease else _ENGINE_ABORT_SECONDS
 
 
 logger = logging.getLogger(__name__)
@@ -123,19 +123,19 @@ RELEASE_MODEL: Final = "pdproxy-release-kv"
 
 # A decoder whose request was cancelled may be in the middle of the transfer. If the blocks were freed and written again
 # before it stops, it could keep another prompt's KV in its prefix cache.
-SETTLE_SECONDS: Final = 0.2
+TRANSFER_SETTLE_SECONDS: Final = 0.2
 """Seconds between the end of a request and the first attempt to release its KV. The pause then doubles each time."""
 
 # Reading a member off its class takes as long as four calls.
-_COMPUTED: Final = HandoffVerdict.COMPUTED
-_UNKNOWN: Final = HandoffVerdict.UNKNOWN
+_COMPUTED_VERDICT: Final = HandoffVerdict.COMPUTED
+_UNKNOWN_VERDICT: Final = HandoffVerdict.UNKNOWN
 
 _MAX_PAUSE_SECONDS: Final = 5.0
-_ANSWER_SECONDS: Final = 5.0
-_CLOSING_SECONDS: Final = 1.0
-_MAX_PENDING: Final = 256
-_MAX_DOUBTFUL: Final = 256
-_MAX_AT_ONCE: Final = 8
+_RELEASE_TIMEOUT_SECONDS: Final = 5.0
+_SHUTDOWN_SECONDS: Final = 1.0
+_MAX_PENDING_RELEASES: Final = 256
+_MAX_DOUBTFUL_KV: Final = 256
+_MAX_CONCURRENT_RELEASES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -148,11 +148,11 @@ class ReleaserParts:
     incompatibilities: Incompatibilities
     models: ServedModels
     metrics: Metrics
-    settle_seconds: float = SETTLE_SECONDS
+    settle_seconds: float = TRANSFER_SETTLE_SECONDS
     """Seconds to wait before the first attempt to release KV."""
 
 
-class Releaser(BackgroundOwner):
+class KvReleaser(BackgroundOwner):
     """Counts KV that no decoder fetches, and releases it. An async context manager; one per worker.
 
     A release starts after `settle_seconds`, outlives its request, and does not affect the health of the decoder that
@@ -178,12 +178,11 @@ class Releaser(BackgroundOwner):
         Each entry has the prefiller, tokens, connector, and the time of the decoder's answer on the monotonic clock.
         """
         self._pins: dict[tuple[str, KvTransfer], float] = {}
-        """Cached results of `pin_seconds` in seconds, by prefiller key and connector, because every request needs one.
-        """
+        """Cached results of `kv_pin_seconds`, by prefiller key and connector, because every request needs one."""
         self._pins_of = -1
         """The change counter of the prefiller pool at the time when the cache was filled."""
-        self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
-        self._room = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._background = BackgroundTasks(logger, "a release of KV", grace_seconds=_SHUTDOWN_SECONDS)
+        self._room = asyncio.Semaphore(_MAX_CONCURRENT_RELEASES)
 
     @property
     def pending(self) -> int:
@@ -201,7 +200,7 @@ class Releaser(BackgroundOwner):
             return
         if not self._is_supported(kv):
             self._note_result(kv, "unsupported")
-        elif len(self._background) >= _MAX_PENDING:
+        elif len(self._background) >= _MAX_PENDING_RELEASES:
             self._note_result(kv, "failed")
         else:
             self._background.start(self._release(kv, pin, failed))
@@ -222,12 +221,12 @@ class Releaser(BackgroundOwner):
         A decoder that computes prompts again leaves the KV at the prefiller. If it is not known whether this decoder
         does so, the KV is remembered until it is known.
         """
-        if verdict is _COMPUTED:
+        if verdict is _COMPUTED_VERDICT:
             self.note_orphan(kv, {*failed, decoder})
-        elif verdict is _UNKNOWN:
+        elif verdict is _UNKNOWN_VERDICT:
             doubtful = self._doubtful.get(decoder.key)
             if doubtful is None:
-                doubtful = self._doubtful[decoder.key] = decoder, deque(maxlen=_MAX_DOUBTFUL)
+                doubtful = self._doubtful[decoder.key] = decoder, deque(maxlen=_MAX_DOUBTFUL_KV)
             doubtful[1].append((kv.prefiller, kv.tokens, kv.transfer, time.monotonic()))
 
     def look(self) -> None:
@@ -248,7 +247,7 @@ class Releaser(BackgroundOwner):
 
     def note_possible_orphan(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
         """Count KV that a prefiller may keep although its answer was lost. Such KV cannot be released."""
-        if may_have_pinned(error):
+        if may_have_pinned_kv(error):
             seconds = self.pin_seconds(prefiller, self.last_transfer)
             self._pinned_kv.pin(prefiller, tokens, seconds, suspected=True)
 
@@ -294,8 +293,8 @@ class Releaser(BackgroundOwner):
                 decoder,
                 Api.COMPLETIONS.path,
                 orjson.dumps(body),
-                {**kv.headers, "x-request-id": new_id()},
-                answer_seconds=_ANSWER_SECONDS,
+                {**kv.headers, "x-request-id": make_request_id()},
+                answer_seconds=_RELEASE_TIMEOUT_SECONDS,
             )
         except NoBackendAvailable:
             return None
@@ -327,7 +326,7 @@ class Releaser(BackgroundOwner):
 
         A decoder that fetches no KV sends prefillers no messages, and one of another model must not connect to them.
         """
-        is_able = releases_rejected(kv.transfer, self._pools.decode.engine_version(decoder))
+        is_able = releases_kv_of_rejected_request(kv.transfer, self._pools.decode.engine_version(decoder))
         is_computing = self._incompatibilities.verdict(decoder) is HandoffVerdict.COMPUTED
         return is_able and not is_computing and not self._models.have_no_common_model(kv.prefiller, decoder)
 
@@ -341,7 +340,7 @@ class Releaser(BackgroundOwner):
             self._pins.clear()
         seconds = self._pins.get((prefiller.key, transfer))
         if seconds is None:
-            seconds = self._pins[prefiller.key, transfer] = pin_seconds(transfer, pool.engine_version(prefiller))
+            seconds = self._pins[prefiller.key, transfer] = kv_pin_seconds(transfer, pool.engine_version(prefiller))
         return seconds
 
     def _note_result(self, kv: PrefilledKv, result: str) -> None:
@@ -349,7 +348,7 @@ class Releaser(BackgroundOwner):
         logger.debug("kv release: %s: prefill instance %s", result, kv.prefiller.name)
 
 
-def may_have_pinned(error: UpstreamError) -> bool:
+def may_have_pinned_kv(error: UpstreamError) -> bool:
     """Return whether a prefiller may keep KV although its answer did not arrive.
 
     A failed or rejected prefill keeps nothing. But the answer of a finished prefill may be lost in the engine, which

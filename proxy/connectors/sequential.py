@@ -21,18 +21,24 @@ from proxy.balancer.policies.prefill_cost import prompt_costs
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
-from proxy.connectors.disaggregated import Disaggregated, Prefill, prefill_body
-from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
-from proxy.connectors.legs import Attempt, Leg
+from proxy.connectors.base import (
+    first_byte_timeout_seconds,
+    make_refusal,
+    new_attempt_id,
+    parse_prefilled,
+    prefill_timeout_seconds,
+)
+from proxy.connectors.disaggregated import DisaggregatedConnector, PrefillBodyMaker, make_prefill_body
+from proxy.connectors.handoff import DECODER_SOURCE, KvHandoff, KvSource
+from proxy.connectors.legs import Attempt, EngineLeg
 from proxy.connectors.read_back import KeptAnswers
-from proxy.connectors.releaser import KvTransfer, PrefilledKv, kv_params_in
+from proxy.connectors.releaser import KvTransfer, PrefilledKv, parse_kv_params
 
 if TYPE_CHECKING:
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
-    from proxy.connectors.base import ConnectorContext, Prefilled
+    from proxy.connectors.base import ConnectorContext, PrefillAnswerBody
     from proxy.connectors.legs import Legs, RankClaim
     from proxy.connectors.read_back import KeptAnswer
     from proxy.dialects.base import EngineAnswer
@@ -43,10 +49,10 @@ if TYPE_CHECKING:
 
 
 # Reading a member off its class takes as long as four calls.
-_PREFILL: Final = Stage.PREFILL
-_HANDOFF: Final = Stage.HANDOFF
-_FIRST_TOKEN: Final = Stage.FIRST_TOKEN
-_STREAM: Final = Stage.STREAM
+_PREFILL_STAGE: Final = Stage.PREFILL
+_HANDOFF_STAGE: Final = Stage.HANDOFF
+_FIRST_TOKEN_STAGE: Final = Stage.FIRST_TOKEN
+_STREAM_STAGE: Final = Stage.STREAM
 
 _PUSH_HINT: Final = (
     "runs NixlPushConnector, which connector vllm_pull serves slowly, because decoders register after the prefill: "
@@ -54,7 +60,7 @@ _PUSH_HINT: Final = (
 )
 
 # Only do_remote_decode is read by the engines; the rest is what every proxy for these protocols sends.
-_ASK_FOR_KV: Final = Prefill(
+_PREFILL_BODY_MAKER: Final = PrefillBodyMaker(
     {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -66,7 +72,7 @@ _ASK_FOR_KV: Final = Prefill(
 )
 
 
-class Sequential(Disaggregated):
+class SequentialConnector(DisaggregatedConnector):
     """The base of protocols that send the prefill leg, then the decode leg."""
 
     least_tokens: ClassVar[int] = MIN_TOKENS
@@ -108,7 +114,9 @@ class Sequential(Disaggregated):
         if choice is None:
             yield from self._both_legs(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
-                local.note_handoff(timeline.decoder, prompt, _first_token(timeline), usage.completion_tokens or 0)
+                local.note_handoff(
+                    timeline.decoder, prompt, _first_token_listener(timeline), usage.completion_tokens or 0
+                )
             return
         self._metrics.prefills_skipped_total.inc()
         chosen = replace(request, prefer=choice.decoder)
@@ -116,13 +124,13 @@ class Sequential(Disaggregated):
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         prompt_counts = None if tokens is None or cached is None else (tokens, cached)
         local.note_local_prefill(
-            timeline.decoder, choice, _first_token(timeline), usage.completion_tokens or 0, prompt_counts
+            timeline.decoder, choice, _first_token_listener(timeline), usage.completion_tokens or 0, prompt_counts
         )
 
     def _both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         balance = self._context.live.settings.balance
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
-            timeline.enter(_PREFILL)
+            timeline.enter(_PREFILL_STAGE)
             asks_again = True
             kept_answers, kept = self._kept_answers, None
             if kept_answers is not None:
@@ -131,7 +139,7 @@ class Sequential(Disaggregated):
                     kept = yield from kept_answers.find(call, handoff.prefiller.backend)
             while True:
                 rank = self._ranks.claim() if balance.prefill_dp_ranks > 1 else None
-                prefilled: Prefilled | None = None
+                prefilled: PrefillAnswerBody | None = None
                 try:
                     answer, body = yield self._prefill_leg(call, handoff, rank, timeline, kept)
                     prefilled = parse_prefilled(answer, body)
@@ -148,7 +156,7 @@ class Sequential(Disaggregated):
                 if prefilled is None:  # the decoder may have lost the cache, so the prefiller computes the prompt
                     continue
                 prompt_counts = timeline.usage.add_prompt(prefilled.usage)
-                params, kv = _kept_kv(prefilled, call, handoff.prefiller.backend)
+                params, kv = _parse_kept_kv(prefilled, call, handoff.prefiller.backend)
                 if kv is None and prefilled.ended_by_stop:
                     self.allow_decode_without_kv(handoff, answer)
                     break
@@ -158,14 +166,14 @@ class Sequential(Disaggregated):
                 timeline.note_prefiller_replaced(handoff.prefiller.pick)
             if kv is None:
                 handoff.source = self.source_without_kv
-            is_local = handoff.source is DECODER
+            is_local = handoff.source is DECODER_SOURCE
             handoff.note_prefilled(*prompt_counts)
             handoff.note_kv_held(kv)
             rank = self._ranks.claim() if balance.decode_dp_ranks > 1 else None
             try:
-                body = _decode_body(call, None if is_local else params)
+                body = _make_decode_body(call, None if is_local else params)
                 # An answer that is not streamed arrives in one piece, so its handoff and decoding cannot be separated.
-                timeline.enter(_HANDOFF if call.stream else _STREAM)
+                timeline.enter(_HANDOFF_STAGE if call.stream else _STREAM_STAGE)
                 while True:
                     try:
                         response: Response = yield self._decode_leg(call, body, handoff, rank, timeline)
@@ -175,9 +183,9 @@ class Sequential(Disaggregated):
                 del answer, body, prefilled, params  # a long answer would keep these kilobytes
                 with response:
                     if not response.is_success:
-                        raise refusal(response, (yield response))
+                        raise make_refusal(response, (yield response))
                     if call.stream:
-                        timeline.enter(_FIRST_TOKEN)
+                        timeline.enter(_FIRST_TOKEN_STAGE)
                     yield Attempt(response, timeline, handoff.prefiller.backend, not is_local, handoff)
             finally:
                 if rank is not None:
@@ -217,7 +225,7 @@ class Sequential(Disaggregated):
 
     def _prefill_leg(
         self, call: Call, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline, kept: KeptAnswer | None
-    ) -> Leg:
+    ) -> EngineLeg:
         """Return the prefill leg. `kept`: the KV cache of a decoder that the prefiller reads; None: there is none."""
         prefiller = handoff.prefiller.backend
         timeline.prefiller, timeline.prefill_id = prefiller.name, new_attempt_id()
@@ -225,11 +233,11 @@ class Sequential(Disaggregated):
         if rank is not None:
             headers |= rank.header(prefiller, self._context.live.settings.balance.prefill_dp_ranks)
         if kept is None:
-            body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
+            body = _PREFILL_BODY_MAKER.body(call, self._pools.prefill, prefiller)
         else:
-            body = prefill_body(call, self._pools.prefill, prefiller, kept.params)
-        seconds = prefill_seconds(self._context.live.settings.timeouts, call)
-        return Leg(
+            body = make_prefill_body(call, self._pools.prefill, prefiller, kept.params)
+        seconds = prefill_timeout_seconds(self._context.live.settings.timeouts, call)
+        return EngineLeg(
             prefiller,
             call.api.path,
             body,
@@ -241,14 +249,14 @@ class Sequential(Disaggregated):
 
     def _decode_leg(
         self, call: Call, body: Body, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline
-    ) -> Leg:
+    ) -> EngineLeg:
         decoder = handoff.decoder.backend
         timeline.decoder, timeline.decode_id = decoder.name, timeline.prefill_id
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
             # Any rank can fetch the KV of any rank of the prefiller, which the parameters name.
             headers |= rank.header(decoder, self._context.live.settings.balance.decode_dp_ranks)
-        return Leg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
+        return EngineLeg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
 
     def _move_decoder(self, handoff: KvHandoff, error: UpstreamError, timeline: Timeline) -> None:
         """Move to another decoder after a refused connection. The refused request has not used the KV.
@@ -271,7 +279,7 @@ class Sequential(Disaggregated):
         """
         timeouts = self._context.live.settings.timeouts
         if not call.stream:
-            return first_byte_seconds(timeouts, call)
+            return first_byte_timeout_seconds(timeouts, call)
         if kv is None:
             return timeouts.handoff_seconds
         lease_seconds = self._releaser.pin_seconds(kv.prefiller, kv.transfer)
@@ -288,24 +296,26 @@ class Sequential(Disaggregated):
         return True
 
 
-def _first_token(timeline: Timeline) -> FirstToken | None:
+def _first_token_listener(timeline: Timeline) -> FirstToken | None:
     """Return the time of the first token, and the seconds since the decode leg was sent; None if they are not known."""
     stages, times = timeline.stages, timeline.times
-    if _FIRST_TOKEN not in stages[:-1]:
+    if _FIRST_TOKEN_STAGE not in stages[:-1]:
         return None
-    at = times[stages.index(_FIRST_TOKEN) + 1]
+    at = times[stages.index(_FIRST_TOKEN_STAGE) + 1]
     seconds = timeline.seconds
-    return FirstToken(at, seconds.get(_HANDOFF, 0.0) + seconds[_FIRST_TOKEN])
+    return FirstToken(at, seconds.get(_HANDOFF_STAGE, 0.0) + seconds[_FIRST_TOKEN_STAGE])
 
 
-def _kept_kv(answer: Prefilled, call: Call, prefiller: Backend) -> tuple[bytes | None, PrefilledKv | None]:
+def _parse_kept_kv(
+    answer: PrefillAnswerBody, call: Call, prefiller: Backend
+) -> tuple[bytes | None, PrefilledKv | None]:
     """Return a prefiller's `kv_transfer_params` verbatim, and the KV that they name for a decoder.
 
     The parameters are None if they are missing or empty. The KV is None if they name no KV to fetch.
     """
     params = bytes(answer.kv_transfer_params)
     try:
-        parsed = kv_params_in(params)
+        parsed = parse_kv_params(params)
     except msgspec.DecodeError:
         return None, None
     if parsed.do_remote_prefill is not True:
@@ -313,7 +323,7 @@ def _kept_kv(answer: Prefilled, call: Call, prefiller: Backend) -> tuple[bytes |
     return params, PrefilledKv(prefiller, params, parsed.transfer, call.prompt_tokens, call.headers)
 
 
-def _decode_body(call: Call, params: bytes | None) -> Body:
+def _make_decode_body(call: Call, params: bytes | None) -> Body:
     """Return the body of the decode leg: the prefiller's `kv_transfer_params`, followed by the call's own members."""
     if call.kv_params:
         members = orjson.dumps(dict(call.kv_params))
@@ -323,7 +333,7 @@ def _decode_body(call: Call, params: bytes | None) -> Body:
     return call.document.with_raw_member(call.changes, "kv_transfer_params", params)
 
 
-class VllmPull(Sequential):
+class VllmPull(SequentialConnector):
     """The pull protocol: the decoder pulls the KV cache from the prefiller.
 
     Used with vLLM's NixlConnector and vLLM-Ascend's MooncakeConnector. `kv_transfer_params` in the prefiller's answer
@@ -393,7 +403,7 @@ def _make_missing_kv_error(answer: EngineAnswer) -> UpstreamError:
     return answer.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
 
 
-class VllmStore(Sequential):
+class VllmStore(SequentialConnector):
     """The protocol of KV stores that all engines share: the decoder finds the KV cache in the store.
 
     Used with vLLM's MooncakeStoreConnector and vLLM-Ascend's AscendStoreConnector and UCMConnector. Their

@@ -19,21 +19,27 @@ import orjson
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
+from proxy.connectors.base import (
+    Connector,
+    first_byte_timeout_seconds,
+    make_refusal,
+    new_attempt_id,
+    prefill_timeout_seconds,
+)
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.legs import Attempt, Leg, Pair, Ranks
-from proxy.connectors.one_engine import SingleLeg, asks_for_echoed_logprobs, echo_error
+from proxy.connectors.legs import Attempt, EngineLeg, LegPair, RankCounts
+from proxy.connectors.one_engine import SingleLegMaker, asks_for_echoed_logprobs, make_echo_error
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import OPENAI_APIS, Api
-from proxy.wire.sglang import ERROR_HEADERS, error_in_answer
+from proxy.wire.sglang import ERROR_HEADERS, find_answer_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
-    from proxy.common.background import Background
+    from proxy.common.background import BackgroundTasks
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs, RankClaim
     from proxy.dialects.call import Call
@@ -45,10 +51,10 @@ if TYPE_CHECKING:
 # own warm-up requests and health checks.
 _FAKE_HOST: Final = "2.2.2.2"
 # Members that ask for token ids.
-_IDS: Final = ("return_token_ids",)
+_TOKEN_ID_MEMBERS: Final = ("return_token_ids",)
 # The number of rooms: engines use signed 64-bit numbers. Room 0 belongs to their health checks.
-_ROOMS: Final = 1 << 63
-_ABORT_SECONDS: Final = 2.0
+_ROOM_COUNT: Final = 1 << 63
+_ABORT_TIMEOUT_SECONDS: Final = 2.0
 _MAX_ABORTS_AT_ONCE: Final = 8
 _MAX_ABORTS_PENDING: Final = 1024
 
@@ -60,14 +66,14 @@ class SglangBootstrap(Connector):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._ranks = Ranks()
-        self._aborts = Aborts(context.upstream, context.background)
-        self._prefiller = SingleLeg(context, Role.PREFILL, self._ranks, _fake_bootstrap)
+        self._ranks = RankCounts()
+        self._aborts = AbortSender(context.upstream, context.background)
+        self._prefiller = SingleLegMaker(context, Role.PREFILL, self._ranks, _fake_bootstrap_members)
 
     def check(self, call: Call) -> None:
         """Raise BadRequest for echoed log probabilities, because the decoder does not have them."""
         if asks_for_echoed_logprobs(call) and not call.is_all_prompt:
-            raise echo_error()
+            raise make_echo_error()
 
     def splits(self, call: Call) -> bool:
         """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
@@ -78,7 +84,7 @@ class SglangBootstrap(Connector):
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Return the legs of an attempt: both, or only the prefiller's if the call needs no decoder."""
-        if _is_about_prompt(call):
+        if _needs_only_prefill(call):
             return self._prefiller.legs(call, request, timeline)
         return self._both_legs(call, request, timeline)
 
@@ -94,16 +100,16 @@ class SglangBootstrap(Connector):
             # A prefiller answers when the transfer has ended (`process_disagg_prefill_inflight_queue`, prefill.py).
             handoff.answers_after_transfer = True
             timeline.enter(Stage.PREFILL)
-            legs = _Legs(call, handoff, claim, timeline, self._context.live.settings.sglang.dp_size)
+            legs = SglangLegs(call, handoff, claim, timeline, self._context.live.settings.sglang.dp_size)
             timeline.prefill_id = timeline.decode_id = legs.id
             handoff.note_kv_held()  # the engines meet at once, and either of them may report a failure
             try:
-                pair = Pair(self._prefill_leg(legs), self._decode_leg(legs), legs.read)
+                pair = LegPair(self._prefill_leg(legs), self._decode_leg(legs), legs.read)
                 with pair:
                     response: Response = yield pair
                     with response:
                         if not response.is_success:
-                            raise refusal(response, (yield response))
+                            raise make_refusal(response, (yield response))
                         legs.decoder_answers()
                         # The decoder gets the number of cached tokens from the prefiller (`_commit_transfer_to_req`),
                         # so its usage needs no correction.
@@ -133,25 +139,27 @@ class SglangBootstrap(Connector):
         setup = None if health is None or health.facts is None else health.facts.identity.setup
         return setup is not None and setup.allocates_after_prefill
 
-    def _prefill_leg(self, legs: _Legs) -> Leg:
+    def _prefill_leg(self, legs: SglangLegs) -> EngineLeg:
         call, timeouts = legs.call, self._context.live.settings.timeouts
-        return Leg(legs.prefiller, call.api.path, legs.prefill_body, legs.headers, prefill_seconds(timeouts, call))
+        return EngineLeg(
+            legs.prefiller, call.api.path, legs.prefill_body, legs.headers, prefill_timeout_seconds(timeouts, call)
+        )
 
-    def _decode_leg(self, legs: _Legs) -> Leg:
+    def _decode_leg(self, legs: SglangLegs) -> EngineLeg:
         """Return the decode leg of an attempt with SGLang.
 
         The decoder's status line arrives with its first token; some engines send it earlier.
         """
         call = legs.call
-        return Leg(legs.decoder, call.api.path, legs.decode_body, legs.headers, self._decode_seconds(call))
+        return EngineLeg(legs.decoder, call.api.path, legs.decode_body, legs.headers, self._decode_seconds(call))
 
     def _decode_seconds(self, call: Call) -> float:
         """Return the time limit until a decoder's answer begins, in seconds. It includes the prefill."""
         timeouts = self._context.live.settings.timeouts
-        return prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
+        return prefill_timeout_seconds(timeouts, call) + first_byte_timeout_seconds(timeouts, call)
 
 
-class _Legs:
+class SglangLegs:
     """The prefill leg and the decode leg of one attempt: their bodies, and the engines that work on them."""
 
     def __init__(self, call: Call, handoff: KvHandoff, claim: RankClaim, timeline: Timeline, dp_size: int) -> None:
@@ -160,11 +168,11 @@ class _Legs:
         self.decoder = handoff.decoder.backend
         self.id = new_attempt_id()
         rank = claim.claim_rank(self.prefiller, dp_size)
-        members = bootstrap(self.prefiller, self.id, rank, dp_size)
+        members = bootstrap_members(self.prefiller, self.id, rank, dp_size)
         self.decode_body = self.prefill_body = call.body(members)
-        if call.members(_IDS):
+        if call.members(_TOKEN_ID_MEMBERS):
             # The ids in the prefiller's answer are not used, and would be as long as the prompt.
-            self.prefill_body = call.body({**members, **dict.fromkeys(_IDS, REMOVED)})
+            self.prefill_body = call.body({**members, **dict.fromkeys(_TOKEN_ID_MEMBERS, REMOVED)})
         self.headers = {**call.headers, "x-request-id": self.id}
         self.at_work = {self.prefiller, self.decoder}
         """Engines that may have received the request and have not ended it."""
@@ -181,8 +189,8 @@ class _Legs:
         Raises UpstreamError if it failed.
         """
         if response.status != 200:
-            raise refusal(response, answer)
-        if (error := error_in_answer(answer)) is not None:
+            raise make_refusal(response, answer)
+        if (error := find_answer_error(answer)) is not None:
             if error.is_wish:
                 raise response.fail(Failure.ABORTED, "aborted the prefill")
             raise response.refuse("reported an error in its answer", error.status, error.body, ERROR_HEADERS)
@@ -215,7 +223,7 @@ class _Legs:
 class _PrefillAnswer:
     """See PrefillAnswer."""
 
-    def __init__(self, legs: _Legs, pair: Pair) -> None:
+    def __init__(self, legs: SglangLegs, pair: LegPair) -> None:
         self._legs = legs
         self._pair = pair
 
@@ -230,7 +238,7 @@ class _PrefillAnswer:
         return self._legs.answer
 
 
-def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> dict[str, object]:
+def bootstrap_members(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> dict[str, object]:
     """Return the request members by which SGLang's two engines meet and by which pdproxy can abort the attempt.
 
     A room is derived from the random id of the attempt, so no other process uses it. Without a port the engines use
@@ -239,12 +247,12 @@ def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> d
     return {
         "bootstrap_host": f"[{prefiller.host}]" if ":" in prefiller.host else prefiller.host,
         "bootstrap_port": prefiller.bootstrap_port,
-        "bootstrap_room": room_of_rank(int(attempt_id[:16], 16), rank, dp_size),
+        "bootstrap_room": choose_room_of_rank(int(attempt_id[:16], 16), rank, dp_size),
         "rid": attempt_id,
     }
 
 
-def _fake_bootstrap(attempt_id: str) -> dict[str, object]:
+def _fake_bootstrap_members(attempt_id: str) -> dict[str, object]:
     """Return the members for a request to a prefiller without a decoder.
 
     It then sends no KV cache and answers at once.
@@ -252,34 +260,34 @@ def _fake_bootstrap(attempt_id: str) -> dict[str, object]:
     return {
         "bootstrap_host": _FAKE_HOST,
         "bootstrap_port": None,
-        "bootstrap_room": room_of_rank(int(attempt_id[:16], 16), 0, 1),
+        "bootstrap_room": choose_room_of_rank(int(attempt_id[:16], 16), 0, 1),
         "rid": attempt_id,
     }
 
 
-def _is_about_prompt(call: Call) -> bool:
+def _needs_only_prefill(call: Call) -> bool:
     """Return whether a call asks only for the log probabilities of the prompt, and for at most one token."""
     if call.api is Api.GENERATE:
-        return sglang.asks_only_for_prompt_logprobs(call.members(sglang.ABOUT_PROMPT))
+        return sglang.asks_only_for_prompt_logprobs(call.members(sglang.MEMBERS_NEEDING_PREFILL_ANSWER))
     return asks_for_echoed_logprobs(call) and call.is_all_prompt
 
 
-def room_of_rank(drawn: int, rank: int, dp_size: int) -> int:
+def choose_room_of_rank(drawn: int, rank: int, dp_size: int) -> int:
     """Return a room number in [1, 2**63) that belongs to a data-parallel rank.
 
     Engines choose the rank by `room % dp_size` (`follow_bootstrap_room`).
     """
-    return (1 + drawn % (_ROOMS // dp_size - 1)) * dp_size + rank
+    return (1 + drawn % (_ROOM_COUNT // dp_size - 1)) * dp_size + rank
 
 
-class Aborts:
+class AbortSender:
     """Sends engines aborts of abandoned requests in the background.
 
     An engine notices a closed connection only after some seconds, and a lost partner after minutes. Aborts are
     optional. A failed abort is not repeated, and beyond a limit of pending aborts none is sent.
     """
 
-    def __init__(self, upstream: Upstream, background: Background) -> None:
+    def __init__(self, upstream: Upstream, background: BackgroundTasks) -> None:
         self._upstream = upstream
         self._background = background
         self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
@@ -297,5 +305,10 @@ class Aborts:
         async with places:
             with suppress(UpstreamError):
                 await self._upstream.fetch(
-                    backend, "/abort_request", body, headers, answer_seconds=_ABORT_SECONDS, resend_if_stale=True
+                    backend,
+                    "/abort_request",
+                    body,
+                    headers,
+                    answer_seconds=_ABORT_TIMEOUT_SECONDS,
+                    resend_if_stale=True,
                 )

@@ -1,9 +1,10 @@
 """Changes of a request before it reaches the queue and the engines: model names, priorities, system messages.
 
 * ModelNames replaces the client's name of a model by the engines' name (`models.aliases`).
-* bound_priority limits the priority of a request to that of its client key.
-* SystemFirst joins all system messages into the first message (`models.system_first`), because some chat templates,
-  such as some of Qwen's, accept none later. Clients of the translated APIs, such as Claude Code, do send later ones.
+* limit_priority limits the priority of a request to that of its client key.
+* SystemMessageJoiner joins all system messages into the first message (`models.system_first`), because some chat
+  templates, such as some of Qwen's, accept none later. Clients of the translated APIs, such as Claude Code, do send
+  later ones.
   vLLM tries its template and joins the messages if it must (`_detect_merge_inline_system`), but engines do not report
   what a template accepts. Other models keep their messages in place: each joined message would change the beginning of
   the prompt, and the prefix cache would not have the rest.
@@ -18,15 +19,15 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.call import PRIORITY_HEADER
-from proxy.wire.python_json import whole_number
+from proxy.wire.python_json import read_whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.dialects.call import Call
 
-_WILDCARDS: Final = frozenset("*?[")
-_PRIORITY: Final = "priority"
+_WILDCARD_CHARACTERS: Final = frozenset("*?[")
+_PRIORITY_MEMBER: Final = "priority"
 
 
 class ModelNames:
@@ -41,7 +42,9 @@ class ModelNames:
 
     def __init__(self, aliases: Sequence[str]) -> None:
         pairs = [(alias, served) for alias, _, served in (entry.rpartition("=") for entry in aliases)]
-        self.exact: Mapping[str, str] = {alias: served for alias, served in pairs if _WILDCARDS.isdisjoint(alias)}
+        self.exact: Mapping[str, str] = {
+            alias: served for alias, served in pairs if _WILDCARD_CHARACTERS.isdisjoint(alias)
+        }
         """The engines' names by the aliases without wildcards, which `GET /v1/models` can list."""
         self._patterns = [(alias, served) for alias, served in pairs if alias not in self.exact]
         self._served = frozenset(served for _, served in pairs)
@@ -62,7 +65,7 @@ class ModelNames:
         return replace(call, changes={**call.changes, "model": served}, alias=alias)
 
 
-def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
+def limit_priority(call: Call, least: int, *, lower_first: bool) -> Call:
     """Return the call with its priority limited to `least`, in its body and in its headers.
 
     A request without a priority stays without one, because vLLM rejects any number but 0 unless its scheduling policy
@@ -74,9 +77,9 @@ def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
         lower_first: Whether engines serve lower numbers of the member `priority` first.
     """
     asked_in_header = call.headers.get(PRIORITY_HEADER)
-    if asked_in_header is None and (call.is_ordinary or _PRIORITY not in call.values):
+    if asked_in_header is None and (call.is_ordinary or _PRIORITY_MEMBER not in call.values):
         return call
-    changes = priority_change(call.values.get(_PRIORITY), least, lower_first=lower_first)
+    changes = limit_priority_member(call.values.get(_PRIORITY_MEMBER), least, lower_first=lower_first)
     headers = call.headers
     if asked_in_header is not None:
         headers = {name: value for name, value in headers.items() if name != PRIORITY_HEADER}
@@ -89,17 +92,17 @@ def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
     return replace(call, headers=headers, changes={**call.changes, **changes})
 
 
-def priority_change(asked: object, least: int, *, lower_first: bool) -> Mapping[str, Any]:
-    """Return the changed member `priority` of the body; empty if it needs no change. `asked`: the client's value."""
+def limit_priority_member(client_priority: object, least: int, *, lower_first: bool) -> Mapping[str, Any]:
+    """Return the changed member `priority`; empty if it needs no change. `client_priority`: the client's value."""
     try:
-        number: Any = whole_number(asked)
+        number: Any = read_whole_number(client_priority)
     except ValueError:
         return {}  # engines do not read it as a number either
     allowed = max(least, number) if lower_first else min(-least, number)
-    return {} if allowed is asked else {_PRIORITY: allowed}
+    return {} if allowed is client_priority else {_PRIORITY_MEMBER: allowed}
 
 
-class SystemFirst:
+class SystemMessageJoiner:
     """Joins all system messages of a chat into its first message, for models that accept only one.
 
     Args:
@@ -126,10 +129,10 @@ class SystemFirst:
         if len(contents) == 0 or (len(contents) == 1 and messages[0]["role"] == "system"):
             return {}
         others = [message for message in messages if message["role"] != "system"]
-        return {"messages": [{"role": "system", "content": "".join(map(_text, contents))}, *others]}
+        return {"messages": [{"role": "system", "content": "".join(map(_system_message_text, contents))}, *others]}
 
 
-def _text(content: object) -> str:
+def _system_message_text(content: object) -> str:
     """Join the text parts of a system message's content into one text."""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content)

@@ -87,7 +87,7 @@ class Unit:
     """
 
 
-class Whole(Protocol):
+class CompleteAnswer(Protocol):
     """One unit's answer that is not streamed."""
 
     def body(self) -> bytes:
@@ -97,7 +97,7 @@ class Whole(Protocol):
         """Return the answer's body as Python objects. Long members may be an `orjson.Fragment`, for orjson only."""
 
 
-class WatchedWhole(Protocol):
+class AnswerAssembler(Protocol):
     """Assembles an answer that is not streamed from the payloads of a watched stream."""
 
     def add(self, payload: dict[str, Any]) -> bytes:
@@ -208,7 +208,7 @@ class Dialect(ABC):
         """
         return None
 
-    def make_watched_assembler(self, call: Call) -> WatchedWhole | None:
+    def make_watched_assembler(self, call: Call) -> AnswerAssembler | None:
         """Return the assembler of a watched answer that is not streamed; None for the one of chats and completions."""
         return None
 
@@ -238,7 +238,7 @@ class Dialect(ABC):
     # Answers to clients
 
     @abstractmethod
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the JSON body of an answer that is not streamed. `answers` are in the order of `units`."""
 
     @abstractmethod

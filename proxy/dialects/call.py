@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.wire.document import strings_in
-from proxy.wire.members import text_bytes
+from proxy.wire.members import count_text_bytes
 from proxy.wire.openai import Api
-from proxy.wire.prefix import NO_KEYS, PrefixKeys, Prompt
+from proxy.wire.prefix import NO_PREFIX_KEYS, PrefixKeys, PromptPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # token plus 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
 PREFILL_OVERHEAD_TOKENS: Final = 3480
 
-_load: Final[Callable[[tuple[int, int]], Load]] = partial(tuple.__new__, Load)
+_make_load: Final[Callable[[tuple[int, int]], Load]] = partial(tuple.__new__, Load)
 """Makes a Load from the pair (compute, kv). It is faster than the constructor, and each request makes two loads."""
 
 # A larger limit says nothing about the length of the answer, and must not count as load.
@@ -35,10 +35,10 @@ MAX_OUTPUT_TOKENS: Final = 1 << 20
 # number and long prompts by memory.
 DECODE_OVERHEAD_TOKENS: Final = 256
 
-CONTEXT_HEADERS: Final = ("traceparent", "tracestate")
+TRACE_CONTEXT_HEADERS: Final = ("traceparent", "tracestate")
 """Names of the headers that identify the trace of a request (W3C Trace Context)."""
 
-FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
+TTFT_DEADLINE_HEADER: Final = "x-ttft-deadline-ms"
 """Name of the header with the client's time limit for the first token, in milliseconds. Engines also get it."""
 
 PRIORITY_HEADER: Final = "x-request-priority"
@@ -47,7 +47,7 @@ PRIORITY_HEADER: Final = "x-request-priority"
 SESSION_HEADER: Final = "x-session-id"
 """Name of the header with the client's name for a conversation; see Call.session."""
 
-PASSED_ON: Final = (*CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER)
+FORWARDED_HEADERS: Final = (*TRACE_CONTEXT_HEADERS, TTFT_DEADLINE_HEADER, PRIORITY_HEADER, SESSION_HEADER)
 """Names of the client's headers that engines get, besides the client's credential. All other headers are rebuilt or
 dropped.
 
@@ -79,7 +79,7 @@ class Call:
     """Request headers that are passed on to the engines."""
     changes: Mapping[str, object] = field(default_factory=dict)
     """Members of the document that are replaced, or REMOVED, in the request of every leg."""
-    prompt: Prompt | None = None
+    prompt: PromptPrefixes | None = None
     """The prompt; None if it is not known.
 
     All samples of a prompt share it, and so does the rest of a resumed answer.
@@ -119,8 +119,8 @@ class Call:
         both until the answer has ended.
         """
         tokens = self.prompt_tokens
-        prefill = _load((tokens + PREFILL_OVERHEAD_TOKENS, tokens))
-        decode = _load((DECODE_OVERHEAD_TOKENS, tokens + self.output_tokens))
+        prefill = _make_load((tokens + PREFILL_OVERHEAD_TOKENS, tokens))
+        decode = _make_load((DECODE_OVERHEAD_TOKENS, tokens + self.output_tokens))
         return PickRequest(prefill, decode, self, avoid, prefer)
 
     # The interface of pick.Subject.
@@ -132,7 +132,7 @@ class Call:
     @property
     def prefix_keys(self) -> PrefixKeys:
         """The keys of the prompt's prefixes; empty if the call has more than one prompt."""
-        return NO_KEYS if self.prompt is None else self.prompt.keys
+        return NO_PREFIX_KEYS if self.prompt is None else self.prompt.keys
 
     @property
     def session(self) -> str | None:
@@ -157,7 +157,7 @@ class Call:
     def first_token_seconds(self) -> float | None:
         """The header `x-ttft-deadline-ms` in seconds; None if it is missing or not a positive number."""
         try:
-            seconds = float(self.headers[FIRST_TOKEN_HEADER]) / 1000
+            seconds = float(self.headers[TTFT_DEADLINE_HEADER]) / 1000
         except (KeyError, ValueError):
             return None
         return seconds if 0 < seconds < math.inf else None
@@ -238,7 +238,7 @@ class Call:
         changes: Mapping[str, object],
         *,
         prompt_tokens: int | None = None,
-        prompt: Prompt | None = None,
+        prompt: PromptPrefixes | None = None,
         stream: bool | None = None,
     ) -> Call:
         """Return a copy of this call with more changed members.
@@ -269,7 +269,7 @@ class Call:
 
     def in_context(self, context: Mapping[str, str]) -> Call:
         """Return a copy of this call with the trace context in these headers, instead of the client's."""
-        others = {name: value for name, value in self.headers.items() if name not in CONTEXT_HEADERS}
+        others = {name: value for name, value in self.headers.items() if name not in TRACE_CONTEXT_HEADERS}
         return replace(self, headers={**others, **context})
 
     def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
@@ -283,7 +283,7 @@ class Call:
         return self.changed(changes, prompt_tokens=prompt_tokens, prompt=prompt)
 
 
-def measure_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
+def measure_prompt(document: Document, cost: Cost) -> tuple[int, PromptPrefixes]:
     """Return the estimated prompt length in tokens, at least 1, and the prompt."""
     messages, length = document.excerpt("messages")
     total, has_reasoning, has_media = _measure_messages(messages, cost, length)
@@ -294,9 +294,9 @@ def measure_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
         ids = document.count_token_ids("prompt")
         if ids is None:
             text, length = document.excerpt("prompt")
-            ids = text_tokens(text, cost, length)
+            ids = estimate_text_tokens(text, cost, length)
         total += ids
-    return total or 1, Prompt(document, None, has_reasoning, has_media)
+    return total or 1, PromptPrefixes(document, None, has_reasoning, has_media)
 
 
 def _measure_messages(messages: object, cost: Cost, length: Callable[[str], int]) -> tuple[int, bool, bool]:
@@ -310,15 +310,15 @@ def _measure_messages(messages: object, cost: Cost, length: Callable[[str], int]
         if isinstance(content, str):
             total += -(-length(content) // bytes_per_token)
         else:
-            for part in _objects(content):
-                total += _part_tokens(part, cost, length)
+            for part in _json_objects(content):
+                total += _estimate_part_tokens(part, cost, length)
                 has_media = has_media or "text" not in part
         if "reasoning_content" in message or "reasoning" in message:
             has_reasoning = True
     return total, has_reasoning, has_media
 
 
-def text_tokens(prompt: object, cost: Cost, length: Callable[[str], int] = text_bytes) -> int:
+def estimate_text_tokens(prompt: object, cost: Cost, length: Callable[[str], int] = count_text_bytes) -> int:
     """Return the estimated number of tokens of a `prompt`: a text, token ids, or a list of either.
 
     Args:
@@ -327,25 +327,25 @@ def text_tokens(prompt: object, cost: Cost, length: Callable[[str], int] = text_
         length: Returns the length of a text in bytes.
     """
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
-        return sum(_single_prompt_tokens(item, cost, length) for item in prompt)
-    return _single_prompt_tokens(prompt, cost, length)
+        return sum(_estimate_prompt_tokens(item, cost, length) for item in prompt)
+    return _estimate_prompt_tokens(prompt, cost, length)
 
 
-def _single_prompt_tokens(prompt: object, cost: Cost, length: Callable[[str], int]) -> int:
+def _estimate_prompt_tokens(prompt: object, cost: Cost, length: Callable[[str], int]) -> int:
     if isinstance(prompt, str):
         return -(-length(prompt) // cost.bytes_per_token)
     return len(prompt) if isinstance(prompt, list) else 0
 
 
-def _part_tokens(part: Mapping[str, Any], cost: Cost, length: Callable[[str], int]) -> int:
+def _estimate_part_tokens(part: Mapping[str, Any], cost: Cost, length: Callable[[str], int]) -> int:
     """Return the estimated tokens of one part of a message's content. An image counts a fixed number of tokens."""
     kind = part.get("type")
     if kind == "text" or "text" in part:
-        return text_tokens(part.get("text"), cost, length)
+        return estimate_text_tokens(part.get("text"), cost, length)
     return cost.audio_tokens if isinstance(kind, str) and "audio" in kind else cost.image_tokens
 
 
-def _objects(value: object) -> list[dict[str, Any]]:
+def _json_objects(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         return []
     for item in value:
@@ -354,7 +354,7 @@ def _objects(value: object) -> list[dict[str, Any]]:
     return value
 
 
-def output_limit(values: Mapping[str, Any]) -> int | None:
+def read_output_limit(values: Mapping[str, Any]) -> int | None:
     """Return the client's limit on output tokens; None if it gave none.
 
     If both limits are present, `max_completion_tokens` is used instead of `max_tokens`, as in vLLM.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import BadRequest
 from proxy.dialects.base import Unit
-from proxy.dialects.call import text_tokens
+from proxy.dialects.call import estimate_text_tokens
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
-from proxy.wire.openai import Api, data_event, read_counts
+from proxy.wire.openai import Api, data_event, read_usage_counts
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 # vLLM treats this value as no seed (`SamplingParams.__post_init__`).
-_NO_SEED: Final = -1
+_INVALID_SEED: Final = -1
 
 
-def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
+def split_into_units(call: Call, cost: Cost, max_units: int) -> list[Unit]:
     """Return the units of a call, ordered by index: `prompt index * n + sample index`, as in the engines.
 
     Raises BadRequest for more than `max_units`.
     """
-    prompts, samples = _prompts(call), call.samples
+    prompts, samples = _prompt_list(call), call.samples
     if len(prompts) * samples > max_units:
         raise BadRequest(
             f"{len(prompts)} prompts x n={samples} is more than the limit of {max_units} answers", param="n"
@@ -46,26 +46,28 @@ def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
     for prompt_index, prompt in enumerate(prompts):
         for sample in range(samples):
             changes: dict[str, object] = {"n": REMOVED, "best_of": REMOVED}
-            if isinstance(seed, int) and seed != _NO_SEED and sample:
+            if isinstance(seed, int) and seed != _INVALID_SEED and sample:
                 # An engine that gets n gives sample i the seed `seed + i`. It is a signed 64-bit number.
                 changes["seed"] = (seed + sample + 2**63) % 2**64 - 2**63
             tokens = None
             if prompt is not None:
                 changes["prompt"] = prompt
-                tokens = max(1, text_tokens(prompt, cost))
+                tokens = max(1, estimate_text_tokens(prompt, cost))
             units.append(Unit(call.part(changes, tokens), prompt_index * samples + sample, sample == 0))
     return units
 
 
-def is_single(call: Call) -> bool:
+def has_single_choice(call: Call) -> bool:
     """Return whether the answer is one choice that is generated as one sequence of tokens."""
     values = call.values
     return (
-        _prompts(call) == [None] and call.samples == 1 and not (values.get("use_beam_search") or values.get("best_of"))
+        _prompt_list(call) == [None]
+        and call.samples == 1
+        and not (values.get("use_beam_search") or values.get("best_of"))
     )
 
 
-def _prompts(call: Call) -> list[Any]:
+def _prompt_list(call: Call) -> list[Any]:
     """Return the prompts of a request with a list of prompts; [None] for a single prompt, which stays unchanged."""
     if call.api is not Api.COMPLETIONS or not call.document.is_list_of_prompts("prompt"):
         return [None]
@@ -98,7 +100,7 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
     objects = [usage for usage in usages if isinstance(usage, dict)]
     if len(objects) < len(units):
         return None
-    unit_counts = [read_counts(usage) for usage in objects]
+    unit_counts = [read_usage_counts(usage) for usage in objects]
     firsts = [each for unit, each in zip(units, unit_counts, strict=True) if unit.is_first_sample]
     prompt = sum(each.prompt or 0 for each in firsts)
     completion = sum(each.completion or 0 for each in unit_counts)
@@ -108,16 +110,16 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
         "completion_tokens": completion,
     }
     of_firsts = [usage for unit, usage in zip(units, objects, strict=True) if unit.is_first_sample]
-    if _all_have(of_firsts, "prompt_tokens_details"):
+    if _all_usages_have(of_firsts, "prompt_tokens_details"):
         merged["prompt_tokens_details"] = {"cached_tokens": sum(each.cached or 0 for each in firsts)}
-    if _all_have(objects, "completion_tokens_details"):
+    if _all_usages_have(objects, "completion_tokens_details"):
         merged["completion_tokens_details"] = {"reasoning_tokens": sum(each.reasoning or 0 for each in unit_counts)}
     return merged
 
 
-def _all_have(usages: Sequence[dict[str, Any]], member: str) -> bool:
+def _all_usages_have(usages: Sequence[dict[str, Any]], member_name: str) -> bool:
     """Return whether every usage has this member, as an object that is not empty."""
-    return all(isinstance(usage.get(member), dict) and usage[member] for usage in usages)
+    return all(isinstance(usage.get(member_name), dict) and usage[member_name] for usage in usages)
 
 
 class MergedStreams:
@@ -135,7 +137,7 @@ class MergedStreams:
         self._common: dict[str, Any] = {} if alias is None else {"model": alias}
 
     def unit(self, unit: Unit) -> UnitRendering:
-        return _MergedUnit(self._common, unit.index)
+        return _MergedUnitRendering(self._common, unit.index)
 
     def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return the usage chunk of all units; empty if the client wants none, or if an engine reported no usage."""
@@ -149,9 +151,9 @@ class MergedStreams:
         return openai.error_event(error)
 
 
-class _MergedUnit:
-    def __init__(self, common: dict[str, Any], index: int) -> None:
-        self._common = common
+class _MergedUnitRendering:
+    def __init__(self, shared_members: dict[str, Any], index: int) -> None:
+        self._common = shared_members
         self._index = index
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:

@@ -1,7 +1,7 @@
 """How each family of models writes reasoning and tool calls. Without a Grammar an answer is not continued.
 
 A Grammar has no state and does no IO; an AnswerParser is the state of one answer. Each family has one Grammar.
-ThinkTags is the Grammar of all models that no other Grammar recognises.
+ThinkTagsGrammar is the Grammar of all models that no other Grammar recognises.
 
 The Kimi K2 family puts reasoning, content and tool calls between markers:
 
@@ -91,7 +91,7 @@ class Grammar(ABC):
         """
 
 
-class Verbatim(AnswerParser):
+class VerbatimParser(AnswerParser):
     """The parser for engines that have no parser: it returns all text as content."""
 
     __slots__ = ()
@@ -104,24 +104,24 @@ class Verbatim(AnswerParser):
         return {"content": text} if text or finished else {}
 
 
-THINK: Final = "<think>"
+THINK_BEGIN: Final = "<think>"
 THINK_END: Final = "</think>"
 SECTION_BEGIN: Final = "<|tool_calls_section_begin|>"
 SECTION_END: Final = "<|tool_calls_section_end|>"
 CALL_BEGIN: Final = "<|tool_call_begin|>"
 ARGUMENT_BEGIN: Final = "<|tool_call_argument_begin|>"
 CALL_END: Final = "<|tool_call_end|>"
-MARKERS: Final = (THINK, THINK_END, SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGUMENT_BEGIN, CALL_END)
+MARKERS: Final = (THINK_BEGIN, THINK_END, SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGUMENT_BEGIN, CALL_END)
 
 SECTION_BEGIN_ID: Final = 163595
 THINK_END_ID: Final = 163607
 ASSISTANT_ID: Final = 163588
-MIDDLE_ID: Final = 163601
+MESSAGE_MIDDLE_ID: Final = 163601
 """The token ids of `SECTION_BEGIN`, `THINK_END`, `<|im_assistant|>` and `<|im_middle|>` in the family's tokenizers."""
 
-_MARKER: Final = re.compile(f"({'|'.join(map(re.escape, MARKERS))})")
-_HALF_MARKERS: Final = frozenset(marker[:end] for marker in MARKERS for end in range(1, len(marker)))
-_CALL_ID: Final = re.compile(r".+:\d+")
+_MARKER_PATTERN: Final = re.compile(f"({'|'.join(map(re.escape, MARKERS))})")
+_MARKER_PREFIXES: Final = frozenset(marker[:end] for marker in MARKERS for end in range(1, len(marker)))
+_CALL_ID_PATTERN: Final = re.compile(r".+:\d+")
 
 
 class KimiPhase(Enum):
@@ -139,8 +139,8 @@ class KimiPhase(Enum):
 
 
 # In a phase for which a marker is not listed, the marker is text.
-_NEXT: Final = {
-    (KimiPhase.REASONING, THINK): KimiPhase.REASONING,
+_NEXT_MARKERS: Final = {
+    (KimiPhase.REASONING, THINK_BEGIN): KimiPhase.REASONING,
     (KimiPhase.REASONING, THINK_END): KimiPhase.CONTENT,
     (KimiPhase.REASONING, SECTION_BEGIN): KimiPhase.SECTION,
     (KimiPhase.CONTENT, THINK_END): KimiPhase.CONTENT,
@@ -155,7 +155,9 @@ _NEXT: Final = {
 }
 
 
-_NEXT_WITHOUT_TOOLS: Final = {key: phase for key, phase in _NEXT.items() if key[1] in (THINK, THINK_END)}
+_NEXT_MARKERS_WITHOUT_TOOLS: Final = {
+    key: phase for key, phase in _NEXT_MARKERS.items() if key[1] in (THINK_BEGIN, THINK_END)
+}
 
 
 class KimiParser(AnswerParser):
@@ -188,7 +190,7 @@ class KimiParser(AnswerParser):
         one_call: bool = False,
     ) -> None:
         self._phase = KimiPhase.REASONING if in_reasoning else KimiPhase.CONTENT
-        self._next = _NEXT if calls_tools else _NEXT_WITHOUT_TOOLS
+        self._next = _NEXT_MARKERS if calls_tools else _NEXT_MARKERS_WITHOUT_TOOLS
         self._shows_blanks = shows_blanks
         self._reports_half_calls = reports_half_calls
         self._one_call = one_call
@@ -229,10 +231,10 @@ class KimiParser(AnswerParser):
         """
         text = self._half_marker + text
         tail = text[text.rfind("<") :] if "<" in text else ""
-        self._half_marker = tail if tail in _HALF_MARKERS else ""
+        self._half_marker = tail if tail in _MARKER_PREFIXES else ""
         pieces: dict[str, list[Any]] = {}
         run = []
-        for piece in _MARKER.split(text[: len(text) - len(self._half_marker)]):
+        for piece in _MARKER_PATTERN.split(text[: len(text) - len(self._half_marker)]):
             following = self._next.get((self._phase, piece))
             if following is None:
                 run.append(piece)
@@ -289,7 +291,7 @@ class KimiParser(AnswerParser):
 
     def _open(self, pieces: dict[str, list[Any]]) -> None:
         """Report a tool call if the text before its arguments is a valid id."""
-        match = _CALL_ID.match("".join(self._kept).strip())
+        match = _CALL_ID_PATTERN.match("".join(self._kept).strip())
         name = match[0].split(":")[0].removeprefix("functions.") if match else ""
         if match and name:
             self._report_call(match[0], name, pieces)
@@ -332,7 +334,7 @@ class KimiParser(AnswerParser):
             self._kept.clear()
 
 
-class Kimi(Grammar):
+class KimiGrammar(Grammar):
     """The Kimi K2 family."""
 
     reasoning_end_ids = (THINK_END_ID, SECTION_BEGIN_ID)
@@ -343,14 +345,14 @@ class Kimi(Grammar):
 
         The header of the assistant's turn is `<|im_assistant|>assistant<|im_middle|>`.
         """
-        return ASSISTANT_ID in prompt_tail and MIDDLE_ID in prompt_tail
+        return ASSISTANT_ID in prompt_tail and MESSAGE_MIDDLE_ID in prompt_tail
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
         """Return whether the answer to this prompt begins with reasoning; None if the text has no marker.
 
         The last marker in the prompt decides (vLLM `ParserEngine.is_reasoning_end`).
         """
-        opened = prompt_tail.rfind(THINK)
+        opened = prompt_tail.rfind(THINK_BEGIN)
         closed = max(prompt_tail.rfind(THINK_END), prompt_tail.rfind(SECTION_BEGIN))
         return None if opened == closed else opened > closed
 
@@ -366,7 +368,7 @@ class Kimi(Grammar):
         )
 
 
-class ThinkTags(Grammar):
+class ThinkTagsGrammar(Grammar):
     """The grammar of models with reasoning between `<think>` and `</think>`, and of all models that are not recognised.
 
     Token ids are not known, because each tokenizer has different ones, and tool calls are not read. The client's text
@@ -388,7 +390,7 @@ class ThinkTags(Grammar):
 
         The last tag in the prompt decides.
         """
-        opened, closed = prompt_tail.rfind(THINK), prompt_tail.rfind(THINK_END)
+        opened, closed = prompt_tail.rfind(THINK_BEGIN), prompt_tail.rfind(THINK_END)
         return None if opened == closed else opened > closed
 
     def parser(
@@ -401,22 +403,22 @@ class ThinkTags(Grammar):
         return KimiParser(in_reasoning=in_reasoning, calls_tools=False, shows_blanks=shows_blanks)
 
 
-GRAMMARS: Final[Sequence[Grammar]] = (Kimi(),)
+GRAMMARS: Final[Sequence[Grammar]] = (KimiGrammar(),)
 """The known grammars. The first that recognises the prompt is used."""
 
-UNRECOGNISED: Final = ThinkTags()
+UNRECOGNISED_GRAMMAR: Final = ThinkTagsGrammar()
 
 PROMPT_TAIL_TOKENS: Final = 64
 """How many tokens at the end of a prompt are sure to include the header of the assistant's turn."""
 # Their maximum length: each id has at most ten digits, and a comma and a space before it.
 _PROMPT_TAIL_BYTES: Final = 12 * PROMPT_TAIL_TOKENS
 
-_numbers: Final = re.compile(rb"[0-9]+").findall
+_random_numbers: Final = re.compile(rb"[0-9]+").findall
 
 
-def grammar_of(prompt_ids: bytes | None) -> Grammar:
+def recognise_grammar(prompt_ids: bytes | None) -> Grammar:
     """Return the grammar of the answer to a prompt. `prompt_ids`: a JSON array of token ids; None if not known."""
     if prompt_ids is None:
-        return UNRECOGNISED
-    tail = [int(number) for number in _numbers(prompt_ids[-_PROMPT_TAIL_BYTES:])[-PROMPT_TAIL_TOKENS:]]
-    return next((grammar for grammar in GRAMMARS if grammar.recognises(tail)), UNRECOGNISED)
+        return UNRECOGNISED_GRAMMAR
+    tail = [int(number) for number in _random_numbers(prompt_ids[-_PROMPT_TAIL_BYTES:])[-PROMPT_TAIL_TOKENS:]]
+    return next((grammar for grammar in GRAMMARS if grammar.recognises(tail)), UNRECOGNISED_GRAMMAR)

@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.common.errors import UnknownFinish
-from proxy.dialects.messages_request import chat_of
-from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, Translated, call_id, event, words
-from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
-from proxy.wire.ids import new_id
-from proxy.wire.openai import is_whole, read_counts
-from proxy.wire.python_json import dumps, utf8
+from proxy.dialects.messages_request import translate_to_chat
+from proxy.dialects.translated import (
+    AnswerPart,
+    AnswerParts,
+    CompletionHead,
+    PartKind,
+    TranslatedDialect,
+    ensure_call_id,
+    error_text,
+    event,
+)
+from proxy.wire.chat_members import ControlCharacterEscaper, JsonNesting, arguments_as_object, is_json_object
+from proxy.wire.ids import make_request_id
+from proxy.wire.openai import is_complete_reason, read_usage_counts
+from proxy.wire.python_json import dumps, encode_utf8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,10 +33,10 @@ if TYPE_CHECKING:
     from proxy.dialects.base import AnsweredAttempt, Rendering, Unit
     from proxy.dialects.call import Call
     from proxy.dialects.left_out import OmittedParts
-    from proxy.dialects.translated import Completion
+    from proxy.dialects.translated import ChatCompletion
 
 
-class Messages(Translated):
+class Messages(TranslatedDialect):
     """Anthropic's Messages API.
 
     A message is the answer of a chat, and its content blocks are the parts of the answer.
@@ -39,7 +48,7 @@ class Messages(Translated):
     keep_alive = event("ping", {"type": "ping"})
 
     def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
-        return chat_of(values, left_out)
+        return translate_to_chat(values, left_out)
 
     def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the members of the chat that make its prompt, as in vLLM's TokenizeChatRequest. Raises BadRequest.
@@ -48,8 +57,8 @@ class Messages(Translated):
         """
         return super().prompt({**values, "max_tokens": 1})
 
-    def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
-        return message(call, completion)
+    def answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
+        return make_message(call, completion)
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         return MessageEvents(call)
@@ -58,9 +67,9 @@ class Messages(Translated):
         return error_body(error)
 
 
-_STOPPED: Final = event("message_stop", {"type": "message_stop"})
+_STOP_SEQUENCE_REASON: Final = event("message_stop", {"type": "message_stop"})
 _STOP_REASONS: Final = {"length": "max_tokens", "repetition": "max_tokens", "content_filter": "refusal"}
-_BEGUN: Final[Mapping[PartKind, dict[str, Any]]] = {
+_EMPTY_BLOCKS: Final[Mapping[PartKind, dict[str, Any]]] = {
     PartKind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
     PartKind.TEXT: {"type": "text", "text": ""},
 }
@@ -76,28 +85,28 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
 }
 
 
-def message(call: Call, completion: Completion) -> dict[str, Any]:
+def make_message(call: Call, completion: ChatCompletion) -> dict[str, Any]:
     """Convert a chat completion that is not streamed to a message."""
     content: list[dict[str, Any]] = []
     if completion.reasoning:
-        content.append({"type": "thinking", "thinking": completion.reasoning, "signature": new_id()})
+        content.append({"type": "thinking", "thinking": completion.reasoning, "signature": make_request_id()})
     if completion.content or not (content or completion.calls):
         content.append({"type": "text", "text": completion.content})
     arguments = completion.calls[-1].arguments if completion.calls else None
-    ending = _Ending(call, completion.finish_reason, completion.matched_stop, arguments, completion.usage)
+    ending = _MessageEnding(call, completion.finish_reason, completion.matched_stop, arguments, completion.usage)
     for each in completion.calls:
         is_cut = ending.is_cut_off and each is completion.calls[-1]
-        block = _tool_use(call_id(each), each.name)
-        content.append(block if is_cut else {**block, "input": orjson.Fragment(as_object(each.arguments))})
+        block = _tool_use_block(ensure_call_id(each), each.name)
+        content.append(block if is_cut else {**block, "input": orjson.Fragment(arguments_as_object(each.arguments))})
     return {
-        **_head(call, completion.head),
+        **_message_head(call, completion.head),
         "content": content,
         **ending.stop(),
-        "usage": _usage(completion.usage),
+        "usage": _message_usage(completion.usage),
     }
 
 
-class MessageEvents(Parts):
+class MessageEvents(AnswerParts):
     """The writer of the events of one message."""
 
     def __init__(self, call: Call) -> None:
@@ -106,7 +115,7 @@ class MessageEvents(Parts):
         self._prompt_usage: dict[str, Any] = {}
         self._arguments: str | None = None
         """The arguments of the last tool call that has ended; None if no call has ended."""
-        self._legal: LegalStrings | None = None
+        self._legal: ControlCharacterEscaper | None = None
         """Escapes the arguments of the open tool call; None before the first call."""
 
     def restart(self, attempt: AnsweredAttempt) -> None:
@@ -124,20 +133,23 @@ class MessageEvents(Parts):
 
     def start_events(self, payload: dict[str, Any]) -> bytes:
         """Return `message_start`."""
-        usage = {**_usage(self._prompt_usage), "output_tokens": 0}
+        usage = {**_message_usage(self._prompt_usage), "output_tokens": 0}
         unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return event(
             "message_start",
-            {"type": "message_start", "message": {**_head(self._call, CompletionHead.read(payload)), **unknown}},
+            {
+                "type": "message_start",
+                "message": {**_message_head(self._call, CompletionHead.read(payload)), **unknown},
+            },
         )
 
     def open_events(self, part: AnswerPart) -> bytes:
         """Return `content_block_start` for a part."""
         if part.kind is PartKind.CALL:
-            self._legal = LegalStrings(part.written)
-            block = _tool_use(part.id, part.name)
+            self._legal = ControlCharacterEscaper(part.written)
+            block = _tool_use_block(part.id, part.name)
         else:
-            block = _BEGUN[part.kind]
+            block = _EMPTY_BLOCKS[part.kind]
         return event(
             "content_block_start", {"type": "content_block_start", "index": part.index, "content_block": block}
         )
@@ -146,12 +158,12 @@ class MessageEvents(Parts):
         """Return `content_block_delta`."""
         match part.kind:
             case PartKind.REASONING:
-                return _delta(part, {"type": "thinking_delta", "thinking": text})
+                return _delta_event(part, {"type": "thinking_delta", "thinking": text})
             case PartKind.TEXT:
-                return _delta(part, {"type": "text_delta", "text": text})
+                return _delta_event(part, {"type": "text_delta", "text": text})
             case PartKind.CALL:
                 assert self._legal is not None
-                return _delta(part, {"type": "input_json_delta", "partial_json": self._legal.escaped(text)})
+                return _delta_event(part, {"type": "input_json_delta", "partial_json": self._legal.escaped(text)})
 
     def close_events(self, part: AnswerPart) -> bytes:
         """Return `content_block_stop`. A block of thinking gets a signature before it."""
@@ -159,7 +171,7 @@ class MessageEvents(Parts):
         if part.kind is PartKind.CALL:
             self._arguments = part.text
         if part.kind is PartKind.REASONING:
-            signature = _delta(part, {"type": "signature_delta", "signature": new_id()})
+            signature = _delta_event(part, {"type": "signature_delta", "signature": make_request_id()})
         return signature + event("content_block_stop", {"type": "content_block_stop", "index": part.index})
 
     def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
@@ -170,24 +182,24 @@ class MessageEvents(Parts):
         if self.is_empty:
             events.append(self.open(AnswerPart(-1, PartKind.TEXT)))
         events.append(self.close())
-        ending = _Ending(self._call, self.finish_reason or "", self.matched_stop, self._arguments, usage)
-        delta = {"type": "message_delta", "delta": ending.stop(), "usage": _usage(usage or self._prompt_usage)}
-        return b"".join((*events, event("message_delta", delta), _STOPPED))
+        ending = _MessageEnding(self._call, self.finish_reason or "", self.matched_stop, self._arguments, usage)
+        delta = {"type": "message_delta", "delta": ending.stop(), "usage": _message_usage(usage or self._prompt_usage)}
+        return b"".join((*events, event("message_delta", delta), _STOP_SEQUENCE_REASON))
 
     def error_event(self, error: GatewayError) -> bytes:
         """Return the event `error`, with which the stream ends."""
-        return b"".join((*self.unsent, event("error", error_object(error))))
+        return b"".join((*self.unsent, event("error", make_error_object(error))))
 
 
-def _head(call: Call, head: CompletionHead) -> dict[str, Any]:
+def _message_head(call: Call, head: CompletionHead) -> dict[str, Any]:
     return {"id": f"msg_{head.name}", "type": "message", "role": "assistant", "model": call.model or head.model}
 
 
-def _tool_use(name: str, function: str) -> dict[str, Any]:
+def _tool_use_block(name: str, function: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": name, "name": function, "input": {}}
 
 
-class _Ending:
+class _MessageEnding:
     """The reason why a message ended.
 
     Raises UnknownFinish for an unknown finish reason.
@@ -208,7 +220,7 @@ class _Ending:
         arguments: str | None,
         usage: Mapping[str, Any] | None,
     ) -> None:
-        if not is_whole(finish_reason):
+        if not is_complete_reason(finish_reason):
             raise UnknownFinish(finish_reason)
         self._reason = _STOP_REASONS.get(finish_reason)
         self._stop = matched if isinstance(matched, str) and matched in call.stops else None
@@ -218,12 +230,12 @@ class _Ending:
 
         The client gets no arguments of such a call.
         """
-        if arguments and not is_object(arguments):
-            completion, limit = read_counts(usage).completion, call.output_limit
+        if arguments and not is_json_object(arguments):
+            completion, limit = read_usage_counts(usage).completion, call.output_limit
             # Old engines report "tool_calls" even if the limit or a stop string cut the call off. But a model may also
             # have written arguments that are not JSON, and then nothing was cut off.
             is_at_limit = completion is not None and limit is not None and completion >= limit
-            is_odd_end = finish_reason != "tool_calls" and not _is_closed(arguments)
+            is_odd_end = finish_reason != "tool_calls" and not _is_complete_json(arguments)
             self.is_cut_off = self._reason is not None or self._stop is not None or is_at_limit or is_odd_end
 
     def stop(self) -> dict[str, str | None]:
@@ -240,15 +252,15 @@ class _Ending:
         return {"stop_reason": reason or ("max_tokens" if self.is_cut_off else "end_turn"), "stop_sequence": None}
 
 
-def _is_closed(arguments: str) -> bool:
+def _is_complete_json(arguments: str) -> bool:
     nesting = JsonNesting()
-    nesting.feed(utf8(arguments))
+    nesting.feed(encode_utf8(arguments))
     return nesting.is_closed
 
 
-def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
+def _message_usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return Anthropic's usage, which counts the cached tokens of the prompt separately."""
-    tokens = read_counts(usage)
+    tokens = read_usage_counts(usage)
     cached = tokens.cached or 0
     return {
         "input_tokens": max(0, (tokens.prompt or 0) - cached),
@@ -258,16 +270,16 @@ def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _delta(part: AnswerPart, delta: dict[str, Any]) -> bytes:
+def _delta_event(part: AnswerPart, delta: dict[str, Any]) -> bytes:
     return event("content_block_delta", {"type": "content_block_delta", "index": part.index, "delta": delta})
 
 
-def error_object(failed: GatewayError) -> dict[str, Any]:
+def make_error_object(failed: GatewayError) -> dict[str, Any]:
     """Return the error object, which is both the body of an error and the data of the event `error`."""
     kind = _ERROR_TYPES.get(failed.status) or ("invalid_request_error" if failed.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": words(failed)}}
+    return {"type": "error", "error": {"type": kind, "message": error_text(failed)}}
 
 
 def error_body(failed: GatewayError) -> bytes:
     """Return the body of an error."""
-    return dumps(error_object(failed))
+    return dumps(make_error_object(failed))

@@ -7,27 +7,34 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from proxy.common.errors import BadRequest, Failure
 from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
-from proxy.dialects.call import Call, measure_prompt, output_limit
-from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, coerced_members, without_reserved
+from proxy.dialects.call import Call, measure_prompt, read_output_limit
+from proxy.dialects.requests import FLAG, WHOLE_NUMBER, coerced_members, read_boolean, remove_reserved_members
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
-from proxy.wire.openai import ENGINE_MEMBERS, ORDINARY_FIELDS, RESERVED_FIELDS, Api, is_given_up, with_prompt_details
+from proxy.wire.openai import (
+    ENGINE_MEMBERS,
+    ORDINARY_FIELDS,
+    RESERVED_FIELDS,
+    Api,
+    is_abort_reason,
+    replace_prompt_details,
+)
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import AnsweredAttempt, EngineAnswer, Rendering, Unit, UnitRendering, Whole
+    from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, EngineAnswer, Rendering, Unit, UnitRendering
     from proxy.dialects.requests import Reading
     from proxy.settings import Cost
     from proxy.wire.document import Document
 
 
-_LIMITS: Final[Mapping[str, Reading]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), WHOLE_NUMBER)
+_TOKEN_LIMITS: Final[Mapping[str, Reading]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), WHOLE_NUMBER)
 """How to read the limits of ordinary requests. The gateway uses these members itself."""
-_READINGS: Final[Mapping[str, Reading]] = {
-    **_LIMITS,
+_COMMON_READINGS: Final[Mapping[str, Reading]] = {
+    **_TOKEN_LIMITS,
     **dict.fromkeys(
         ("min_tokens", "n", "best_of", "seed", "top_logprobs", "prompt_logprobs", "thinking_token_budget"), WHOLE_NUMBER
     ),
@@ -39,10 +46,10 @@ _READINGS: Final[Mapping[str, Reading]] = {
         FLAG,
     ),
 }
-_SEVERAL: Final = frozenset({"n", "use_beam_search", "best_of"})
+_SAMPLE_COUNTS: Final = frozenset({"n", "use_beam_search", "best_of"})
 """Names of the members with which a request may ask for several sequences."""
-_CHAT_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": FLAG}
-_COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": WHOLE_NUMBER}
+_CHAT_READINGS: Final[Mapping[str, Reading]] = {**_COMMON_READINGS, "logprobs": FLAG}
+_COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_COMMON_READINGS, "logprobs": WHOLE_NUMBER}
 
 
 class OpenAi(Dialect):
@@ -55,27 +62,27 @@ class OpenAi(Dialect):
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         values = document.values
         is_ordinary = values.keys() <= ORDINARY_FIELDS
-        stream = boolean(values, "stream")
+        stream = read_boolean(values, "stream")
         options = values.get("stream_options")
         if options is not None:
             if not isinstance(options, dict):
                 raise BadRequest("stream_options must be an object", param="stream_options")
             if options and not stream:
                 raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
-        changes = coerced_members(values, _LIMITS if is_ordinary else self.readings)
+        changes = coerced_members(values, _TOKEN_LIMITS if is_ordinary else self.readings)
         if changes:
             values.update(changes)
         if not is_ordinary:
             if values.get("n") is not None and values["n"] < 1:
                 raise BadRequest("n must be a positive integer", param="n")
-            changes.update(without_reserved(values, RESERVED_FIELDS))
-        include_usage = options is not None and boolean(options, "include_usage")
+            changes.update(remove_reserved_members(values, RESERVED_FIELDS))
+        include_usage = options is not None and read_boolean(options, "include_usage")
         if stream and not include_usage:
             # The gateway counts tokens by the usage chunk, and removes it for clients that did not ask for it. The
             # client's other option (continuous_usage_stats) has no effect without it.
             changes["stream_options"] = {"include_usage": True}
         tokens, prompt = measure_prompt(document, cost)
-        limit = output_limit(values)
+        limit = read_output_limit(values)
         output_tokens = limit or cost.default_output_tokens
         return Call(  # by position, see Call.changed
             *(self.api, document, tokens, output_tokens, stream, include_usage, headers, changes, prompt, limit),
@@ -84,10 +91,10 @@ class OpenAi(Dialect):
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
         """Return one unit for each sample of each prompt."""
-        return fanout.split(call, cost, max_units)
+        return fanout.split_into_units(call, cost, max_units)
 
     def is_single(self, call: Call) -> bool:
-        return fanout.is_single(call)
+        return fanout.has_single_choice(call)
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """Raise UpstreamError if a choice has not ended, or if the engine stopped working on it."""
@@ -101,7 +108,7 @@ class OpenAi(Dialect):
                 raise response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             if not choice.get("finish_reason"):
                 raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
-            if is_given_up(choice["finish_reason"]):
+            if is_abort_reason(choice["finish_reason"]):
                 raise response.fail(Failure.ABORTED, "aborted the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
@@ -113,12 +120,12 @@ class OpenAi(Dialect):
         corrections: dict[str, Any] = {name: REMOVED for name in ENGINE_MEMBERS if name in values}
         usage = values.get("usage")
         if attempt.has_kv_from_prefiller and isinstance(usage, dict):
-            corrected = with_prompt_details(usage, attempt.prompt_details)
+            corrected = replace_prompt_details(usage, attempt.prompt_details)
             if corrected is not usage:
                 corrections["usage"] = corrected
         return corrections
 
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the answer of a single unit, or one answer with the choices of all units."""
         if len(units) > 1:
             return fanout.merge_answers(units, [answer.values() for answer in answers], call.alias)
@@ -128,7 +135,7 @@ class OpenAi(Dialect):
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """Return the writer of events. A single stream passes unchanged unless the model has an alias."""
         if len(units) == 1 and call.alias is None:
-            return _Unchanged()
+            return _UnchangedRendering()
         return fanout.MergedStreams(units, has_usage_chunk=call.include_usage, alias=call.alias)
 
 
@@ -146,7 +153,7 @@ class ChatCompletions(OpenAi):
         A chat has one prompt.
         """
         values = call.values
-        if call.is_ordinary or _SEVERAL.isdisjoint(values):
+        if call.is_ordinary or _SAMPLE_COUNTS.isdisjoint(values):
             return True
         return (values.get("n") or 1) == 1 and not (values.get("use_beam_search") or values.get("best_of"))
 
@@ -160,7 +167,7 @@ class Completions(OpenAi):
     readings = _COMPLETION_READINGS
 
 
-class _Unchanged:
+class _UnchangedRendering:
     """The rendering of a single stream: the client gets the engine's events byte for byte."""
 
     def unit(self, unit: Unit) -> UnitRendering | None:

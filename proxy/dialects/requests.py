@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import BadRequest
 from proxy.wire.document import REMOVED, Document, InvalidDocument
-from proxy.wire.python_json import flag, whole_number
+from proxy.wire.python_json import read_flag, read_whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
 
     Reading = tuple[Callable[[object], object], str, type]
 
-WHOLE_NUMBER: Final = (whole_number, "a whole number", int)
-FLAG: Final = (flag, "true or false", bool)
+WHOLE_NUMBER: Final = (read_whole_number, "a whole number", int)
+FLAG: Final = (read_flag, "true or false", bool)
 """How to read a flag as engines do: the function that reads it, the expected value for error messages, and the type
 that needs no conversion.
 """
@@ -27,7 +27,7 @@ _OBJECT_TYPES: Final = frozenset({dict})
 """Types of JSON objects as parsed here."""
 
 
-def read(raw: bytes) -> Document:
+def parse_body(raw: bytes) -> Document:
     """Parse the JSON of a request body. Raises BadRequest."""
     try:
         return Document(raw)
@@ -54,7 +54,7 @@ def coerced_members(values: Mapping[str, Any], readings: Mapping[str, Reading]) 
     return changes
 
 
-def without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str, object]:
+def remove_reserved_members(values: Mapping[str, Any], reserved: Set[str]) -> dict[str, object]:
     """Return the changes that remove reserved members from all places where engines read them.
 
     vLLM merges the members of `vllm_xargs` with `kv_transfer_params` (`to_sampling_params`).
@@ -68,7 +68,7 @@ def without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str,
     return changes
 
 
-def boolean(values: Mapping[str, Any], name: str) -> bool:
+def read_boolean(values: Mapping[str, Any], name: str) -> bool:
     """Return the value of a flag.
 
     Raises BadRequest for values such as `"yes"`, because engines differ in how they read them.
@@ -79,11 +79,11 @@ def boolean(values: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def at_least_one(values: Mapping[str, Any], name: str) -> object:
+def read_positive_number(values: Mapping[str, Any], name: str) -> object:
     """Return the value of a limit, which may be a number in a string. Raises BadRequest for values below 1."""
     value = values.get(name)
     try:
-        number: Any = whole_number(value)
+        number: Any = read_whole_number(value)
         if number >= 1:
             return number
     except ValueError:
@@ -91,7 +91,7 @@ def at_least_one(values: Mapping[str, Any], name: str) -> object:
     raise BadRequest(f"{name} must be a positive whole number", param=name)
 
 
-def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def check_object_member(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the object in a member; an empty object if the member is missing. Raises BadRequest."""
     value = values.get(name)
     if value is not None and not isinstance(value, dict):
@@ -99,7 +99,7 @@ def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value or {}
 
 
-def objects(values: object, param: str) -> list[dict[str, Any]]:
+def check_objects(values: object, param: str) -> list[dict[str, Any]]:
     """Return the values if they are a list of objects. `param`: the name of the member. Raises BadRequest."""
     if not isinstance(values, list) or not _OBJECT_TYPES.issuperset(map(type, values)):
         raise BadRequest(f"{param} must be a list of objects", param=param)

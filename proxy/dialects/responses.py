@@ -5,11 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import UpstreamError
-from proxy.dialects.responses_request import KeptRequest, ToolKind, as_search, as_text, chat_of, sealed
-from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, Translated, call_id, event, words
-from proxy.wire.ids import new_id
-from proxy.wire.openai import error_type, is_error_body, is_whole, read_counts
-from proxy.wire.python_json import dumps, utf8
+from proxy.dialects.responses_request import (
+    RequestForResponse,
+    ToolKind,
+    decode_input_text,
+    decode_search,
+    seal_reasoning,
+    translate_to_chat,
+)
+from proxy.dialects.translated import (
+    AnswerPart,
+    AnswerParts,
+    CompletionHead,
+    PartKind,
+    TranslatedDialect,
+    ensure_call_id,
+    error_text,
+    event,
+)
+from proxy.wire.ids import make_request_id
+from proxy.wire.openai import error_type_of_status, is_complete_reason, is_error_body, read_usage_counts
+from proxy.wire.python_json import dumps, encode_utf8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,10 +34,10 @@ if TYPE_CHECKING:
     from proxy.dialects.base import AnsweredAttempt, Rendering, Unit
     from proxy.dialects.call import Call
     from proxy.dialects.left_out import OmittedParts
-    from proxy.dialects.translated import Completion
+    from proxy.dialects.translated import ChatCompletion
 
 
-class Responses(Translated):
+class Responses(TranslatedDialect):
     """OpenAI's Responses API. A response is the answer of a chat, and its output items are the parts of the answer.
 
     Nothing is stored.
@@ -31,14 +47,14 @@ class Responses(Translated):
     label = "responses"
 
     def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
-        return chat_of(values, left_out)
+        return translate_to_chat(values, left_out)
 
-    def answer_context(self, values: Mapping[str, Any]) -> KeptRequest:
+    def answer_context(self, values: Mapping[str, Any]) -> RequestForResponse:
         """Return the members of the request that its response repeats."""
-        return KeptRequest(values)
+        return RequestForResponse(values)
 
-    def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
-        return response(call, call.answer_context, completion)
+    def answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
+        return make_response(call, call.answer_context, completion)
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         return ResponseEvents(call, call.answer_context)
@@ -51,39 +67,51 @@ class Responses(Translated):
         body = error.body if isinstance(error, UpstreamError) else None
         if body is None or is_error_body(body):
             return None
-        members = {"message": words(error), "type": error_type(error.status), "param": None, "code": error.code}
+        members = {
+            "message": error_text(error),
+            "type": error_type_of_status(error.status),
+            "param": None,
+            "code": error.code,
+        }
         return dumps({"error": members})
 
 
-_INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter", "repetition": "repetition"}
-_MAX_REASON: Final = 64
+_INCOMPLETE_REASONS: Final = {
+    "length": "max_output_tokens",
+    "content_filter": "content_filter",
+    "repetition": "repetition",
+}
+_MAX_REASON_LENGTH: Final = 64
 
 
-def response(call: Call, request: KeptRequest, completion: Completion) -> dict[str, Any]:
+def make_response(call: Call, request: RequestForResponse, completion: ChatCompletion) -> dict[str, Any]:
     """Convert a chat completion that is not streamed to a response."""
     parts: list[AnswerPart] = []
     for kind, text in ((PartKind.REASONING, completion.reasoning), (PartKind.TEXT, completion.content)):
         if text:
-            parts.append(AnswerPart(len(parts), kind, written=bytearray(utf8(text))))
+            parts.append(AnswerPart(len(parts), kind, written=bytearray(encode_utf8(text))))
     for each in completion.calls:
-        parts.append(AnswerPart(len(parts), PartKind.CALL, each, call_id(each), each.name, each.written))
-    items = _Items(request)
-    is_cut = _why_incomplete(completion.finish_reason) is not None
+        parts.append(AnswerPart(len(parts), PartKind.CALL, each, ensure_call_id(each), each.name, each.written))
+    items = _OutputItems(request)
+    is_cut = _incomplete_reason(completion.finish_reason) is not None
     output = [items.item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
-    return {**_head(call, request, completion.head), **_outcome(completion.finish_reason, output, completion.usage)}
+    return {
+        **_response_head(call, request, completion.head),
+        **_outcome_members(completion.finish_reason, output, completion.usage),
+    }
 
 
-class ResponseEvents(Parts):
+class ResponseEvents(AnswerParts):
     """The writer of the numbered events of one response."""
 
-    def __init__(self, call: Call, request: KeptRequest) -> None:
+    def __init__(self, call: Call, request: RequestForResponse) -> None:
         super().__init__()
         self._call = call
         self._request = request
         self._begin()
 
     def _begin(self) -> None:
-        self._items = _Items(self._request)
+        self._items = _OutputItems(self._request)
         self._number = 0
         self._head: dict[str, Any] = {}
         self._output: list[dict[str, Any]] = []
@@ -93,7 +121,7 @@ class ResponseEvents(Parts):
 
     def start_events(self, payload: dict[str, Any]) -> bytes:
         """Return `response.created` and `response.in_progress`."""
-        self._head = _head(self._call, self._request, CompletionHead.read(payload))
+        self._head = _response_head(self._call, self._request, CompletionHead.read(payload))
         unknown = {**self._head, "status": "in_progress", "output": [], "error": None, "incomplete_details": None}
         unknown |= {"usage": None, "completed_at": None}
         return self._event("response.created", response=unknown) + self._event("response.in_progress", response=unknown)
@@ -115,7 +143,7 @@ class ResponseEvents(Parts):
         Their input arrives as JSON and can be converted only when it is complete.
         """
         if part.call is None:
-            part.written += utf8(text)
+            part.written += encode_utf8(text)
         match part.kind:
             case PartKind.REASONING:
                 return self._make_item_event("response.reasoning_text.delta", part, content_index=0, delta=text)
@@ -130,7 +158,7 @@ class ResponseEvents(Parts):
 
     def close_events(self, part: AnswerPart) -> bytes:
         """Return the events that end a part. They have its whole text or arguments, and its complete output item."""
-        is_cut = self.finish_reason is not None and _why_incomplete(self.finish_reason) is not None
+        is_cut = self.finish_reason is not None and _incomplete_reason(self.finish_reason) is not None
         item = self._items.item(part, is_cut=is_cut)
         self._output.append(item)
         text = part.text
@@ -157,14 +185,14 @@ class ResponseEvents(Parts):
         events: list[bytes] = []
         self._advance(events, at_end=True)
         events.append(self.close())
-        whole = {**self._head, **_outcome(self.finish_reason, self._output, usage)}
+        whole = {**self._head, **_outcome_members(self.finish_reason, self._output, usage)}
         return b"".join(events) + self._event(f"response.{whole['status']}", response=whole)
 
     def error_event(self, error: GatewayError) -> bytes:
         """Return `response.failed`."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        failed = {"status": "failed", "error": {"code": code, "message": words(error)}, "output": self._output}
-        head = self._head or _head(self._call, self._request, CompletionHead.read({}))
+        failed = {"status": "failed", "error": {"code": code, "message": error_text(error)}, "output": self._output}
+        head = self._head or _response_head(self._call, self._request, CompletionHead.read({}))
         last = self._event("response.failed", response={**head, **failed, "usage": None})
         return b"".join((*self.unsent, last))
 
@@ -179,13 +207,13 @@ class ResponseEvents(Parts):
         return self._event(kind, item_id=self._items.id_of(about), output_index=about.index, **members)
 
     def _make_content_event(self, kind: str, part: AnswerPart) -> bytes:
-        return self._make_item_event(kind, part, content_index=0, part=_content(part))
+        return self._make_item_event(kind, part, content_index=0, part=_content_part(part))
 
 
-class _Items:
+class _OutputItems:
     """Converts the parts of one answer to output items. An item has the same id in all events."""
 
-    def __init__(self, request: KeptRequest) -> None:
+    def __init__(self, request: RequestForResponse) -> None:
         self._request = request
         self._ids: list[str] = []
 
@@ -193,7 +221,7 @@ class _Items:
         """Return the id of a part's item. A new id is drawn at the first use, and the parts come in order."""
         if part.index == len(self._ids):
             prefix = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}[part.kind]
-            self._ids.append(f"{prefix}_{new_id()}")
+            self._ids.append(f"{prefix}_{make_request_id()}")
         return self._ids[part.index]
 
     def item(self, part: AnswerPart, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
@@ -206,16 +234,16 @@ class _Items:
         match part.kind:
             case PartKind.REASONING:
                 thoughts = part.text
-                seal = sealed(thoughts) if self._request.wants_sealed and not is_begun else None
-                content = [] if is_begun else [_content(part)]
+                seal = seal_reasoning(thoughts) if self._request.wants_sealed and not is_begun else None
+                content = [] if is_begun else [_content_part(part)]
                 item |= {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
             case PartKind.TEXT:
-                item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content(part)]}
+                item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content_part(part)]}
             case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.SEARCH:
-                arguments = {} if is_begun else as_search(part.text)
+                arguments = {} if is_begun else decode_search(part.text)
                 item |= {"type": "tool_search_call", "call_id": part.id, "execution": "client", "arguments": arguments}
             case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.CUSTOM:
-                item |= {"type": "custom_tool_call", **self._call(part), "input": as_text(part.text)}
+                item |= {"type": "custom_tool_call", **self._call(part), "input": decode_input_text(part.text)}
             case PartKind.CALL:
                 # A call without arguments gets an empty object, but only at its end.
                 written = part.text or ("" if is_begun else "{}")
@@ -231,43 +259,43 @@ class _Items:
         return {"call_id": part.id, "name": tool.name, **inside}
 
 
-def _content(part: AnswerPart) -> dict[str, Any]:
+def _content_part(part: AnswerPart) -> dict[str, Any]:
     text = part.text
     if part.kind is PartKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _head(call: Call, request: KeptRequest, head: CompletionHead) -> dict[str, Any]:
+def _response_head(call: Call, request: RequestForResponse, head: CompletionHead) -> dict[str, Any]:
     model = call.model or head.model
     return {"id": f"resp_{head.name}", "object": "response", "created_at": head.created, "model": model, **request.echo}
 
 
-def _why_incomplete(finish_reason: object) -> str | None:
+def _incomplete_reason(finish_reason: object) -> str | None:
     """Return the reason why a response is incomplete; None if it is complete.
 
     The reason is the engine's finish reason if that is unknown.
     """
-    if is_whole(finish_reason):
-        return _INCOMPLETE.get(str(finish_reason))
-    return str(finish_reason)[:_MAX_REASON]
+    if is_complete_reason(finish_reason):
+        return _INCOMPLETE_REASONS.get(str(finish_reason))
+    return str(finish_reason)[:_MAX_REASON_LENGTH]
 
 
-def _outcome(
+def _outcome_members(
     finish_reason: str | None, output: list[dict[str, Any]], usage: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    reason = _why_incomplete(finish_reason)
+    reason = _incomplete_reason(finish_reason)
     return {
         "status": "completed" if reason is None else "incomplete",
         "error": None,
         "incomplete_details": None if reason is None else {"reason": reason},
         "output": output,
-        "usage": None if usage is None else _usage(usage),
+        "usage": None if usage is None else _response_usage(usage),
     }
 
 
-def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = read_counts(usage)
+def _response_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = read_usage_counts(usage)
     prompt, completion = tokens.prompt or 0, tokens.completion or 0
     return {
         "input_tokens": prompt,

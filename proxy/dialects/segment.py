@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
 
-from proxy.wire.openai import DONE as END_MARK
-from proxy.wire.openai import has_engine_members, is_given_up, remove_engine_members
+from proxy.wire.openai import DONE_DATA as END_MARK
+from proxy.wire.openai import has_engine_members, is_abort_reason, remove_engine_members
 from proxy.wire.python_json import loads
-from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
+from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier_json
 
 if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
-_BLANK: Final = 0x20
+_BLANK_VALUES: Final = 0x20
 
 PROMPT_IDS: Final = b'"prompt_token_ids":['
 """The bytes before the token ids of the prompt. They cannot occur inside a JSON string, where quotes are escaped."""
@@ -119,7 +119,7 @@ class Segment:
         if data == END_MARK:
             self.done = True
             return DONE
-        if not data or (data[0] <= _BLANK and data.isspace()):  # some proxies send these to keep a stream open
+        if not data or (data[0] <= _BLANK_VALUES and data.isspace()):  # some proxies send these to keep a stream open
             return OTHER
         if self.prompt_ids is None and (begin := data.find(PROMPT_IDS)) >= 0:
             # The ids are as long as the prompt and needed only if the decoder is lost, so they are not parsed.
@@ -128,7 +128,7 @@ class Segment:
             if end:
                 self.prompt_ids = data[begin:end]
                 self.data = data = b"%bnull%b" % (data[:begin], data[end:])
-        if len(data) > LONG_BYTES and is_heavier(data, MAX_ANSWER_ELEMENTS):
+        if len(data) > LONG_BYTES and is_heavier_json(data, MAX_ANSWER_ELEMENTS):
             return MALFORMED
         try:
             self.payload = payload = loads(data)
@@ -169,8 +169,8 @@ class Segment:
             if reason is not None and not reason:  # some engines send "" until the answer ends
                 reason = choice["finish_reason"] = None
             if reason is not None:
-                if is_given_up(reason):
-                    self.is_mute = is_mute(choice)
+                if is_abort_reason(reason):
+                    self.is_mute = is_empty_choice(choice)
                     return ABORTED
                 self.finish_reasons[index] = reason
                 self.open_choices.discard(index)
@@ -179,7 +179,7 @@ class Segment:
                 continue
             if index not in self.finish_reasons:  # SGLang sends hidden states after the finish
                 self.open_choices.add(index)
-            if is_mute(choice):
+            if is_empty_choice(choice):
                 # The chunk `{"delta": {"role": "assistant", "content": ""}}` precedes a chat choice's first token.
                 has_content |= "role" not in (choice.get("delta") or ())
             else:
@@ -188,7 +188,7 @@ class Segment:
         return CONTENT if has_content else OPENING
 
 
-def is_mute(choice: dict[str, Any]) -> bool:
+def is_empty_choice(choice: dict[str, Any]) -> bool:
     """Return whether a choice of a chunk has no part of the answer."""
     if choice.get("token_ids") or choice.get("text") or choice.get("logprobs"):
         return False

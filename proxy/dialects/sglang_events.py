@@ -8,20 +8,20 @@ import orjson
 
 from proxy.dialects.segment import Meaning, Segment
 from proxy.wire import sglang
-from proxy.wire.openai import DONE, is_given_up
+from proxy.wire.openai import DONE_DATA, is_abort_reason
 from proxy.wire.python_json import loads
-from proxy.wire.sglang import error_of
-from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
+from proxy.wire.sglang import find_event_error
+from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier_json
 
 if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
-_FIRST_PAIR: Final = 0x10000
+_FIRST_SURROGATE_PAIR: Final = 0x10000
 """The first character that UTF-16 encodes as a pair of surrogates."""
-_OF_THE_PROMPT: Final = ("id", "prompt_tokens", "cached_tokens")
+_PROMPT_MEMBERS: Final = ("id", "prompt_tokens", "cached_tokens")
 
 
-class Events(Segment):
+class GenerateEvents(Segment):
     """The reader of a stream whose events have the whole answer so far. The last event has the finish reason."""
 
     has_usage_chunk = False
@@ -33,34 +33,34 @@ class Events(Segment):
         self.payload, self.data = None, event.data
         if event.data is None:
             return Meaning.OTHER
-        if event.data == DONE:
+        if event.data == DONE_DATA:
             self.done = True
             return Meaning.DONE
         if not event.data or event.data.isspace():
             return Meaning.OTHER
-        if len(event.data) > LONG_BYTES and is_heavier(event.data, MAX_ANSWER_ELEMENTS):
+        if len(event.data) > LONG_BYTES and is_heavier_json(event.data, MAX_ANSWER_ELEMENTS):
             return Meaning.MALFORMED
         try:
             self.payload = payload = loads(event.data)
         except orjson.JSONDecodeError:
             return Meaning.MALFORMED
-        if error := error_of(payload):
+        if error := find_event_error(payload):
             self.payload, self.data = loads(error.body), error.body
             return Meaning.ERROR
-        usage = sglang.usage_of(payload)
+        usage = sglang.usage_of_event(payload)
         if usage is None:
             is_answer = not isinstance(payload, dict) or "text" in payload or "output_ids" in payload
             return Meaning.MALFORMED if payload and is_answer else Meaning.OTHER
         self.usage = usage
-        if (finish := finish_of(payload)) is not None:
-            if is_given_up(finish):
+        if (finish := read_finish_reason(payload)) is not None:
+            if is_abort_reason(finish):
                 self.is_mute = False
                 return Meaning.ABORTED
             self.finish_reasons[0] = str(finish)
         return Meaning.CONTENT
 
 
-class WatchedEvents(Events):
+class WatchedGenerateEvents(GenerateEvents):
     """The reader of a watched stream. It converts each event to a completion's chunk with the new part of the answer.
 
     The only choice of the chunk also has `meta_info` and the log probabilities of the new tokens.
@@ -88,24 +88,24 @@ class WatchedEvents(Events):
             if meaning is Meaning.CONTENT:
                 return Meaning.MALFORMED
             self.is_mute = True
-            self.payload = _chunk(meta, "", [], {})
+            self.payload = _make_chunk(meta, "", [], {})
             return meaning
         logprobs = {
             name: meta[name][self._ids :] for name in sglang.OUTPUT_LOGPROBS if isinstance(meta.get(name), list)
         }
-        self.payload = _chunk(meta, self._other_half(text) + text[self._text :], ids[self._ids :], logprobs)
+        self.payload = _make_chunk(meta, self._other_half(text) + text[self._text :], ids[self._ids :], logprobs)
         self.is_mute = len(text) == self._text and len(ids) == self._ids
         self._text, self._ids, self._is_half = len(text), len(ids), _ends_with_high_surrogate(text)
         return meaning
 
     def _other_half(self, text: str) -> str:
         """Return the second half of a surrogate pair if the text so far ends with the first half; otherwise nothing."""
-        if not self._is_half or (character := ord(text[self._text - 1])) < _FIRST_PAIR:
+        if not self._is_half or (character := ord(text[self._text - 1])) < _FIRST_SURROGATE_PAIR:
             return ""
-        return chr(0xDC00 + (character - _FIRST_PAIR) % 0x400)
+        return chr(0xDC00 + (character - _FIRST_SURROGATE_PAIR) % 0x400)
 
 
-def _chunk(meta: dict[str, Any], text: str, ids: list[Any], logprobs: dict[str, list[Any]]) -> dict[str, Any]:
+def _make_chunk(meta: dict[str, Any], text: str, ids: list[Any], logprobs: dict[str, list[Any]]) -> dict[str, Any]:
     """Return the new part of an answer as a completion's chunk."""
     reason = meta.get("finish_reason")
     reason = reason if isinstance(reason, dict) else {}
@@ -126,7 +126,7 @@ def _ends_with_high_surrogate(text: str) -> bool:
     return bool(text) and 0xD800 <= ord(text[-1]) < 0xDC00
 
 
-class AnswerSoFar:
+class GenerateAnswerAssembler:
     """Assembles the answer so far for a client of `/generate` from the chunks of a watched stream."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class AnswerSoFar:
         for name, entries in (choice.get("logprobs") or {}).items():
             self._logprobs.setdefault(name, []).extend(entries)
         # Keep the first engine's facts about the prompt: a later engine has a part of the answer in its prompt.
-        first: dict[str, Any] = {name: self._meta[name] for name in _OF_THE_PROMPT if name in self._meta}
+        first: dict[str, Any] = {name: self._meta[name] for name in _PROMPT_MEMBERS if name in self._meta}
         self._meta = {**self._meta, **choice.get("meta_info", {}), **first, "completion_tokens": len(self._ids)}
         reason = choice.get("finish_reason")
         if reason == "length":
@@ -169,7 +169,7 @@ class AnswerSoFar:
         return {"text": self._text, "output_ids": [*self._ids], "meta_info": {**self._meta, **logprobs}}
 
 
-def finish_of(payload: dict[str, Any]) -> Any:
+def read_finish_reason(payload: dict[str, Any]) -> Any:
     """Return the finish reason of an answer; None until the answer has ended."""
     meta = payload.get("meta_info")
     return (meta.get("finish_reason") or None) if isinstance(meta, dict) else None

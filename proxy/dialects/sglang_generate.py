@@ -11,19 +11,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import Failure
 from proxy.dialects.base import Dialect, Unit
-from proxy.dialects.call import MAX_OUTPUT_TOKENS, Call, text_tokens
-from proxy.dialects.requests import WHOLE_NUMBER, boolean, coerced_members, without_reserved
-from proxy.dialects.sglang_events import AnswerSoFar, Events, WatchedEvents, finish_of
+from proxy.dialects.call import MAX_OUTPUT_TOKENS, Call, estimate_text_tokens
+from proxy.dialects.requests import WHOLE_NUMBER, coerced_members, read_boolean, remove_reserved_members
+from proxy.dialects.sglang_events import (
+    GenerateAnswerAssembler,
+    GenerateEvents,
+    WatchedGenerateEvents,
+    read_finish_reason,
+)
 from proxy.wire import openai, sglang
-from proxy.wire.openai import Api, data_event, is_given_up
-from proxy.wire.prefix import Prompt
-from proxy.wire.sglang import ERROR_HEADERS, error_of
+from proxy.wire.openai import Api, data_event, is_abort_reason
+from proxy.wire.prefix import PromptPrefixes
+from proxy.wire.sglang import ERROR_HEADERS, find_event_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import AnsweredAttempt, EngineAnswer, PrefillAnswer, UnitRendering, Whole
+    from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, EngineAnswer, PrefillAnswer, UnitRendering
     from proxy.dialects.requests import Reading
     from proxy.dialects.segment import Segment
     from proxy.settings import Cost
@@ -52,20 +57,20 @@ class SglangGenerate(Dialect):
             if isinstance(each, dict) and (coerced := coerced_members(each, _READINGS)):
                 each.update(coerced)
                 changes["sampling_params"] = params
-        rows = sglang.embeddings(values)
-        tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
-        tokens += _media(values.get("image_data")) * cost.image_tokens
-        tokens += _media(values.get("audio_data")) * cost.audio_tokens
+        rows = sglang.count_embeddings(values)
+        tokens = estimate_text_tokens(sglang.read_prompt(values), cost) if rows is None else rows
+        tokens += _count_media(values.get("image_data")) * cost.image_tokens
+        tokens += _count_media(values.get("audio_data")) * cost.audio_tokens
         return Call(
             api=self.api,
             document=document,
             prompt_tokens=max(1, tokens),
-            output_tokens=min(sglang.output_limit(params), MAX_OUTPUT_TOKENS),
-            stream=boolean(values, "stream"),
+            output_tokens=min(sglang.read_output_limit(params), MAX_OUTPUT_TOKENS),
+            stream=read_boolean(values, "stream"),
             include_usage=False,
             headers=headers,
-            changes={**changes, **without_reserved(values, sglang.RESERVED_FIELDS)},
-            prompt=Prompt(document),
+            changes={**changes, **remove_reserved_members(values, sglang.RESERVED_FIELDS)},
+            prompt=PromptPrefixes(document),
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
@@ -73,7 +78,7 @@ class SglangGenerate(Dialect):
 
         The estimated prompt tokens are divided equally among the units.
         """
-        items = sglang.items_of(call.values, max_units)
+        items = sglang.split_into_items(call.values, max_units)
         tokens = max(1, call.prompt_tokens // sum(item.is_first for item in items))
         return [
             Unit(call.part(item.changes, tokens) if item.changes else call, index, item.is_first)
@@ -81,33 +86,33 @@ class SglangGenerate(Dialect):
         ]
 
     def is_single(self, call: Call) -> bool:
-        return not sglang.is_batch(call.values)
+        return not sglang.is_batch_request(call.values)
 
     def make_segment(self) -> Segment:
-        return Events()
+        return GenerateEvents()
 
     def make_watched_segment(self) -> Segment:
-        return WatchedEvents()
+        return WatchedGenerateEvents()
 
     def make_watched_rendering(self, call: Call) -> UnitRendering | None:
         return _UnitRendering(call, None)
 
-    def make_watched_assembler(self, call: Call) -> AnswerSoFar:
-        return AnswerSoFar()
+    def make_watched_assembler(self, call: Call) -> GenerateAnswerAssembler:
+        return GenerateAnswerAssembler()
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """Raise UpstreamError if a complete engine answer is an error or has no finish reason."""
-        if error := error_of(values):
+        if error := find_event_error(values):
             raise response.refuse("reported an error", error.status, error.body, ERROR_HEADERS)
-        finish = finish_of(values)
+        finish = read_finish_reason(values)
         if finish is None:
             raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
-        if is_given_up(finish):
+        if is_abort_reason(finish):
             raise response.fail(Failure.ABORTED, "aborted the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
         """Return the token counts in `meta_info` in the form of a usage."""
-        return sglang.usage_of(values)
+        return sglang.usage_of_event(values)
 
     def correct_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """Return the members that change in a complete engine answer. A member that is not for clients is REMOVED.
@@ -120,21 +125,21 @@ class SglangGenerate(Dialect):
         return _needs_prefiller(call)
 
     async def complete_members(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        parts = _parts(call, attempt)
+        parts = _prefiller_members(call, attempt)
         if parts is None:
             return {}
         completed = (await parts.whole()).complete(values)
         return {name: value for name, value in completed.items() if value is not values.get(name)}
 
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the answer, or a list of answers if the request has a list of prompts, even a list of one."""
-        if not sglang.is_batch(call.values):
+        if not sglang.is_batch_request(call.values):
             return answers[0].body()
         return b"[%b]" % b",".join(answer.body() for answer in answers)
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> _Rendering:
         """Return the writer of the events. It adds the index of the answer, and the prefiller's members."""
-        return _Rendering(is_batch=sglang.is_batch(call.values))
+        return _Rendering(is_batch=sglang.is_batch_request(call.values))
 
 
 class _Rendering:
@@ -164,17 +169,17 @@ class _UnitRendering:
     def __init__(self, call: Call, index: int | None) -> None:
         self._call = call
         self._index = index
-        self._parts: _PrefillerParts | _LonePrefiller | None = None
+        self._parts: PrefillerMembers | _LonePrefillerMembers | None = None
         self._waiting: list[dict[str, Any]] = []
-        self._so_far = AnswerSoFar()
+        self._so_far = GenerateAnswerAssembler()
         """Assembles the answer so far from the chunks of a watched stream. Other streams do not use it.
         """
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
-        self._parts = _parts(self._call, attempt)
+        self._parts = _prefiller_members(self._call, attempt)
         self._waiting.clear()
         if not goes_on:
-            self._so_far = AnswerSoFar()
+            self._so_far = GenerateAnswerAssembler()
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Add an event and return the events that can be sent now."""
@@ -190,7 +195,7 @@ class _UnitRendering:
     async def wait_for_remaining_events(self) -> bytes:
         return self._events(await self._parts.whole()) if self._waiting and self._parts is not None else b""
 
-    def _events(self, parts: sglang.PrefilledParts | sglang.LoneAnswer | None) -> bytes:
+    def _events(self, parts: sglang.PrefillerMeta | sglang.LonePrefillerMeta | None) -> bytes:
         events = []
         for payload in self._waiting:
             index = {} if self._index is None else {"index": self._index}
@@ -199,22 +204,22 @@ class _UnitRendering:
         return b"".join(events)
 
 
-class _PrefillerParts:
+class PrefillerMembers:
     """The members of one answer that only the prefiller reports."""
 
     def __init__(self, answer: PrefillAnswer) -> None:
         self._answer = answer
-        self._parts: sglang.PrefilledParts | None = None
+        self._parts: sglang.PrefillerMeta | None = None
 
     @property
-    def parts_or_none(self) -> sglang.PrefilledParts | None:
+    def parts_or_none(self) -> sglang.PrefillerMeta | None:
         """The prefiller's members; None until its answer has arrived."""
         answer = self._answer.body_or_none
         if self._parts is None and answer is not None:
-            self._parts = sglang.PrefilledParts(answer)
+            self._parts = sglang.PrefillerMeta(answer)
         return self._parts
 
-    async def whole(self) -> sglang.PrefilledParts:
+    async def whole(self) -> sglang.PrefillerMeta:
         """Wait for the prefiller's members and return them. Raises UpstreamError."""
         await self._answer.whole()
         parts = self.parts_or_none
@@ -222,30 +227,30 @@ class _PrefillerParts:
         return parts
 
 
-class _LonePrefiller:
+class _LonePrefillerMembers:
     """The members of an answer that a prefiller serves without a decoder."""
 
     def __init__(self, call: Call) -> None:
         params = call.changes.get("sampling_params", call.values.get("sampling_params"))
-        self.parts_or_none = sglang.LoneAnswer(sglang.output_limit(params))
+        self.parts_or_none = sglang.LonePrefillerMeta(sglang.read_output_limit(params))
 
-    async def whole(self) -> sglang.LoneAnswer:
+    async def whole(self) -> sglang.LonePrefillerMeta:
         return self.parts_or_none
 
 
-def _parts(call: Call, attempt: AnsweredAttempt) -> _PrefillerParts | _LonePrefiller | None:
+def _prefiller_members(call: Call, attempt: AnsweredAttempt) -> PrefillerMembers | _LonePrefillerMembers | None:
     """Return the prefiller's members of an answer; None if the answer needs none."""
     if not _needs_prefiller(call):
         return None
-    return _LonePrefiller(call) if attempt.prefill_answer is None else _PrefillerParts(attempt.prefill_answer)
+    return _LonePrefillerMembers(call) if attempt.prefill_answer is None else PrefillerMembers(attempt.prefill_answer)
 
 
 def _needs_prefiller(call: Call) -> bool:
-    return sglang.wants_prefillers_answer(call.members(sglang.ABOUT_PROMPT))
+    return sglang.needs_prefill_answer(call.members(sglang.MEMBERS_NEEDING_PREFILL_ANSWER))
 
 
-def _media(value: object) -> int:
+def _count_media(value: object) -> int:
     """Return the number of images or sounds in a member: a single one, a list, or a list of lists."""
     if isinstance(value, list):
-        return sum(map(_media, value))
+        return sum(map(_count_media, value))
     return int(value is not None)

@@ -18,35 +18,35 @@ from proxy.wire.chat_members import (
     ToolCall,
     ToolCalls,
     UnreadableMember,
-    object_of,
-    objects_of,
-    reasoning_of,
-    text_of,
-    whole_calls,
+    read_complete_calls,
+    read_object_member,
+    read_objects,
+    read_reasoning,
+    read_text,
 )
 from proxy.wire.document import Document
-from proxy.wire.ids import new_id
-from proxy.wire.python_json import dumps, loads, utf8_text
+from proxy.wire.ids import make_request_id
+from proxy.wire.python_json import dumps, loads, replace_surrogates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import AnsweredAttempt, EngineAnswer, Unit, UnitRendering, Whole
+    from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, EngineAnswer, Unit, UnitRendering
     from proxy.dialects.call import Call
     from proxy.settings import Cost
 
-_OF_THE_PROMPT: Final = (
+_PROMPT_MEMBERS: Final = (
     *("model", "messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
 )
 # Bytes of an engine's error body that is not JSON.
-_MAX_WORDS: Final = 1000
-_MAX_REASON: Final = 64
+_MAX_ERROR_LENGTH: Final = 1000
+_MAX_REASON_LENGTH: Final = 64
 # The end of the year 9999, in seconds since 1970.
-_LAST_SECOND: Final = 253_402_300_800
+_MAX_TIMESTAMP: Final = 253_402_300_800
 
 
-class Translated(ChatCompletions):
+class TranslatedDialect(ChatCompletions):
     """The base of dialects whose requests are translated to chats with one answer each."""
 
     speaks_as_engines = False
@@ -77,7 +77,7 @@ class Translated(ChatCompletions):
     def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the members of the chat that make its prompt, as in vLLM's TokenizeChatRequest. Raises BadRequest."""
         chat = self.chat(values, OmittedParts())
-        return {name: chat[name] for name in _OF_THE_PROMPT if name in chat}
+        return {name: chat[name] for name in _PROMPT_MEMBERS if name in chat}
 
     def answer_context(self, values: Mapping[str, Any]) -> Any:
         """Return the facts about the request that are needed to write its answer; see Call."""
@@ -90,16 +90,16 @@ class Translated(ChatCompletions):
         """
         super().check_answer(response, values)
         try:
-            Completion.read(values)
+            ChatCompletion.read(values)
         except UnreadableMember as odd:
             raise response.unreadable(f"answered with a message that cannot be translated: {odd}") from None
 
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         (answer,) = answers
-        return dumps(self.answer(call, Completion.read(answer.values())))
+        return dumps(self.answer(call, ChatCompletion.read(answer.values())))
 
     @abstractmethod
-    def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
+    def answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
         """Convert a chat completion to an answer of this API."""
 
 
@@ -118,14 +118,14 @@ class CompletionHead:
         """Read the head of a chat completion or of one of its chunks."""
         name, model, created = payload.get("id"), payload.get("model"), payload.get("created")
         return cls(
-            name=name.removeprefix("chatcmpl-") if isinstance(name, str) and name else new_id(),
+            name=name.removeprefix("chatcmpl-") if isinstance(name, str) and name else make_request_id(),
             model=model if isinstance(model, str) else None,
-            created=int(created) if isinstance(created, int | float) and 0 < created < _LAST_SECOND else 0,
+            created=int(created) if isinstance(created, int | float) and 0 < created < _MAX_TIMESTAMP else 0,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Completion:
+class ChatCompletion:
     """A chat completion with one choice. The types of its members have been checked."""
 
     head: CompletionHead
@@ -138,38 +138,38 @@ class Completion:
     """The usage as the engine sent it; None if it sent none."""
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Completion:
+    def read(cls, values: Mapping[str, Any]) -> ChatCompletion:
         """Read an engine's answer. Raises UnreadableMember."""
-        choice = _only_choice(values)
-        message = object_of(choice.get("message"), "message")
+        choice = _read_only_choice(values)
+        message = read_object_member(choice.get("message"), "message")
         usage = values.get("usage")
         return cls(
             head=CompletionHead.read(values),
-            reasoning=reasoning_of(message),
-            content=text_of(message.get("content"), "content"),
-            calls=whole_calls(message.get("tool_calls")),
-            finish_reason=_finish_reason(choice),
-            matched_stop=matched_stop(choice),
+            reasoning=read_reasoning(message),
+            content=read_text(message.get("content"), "content"),
+            calls=read_complete_calls(message.get("tool_calls")),
+            finish_reason=_read_finish_reason(choice),
+            matched_stop=read_matched_stop(choice),
             usage=usage if isinstance(usage, dict) else None,
         )
 
 
-def _only_choice(payload: Mapping[str, Any]) -> dict[str, Any]:
+def _read_only_choice(payload: Mapping[str, Any]) -> dict[str, Any]:
     choices = payload.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise UnreadableMember("choices is not a list of one object")
     return choices[0]
 
 
-def _finish_reason(choice: Mapping[str, Any]) -> str:
+def _read_finish_reason(choice: Mapping[str, Any]) -> str:
     """Return the finish reason of a choice. A reason that is not text is converted to text for the error message."""
     reason = choice.get("finish_reason")
-    return reason if isinstance(reason, str) else str(reason)[:_MAX_REASON]
+    return reason if isinstance(reason, str) else str(reason)[:_MAX_REASON_LENGTH]
 
 
-def call_id(call: ToolCall) -> str:
+def ensure_call_id(call: ToolCall) -> str:
     """Return the id of a tool call. A missing id is replaced by a random one, because clients name results by it."""
-    return call.id or f"call_{new_id()}"
+    return call.id or f"call_{make_request_id()}"
 
 
 class PartKind(StrEnum):
@@ -204,10 +204,10 @@ class AnswerPart:
     @property
     def text(self) -> str:
         """The text of an answer part, decoded from its bytes."""
-        return utf8_text(self.written)
+        return replace_surrogates(self.written)
 
 
-class Parts(ABC):
+class AnswerParts(ABC):
     """Cuts a stream of chat chunks into answer parts. It is the Rendering of a single unit, and also its UnitRendering.
 
     Each part ends before the next one begins. A part that begins before a tool call is complete waits for that call.
@@ -248,20 +248,20 @@ class Parts(ABC):
         """
         events: list[bytes] = []
         try:
-            choice = _only_choice(payload)
-            delta = object_of(choice.get("delta"), "delta")
+            choice = _read_only_choice(payload)
+            delta = read_object_member(choice.get("delta"), "delta")
             if not self.has_begun:
                 self._first = self._first or payload
             if text := delta.get("reasoning") or delta.get("reasoning_content"):
-                self._add_text(PartKind.REASONING, text if type(text) is str else text_of(text, "reasoning"), events)
+                self._add_text(PartKind.REASONING, text if type(text) is str else read_text(text, "reasoning"), events)
             if text := delta.get("content"):
-                self._add_text(PartKind.TEXT, text if type(text) is str else text_of(text, "content"), events)
+                self._add_text(PartKind.TEXT, text if type(text) is str else read_text(text, "content"), events)
             if calls := delta.get("tool_calls"):
-                for fragment in objects_of(calls, "tool_calls"):
+                for fragment in read_objects(calls, "tool_calls"):
                     self._add_to_call(fragment, events)
             if choice.get("finish_reason") is not None:
-                self.finish_reason = _finish_reason(choice)
-                self.matched_stop = matched_stop(choice)
+                self.finish_reason = _read_finish_reason(choice)
+                self.matched_stop = read_matched_stop(choice)
                 events.append(self._start())
             if self.finish_reason is not None:  # an odd engine adds parts after its finish reason
                 self._advance(events, at_end=True)
@@ -380,7 +380,7 @@ class Parts(ABC):
                     if at_end:
                         raise UnreadableMember("a tool call has no name")
                     return
-                part.id, part.name = call_id(part.call), part.call.name
+                part.id, part.name = ensure_call_id(part.call), part.call.name
             waiting.popleft()
             events.append(self.open(part))
             if text := "".join(part.held):
@@ -388,7 +388,7 @@ class Parts(ABC):
             part.held.clear()
 
 
-def matched_stop(choice: Mapping[str, Any]) -> object:
+def read_matched_stop(choice: Mapping[str, Any]) -> object:
     """Return the stop string or token id at which the engine stopped, or None. vLLM and SGLang name it differently."""
     return choice.get("stop_reason") or choice.get("matched_stop")
 
@@ -398,7 +398,7 @@ def event(name: str, data: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(data))
 
 
-def words(error: GatewayError) -> str:
+def error_text(error: GatewayError) -> str:
     """Return the text of an error: the message in the engine's error body if there is one."""
     body = error.body if isinstance(error, UpstreamError) else None
     if body is None:
@@ -406,7 +406,7 @@ def words(error: GatewayError) -> str:
     try:
         message = loads(body)
     except orjson.JSONDecodeError:
-        return body[:_MAX_WORDS].decode("utf-8", "replace") or error.message
+        return body[:_MAX_ERROR_LENGTH].decode("utf-8", "replace") or error.message
     message = message.get("error", message) if isinstance(message, dict) else message
     message = message.get("message") if isinstance(message, dict) else message
     return message if isinstance(message, str) and message else error.message

@@ -22,18 +22,18 @@ import orjson
 from proxy.balancer.handoff_verdicts import HandoffVerdict, judge
 from proxy.balancer.incompatibilities import NO_KV_PARAMS
 from proxy.balancer.shared.scoreboard import HandoffCount
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
 from proxy.dialects.openai import Completions
-from proxy.dialects.requests import read
+from proxy.dialects.requests import parse_body
 from proxy.dialects.segment import Meaning, Segment
 from proxy.fleet.inspector import scrape
 from proxy.observe import logs
 from proxy.observe.timeline import Timeline
 from proxy.wire.exposition import parse_prompt_tokens
-from proxy.wire.ids import new_id
-from proxy.wire.openai import prompt_counts_of
+from proxy.wire.ids import make_request_id
+from proxy.wire.openai import read_prompt_counts
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from proxy.connectors.legs import Attempt
     from proxy.dialects.call import Call
     from proxy.settings import Settings, Timeouts
-    from proxy.wire.exposition import PromptTokens
+    from proxy.wire.exposition import PromptTokenTotals
 
 logger = logging.getLogger("proxy.canary.watch")
 
@@ -114,7 +114,7 @@ class CanaryPrompt:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "cache_salt": salt or new_id(),
+            "cache_salt": salt or make_request_id(),
         }
 
 
@@ -192,7 +192,7 @@ class Canary:
             return result
         kv = HandoffVerdict.UNKNOWN
         if not traits.has_sglang_routes:  # SGLang's decoders report the cached tokens of their prefillers
-            kv = by_usage(prompt_counts_of(usage)[1], tokens)
+            kv = by_usage(read_prompt_counts(usage)[1], tokens)
         if kv is HandoffVerdict.UNKNOWN and before is not None:
             kv = await self._judged_by_counters(decoder, before, tokens, from_store=traits.is_store)
         return replace(result, kv=kv)
@@ -209,7 +209,9 @@ class Canary:
         self, prefiller: Backend | None, decoder: Backend, salt: str | None = None
     ) -> tuple[Call, PickRequest, Timeline]:
         """Return a request that only these instances can serve."""
-        call = Completions().parse(read(orjson.dumps(self._prompt.body(salt))), self._context.live.settings.cost, {})
+        call = Completions().parse(
+            parse_body(orjson.dumps(self._prompt.body(salt))), self._context.live.settings.cost, {}
+        )
         pools = self._context.pools
         others = {*pools.prefill.backends(), *pools.decode.backends()}.difference({prefiller, decoder})
         return call, call.pick_request(avoid=others, prefer=prefiller), Timeline()
@@ -248,17 +250,17 @@ class Canary:
             has_kv_from_prefiller=timeline.kv != "local",
             prompt_tokens=timeline.usage.prompt_tokens,
             cached_tokens=timeline.usage.cached_tokens,
-            decoder_prompt_tokens=prompt_counts_of(usage)[0],
+            decoder_prompt_tokens=read_prompt_counts(usage)[0],
             answer="" if reader is None else tuple(reader.token_ids) or reader.text,
         )
         return result, usage
 
-    async def _counters(self, decoder: Backend) -> PromptTokens | None:
+    async def _counters(self, decoder: Backend) -> PromptTokenTotals | None:
         exposition = await scrape(self._context.client, self._context.keys, decoder)
         return None if exposition is None else parse_prompt_tokens(exposition)
 
     async def _judged_by_counters(
-        self, decoder: Backend, before: PromptTokens, tokens: int, *, from_store: bool
+        self, decoder: Backend, before: PromptTokenTotals, tokens: int, *, from_store: bool
     ) -> HandoffVerdict:
         for delay_seconds in _COUNTER_DELAYS_SECONDS:
             await asyncio.sleep(delay_seconds)
@@ -388,7 +390,7 @@ def agreement(one: Sequence[int] | str, other: Sequence[int] | str) -> Agreement
 
 
 def by_counters(
-    before: PromptTokens | None, after: PromptTokens | None, tokens: int, *, from_store: bool
+    before: PromptTokenTotals | None, after: PromptTokenTotals | None, tokens: int, *, from_store: bool
 ) -> HandoffVerdict | None:
     """Return the verdict on a canary's handoff by the decoder's counters, or None while they do not include it.
 
@@ -476,7 +478,7 @@ class CanaryWatch(BackgroundOwner):
         self._every_seconds = context.live.settings.doctor.every_seconds
         self._reported_pairs: set[Pair] = set()
         """Pairs with a warning in the log that still holds."""
-        self._background = Background(logger, "a canary")
+        self._background = BackgroundTasks(logger, "a canary")
 
     def _begin(self) -> None:
         self._background.keep(self._keep_sending, "canaries", self._context.metrics.background_restarts_total)

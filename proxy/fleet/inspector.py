@@ -18,11 +18,16 @@ from proxy.balancer.models import minority_instances
 from proxy.balancer.recognition import EngineReport, find_connector_mismatch
 from proxy.balancer.shared.scoreboard import LANES
 from proxy.common.backend import Role
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.observe import logs
 from proxy.settings import CONNECTOR_TRAITS
 from proxy.upstream import EngineRequestError
-from proxy.wire.exposition import parse_expired_leases, parse_failed_transfers, parse_prompt_tokens, parse_work
+from proxy.wire.exposition import (
+    parse_completed_work,
+    parse_expired_leases,
+    parse_failed_transfers,
+    parse_prompt_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -143,12 +148,12 @@ async def scrape(client: EngineClient, keys: EngineKeys, backend: Backend) -> by
 async def makes_progress(client: EngineClient, keys: EngineKeys, backend: Backend, pause_seconds: float) -> bool:
     """Return whether an engine's counters of tokens grow within `pause_seconds`. False if it has no such counters."""
     before = await scrape(client, keys, backend)
-    work_before = None if before is None else parse_work(before)
+    work_before = None if before is None else parse_completed_work(before)
     if work_before is None:
         return False
     await asyncio.sleep(pause_seconds)
     after = await scrape(client, keys, backend)
-    work_after = None if after is None else parse_work(after)
+    work_after = None if after is None else parse_completed_work(after)
     return work_after is not None and work_after > work_before
 
 
@@ -208,7 +213,7 @@ class Inspector(BackgroundOwner):
         traits = CONNECTOR_TRAITS[connector]
         if traits.tells_bootstrap_port:
             self._reported_kinds.append(IncompatibilityKind.BOOTSTRAP)
-        self._background = Background(logger, "a comparison of instances")
+        self._background = BackgroundTasks(logger, "a comparison of instances")
         self._transfers = None
         if reads and Role.PREFILL in parts.pools:
             self._transfers = Transfers(parts, self._background, traits)
@@ -312,7 +317,7 @@ class _PrefillerState:
 class Transfers:
     """Reads counters of engines and reports instances and pairs that do not transfer KV. Exists in one worker."""
 
-    def __init__(self, parts: InspectorParts, background: Background, traits: ConnectorTraits) -> None:
+    def __init__(self, parts: InspectorParts, background: BackgroundTasks, traits: ConnectorTraits) -> None:
         """Keep the parts of an Inspector that has prefill instances, and its background tasks."""
         self._parts = parts
         self._prefill_pool = parts.pools[Role.PREFILL]

@@ -27,7 +27,7 @@ from proxy.balancer.engines import EngineFacts
 from proxy.balancer.roster import Move
 from proxy.balancer.split import MovePlanner, sample_of
 from proxy.common.backend import Role
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, with_setup
 from proxy.upstream import EngineRequestError
 
@@ -89,7 +89,7 @@ class RoleMover(BackgroundOwner):
         """Instances with an unknown role that the log has announced."""
         self._compared: dict[Backend, EngineFacts] = {}
         """Facts of engines whose role was compared with that of the instance."""
-        self._background = Background(logger, "an exchange of roles")
+        self._background = BackgroundTasks(logger, "an exchange of roles")
 
     def look(self) -> None:
         """Continue the moves. Cheap if there are no elastic instances."""

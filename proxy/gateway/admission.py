@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
-from proxy.common.errors import RETRY_AFTER_SECONDS, GatewayError, NoBackendAvailable, Overloaded, overloaded
+from proxy.common.errors import RETRY_AFTER_SECONDS, GatewayError, NoBackendAvailable, Overloaded, make_overloaded_error
 from proxy.gateway.queue_order import Deadlines, DrainRate, InTurn, Order, Waiter
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _SPREAD: Final = 0.2
 
 def queue_full() -> Overloaded:
     """Return the error for a unit that finds the queue full."""
-    return overloaded("queue_full", "too many requests are waiting for an instance")
+    return make_overloaded_error("queue_full", "too many requests are waiting for an instance")
 
 
 def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
@@ -48,7 +48,7 @@ def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBa
         error.message = f"no healthy {absent.value} instance became available within {wait_seconds:g} s"
         error.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
         return error
-    return overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
+    return make_overloaded_error("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
 
 
 def make_all_refuse_error(role: Role, seconds: float) -> Overloaded:
@@ -151,7 +151,7 @@ class Hold:
         buffers = self._buffers
         others = buffers.held_bytes - self._held_bytes
         if others and body_bytes > self._held_bytes and others + body_bytes > buffers.max_bytes:
-            raise overloaded("buffers_full", "the gateway has reached its limit of request bodies in memory")
+            raise make_overloaded_error("buffers_full", "the gateway has reached its limit of request bodies in memory")
         buffers.held_bytes = others + body_bytes
         self._held_bytes = body_bytes
 
@@ -283,7 +283,7 @@ class AdmissionQueue:
             Overloaded: The queue is full, or the gateway is short of memory.
         """
         if self.is_short_of_memory:
-            raise overloaded("memory", "the gateway is short of memory")
+            raise make_overloaded_error("memory", "the gateway is short of memory")
         if len(self._queue) < self._limits.max_waiting or self._order.unit_to_reject(key) is not None:
             return
         if (self._lines or not self._has_room()) and not self._would_take():

@@ -16,9 +16,9 @@ from proxy.gateway.delivery import Delivery
 from proxy.gateway.relay import Relay, TokenClock
 from proxy.resume.engines import VLLM, WatchLevel
 from proxy.wire.chat_members import UnreadableMember
-from proxy.wire.document import REMOVED, SHORT_BYTES, Document, LongAnswer, joined
+from proxy.wire.document import REMOVED, SHORT_DOCUMENT_BYTES, Document, LongAnswer, join_body
 from proxy.wire.openai import Api
-from proxy.wire.python_json import dumps, loads, utf8
+from proxy.wire.python_json import dumps, encode_utf8, loads
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
     from proxy.resume.chat_as_completion import ChatPrompt
-    from proxy.resume.engines import Engine, Watching
+    from proxy.resume.engines import AnswerWatch, Engine
     from proxy.settings.live import LiveSettings
 
 
@@ -222,7 +222,7 @@ class EngineBody(Answer):
             raise self._error
         dialect, response, raw = self._dialect, attempt.response, self._raw
         attempt.note_kv_arrived()
-        if len(raw) > SHORT_BYTES and dialect.speaks_as_engines:
+        if len(raw) > SHORT_DOCUMENT_BYTES and dialect.speaks_as_engines:
             self._answer = parse_answer(LongAnswer, response, raw)
         else:
             self._answer = parse_answer(Document, response, raw)
@@ -244,7 +244,7 @@ class EngineBody(Answer):
             return self._raw
         assert self._answer is not None
         changed = self._answer.with_changes(self._corrections)
-        return joined(Document(self._raw).with_changes(self._corrections) if changed is None else changed)
+        return join_body(Document(self._raw).with_changes(self._corrections) if changed is None else changed)
 
     def values(self) -> dict[str, Any]:
         assert self._answer is not None
@@ -265,7 +265,7 @@ class _Relayed(Answer):
         self,
         delivery: Delivery,
         parts: FlowParts,
-        watching: Watching,
+        watching: AnswerWatch,
         writer: ClientWriter | None = None,
         prompt: ChatPrompt | None = None,
     ) -> None:
@@ -331,7 +331,7 @@ class AssembledBody(_Relayed):
     """An answer that is not streamed to the client. The engine streams it, so that another engine can continue it."""
 
     def __init__(
-        self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching, prompt: ChatPrompt | None = None
+        self, call: Call, dialect: Dialect, parts: FlowParts, watching: AnswerWatch, prompt: ChatPrompt | None = None
     ) -> None:
         self._dialect = dialect
         self._values: dict[str, Any] | None = None
@@ -405,7 +405,7 @@ def _all_ids(values: Mapping[str, Any]) -> array[int] | None:
 def _is_broken(call: dict[str, Any]) -> bool:
     """Return whether even a tolerant parser cannot read the arguments of a tool call as JSON."""
     try:
-        loads(utf8(call["function"]["arguments"]))
+        loads(encode_utf8(call["function"]["arguments"]))
     except ValueError:
         return True
     return False
@@ -422,7 +422,7 @@ class StreamedAnswer(_Relayed):
         record: RequestRecord,
         parts: FlowParts,
         *,
-        watching: Watching,
+        watching: AnswerWatch,
         rendering: UnitRendering | None,
         shares_client: bool,
         prompt: ChatPrompt | None = None,

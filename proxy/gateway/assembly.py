@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from proxy.wire.chat_members import UnreadableMember, object_of, with_names
-from proxy.wire.ids import new_id
+from proxy.wire.chat_members import UnreadableMember, drop_unnamed_calls, read_object_member
+from proxy.wire.ids import make_request_id
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Assembly:
 
     def _add_logprobs(self, value: object) -> None:
         """Add the member `logprobs` of a choice. Raises UnreadableMember."""
-        logprobs = object_of(value, "logprobs")
+        logprobs = read_object_member(value, "logprobs")
         if not all(entries is None or isinstance(entries, list) for entries in logprobs.values()):
             raise UnreadableMember("a member of logprobs is not a list")
         if not all(isinstance(token, str) for token in logprobs.get("tokens") or ()):
@@ -119,12 +119,12 @@ def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
     if transcript.tools:
         message["tool_calls"] = [
             {
-                "id": call.id or f"call_{new_id()}",
+                "id": call.id or f"call_{make_request_id()}",
                 "type": "function",
                 # In a whole answer, missing arguments are an empty object (vLLM `parser/kimi_k2.py`).
                 "function": {"name": call.name, "arguments": call.arguments or "{}"},
             }
-            for call in with_names(transcript.tools)
+            for call in drop_unnamed_calls(transcript.tools)
         ]
     message[transcript.reasoning_field] = None if hides_reasoning else transcript.reasoning or None
     return message

@@ -9,13 +9,13 @@ import orjson
 
 from proxy.common.terms import Action
 from proxy.dialects.segment import Segment
-from proxy.resume.engines import VLLM, has_media
-from proxy.resume.overlap import Mismatch
-from proxy.resume.seam import remove_possible_stop, without_finish_reason, without_tool_calls
+from proxy.resume.engines import VLLM, has_media_parts
+from proxy.resume.overlap import AnswerMismatch
+from proxy.resume.seam import remove_possible_stop, remove_tool_calls, split_off_finish_reason
 from proxy.resume.transcript import Transcript
 from proxy.wire.chat_members import UnreadableMember
-from proxy.wire.openai import Api, data_event, with_prompt_details, without_engine_members
-from proxy.wire.sse import Shape
+from proxy.wire.openai import Api, cut_engine_members, data_event, replace_prompt_details
+from proxy.wire.sse import TokenShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ class TokenShapes:
     __slots__ = ("attempts_left", "current")
 
     def __init__(self) -> None:
-        self.current: Shape | None = None
+        self.current: TokenShape | None = None
         """The shape of the present tokens. None: unknown."""
         self.attempts_left = MAX_ATTEMPTS
         """Attempts to learn another shape."""
@@ -58,7 +58,7 @@ class TokenShapes:
         self.current = None
         if is_token and self.attempts_left and is_whole:
             self.attempts_left -= 1
-            self.current = Shape.of(raw)
+            self.current = TokenShape.of(raw)
 
 
 _TOKEN_IDS: Final = b'"token_ids":['
@@ -103,7 +103,7 @@ class ChunkWriter:
             assert segment.data is not None
             data = without_token_ids(segment.data)
         if segment.has_engine_members:
-            data = without_engine_members(data)
+            data = cut_engine_members(data)
         if data is event.data:
             return event.raw
         return b"data: %b\n\n" % data.replace(b"\n", b"\ndata: ")
@@ -113,7 +113,7 @@ class ChunkWriter:
         if not segment.has_engine_members:
             return event.raw
         assert event.data is not None
-        return b"data: %b\n\n" % without_engine_members(event.data).replace(b"\n", b"\ndata: ")
+        return b"data: %b\n\n" % cut_engine_members(event.data).replace(b"\n", b"\ndata: ")
 
     def put_back_prompt_ids(self, payload: dict[str, Any], ids: bytes) -> None:
         """Put the ids of the prompt, which the Segment has cut out, back into a payload if the client wants them."""
@@ -240,7 +240,7 @@ class Delivery:
         return self.seam is not None and self.seam.is_stopped
 
     @property
-    def shape(self) -> Shape | None:
+    def shape(self) -> TokenShape | None:
         """The shape of tokens that may bypass this delivery. None: no token may."""
         return None if self._held and self._whole is None else self.shapes.current
 
@@ -257,7 +257,7 @@ class Delivery:
             return False
         if transcript.prompt_ids is None and call.api is not Api.GENERATE:
             return False
-        return not has_media(call) and not engine.is_structured(call) and engine.reason_inexact(call) is None
+        return not has_media_parts(call) and not engine.is_structured(call) and engine.reason_inexact(call) is None
 
     def all_ids(self) -> array[int] | None:
         """Return the token ids of the prompt and of the whole answer; None if they are not known for certain."""
@@ -374,8 +374,8 @@ class Delivery:
             return self._with_held_events(self._seam_output(segment, recomputed=True))
         if not self.head:
             self._keep_head(segment.payload)
-        payload, choice = without_finish_reason(segment.payload)
-        without_tool_calls(choice)
+        payload, choice = split_off_finish_reason(segment.payload)
+        remove_tool_calls(choice)
         remove_possible_stop([choice], self.call)
         shows = self._take(choice, choice.get("token_ids"))
         if not shows and not (self.call.shows_single_tokens and choice.get("token_ids")):
@@ -402,7 +402,7 @@ class Delivery:
         usage = engine_usage if self.seam is None else self.seam.usage(engine_usage)
         if self.seam is not None:
             self._count_reasoning(usage)
-        self.usage = with_prompt_details(usage, details) if handed_over else usage
+        self.usage = replace_prompt_details(usage, details) if handed_over else usage
         if not self.call.include_usage or self.writer.rewrites:
             return b""  # not requested, or written by the owner of `rewrite`
         if self.usage is engine_usage and self._keeps_bytes:
@@ -448,17 +448,17 @@ class Delivery:
         """
         segment = self.segment
         if self.seam is None and segment is not None and segment.usage and len(segment.finish_reasons) == 1:
-            return with_prompt_details(segment.usage, details)
+            return replace_prompt_details(segment.usage, details)
         if self.has_lost_track or (usage := self.transcript.counted_usage()) is None:
             return None
         self._count_reasoning(usage)
-        return with_prompt_details(usage, details)
+        return replace_prompt_details(usage, details)
 
     # Writing
 
     def _seam_output(self, segment: Segment, *, recomputed: bool) -> bytes:
         assert self.seam is not None
-        payload = without_finish_reason(segment.payload)[0] if recomputed else segment.payload
+        payload = split_off_finish_reason(segment.payload)[0] if recomputed else segment.payload
         parts = []
         chunks = self.seam.rewrite(payload, recomputed=recomputed)
         if recomputed and not self.seam.withheld_text and not self.is_stopped:
@@ -505,7 +505,7 @@ class Delivery:
                 prompt_ids != self._expected_prompt_ids
                 and orjson.loads(prompt_ids) != orjson.loads(self._expected_prompt_ids)
             ):
-                raise Mismatch
+                raise AnswerMismatch
         elif self.seam is None and prompt_ids is not None:
             self.transcript.prompt_ids = prompt_ids
             if is_rewritten or not self.writer.keeps_bytes:

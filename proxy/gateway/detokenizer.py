@@ -14,8 +14,8 @@ import orjson
 
 from proxy.balancer.engines import KIMI_REASONING, KIMI_TOOLS, LENGTH_BESIDE_TOOL_CALLS, TOKEN_IDS
 from proxy.common.errors import NoBackendAvailable, UpstreamError
-from proxy.dialects.grammars import GRAMMARS, PROMPT_TAIL_TOKENS, grammar_of
-from proxy.resume.chat_as_completion import ChatPrompt, may_be_completion
+from proxy.dialects.grammars import GRAMMARS, PROMPT_TAIL_TOKENS, recognise_grammar
+from proxy.resume.chat_as_completion import ChatPrompt, can_translate_to_completion
 from proxy.wire.document import REMOVED
 from proxy.wire.python_json import dumps, loads
 
@@ -135,7 +135,7 @@ class ChatPrompts:
         A warning gives the reason once, unless the reason is the request. `sampling`: see `sglang.chat_sampling`.
         """
         engine, has = self._abilities.engine, self._abilities.has
-        if engine is None or not may_be_completion(engine, call):
+        if engine is None or not can_translate_to_completion(engine, call):
             return None
         if not (has(TOKEN_IDS) and has(KIMI_TOOLS)):
             self._log_once("not all engines are SGLang >= 0.5.17 with --tool-call-parser kimi_k2")
@@ -155,7 +155,7 @@ class ChatPrompts:
         if ids is None:
             return None  # no engine answers, or the request is wrong, which the engine will report
         raw_ids = orjson.dumps(ids)
-        grammar = grammar_of(raw_ids)
+        grammar = recognise_grammar(raw_ids)
         if grammar not in GRAMMARS:
             self._log_once("the prompts are not those of Kimi K2")
             return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
-from proxy.common.endpoints import client_address
+from proxy.common.endpoints import find_client_address
 from proxy.gateway.intake import is_one_request, read_head
 from proxy.listener.connection import FirstProtocol
 from proxy.listener.replies import choose_request_id
-from proxy.wire.ids import new_id
+from proxy.wire.ids import make_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +104,7 @@ class FastConnection(FirstProtocol):
     def end(self, error: GatewayError | None = None) -> None:
         """Close an idle connection. `error`: sent to the client before; None: nothing is sent."""
         if error is not None:
-            self.transport.write(self._listener.refuse(self, error, new_id()))
+            self.transport.write(self._listener.refuse(self, error, make_request_id()))
         self.transport.close()
 
     def end_after_answer(self) -> None:
@@ -251,7 +251,7 @@ class FastConnection(FirstProtocol):
         record = parts.observers.begin(label, request_id, head.passed_on, since)
         record.client = self._peer
         if networks := parts.settings.listen.trusted_proxies:
-            record.client = client_address(self._peer, [head.fields.get("x-forwarded-for", "")], networks)
+            record.client = find_client_address(self._peer, [head.fields.get("x-forwarded-for", "")], networks)
         request.start(record)
         return True
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.errors import GatewayError
-from proxy.dialects.adjustments import ModelNames, SystemFirst, bound_priority
-from proxy.dialects.call import PASSED_ON, PRIORITY_HEADER
-from proxy.dialects.requests import read
-from proxy.dialects.translated import Translated
+from proxy.dialects.adjustments import ModelNames, SystemMessageJoiner, limit_priority
+from proxy.dialects.call import FORWARDED_HEADERS, PRIORITY_HEADER
+from proxy.dialects.requests import parse_body
+from proxy.dialects.translated import TranslatedDialect
 from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
 from proxy.gateway.request import Request
 from proxy.listener.body import memory_bytes
-from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, is_light, upper_bounds
+from proxy.wire.weight import ALWAYS_LIGHT_BYTES, LONG_BYTES, bound_element_counts, is_light_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +113,7 @@ def read_head(data: bytes, last: Head | None = None) -> Head | None:
     assert name is not None
     before, size_bytes = name.end(), match.end()
     behind = data[before + len(length) : size_bytes]
-    passed_on: dict[str, str] = {name: fields[name] for name in PASSED_ON if name in fields}
+    passed_on: dict[str, str] = {name: fields[name] for name in FORWARDED_HEADERS if name in fields}
     credential = credential_for_engines(fields.get("authorization"), fields.get("x-api-key"))
     return Head(
         path=match[1].decode("ascii"),
@@ -197,7 +197,7 @@ class Intake:
         self._cost = settings.cost
         self._lower_priority_first = settings.connector_traits.lower_priority_first
         self._names = ModelNames(settings.models.aliases)
-        self._system_first = SystemFirst(settings.models.system_first)
+        self._system_first = SystemMessageJoiner(settings.models.system_first)
 
     # For both readers
 
@@ -215,10 +215,10 @@ class Intake:
         """
         call = dialect.parse(document, self._cost, headers)
         if key.slot is not None and (not call.is_ordinary or PRIORITY_HEADER in headers):
-            call = bound_priority(call, key.priority, lower_first=self._lower_priority_first)
+            call = limit_priority(call, key.priority, lower_first=self._lower_priority_first)
         if self._names.has_aliases:
             call = self._names.with_engine_name(call)
-        if isinstance(dialect, Translated):
+        if isinstance(dialect, TranslatedDialect):
             call = self._system_first.with_joined_system(call)
             if call.left_out:
                 self._log_left_out(dialect.path, key.name, call.left_out)
@@ -247,10 +247,10 @@ class Intake:
         if parts.listener.is_closing or size_bytes > self._max_body_bytes or self._admission.is_short_of_memory:
             return None
         dialect = self.dialects[head.path]
-        is_slight, max_elements = size_bytes <= SLIGHT_BYTES, self._max_elements
+        is_slight, max_elements = size_bytes <= ALWAYS_LIGHT_BYTES, self._max_elements
         if not dialect.speaks_as_engines:
             max_elements //= 2  # a translated body is parsed twice
-        if not is_slight and not is_light(raw, max_elements) and upper_bounds(raw)[0] > max_elements:
+        if not is_slight and not is_light_json(raw, max_elements) and bound_element_counts(raw)[0] > max_elements:
             return None
         try:
             key = ANONYMOUS
@@ -258,7 +258,7 @@ class Intake:
                 key = self._keys.identify(head.fields.get("authorization"), head.fields.get("x-api-key"))
             self._admission.check(key.name)
             headers = head.with_credential if key is ANONYMOUS else head.passed_on
-            document = read(raw)
+            document = parse_body(raw)
             call = self.call(dialect, document, headers, key)
             lanes = parts.lanes
             if lanes.models.is_mixed:

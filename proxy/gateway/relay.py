@@ -15,7 +15,7 @@ from proxy.common.errors import Failure, GatewayError
 from proxy.dialects.segment import ABORTED, CONTENT, DONE, ERROR, MALFORMED, OPENING, RECOMPUTED, USAGE
 from proxy.gateway.delivery import MAX_ATTEMPTS
 from proxy.gateway.quotable import quotable_texts
-from proxy.resume.overlap import Mismatch
+from proxy.resume.overlap import AnswerMismatch
 from proxy.upstream.fast_forward import Tokens
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import names_engine_members
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from proxy.gateway.delivery import Delivery
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
-    from proxy.wire.sse import Event, Shape
+    from proxy.wire.sse import Event, TokenShape
 
 
 END_MARK_SECONDS: Final = 1.0
@@ -171,7 +171,7 @@ class Relay:
         self._idle_seconds = idle_seconds
         self._tokens: Tokens | None = None
         """The tokens that may bypass this reader. None: there were none yet."""
-        self._shape: Shape | None = None
+        self._shape: TokenShape | None = None
         """The shape of these tokens."""
         self._is_bypassed = False
         """Whether tokens bypass this reader now."""
@@ -223,7 +223,7 @@ class Relay:
                         self._end(None)
                 else:
                     self._read_other(meaning, event, output)
-            except Mismatch:
+            except AnswerMismatch:
                 fail = self._attempt.response.fail
                 self._end(fail(Failure.NOT_RESUMED, "did not continue the answer it was given"))
             except UnreadableMember as odd:

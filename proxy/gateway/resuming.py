@@ -18,8 +18,8 @@ from proxy.balancer.engines import (
 from proxy.common.errors import Failure
 from proxy.common.terms import Action
 from proxy.resume.engines import CannotResume
-from proxy.resume.plan import plan
-from proxy.resume.situation import ChatTokens, Resumption, Situation
+from proxy.resume.plan import plan_resumption
+from proxy.resume.situation import ChatTokenApi, Resumption, Situation
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Resuming:
         """The number of resumes because of an evacuation."""
         self._until = 0.0
         """The time of the event loop until which another instance is searched for."""
-        self._chats: ChatTokens | None = None
+        self._chats: ChatTokenApi | None = None
         """How to resume chats, after another way has failed. None: as the settings say."""
 
     @property
@@ -108,7 +108,7 @@ class Resuming:
         if error.failure is Failure.NOT_RESUMED:
             if self.action not in (Action.CHAT_TOKENS, Action.ROLL_BACK):
                 raise CannotResume("the engine did not continue it exactly")
-            self._chats = ChatTokens.COMPLETIONS
+            self._chats = ChatTokenApi.COMPLETIONS
         elif not delivery.is_touched:
             if delivery.seam is None:
                 delivery.begin_anew()
@@ -120,7 +120,7 @@ class Resuming:
             return Resumption(Action.RESTART, self._answer.call)
         if delivery.transcript.prompt_ids is None:
             delivery.transcript.prompt_ids = await self._prompt_ids()
-        steps = plan(self._situation())
+        steps = plan_resumption(self._situation())
         text: str | None = None
         try:
             while True:
@@ -167,11 +167,11 @@ class Resuming:
         is_unparsed = counts is False and abilities.has_if_known(REASONING_USAGE)
         prompt = self._answer.prompt
         if prompt is not None:
-            chats = ChatTokens.COMPLETIONS
+            chats = ChatTokenApi.COMPLETIONS
         elif self._settings.chats != "auto":
-            chats = ChatTokens(self._settings.chats)
+            chats = ChatTokenApi(self._settings.chats)
         else:
-            chats = ChatTokens.NATIVE if abilities.has(CHAT_TOKEN_IDS) else ChatTokens.COMPLETIONS
+            chats = ChatTokenApi.NATIVE if abilities.has(CHAT_TOKEN_IDS) else ChatTokenApi.COMPLETIONS
         return Situation(
             engine=self._answer.engine,
             call=self._answer.call,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
     from proxy.resume.chat_as_completion import ChatPrompt
-    from proxy.resume.engines import Watching
+    from proxy.resume.engines import AnswerWatch
     from proxy.settings import Settings
     from proxy.settings.live import LiveSettings
 
@@ -181,7 +181,7 @@ class RequestService:
             answers.append(answer)
         return Work(dialect, call, units, answers, rendering)
 
-    def watching(self, dialect: Dialect, call: Call, prompt: ChatPrompt | None = None) -> Watching:
+    def watching(self, dialect: Dialect, call: Call, prompt: ChatPrompt | None = None) -> AnswerWatch:
         """Return how closely to read the answer to a unit, so that another engine can continue it.
 
         `prompt`: that of a chat that engines get as a completion. None: the engines get the call itself.

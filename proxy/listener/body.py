@@ -14,14 +14,14 @@ from aiohttp import hdrs, web
 
 from proxy.common.errors import GatewayError
 from proxy.wire.weight import (
+    ALWAYS_LIGHT_BYTES,
     LONG_BYTES,
-    SLIGHT_BYTES,
-    is_light,
-    object_bytes,
-    upper_bounds,
-    weigh,
-    weigh_closely,
-    wide_bytes,
+    bound_element_counts,
+    count_object_bytes,
+    count_weight,
+    count_wide_text_bytes,
+    estimate_weight,
+    is_light_json,
 )
 
 if TYPE_CHECKING:
@@ -53,17 +53,17 @@ async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], 
     """
     raw = await read_body(request, listen, grow)
     most = listen.max_body_elements // readings
-    if len(raw) <= SLIGHT_BYTES or is_light(raw, most):
+    if len(raw) <= ALWAYS_LIGHT_BYTES or is_light_json(raw, most):
         return raw
     if len(raw) <= LONG_BYTES:
-        elements, memory_bytes = upper_bounds(raw)
+        elements, memory_bytes = bound_element_counts(raw)
         if elements <= most:
             grow(len(raw) + memory_bytes)
             return raw
-    weight = weigh(raw)
+    weight = estimate_weight(raw)
     if weight.elements > most:
         await asyncio.sleep(0)
-        weight = weigh_closely(raw, most)
+        weight = count_weight(raw, most)
         if weight.elements > most:
             raise _too_many_elements(most)
     grow(len(raw) + weight.memory_bytes)
@@ -74,9 +74,9 @@ async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], 
 
 def memory_bytes(raw: bytes, values: object) -> int:
     """Return the memory of a body with its values that have become Python objects."""
-    if len(raw) <= SLIGHT_BYTES:
+    if len(raw) <= ALWAYS_LIGHT_BYTES:
         return len(raw)
-    return len(raw) + object_bytes(raw, values) + wide_bytes(raw, values)
+    return len(raw) + count_object_bytes(raw, values) + count_wide_text_bytes(raw, values)
 
 
 async def read_body(

@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
 
 from proxy.common.errors import GatewayError
 from proxy.listener import replies
-from proxy.wire.ids import new_id
+from proxy.wire.ids import make_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +140,7 @@ class AiohttpConnection(web.RequestHandler):
     def end(self, error: GatewayError | None = None) -> None:
         """Close a connection that awaits a request. `error`: is sent before; None: nothing is sent."""
         if error is not None and self.transport is not None:
-            self.transport.write(self._front.refuse(self, error, new_id()))
+            self.transport.write(self._front.refuse(self, error, make_request_id()))
         self.force_close()
 
     def end_after_answer(self) -> None:
@@ -165,7 +165,7 @@ class AiohttpConnection(web.RequestHandler):
         body = self._messages[-2][1] if len(self._messages) > 1 else current.content if current else None
         if body is None or body.is_eof():
             return
-        self._front.report(self, error, new_id())
+        self._front.report(self, error, make_request_id())
         body.set_exception(error)
         body.feed_eof()  # otherwise aiohttp would continue to read after the answer
         self.close()  # after that answer; requests in the queue get none

@@ -25,7 +25,7 @@ from proxy.listener.body import AWAITS_CONTINUE
 from proxy.listener.connection import LINGERING_SECONDS, MALFORMED, AiohttpConnection, end_writing, refusal_of
 from proxy.listener.header_deadlines import HeaderDeadlines
 from proxy.listener.tls import TlsHandshake
-from proxy.wire.ids import new_id
+from proxy.wire.ids import make_request_id
 
 if TYPE_CHECKING:
     import ssl
@@ -292,7 +292,7 @@ class HttpListener:
             transport.abort()
             return
         error = Overloaded("this gateway has reached its limit of client connections", code="too_many_connections")
-        transport.write(replies.closing_error_bytes(error, new_id()))
+        transport.write(replies.closing_error_bytes(error, make_request_id()))
         self._turned_away[connection] = (now, transport)
         end_writing(transport)
 

@@ -22,7 +22,7 @@ from proxy import SERVER
 from proxy.common.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
 from proxy.observe import logs
 from proxy.observe.metrics import REJECTIONS
-from proxy.wire.ids import new_id
+from proxy.wire.ids import make_request_id
 from proxy.wire.openai import error_body
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def request_id(request: web.BaseRequest) -> str:
 
 def choose_request_id(given: str) -> str:
     """Return the given ID if it is valid, otherwise a new one."""
-    return given if given and _is_acceptable_id(given) else new_id()
+    return given if given and _is_acceptable_id(given) else make_request_id()
 
 
 def rejection(error: GatewayError) -> str | None:

@@ -11,7 +11,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING, Final, cast
 
-from proxy.settings.tls import tls_problem
+from proxy.settings.tls import describe_tls_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,7 @@ class TlsHandshake(asyncio.Protocol):
                 ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
             )
         except ssl.SSLError as error:
-            reason = tls_problem(error)
+            reason = describe_tls_problem(error)
         except ConnectionAbortedError:
             reason = f"not complete after {self._seconds:g} s"
         except OSError:

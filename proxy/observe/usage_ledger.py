@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import orjson
 
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.common.errors import GatewayError
 from proxy.observe.key_usage import ANONYMOUS_KEY, HOUR_SECONDS, KEPT_FIELDS, usage_of
 
@@ -201,7 +201,7 @@ class UsageKeeper(BackgroundOwner):
         self._is_news = is_news
         self._is_logging = is_logging
         self._has_failed = False
-        self._background = Background(logger, "the usage of client keys")
+        self._background = BackgroundTasks(logger, "the usage of client keys")
 
     def _begin(self) -> None:
         if self._is_logging:

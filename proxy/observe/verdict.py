@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.shared.memory import SharedValue
 from proxy.common.errors import Failure
-from proxy.common.terms import counted
+from proxy.common.terms import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -279,7 +279,7 @@ def _judge_silence(each: InstanceFacts, counts: Counts, finished_prompts: float)
         if are_all_silent or (each.has_begun and len(some) >= _MIN_SILENT_ANSWERS):
             text = (
                 f"decode {each.name} has sent nothing for {longest_seconds:.0f} s on {len(some)} of "
-                f"{counted(each.answers, 'running answer')}."
+                f"{format_count(each.answers, 'running answer')}."
             )
             yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
     elif each.role == "prefill" and _is_prefill_late(each, longest_seconds, finished_prompts):
@@ -317,7 +317,7 @@ def _judge_failures(each: InstanceFacts, results: Mapping[str, float]) -> Iterat
         yield Reason(Level.DEGRADED, "instance_failing", "instance", each.name, text)
     if recomputed := results.get(str(Failure.RECOMPUTED)):
         text = (
-            f"{each.role} {each.name} is short of KV memory: it preempted {counted(int(recomputed), 'answer')} in "
+            f"{each.role} {each.name} is short of KV memory: it preempted {format_count(int(recomputed), 'answer')} in "
             f"{WINDOW_SECONDS:.0f} s, which other decoders continue."
         )
         yield Reason(Level.DEGRADED, "kv_memory", "instance", each.name, text)
@@ -386,14 +386,15 @@ def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:
             role = longest.waits_for
             target = f"room at a {role} instance" if role else "a better prefill instance"
             verb = "wait" if queued > 1 else "waits"
-            text = f"{counted(queued, 'request')} {verb} for {target}, the longest for {longest.oldest_seconds:.1f} s."
+            requests = format_count(queued, "request")
+            text = f"{requests} {verb} for {target}, the longest for {longest.oldest_seconds:.1f} s."
             yield Reason(Level.IMPAIRED, "queue", "side", role or "prefill", text)
     turn_seconds = max((worker.oldest_turn_seconds for worker in facts.workers), default=0.0)
     if turn_seconds >= _MIN_TURN_SECONDS:
         turns = sum(worker.turns for worker in facts.workers)
         verb = "wait" if turns > 1 else "waits"
         text = (
-            f"{counted(turns, 'turn')} of sessions {verb} for room in a prefix cache, the longest for "
+            f"{format_count(turns, 'turn')} of sessions {verb} for room in a prefix cache, the longest for "
             f"{turn_seconds:.0f} s."
         )
         yield Reason(Level.IMPAIRED, "sessions", "side", "prefill", text)
@@ -404,7 +405,7 @@ def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:
             if series[1] in _KEY_LIMITS:
                 continue
             rejections += count
-            text = f"{counted(int(count), 'request')} rejected in {seconds}: {series[1]}."
+            text = f"{format_count(int(count), 'request')} rejected in {seconds}: {series[1]}."
             yield Reason(Level.IMPAIRED, "rejected", "gateway", series[1], text)
     errors = sum(count for series, count in counts.items() if series[0] == "requests" and series[-1].startswith("5"))
     broken = _sum(counts, "streams_broken", "engine")
@@ -415,7 +416,7 @@ def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:
     causes = {series[1]: 0.0 for series in counts if series[0] == "resumes"}
     for cause in causes:
         if count := _sum(counts, "resumes", cause):
-            text = f"{counted(int(count), 'answer')} continued on another decoder in {seconds}: {cause}."
+            text = f"{format_count(int(count), 'answer')} continued on another decoder in {seconds}: {cause}."
             yield Reason(Level.DEGRADED, "resumed", "gateway", cause, text)
 
 
@@ -428,7 +429,7 @@ def _judge_keys(facts: StatusFacts) -> Iterator[Reason]:
             yield Reason(Level.DEGRADED, "key_dominates", "key", name, text)
     for series, limited in facts.counts.items():
         if series[0] == "key_limited" and limited > 0:
-            requests = counted(int(limited), "request")
+            requests = format_count(int(limited), "request")
             text = f"Client key {series[1]} exceeded its limits with {requests} in {WINDOW_SECONDS:.0f} s."
             yield Reason(Level.DEGRADED, "key_limited", "key", series[1], text)
 
@@ -453,7 +454,7 @@ def _judge_gateway(facts: StatusFacts) -> Iterator[Reason]:
             yield Reason(Level.DEGRADED, "file_descriptors", "worker", name, text)
     for series, count in facts.counts.items():
         if series[0] == "worker_replacements" and count > 0:
-            text = f"{counted(int(count), 'worker')} replaced in {WINDOW_SECONDS:.0f} s: {series[1]}."
+            text = f"{format_count(int(count), 'worker')} replaced in {WINDOW_SECONDS:.0f} s: {series[1]}."
             yield Reason(Level.DEGRADED, "worker_replaced", "worker", series[1], text)
     for origin, problem in facts.sources.items():
         text = f"The discovery source {origin} cannot be read; its last known instances stay: {problem}"

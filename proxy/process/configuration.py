@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.roster import CONFIG
 from proxy.balancer.shared.memory import SharedValue
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.fleet.discovery.sources import configured_instances
 from proxy.gateway.api_keys import assign_slots
-from proxy.settings import OPTIONS, SECRETS, ClientKey, Loaded, Settings, SettingsError, load_client_keys
+from proxy.settings import OPTIONS, SECRET_OPTIONS, ClientKey, LoadedSettings, Settings, SettingsError, load_client_keys
 from proxy.settings.load import ConfigChange
-from proxy.settings.sources import TLS_FILES, option_of
+from proxy.settings.sources import TLS_FILE_OPTIONS, read_option
 from proxy.settings.tls import TlsFiles, load_tls
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ They define processes, sockets, routes, memory, the form of the log, and the rec
 """
 
 _KEYS: Final = "auth.client_keys_file"
-_WATCHED: Final = (_KEYS, *TLS_FILES)
+_WATCHED: Final = (_KEYS, *TLS_FILE_OPTIONS)
 """Options that name files which are read again when they change."""
 
 _CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
@@ -61,7 +61,7 @@ _CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest nam
 class Configuration:
     """The configuration that all processes share. Must be created before forking."""
 
-    def __init__(self, loaded: Loaded, load: Callable[[], Loaded], roster: Roster) -> None:
+    def __init__(self, loaded: LoadedSettings, load: Callable[[], LoadedSettings], roster: Roster) -> None:
         """Publish the first configuration to the workers.
 
         Raises SettingsError.
@@ -118,7 +118,7 @@ class Configuration:
                 self._publish(before, replace(before, stamps=stamps))
             raise
 
-    async def _replace(self, load: Callable[[], Loaded], *, is_dry_run: bool = False) -> ConfigChange | None:
+    async def _replace(self, load: Callable[[], LoadedSettings], *, is_dry_run: bool = False) -> ConfigChange | None:
         """Publish the result of `load`, or return None if another process has published in the meantime."""
         before, version, read_at = self.current(), self._read_version, time.time()
         stamps = _stamps(before.settings)
@@ -131,7 +131,7 @@ class Configuration:
 
     def _publish(self, before: ConfigSnapshot, after: ConfigSnapshot, *, is_dry_run: bool = False) -> ConfigChange:
         """Publish a configuration. The caller holds the lock. Raises SettingsError."""
-        changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
+        changed = [name for name in OPTIONS if read_option(before.settings, name) != read_option(after.settings, name)]
         fixed: list[str] = [name for name in FIXED if name in changed]
         if fixed:
             raise SettingsError(f"{' and '.join(fixed)} cannot change while the gateway runs: restart it")
@@ -140,7 +140,9 @@ class Configuration:
         if before.client_keys != after.client_keys and _KEYS not in changed:
             changed.append(_KEYS)  # the published configuration has it
         texts, texts_before = after.tls.texts, before.tls.texts
-        changed += [name for name in TLS_FILES if name not in changed and texts.get(name) != texts_before.get(name)]
+        changed += [
+            name for name in TLS_FILE_OPTIONS if name not in changed and texts.get(name) != texts_before.get(name)
+        ]
         try:
             commit = self._shared.prepare(to_json(after))
             # Only a full reload may bring back instances that an administrator has removed.
@@ -160,7 +162,7 @@ class Configuration:
         return ConfigChange(tuple(changed), tuple(b.name for b in came), tuple(b.name for b in went))
 
 
-def _current(loaded: Loaded, slots_before: Mapping[str, int], stamps: Stamps, read_at: float) -> ConfigSnapshot:
+def _current(loaded: LoadedSettings, slots_before: Mapping[str, int], stamps: Stamps, read_at: float) -> ConfigSnapshot:
     """Return the configuration with slots for its client keys. Raises SettingsError if there are too many keys."""
     try:
         slots = assign_slots((key.name for key in loaded.client_keys), slots_before)
@@ -169,18 +171,18 @@ def _current(loaded: Loaded, slots_before: Mapping[str, int], stamps: Stamps, re
     return ConfigSnapshot(loaded.settings, read_at, loaded.client_keys, slots, stamps, loaded.origins, loaded.tls)
 
 
-def _with_files_read_again(before: ConfigSnapshot) -> Loaded:
+def _with_files_read_again(before: ConfigSnapshot) -> LoadedSettings:
     """Return the configuration with the present client keys and certificates. Raises SettingsError."""
     path = before.settings.auth.client_keys_file
     keys = () if path is None else load_client_keys(path)
-    return Loaded(before.settings, before.origins, keys, tls=load_tls(before.settings))
+    return LoadedSettings(before.settings, before.origins, keys, tls=load_tls(before.settings))
 
 
 def _stamps(settings: Settings) -> Stamps:
     """Return the stamps of the client keys' file and of certificates, without those of files that cannot be read."""
     stamps: dict[str, Stamp] = {}
     for option in _WATCHED:
-        path = option_of(settings, option)
+        path = read_option(settings, option)
         if path is not None:
             with suppress(OSError):
                 found = path.stat()
@@ -218,9 +220,9 @@ class ConfigSnapshot:
 def to_json(current: ConfigSnapshot) -> dict[str, Any]:
     """Return the configuration as the JSON that `from_json` reads."""
     settings = current.settings.model_dump(mode="json")
-    for option in SECRETS:
+    for option in SECRET_OPTIONS:
         section, _, name = option.partition(".")
-        settings[section][name] = text_of(option_of(current.settings, option))
+        settings[section][name] = text_of(read_option(current.settings, option))
     return {
         "settings": settings,
         "read_at": current.read_at,
@@ -258,7 +260,7 @@ def shown(current: ConfigSnapshot) -> dict[str, Any]:
 
 def secrets_of(settings: Settings) -> list[str]:
     """Return all secrets of the settings, in clear."""
-    return [text for option in SECRETS if (text := text_of(option_of(settings, option)))]
+    return [text for option in SECRET_OPTIONS if (text := text_of(read_option(settings, option)))]
 
 
 def text_of(secret: SecretStr | None) -> str | None:
@@ -287,7 +289,7 @@ class ConfigWatcher(BackgroundOwner):
         self._stamps_seen: Stamps = {}
         self._warnings_before = applied.settings.access_warnings
         """Warnings of the configuration before the applied one."""
-        self._background = Background(logger, "a reload")
+        self._background = BackgroundTasks(logger, "a reload")
 
     def _begin(self) -> None:
         self._metrics.config_last_reload_successful.set(1)

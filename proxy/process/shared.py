@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.process.takeover import Predecessor
-    from proxy.settings import Loaded
+    from proxy.settings import LoadedSettings
 
 logger = logging.getLogger("proxy.shared")
 
@@ -189,7 +189,10 @@ def start_successor(shared: Shared) -> Successor | None:
 
 
 def share(
-    loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners, predecessor: Predecessor | None = None
+    loaded: LoadedSettings,
+    load: Callable[[], LoadedSettings],
+    listeners: Listeners,
+    predecessor: Predecessor | None = None,
 ) -> Shared:
     """Create everything, with room to add as many instances again, before the first worker is forked.
 

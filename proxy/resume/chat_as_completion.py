@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.segment import Meaning, Segment
-from proxy.resume.engines import calls_tools, has_media, output_limit
+from proxy.resume.engines import has_media_parts, may_call_tools, read_output_limit
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from proxy.resume.engines import Engine
     from proxy.wire.sse import Event
 
-_CHAT_ONLY: Final = (
+_CHAT_ONLY_MEMBERS: Final = (
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "documents", "reasoning_effort"),
     *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("mm_processor_kwargs", "media_io_kwargs"),
     *("include_reasoning", "max_completion_tokens", "top_logprobs", "functions", "function_call"),
 )
 # Members that only the engine's own chats have.
-_OF_THE_ENGINE: Final = (
+_ENGINE_CHAT_MEMBERS: Final = (
     *("input_ids", "echo", "continue_final_message", "return_hidden_states", "return_routed_experts"),
     *("return_cached_tokens_details", "return_meta_info", "return_prompt_token_ids"),
 )
 # Members that are on by default.
-_EXPECTED: Final = ("separate_reasoning", "stream_reasoning", "include_reasoning", "parallel_tool_calls")
-_ODD_SHAPES: Final = (AttributeError, LookupError, TypeError, ValueError)
+_MEMBERS_ON_BY_DEFAULT: Final = ("separate_reasoning", "stream_reasoning", "include_reasoning", "parallel_tool_calls")
+_SHAPE_ERRORS: Final = (AttributeError, LookupError, TypeError, ValueError)
 
 
-def may_be_completion(engine: Engine, call: Call) -> bool:
+def can_translate_to_completion(engine: Engine, call: Call) -> bool:
     """Return whether engines could get this chat as a completion, which can be continued from its token ids."""
     values = call.values
     return not (
@@ -47,19 +47,21 @@ def may_be_completion(engine: Engine, call: Call) -> bool:
         or call.shows_single_tokens
         or engine.is_structured(call)
         or engine.reason_inexact(call) is not None
-        or any(values.get(name) for name in _OF_THE_ENGINE)
-        or any(values.get(name) is False for name in _EXPECTED)
-        or has_media(call)
+        or any(values.get(name) for name in _ENGINE_CHAT_MEMBERS)
+        or any(values.get(name) is False for name in _MEMBERS_ON_BY_DEFAULT)
+        or has_media_parts(call)
     )
 
 
-def as_completion(call: Call, limit: int | None, *, reads_markers: bool) -> dict[str, object]:
+def translate_to_completion(call: Call, limit: int | None, *, reads_markers: bool) -> dict[str, object]:
     """Return the changes that turn a chat into a completion of at most `limit` tokens.
 
     `reads_markers`: whether the engine must return the text with its special tokens.
     """
     values = call.values
-    changes: dict[str, object] = {name: REMOVED for name in _CHAT_ONLY if name in values or name in call.changes}
+    changes: dict[str, object] = {
+        name: REMOVED for name in _CHAT_ONLY_MEMBERS if name in values or name in call.changes
+    }
     changes["max_tokens"] = limit  # without one a completion would end after 16 tokens
     changes["add_special_tokens"] = False
     if values.get("logprobs"):
@@ -92,10 +94,10 @@ class ChatPrompt:
 
     def completion(self, chat: Call) -> Call:
         """Return the call of a completion that has the same answer as a chat."""
-        limit = output_limit(chat)
+        limit = read_output_limit(chat)
         changes = {
             **self.engine.as_completion(chat, self.sampling),
-            **as_completion(chat, self.room if limit is None else limit, reads_markers=True),
+            **translate_to_completion(chat, self.room if limit is None else limit, reads_markers=True),
             "prompt": orjson.Fragment(self.ids),
         }
         return replace(chat.changed(changes, prompt_tokens=self.tokens), api=Api.COMPLETIONS)
@@ -104,23 +106,23 @@ class ChatPrompt:
         """Return the reader of the stream of the completion that replaces a chat."""
         parser = self.grammar.parser(
             in_reasoning=self.in_reasoning,
-            calls_tools=calls_tools(chat),
+            calls_tools=may_call_tools(chat),
             shows_blanks=False,
             reports_half_calls=True,
             one_call=False,
         )
         field = self.engine.reasoning_field
-        return _CompletionStream(CompletionAsChat(parser, keeps_length=self.keeps_length, reasoning_field=field))
+        return CompletionStreamAsChat(CompletionToChat(parser, keeps_length=self.keeps_length, reasoning_field=field))
 
 
-class _CompletionStream(Segment):
+class CompletionStreamAsChat(Segment):
     """Reads a completion's stream and returns the chunks of the chat that it answers."""
 
     __slots__ = ("_as_chat", "_has_role")
 
-    def __init__(self, as_chat: CompletionAsChat) -> None:
+    def __init__(self, translator: CompletionToChat) -> None:
         super().__init__()
-        self._as_chat = as_chat
+        self._as_chat = translator
         self._has_role = False
 
     def read(self, event: Event) -> Meaning:
@@ -143,16 +145,16 @@ class _CompletionStream(Segment):
                     self._has_role = True
                     delta = {"role": "assistant", **delta}
                 choice["delta"] = delta
-        except _ODD_SHAPES:
+        except _SHAPE_ERRORS:
             return Meaning.MALFORMED
         return meaning
 
 
-class CompletionAsChat:
+class CompletionToChat:
     """Converts the choices of one completion to choices of a chat.
 
-    `parser`: reads the text; it has already read the answer so far. `calls_tools`: whether the answer so far has tool
-    calls.
+    `parser`: reads the text; it has already read the answer so far. `calls_tools`: whether the answer so far has
+    tool calls.
     `top_logprobs`: the number of alternatives that the chat wants for each token. `keeps_length`: whether engines
     report the finish reason `length` even for an answer with tool calls. `reasoning_field`: the member of a delta with
     reasoning.
@@ -176,24 +178,24 @@ class CompletionAsChat:
     def delta(self, choice: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
         """Convert a completion's choice to a chat's choice, in place. Return its delta."""
         text = choice.pop("text", None) or ""
-        delta = with_reasoning_as(self._reasoning_field, self._parser.feed(text, finished=is_last))
+        delta = rename_reasoning_member(self._reasoning_field, self._parser.feed(text, finished=is_last))
         choice.pop("prompt_token_ids", None)
         if choice.get("logprobs") is not None:
-            choice["logprobs"] = chat_logprobs(choice["logprobs"], self._top_logprobs)
+            choice["logprobs"] = make_chat_logprobs(choice["logprobs"], self._top_logprobs)
         self._calls_tools |= "tool_calls" in delta
         if choice.get("finish_reason") in self._hidden_by_tools and self._calls_tools:
             choice["finish_reason"] = "tool_calls"
         return delta
 
 
-def with_reasoning_as(name: str, delta: dict[str, Any]) -> dict[str, Any]:
+def rename_reasoning_member(name: str, delta: dict[str, Any]) -> dict[str, Any]:
     """Return a parser's delta in which the member for reasoning has another name."""
     if name != "reasoning" and "reasoning" in delta:
         delta[name] = delta.pop("reasoning")
     return delta
 
 
-def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
+def make_chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
     """Convert a completion's log probabilities to the form of a chat, with `top` alternatives for each token.
 
     The alternatives of both begin with the token itself, and a completion has one more (vLLM
@@ -201,16 +203,19 @@ def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
     """
     alternatives = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
     content = [
-        {**_entry(token, logprob), "top_logprobs": [_entry(*ranked) for ranked in _first((others or {}).items(), top)]}
+        {
+            **_logprob_entry(token, logprob),
+            "top_logprobs": [_logprob_entry(*ranked) for ranked in _most_probable((others or {}).items(), top)],
+        }
         for token, logprob, others in zip(logprobs["tokens"], logprobs["token_logprobs"], alternatives, strict=True)
     ]
     return {"content": content}
 
 
-def _first(ranked: Iterable[tuple[str, float]], count: int) -> list[tuple[str, float]]:
+def _most_probable(ranked: Iterable[tuple[str, float]], count: int) -> list[tuple[str, float]]:
     """Return the first `count` alternatives of a token, by log probability; all of them if `count` is -1."""
     return list(ranked)[: None if count < 0 else count]
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
+def _logprob_entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}

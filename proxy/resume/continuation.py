@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.common.terms import Action
-from proxy.resume.chat_as_completion import CompletionAsChat, as_completion
-from proxy.resume.engines import CannotResume, min_tokens, output_limit
+from proxy.resume.chat_as_completion import CompletionToChat, translate_to_completion
+from proxy.resume.engines import CannotResume, read_min_tokens, read_output_limit
 from proxy.resume.seam import Seam, SeamPlan, StopGuard
 from proxy.resume.situation import Resumption
 from proxy.wire.document import REMOVED
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from proxy.resume.situation import Situation
 
 # Members that were applied to the prompt already, or that only a prompt of text can have.
-_OF_THE_PROMPT: Final = ("echo", "suffix", "truncate_prompt_tokens", "prompt_logprobs")
+_PROMPT_ONLY_MEMBERS: Final = ("echo", "suffix", "truncate_prompt_tokens", "prompt_logprobs")
 
 
-def from_tokens(
+def continue_from_tokens(
     situation: Situation,
     action: Action,
     cut: Cut,
     *,
     pending: Mapping[str, Any] | None = None,
     parser: AnswerParser | None = None,
-    so_far: str = "",
+    delta_so_far: str = "",
 ) -> Resumption:
     """Return how an answer continues from its token ids, which become the end of the next call's prompt.
 
@@ -51,12 +51,12 @@ def from_tokens(
     call, transcript, kept = situation.call, situation.transcript, cut.kept
     assert transcript.prompt_ids is not None
     prompt = orjson.loads(transcript.prompt_ids) + transcript.ids[:kept].tolist()
-    limit = output_limit(call)
+    limit = read_output_limit(call)
     room = None if situation.max_model_len is None else situation.max_model_len - len(prompt)
     left = None if limit is None else limit - kept
     is_over = (left is not None and left <= 0) or (room is not None and room <= 0)
     late = 0 if parser is None else len(parser.held_text)
-    guard = None if is_over else _guard(situation, cut, late or len(cut.deferred))
+    guard = None if is_over else _make_stop_guard(situation, cut, late or len(cut.deferred))
     if guard is None and cut.held:
         pending = {**(pending or {}), cut.channel: cut.held}
     seam = Seam(
@@ -71,7 +71,7 @@ def from_tokens(
             deferred=cut.deferred,
             swallowed=[*transcript.ids[kept:], *situation.ahead] if situation.shows_ids and situation.shown else [],
             known=cut.known,
-            as_chat=None if parser is None else _as_chat(situation, parser, pending or {}),
+            as_chat=None if parser is None else _make_chat_translator(situation, parser, pending or {}),
             text_offset=transcript.offset_behind(kept) if situation.keeps_length else None,
             engine=situation.engine,
         )
@@ -80,12 +80,12 @@ def from_tokens(
         return Resumption(Action.FINISH, None, seam, kept)
     prompt_ids = orjson.dumps(prompt)
     if call.api is Api.GENERATE:
-        continuing = _native(situation, prompt_ids, len(prompt), kept, left)
+        continuing = _make_native_call(situation, prompt_ids, len(prompt), kept, left)
         return Resumption(action, continuing, seam, kept)
-    changes = _shared_changes(situation, kept, left)
+    changes = _continuation_changes(situation, kept, left)
     if parser is None and call.api is Api.CHAT:
         changed = call.changed(changes, prompt_tokens=len(prompt))
-        continuing = situation.engine.chat_from_ids(changed, situation.chats.key, prompt_ids, so_far)
+        continuing = situation.engine.chat_from_ids(changed, situation.chats.key, prompt_ids, delta_so_far)
     else:
         changes["prompt"] = orjson.Fragment(prompt_ids)
         if call.api is Api.CHAT:
@@ -93,24 +93,24 @@ def from_tokens(
                 raise CannotResume("no engine has reported its maximum sequence length")
             changes.update(situation.engine.as_completion(call, situation.chat_sampling))
             reads_markers = parser is not None and parser.reads_markers
-            changes.update(as_completion(call, room if left is None else left, reads_markers=reads_markers))
+            changes.update(translate_to_completion(call, room if left is None else left, reads_markers=reads_markers))
         continuing = replace(call.changed(changes, prompt_tokens=len(prompt)), api=Api.COMPLETIONS)
     continuing = replace(continuing, output_tokens=max(1, call.output_tokens - kept))
     return Resumption(action, continuing, seam, kept, prompt_ids)
 
 
-def _native(situation: Situation, prompt_ids: bytes, prompt_tokens: int, kept: int, left: int | None) -> Call:
+def _make_native_call(situation: Situation, prompt_ids: bytes, prompt_tokens: int, kept: int, left: int | None) -> Call:
     """Return the call of SGLang's `/generate` that continues an answer. Its seed stays the same."""
     call = situation.call
     params: dict[str, Any] = {**call.sampling, "max_new_tokens": left}
-    if least := min_tokens(call):
+    if least := read_min_tokens(call):
         params["min_new_tokens"] = max(0, least - kept)
     changes = {"text": REMOVED, "input_ids": orjson.Fragment(prompt_ids), "sampling_params": params}
     changed = call.changed(changes, prompt_tokens=prompt_tokens)
     return replace(changed, output_tokens=max(1, call.output_tokens - kept))
 
 
-def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
+def _make_stop_guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
     """Return the guard that looks for stop strings across the seam; None if there can be none."""
     call, transcript = situation.call, situation.transcript
     longest = max(map(len, call.stops), default=0)
@@ -121,7 +121,7 @@ def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
     before = shown[1 - longest :] if shows_stop else ""
     if not (cut.held or before or late):
         return None
-    minimum = min_tokens(call)
+    minimum = read_min_tokens(call)
     return StopGuard(
         call.stops,
         cut.held,
@@ -132,8 +132,8 @@ def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
     )
 
 
-def _as_chat(situation: Situation, parser: AnswerParser, pending: Mapping[str, Any]) -> CompletionAsChat:
-    return CompletionAsChat(
+def _make_chat_translator(situation: Situation, parser: AnswerParser, pending: Mapping[str, Any]) -> CompletionToChat:
+    return CompletionToChat(
         parser,
         calls_tools=bool(situation.transcript.tools) or "tool_calls" in pending,
         top_logprobs=situation.call.values.get("top_logprobs") or 0,
@@ -142,15 +142,15 @@ def _as_chat(situation: Situation, parser: AnswerParser, pending: Mapping[str, A
     )
 
 
-def _shared_changes(situation: Situation, kept: int, left: int | None) -> dict[str, object]:
+def _continuation_changes(situation: Situation, kept: int, left: int | None) -> dict[str, object]:
     """Return the changes that every call needs to continue from token ids."""
     values = situation.call.values
-    changes: dict[str, object] = {name: REMOVED for name in _OF_THE_PROMPT if name in values}
+    changes: dict[str, object] = {name: REMOVED for name in _PROMPT_ONLY_MEMBERS if name in values}
     if left is not None:
         changes["max_tokens"] = left
         if values.get("max_completion_tokens") is not None:
             changes["max_completion_tokens"] = left
-    if least := min_tokens(situation.call):
+    if least := read_min_tokens(situation.call):
         changes["min_tokens"] = max(0, least - kept)
     seed = values.get("seed")
     if isinstance(seed, int):

@@ -17,7 +17,7 @@ import orjson
 
 from proxy.dialects.grammars import PROMPT_TAIL_TOKENS
 from proxy.resume.engines import CannotResume
-from proxy.resume.overlap import Mismatch
+from proxy.resume.overlap import AnswerMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from proxy.resume.transcript import Transcript
 
 # How many ids at the end may be taken away, one after the other, to find where the answer can be cut.
-_MAX_QUESTIONS: Final = 32
+_MAX_DETOKENIZATIONS: Final = 32
 # No character has more tokens than bytes. With as many before it again, what it begins with is whole.
-_IDS_OF_CHARACTER: Final = 8
+_MAX_IDS_OF_CHARACTER: Final = 8
 # How many kinds of special tokens an answer may have that its text does not show.
-_MAX_HIDDEN: Final = 4
+_MAX_HIDDEN_TOKEN_KINDS: Final = 4
 # Such as `<|im_end|>`, `</s>` and `[EOS]`.
-_MAY_BE_SPECIAL: Final = re.compile(r"<.+>|\[.+\]", re.DOTALL).search
+_match_special_token: Final = re.compile(r"<.+>|\[.+\]", re.DOTALL).search
 
-UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+UNFINISHED_CHARACTER_MARK: Final = "\N{REPLACEMENT CHARACTER}"
 """The end of a text with an incomplete character. If a prompt ends so, the engine repeats all of it (vLLM 0.32)."""
 
 T = TypeVar("T")
@@ -82,37 +82,43 @@ def find_cut(
     transcript, stops = situation.transcript, situation.call.stops
     may_hold = max(map(len, stops), default=0) > 1
     shown = transcript.content or transcript.reasoning
-    may_lag = may_lag or transcript.shown_id_count - transcript.chunk_start > 1 or shown.endswith(UNFINISHED)
+    may_lag = (
+        may_lag or transcript.shown_id_count - transcript.chunk_start > 1 or shown.endswith(UNFINISHED_CHARACTER_MARK)
+    )
     if not (may_hold or may_lag):
         settled = transcript.shown_id_count
         if not situation.engine.shows_half_tokens:
             return Cut(settled, channel=channel)
-        end = yield from text_of(transcript, settled, begin=max(0, settled - _IDS_OF_CHARACTER))
-        if not end.endswith(UNFINISHED):
+        end = yield from detokenize(transcript, settled, begin=max(0, settled - _MAX_IDS_OF_CHARACTER))
+        if not end.endswith(UNFINISHED_CHARACTER_MARK):
             return Cut(settled, channel=channel)
     kept, least = (len(transcript.ids), 0) if may_hold else (transcript.shown_id_count, transcript.chunk_start)
     # The engine held text back, and so did this gateway where answers were joined before.
     most_held = 2 * max(map(len, stops), default=1) - 2
     hidden: set[int] = set()
-    while kept >= max(least, len(transcript.ids) - _MAX_QUESTIONS):
-        text = yield from text_of(transcript, kept, hidden=hidden)
-        if situation.engine.shows_half_tokens and not text.endswith(UNFINISHED) and shown.startswith(text):
+    while kept >= max(least, len(transcript.ids) - _MAX_DETOKENIZATIONS):
+        text = yield from detokenize(transcript, kept, hidden=hidden)
+        if (
+            situation.engine.shows_half_tokens
+            and not text.endswith(UNFINISHED_CHARACTER_MARK)
+            and shown.startswith(text)
+        ):
             return Cut(kept, channel=channel, known=shown[len(text) :])
-        with suppress(Mismatch):
+        with suppress(AnswerMismatch):
             new, deferred = compare(text)
             held = new.pop(channel, "")
-            if not new and len(held) <= most_held and not text.endswith(UNFINISHED):
+            if not new and len(held) <= most_held and not text.endswith(UNFINISHED_CHARACTER_MARK):
                 return Cut(kept, held, deferred, channel)
         if may_hide:
             may_hide = False
-            hidden = yield from hidden_ids(transcript, kept, text, shown)
+            hidden = yield from find_hidden_ids(transcript, kept, text, shown)
             if hidden:
                 continue
         kept -= 1
     raise CannotResume("the token ids do not match the text the client has")
 
 
-def text_of(transcript: Transcript, kept: int, begin: int = 0, hidden: Collection[int] = ()) -> Steps[str]:
+def detokenize(transcript: Transcript, kept: int, begin: int = 0, hidden: Collection[int] = ()) -> Steps[str]:
     """Return the text of an answer's ids from `begin` until `kept`, without the ids in `hidden`.
 
     Raises CannotResume.
@@ -126,36 +132,36 @@ def text_of(transcript: Transcript, kept: int, begin: int = 0, hidden: Collectio
     return text
 
 
-def hidden_ids(transcript: Transcript, kept: int, text: str, shown: str) -> Steps[set[int]]:
+def find_hidden_ids(transcript: Transcript, kept: int, text: str, shown: str) -> Steps[set[int]]:
     """Find the special tokens among an answer's first `kept` ids that are missing in `shown`, the client's text.
 
     Empty if no token is missing, or if the missing tokens are not found. `text` is the text of the ids. The search for
     each token halves the answer repeatedly, and asks for about ten texts. Raises CannotResume.
     """
     hidden: set[int] = set()
-    while not _is_prefix(text, shown):
-        if len(hidden) == _MAX_HIDDEN or not _MAY_BE_SPECIAL(text):
+    while not _agree_as_prefixes(text, shown):
+        if len(hidden) == _MAX_HIDDEN_TOKEN_KINDS or not _match_special_token(text):
             return set()
         # The text of the first `low` ids agrees with `shown`, and that of the first `high` ids does not.
         low, high = 0, kept
         while high - low > 1:
             middle = (low + high) // 2
-            agrees = _is_prefix((yield from text_of(transcript, middle, hidden=hidden)), shown)
+            agrees = _agree_as_prefixes((yield from detokenize(transcript, middle, hidden=hidden)), shown)
             low, high = (middle, high) if agrees else (low, middle)
-        if not _MAY_BE_SPECIAL((yield from text_of(transcript, high, low))):
+        if not _match_special_token((yield from detokenize(transcript, high, low))):
             return set()
         hidden.add(transcript.ids[low])
-        text = yield from text_of(transcript, kept, hidden=hidden)
+        text = yield from detokenize(transcript, kept, hidden=hidden)
     return hidden
 
 
-def _is_prefix(text: str, shown: str) -> bool:
+def _agree_as_prefixes(text: str, shown: str) -> bool:
     """Return whether one text begins with the other. An incomplete character at the end is ignored."""
-    text = text.rstrip(UNFINISHED)
+    text = text.rstrip(UNFINISHED_CHARACTER_MARK)
     return shown.startswith(text) or text.startswith(shown)
 
 
-def prompt_tail(transcript: Transcript) -> Steps[str]:
+def detokenize_prompt_tail(transcript: Transcript) -> Steps[str]:
     """Return the text of the end of the prompt. Raises CannotResume."""
     assert transcript.prompt_ids is not None
     tail = yield orjson.loads(transcript.prompt_ids)[-PROMPT_TAIL_TOKENS:]

@@ -38,7 +38,7 @@ class WatchLevel(Enum):
     IDS = auto()  # the answer is continued from its token ids
 
 
-class Watching:
+class AnswerWatch:
     """The level at which the gateway watches one answer, and the engine software that serves it."""
 
     __slots__ = ("engine", "is_close", "watch")
@@ -73,7 +73,7 @@ class Engine(ABC):
     """Whether a token that ends with an incomplete character already shows its text before that character."""
 
     def __init__(self) -> None:
-        self.watching = {watch: Watching(self, watch) for watch in WatchLevel}
+        self.watching = {watch: AnswerWatch(self, watch) for watch in WatchLevel}
         """One Watching for each level. They are made once, because every request uses one."""
 
     # Watching
@@ -83,7 +83,7 @@ class Engine(ABC):
         """Return the level at which a call's answer can be watched without changing it."""
 
     @abstractmethod
-    def make_observable_call(self, call: Call, watch: WatchLevel) -> Call:
+    def make_observable_call(self, call: Call, level: WatchLevel) -> Call:
         """Return the call that engines get. Its answer is observable: it is streamed, with all generated token ids."""
 
     # Going on
@@ -148,10 +148,10 @@ _VLLM_GRAMMARS: Final = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
 )
 # Read off their classes by every request they would take as long as four calls.
-_CHAT: Final = Api.CHAT
-_IDS: Final = WatchLevel.IDS
+_CHAT_API: Final = Api.CHAT
+_TOKEN_ID_LEVEL: Final = WatchLevel.IDS
 # Members by which a stream has token ids and usage.
-_OBSERVED: Final[dict[str, object]] = {
+_OBSERVABLE_MEMBERS: Final[dict[str, object]] = {
     "stream": True,
     "return_token_ids": True,
     "stream_options": {"include_usage": True},
@@ -162,10 +162,10 @@ class VllmEngine(Engine):
     """How vLLM and vLLM-Ascend answer and resume."""
 
     def watch(self, call: Call, has: Has) -> WatchLevel:
-        if not has(CHAT_STREAM_TOKEN_IDS if call.api is _CHAT else TOKEN_IDS):
+        if not has(CHAT_STREAM_TOKEN_IDS if call.api is _CHAT_API else TOKEN_IDS):
             return WatchLevel.NOT
         if call.is_ordinary:
-            return _IDS
+            return _TOKEN_ID_LEVEL
         values = call.values
         if values.get("prompt_logprobs") is not None or values.get("echo"):
             # vLLM rejects the first with `stream`, and the second with `return_token_ids` for a prompt of ids.
@@ -178,14 +178,14 @@ class VllmEngine(Engine):
         is_hidden = hides and (call.shows_single_tokens or self.is_structured(call))
         return WatchLevel.NOT if is_hidden else WatchLevel.IDS
 
-    def make_observable_call(self, call: Call, watch: WatchLevel = WatchLevel.IDS) -> Call:
+    def make_observable_call(self, call: Call, level: WatchLevel = WatchLevel.IDS) -> Call:
         """Return the call that engines get. Its answer is observable: it is streamed, with all generated token ids.
 
         The answer becomes some bytes larger for each token, and once by the ids of the prompt.
         """
         values = call.values
         options = values.get("stream_options") if call.include_usage else None
-        changes: Mapping[str, object] = _OBSERVED
+        changes: Mapping[str, object] = _OBSERVABLE_MEMBERS
         if options and len(options) > 1:
             changes = {**changes, "stream_options": {**options, "include_usage": True}}
         if values.get("include_reasoning") is False:
@@ -196,7 +196,7 @@ class VllmEngine(Engine):
         return call.values.get("temperature") == 0 or (seeds_repeat and isinstance(call.values.get("seed"), int))
 
     def is_structured(self, call: Call) -> bool:
-        return is_structured(call, _VLLM_GRAMMARS)
+        return has_structured_output(call, _VLLM_GRAMMARS)
 
     def next_seed(self, seed: int, segment: int) -> int:
         """Return the seed with which the next decoder continues: a different one for each decoder.
@@ -216,17 +216,22 @@ VLLM: Final = VllmEngine()
 _SGLANG_GRAMMARS: Final = ("json_schema", "regex", "ebnf")
 # Penalties count the tokens of an answer, but not those in the prompt (`penaltylib`; with vLLM the repetition penalty
 # counts the prompt, too). Each with the value that has no effect.
-_PENALTIES: Final = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-_SAMPLED_BY: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_PENALTY_MEMBERS: Final = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+_SAMPLING_MEMBER_NAMES: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Other members that ignore the tokens in the prompt.
-_BLIND: Final = ("stop_regex", "custom_logit_processor", "session_params")
+_MEMBERS_IGNORING_PROMPT: Final = ("stop_regex", "custom_logit_processor", "session_params")
 # The same of /generate, and prompts that are more than text or ids.
-_NATIVE: Final = (
+_NATIVE_MEMBERS: Final = (
     *("image_data", "video_data", "audio_data", "input_embeds", "session_params", "custom_logit_processor"),
     *("return_hidden_states", "return_sampling_mask"),
 )
 # Members whose results come once, at the end, or depend on a position in the sequence.
-_OF_THE_WHOLE: Final = ("echo", "return_hidden_states", "return_routed_experts", "return_cached_tokens_details")
+_MEMBERS_NEEDING_ONE_ENGINE: Final = (
+    "echo",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_cached_tokens_details",
+)
 
 
 class SglangEngine(Engine):
@@ -246,7 +251,7 @@ class SglangEngine(Engine):
         Streams of chats have no ids, but a greedy chat can be replayed.
         """
         values = call.values
-        if any(values.get(name) for name in _OF_THE_WHOLE):
+        if any(values.get(name) for name in _MEMBERS_NEEDING_ONE_ENGINE):
             return WatchLevel.NOT
         if call.api is Api.GENERATE:
             return self._watch_native(call, has)
@@ -259,15 +264,15 @@ class SglangEngine(Engine):
 
     def _watch_native(self, call: Call, has: Has) -> WatchLevel:
         """Return the level for `/generate`. Its events always have token ids."""
-        members = call.members(_NATIVE)
-        is_told_in_parts = sglang.wants_prefillers_answer(call.members(sglang.ABOUT_PROMPT))
+        members = call.members(_NATIVE_MEMBERS)
+        is_told_in_parts = sglang.needs_prefill_answer(call.members(sglang.MEMBERS_NEEDING_PREFILL_ANSWER))
         if any(members.values()) or is_told_in_parts or not (has(TOKEN_IDS) and has(WHOLE_EVENTS)):
             return WatchLevel.NOT
         prompt = call.members(("text", "input_ids"))
         return WatchLevel.IDS if any(value is not None for value in prompt.values()) else WatchLevel.NOT
 
-    def make_observable_call(self, call: Call, watch: WatchLevel) -> Call:
-        if watch is WatchLevel.TEXT:
+    def make_observable_call(self, call: Call, level: WatchLevel) -> Call:
+        if level is WatchLevel.TEXT:
             return call  # a stream with usage needs no change
         if call.api is Api.GENERATE:
             return call.changed({"stream": True}, stream=True)
@@ -285,14 +290,14 @@ class SglangEngine(Engine):
         return values.get("temperature") == 0 or (seeds_repeat and isinstance(seed, int))
 
     def is_structured(self, call: Call) -> bool:
-        return is_structured(call, _SGLANG_GRAMMARS)
+        return has_structured_output(call, _SGLANG_GRAMMARS)
 
     def reason_inexact(self, call: Call) -> str | None:
         values = call.sampling
-        for name, none in _PENALTIES.items():
+        for name, none in _PENALTY_MEMBERS.items():
             if values.get(name) not in (None, none):
                 return f"SGLang's {name} would not count the tokens before the break"
-        for name in _BLIND:
+        for name in _MEMBERS_IGNORING_PROMPT:
             if values.get(name):
                 return f"SGLang's {name} would not see the tokens before the break"
         return None
@@ -326,7 +331,7 @@ class SglangEngine(Engine):
         """
         if sampling is None:
             raise CannotResume("the default sampling options of SGLang's chats are not known")
-        unset = [name for name in _SAMPLED_BY if call.values.get(name) is None]
+        unset = [name for name in _SAMPLING_MEMBER_NAMES if call.values.get(name) is None]
         return {name: sampling.get(name, REMOVED) for name in unset if name in sampling or name in call.values}
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
@@ -355,10 +360,10 @@ ENGINES: Final[Mapping[str, Engine]] = {"vLLM": VLLM, "SGLang": SGLANG}
 _COMPLETION_TOKENS: Final = 16
 
 
-def output_limit(call: Call) -> int | None:
+def read_output_limit(call: Call) -> int | None:
     """Return the maximum number of tokens of the answer; None: as many as fit into the engine's context."""
     if call.api is Api.GENERATE:
-        return sglang.output_limit(call.sampling)
+        return sglang.read_output_limit(call.sampling)
     values = call.values
     limit = values.get("max_completion_tokens") if call.api is Api.CHAT else None
     if limit is None:
@@ -368,18 +373,18 @@ def output_limit(call: Call) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def min_tokens(call: Call) -> int:
+def read_min_tokens(call: Call) -> int:
     """Return the minimum number of tokens of the answer; 0 if it may be empty."""
     least = call.sampling.get("min_new_tokens" if call.api is Api.GENERATE else "min_tokens")
     return max(0, least) if isinstance(least, int) else 0
 
 
-def calls_tools(call: Call) -> bool:
+def may_call_tools(call: Call) -> bool:
     """Return whether the answer may call tools."""
     return bool(call.values.get("tools")) and call.values.get("tool_choice") != "none"
 
 
-def is_structured(call: Call, members: Collection[str]) -> bool:
+def has_structured_output(call: Call, members: Collection[str]) -> bool:
     """Return whether a grammar restricts the answer. The grammar would start again if the answer is continued.
 
     `members`: request members that name a grammar, in addition to those of the API.
@@ -397,7 +402,7 @@ def is_structured(call: Call, members: Collection[str]) -> bool:
     return any(isinstance(function, dict) and function.get("strict") for function in functions)
 
 
-def has_media(call: Call) -> bool:
+def has_media_parts(call: Call) -> bool:
     """Return whether a chat's messages contain anything but text."""
     messages = call.values.get("messages")
     contents = [message.get("content") for message in messages or () if isinstance(message, dict)]

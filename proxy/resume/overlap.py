@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from proxy.resume.transcript import Transcript
 
-TEXTS: Final = ("reasoning", "reasoning_content", "content")
+TEXT_MEMBERS: Final = ("reasoning", "reasoning_content", "content")
 """The members of a chat's delta that hold text."""
 
 
-class Mismatch(Exception):
+class AnswerMismatch(Exception):
     """The decoder's stream differs from the part of the answer that the client has."""
 
 
-class Overlap:
+class ReplayedAnswer:
     """The part of the client's answer that the new decoder has not repeated yet.
 
     It shrinks while the decoder repeats it.
@@ -23,7 +23,7 @@ class Overlap:
 
     def __init__(self, transcript: Transcript) -> None:
         self.ids = transcript.ids.tolist()
-        """The token ids that are not repeated yet. `count_repeated` removes ids."""
+        """The token ids that are not repeated yet. `count_repeated_ids` removes ids."""
         self._texts = {transcript.reasoning_field: transcript.reasoning, "content": transcript.content}
         self._arguments = [call.arguments for call in transcript.tools]
         self._headers = [(call.id, call.name) for call in transcript.tools]
@@ -52,14 +52,14 @@ class Overlap:
 
         Raises Mismatch if the rest differs from the answer.
         """
-        new = {name: value for name, value in delta.items() if name != "tool_calls" and name not in TEXTS}
-        for name in TEXTS:
+        new = {name: value for name, value in delta.items() if name != "tool_calls" and name not in TEXT_MEMBERS}
+        for name in TEXT_MEMBERS:
             if text := delta.get(name):
                 if name == "content" and any(self._texts[other] for other in self._texts if other != name):
-                    raise Mismatch  # reasoning comes first
+                    raise AnswerMismatch  # reasoning comes first
                 rest, self._texts[name] = _differing_ends(text, self._texts.get(name, ""))
                 if rest and name != "content" and self._is_past_reasoning:
-                    raise Mismatch
+                    raise AnswerMismatch
                 if rest:
                     new[name] = rest
         parts = [part for part in map(self._beyond_call, delta.get("tool_calls") or ()) if part]
@@ -74,44 +74,44 @@ class Overlap:
         function = part.get("function") or {}
         said = (part.get("id"), function.get("name"))
         if any(mine is not None and mine != its for mine, its in zip(said, self._headers[place], strict=True)):
-            raise Mismatch
+            raise AnswerMismatch
         rest, self._arguments[place] = _differing_ends(function.get("arguments") or "", self._arguments[place])
         return {"index": index, "function": {"arguments": rest}} if rest else None
 
 
-def count_repeated(ids: list[int], known: list[int]) -> int:
+def count_repeated_ids(ids: list[int], known: list[int]) -> int:
     """Count the first ids that repeat `known` ids, and remove these from `known`.
 
     Raises Mismatch if the ids differ.
     """
     count = min(len(ids), len(known))
     if ids[:count] != known[:count]:
-        raise Mismatch
+        raise AnswerMismatch
     del known[:count]
     return count
 
 
-def new_part(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a delta that the client does not have. `said` is a delta with the whole answer so far.
+def cut_known_part(transcript: Transcript, delta_so_far: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a delta that the client does not have. `delta_so_far` is a delta with the whole answer so far.
 
     Raises Mismatch if the delta differs from the client's answer or is shorter.
     """
-    overlap = Overlap(transcript)
-    new = overlap.new_part(said)
+    overlap = ReplayedAnswer(transcript)
+    new = overlap.new_part(delta_so_far)
     if not overlap.is_exhausted:
-        raise Mismatch
+        raise AnswerMismatch
     return new
 
 
-def new_part_and_missing_end(transcript: Transcript, said: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def compare_answer(transcript: Transcript, delta_so_far: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the part of a delta that the client does not have, and the end of the client's content that it lacks.
 
     Raises Mismatch if the delta differs from the client's answer.
     """
-    overlap = Overlap(transcript)
-    new, known = overlap.new_part(said), overlap.unrepeated_content
+    overlap = ReplayedAnswer(transcript)
+    new, known = overlap.new_part(delta_so_far), overlap.unrepeated_content
     if not (known or overlap.is_exhausted):
-        raise Mismatch
+        raise AnswerMismatch
     return new, known
 
 
@@ -122,5 +122,5 @@ def _differing_ends(text: str, known: str) -> tuple[str, str]:
     """
     count = min(len(text), len(known))
     if text[:count] != known[:count]:
-        raise Mismatch
+        raise AnswerMismatch
     return text[count:], known[count:]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.terms import Action
-from proxy.dialects.grammars import Verbatim
-from proxy.resume.chat_as_completion import with_reasoning_as
-from proxy.resume.continuation import from_tokens
-from proxy.resume.cut import UNFINISHED, Cut, find_cut, prompt_tail, text_of
-from proxy.resume.engines import CannotResume, calls_tools, has_media
-from proxy.resume.overlap import Mismatch, new_part, new_part_and_missing_end
+from proxy.dialects.grammars import VerbatimParser
+from proxy.resume.chat_as_completion import rename_reasoning_member
+from proxy.resume.continuation import continue_from_tokens
+from proxy.resume.cut import UNFINISHED_CHARACTER_MARK, Cut, detokenize, detokenize_prompt_tail, find_cut
+from proxy.resume.engines import CannotResume, has_media_parts, may_call_tools
+from proxy.resume.overlap import AnswerMismatch, compare_answer, cut_known_part
 from proxy.resume.seam import Seam, SeamPlan
-from proxy.resume.situation import ChatTokens, Resumption
+from proxy.resume.situation import ChatTokenApi, Resumption
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from proxy.resume.transcript import Transcript
 
 # Below this it is cheaper to generate an answer again than to prefill what there is of it.
-_CHEAP_TOKENS: Final = 64
+_CHEAP_ANSWER_TOKENS: Final = 64
 # A character is four bytes at most, so no more tokens than that can be without their text.
-_MAX_BYTES_OF_CHARACTER: Final = 4
+_MAX_CHARACTER_BYTES: Final = 4
 
 
-def plan(situation: Situation) -> Steps[Resumption]:
+def plan_resumption(situation: Situation) -> Steps[Resumption]:
     """Decide how an answer is continued. Raises CannotResume.
 
     This is a generator. It yields token ids and receives their text, or None if that is not available. Most answers
     need no text.
     """
-    if not situation.shown and len(situation.transcript.ids) < _CHEAP_TOKENS:
+    if not situation.shown and len(situation.transcript.ids) < _CHEAP_ANSWER_TOKENS:
         return Resumption(Action.RESTART, situation.call)
     try:
-        return (yield from _continue(situation))
+        return (yield from _continue_answer(situation))
     except CannotResume:
         if not situation.shown:
             return Resumption(Action.RESTART, situation.call)
@@ -56,7 +56,7 @@ def plan(situation: Situation) -> Steps[Resumption]:
     return Resumption(Action.REPLAY, situation.call, Seam(replay))
 
 
-def _continue(situation: Situation) -> Steps[Resumption]:
+def _continue_answer(situation: Situation) -> Steps[Resumption]:
     call, transcript, is_structured = situation.call, situation.transcript, situation.engine.is_structured
     if transcript.prompt_ids is None or not transcript.ids:
         raise CannotResume("the engine does not report token ids")
@@ -68,100 +68,104 @@ def _continue(situation: Situation) -> Steps[Resumption]:
         if is_structured(call):
             raise CannotResume("structured output cannot be continued in the middle")
         return (yield from _continue_completion(situation))
-    if has_media(call):
+    if has_media_parts(call):
         raise CannotResume("a prompt with media cannot be given as token ids")
-    if is_structured(call) and (situation.chats is ChatTokens.COMPLETIONS or transcript.content or transcript.tools):
+    if is_structured(call) and (situation.chats is ChatTokenApi.COMPLETIONS or transcript.content or transcript.tools):
         raise CannotResume("structured output cannot be continued in the middle")
-    if situation.chats is ChatTokens.COMPLETIONS or transcript.tools:
-        return (yield from _continue_raw(situation))
+    if situation.chats is ChatTokenApi.COMPLETIONS or transcript.tools:
+        return (yield from _continue_raw_text(situation))
     return (yield from _continue_chat(situation))
 
 
 def _continue_completion(situation: Situation) -> Steps[Resumption]:
-    cut = yield from _find_verbatim_cut(situation)
-    return from_tokens(situation, Action.COMPLETION_TOKENS, cut)
+    cut = yield from _find_cut_of_unparsed_text(situation)
+    return continue_from_tokens(situation, Action.COMPLETION_TOKENS, cut)
 
 
 def _continue_chat(situation: Situation) -> Steps[Resumption]:
     transcript = situation.transcript
     if transcript.has_text:
-        in_reasoning, channel = transcript.began_in_reasoning, _last_channel(transcript)
+        in_reasoning, channel = transcript.began_in_reasoning, _channel_of_last_text(transcript)
     else:
-        in_reasoning = bool(transcript.grammar.opens_reasoning((yield from prompt_tail(transcript))))
+        in_reasoning = bool(transcript.grammar.opens_reasoning((yield from detokenize_prompt_tail(transcript))))
         channel = transcript.reasoning_field if in_reasoning else "content"
 
     def compare(text: str) -> tuple[dict[str, Any], str]:
         parser, new, _ = _parse_answer_so_far(situation, text, in_reasoning)
         if parser.in_tools or parser.held_text.strip():
-            raise Mismatch
+            raise AnswerMismatch
         return new, parser.held_text
 
     # A token may end in white space that the engine shows only if the reasoning goes on.
     may_lag = channel != "content" and not situation.shows_blanks
-    if _is_unparsed(situation, opens_reasoning=in_reasoning):
-        cut = yield from _find_verbatim_cut(situation)
+    if _is_unparsed_by_engine(situation, opens_reasoning=in_reasoning):
+        cut = yield from _find_cut_of_unparsed_text(situation)
     else:
         cut = yield from find_cut(situation, compare, channel=channel, may_lag=may_lag)
     is_in_tool_call = not set(transcript.grammar.tools_begin_ids).isdisjoint(transcript.ids[cut.kept :])
-    so_far = (yield from text_of(transcript, cut.kept)) if situation.engine.wants_text else ""
-    return from_tokens(situation, Action.ROLL_BACK if is_in_tool_call else Action.CHAT_TOKENS, cut, so_far=so_far)
+    so_far = (yield from detokenize(transcript, cut.kept)) if situation.engine.wants_text else ""
+    return continue_from_tokens(
+        situation, Action.ROLL_BACK if is_in_tool_call else Action.CHAT_TOKENS, cut, delta_so_far=so_far
+    )
 
 
-def _continue_raw(situation: Situation) -> Steps[Resumption]:
+def _continue_raw_text(situation: Situation) -> Steps[Resumption]:
     """Return how a chat continues as a completion whose text the gateway parses."""
     call, transcript = situation.call, situation.transcript
     grammar = transcript.grammar
-    if calls_tools(call) and not grammar.has_tools:
+    if may_call_tools(call) and not grammar.has_tools:
         raise CannotResume("the tool calls of this model are not known here")
-    tail = yield from prompt_tail(transcript)
+    tail = yield from detokenize_prompt_tail(transcript)
     opens_reasoning = bool(grammar.opens_reasoning(tail))
-    if _is_unparsed(situation, opens_reasoning=opens_reasoning):
-        return (yield from _continue_verbatim(situation))
+    if _is_unparsed_by_engine(situation, opens_reasoning=opens_reasoning):
+        return (yield from _continue_unparsed_text(situation))
     kept = len(transcript.ids)
-    while (text := (yield from text_of(transcript, kept))).endswith(UNFINISHED):
+    while (text := (yield from detokenize(transcript, kept))).endswith(UNFINISHED_CHARACTER_MARK):
         kept -= 1
-        if kept < max(0, len(transcript.ids) - _MAX_BYTES_OF_CHARACTER):
+        if kept < max(0, len(transcript.ids) - _MAX_CHARACTER_BYTES):
             raise CannotResume("the answer's token ids end in bytes that are not text")
     begins_in_reasoning = transcript.began_in_reasoning if transcript.has_text else opens_reasoning
     try:
         if opens_reasoning and not begins_in_reasoning and not transcript.tools:
-            raise Mismatch  # what is reasoning was shown as content
+            raise AnswerMismatch  # what is reasoning was shown as content
         is_cut = kept < len(transcript.ids) and situation.engine.shows_half_tokens
         parser, pending, known = _parse_answer_so_far(situation, text, begins_in_reasoning, is_cut=is_cut)
-    except Mismatch:
+    except AnswerMismatch:
         # There may be no parser at all: then what the client has is the text without special tokens.
         if transcript.reasoning or transcript.tools:
             raise CannotResume("the token ids do not match the text the client has") from None
-        return (yield from _continue_verbatim(situation))
+        return (yield from _continue_unparsed_text(situation))
     action = Action.SUFFIX if transcript.tools and parser.in_tools else Action.RAW_TOKENS
-    channel = "content" if "content" in pending else _last_channel(transcript)
+    channel = "content" if "content" in pending else _channel_of_last_text(transcript)
     held = pending.pop(channel, "") if call.stops and "tool_calls" not in pending else ""
     cut = Cut(kept, held, channel=channel, known=known)
-    return from_tokens(situation, action, cut, pending=pending, parser=parser)
+    return continue_from_tokens(situation, action, cut, pending=pending, parser=parser)
 
 
-def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:
+def _is_unparsed_by_engine(situation: Situation, *, opens_reasoning: bool) -> bool:
     """Return whether engines show this chat's text unchanged, without special tokens.
 
     Engines without a reasoning parser do, unless the request has tools. Before vLLM 0.27, which introduced its parser
     engine, a reasoning parser left all other text unchanged.
     """
     transcript = situation.transcript
-    if transcript.reasoning or transcript.tools or calls_tools(situation.call) or situation.parses_reasoning:
+    if transcript.reasoning or transcript.tools or may_call_tools(situation.call) or situation.parses_reasoning:
         return False
     return situation.parses_reasoning is False or (situation.shows_blanks and not opens_reasoning)
 
 
-def _continue_verbatim(situation: Situation) -> Steps[Resumption]:
+def _continue_unparsed_text(situation: Situation) -> Steps[Resumption]:
     """Return how a chat continues as a completion whose text becomes the chat's content without parsing."""
-    cut = yield from _find_verbatim_cut(situation)
-    return from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
+    cut = yield from _find_cut_of_unparsed_text(situation)
+    return continue_from_tokens(situation, Action.RAW_TOKENS, cut, parser=VerbatimParser())
 
 
-def _find_verbatim_cut(situation: Situation) -> Steps[Cut]:
+def _find_cut_of_unparsed_text(situation: Situation) -> Steps[Cut]:
     """Find the cut of an answer whose text was not parsed."""
     transcript = situation.transcript
-    return (yield from find_cut(situation, lambda text: (new_part(transcript, {"content": text}), ""), may_hide=True))
+    return (
+        yield from find_cut(situation, lambda text: (cut_known_part(transcript, {"content": text}), ""), may_hide=True)
+    )
 
 
 def _parse_answer_so_far(
@@ -171,24 +175,24 @@ def _parse_answer_so_far(
 
     `is_cut`: whether the text may lack content. Raises Mismatch.
     """
-    compare = new_part_and_missing_end if is_cut else lambda transcript, said: (new_part(transcript, said), "")
+    compare = compare_answer if is_cut else lambda transcript, said: (cut_known_part(transcript, said), "")
     for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):
         parser = situation.transcript.grammar.parser(
             in_reasoning=in_reasoning,
-            calls_tools=calls_tools(situation.call),
+            calls_tools=may_call_tools(situation.call),
             shows_blanks=shows_blanks,
             reports_half_calls=not situation.shows_blanks,
             # vLLM `maybe_filter_parallel_tool_calls`.
             one_call=situation.call.values.get("parallel_tool_calls") is False,
         )
         try:
-            said = with_reasoning_as(situation.transcript.reasoning_field, parser.feed(text))
+            said = rename_reasoning_member(situation.transcript.reasoning_field, parser.feed(text))
             return parser, *compare(situation.transcript, said)
-        except Mismatch:
+        except AnswerMismatch:
             continue
-    raise Mismatch
+    raise AnswerMismatch
 
 
-def _last_channel(transcript: Transcript) -> str:
+def _channel_of_last_text(transcript: Transcript) -> str:
     """Return the delta member to which the next text belongs, unless a marker precedes that text."""
     return "content" if transcript.content or not transcript.reasoning else transcript.reasoning_field

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.resume.engines import VLLM
-from proxy.resume.overlap import TEXTS, Mismatch, Overlap, count_repeated
-from proxy.wire.openai import Api, read_counts
+from proxy.resume.overlap import TEXT_MEMBERS, AnswerMismatch, ReplayedAnswer, count_repeated_ids
+from proxy.wire.openai import Api, read_usage_counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.dialects.call import Call
-    from proxy.resume.chat_as_completion import CompletionAsChat
+    from proxy.resume.chat_as_completion import CompletionToChat
     from proxy.resume.engines import Engine
     from proxy.resume.transcript import Transcript
 
@@ -50,7 +50,7 @@ class SeamPlan:
     """Token ids that the client has seen and that the engine generates again."""
     known: str = ""
     """Text that the client has seen and that the engine generates again."""
-    as_chat: CompletionAsChat | None = None
+    as_chat: CompletionToChat | None = None
     """Converts a completion's stream to a chat's stream; None if the stream already has the client's format."""
     text_offset: int | None = None
     """Offset in the text at which the log probabilities of a completion continue; None: the end of the text."""
@@ -86,7 +86,7 @@ class Seam:
         self.swallowed = list(plan.swallowed)
         """Token ids that the client has seen and that the engine has not repeated yet."""
         self._as_chat = plan.as_chat
-        self._overlap = Overlap(transcript) if plan.replays else None
+        self._overlap = ReplayedAnswer(transcript) if plan.replays else None
         self._known = plan.known
         self._engine = plan.engine
 
@@ -105,14 +105,14 @@ class Seam:
         else:
             delta = self._as_chat.delta(choice, is_last=choice.get("finish_reason") is not None and not recomputed)
         _shift_offsets(choice.get("logprobs"), self._text_offset)
-        seen = count_repeated(ids, self.swallowed if self._overlap is None else self._overlap.ids)
+        seen = count_repeated_ids(ids, self.swallowed if self._overlap is None else self._overlap.ids)
         if self._overlap is not None:
             delta = self._overlap.new_part(delta)
             ids = ids[seen:]
             if choice.get("finish_reason") is not None and not recomputed and not self._overlap.is_exhausted:
-                raise Mismatch
+                raise AnswerMismatch
         if seen:
-            choice["logprobs"] = _drop_first_logprobs(choice.get("logprobs"), seen)
+            choice["logprobs"] = _without_first_logprobs(choice.get("logprobs"), seen)
             choice["token_ids"] = (choice.get("token_ids") or [])[seen:]
         if self._known:
             self._skip_known(delta, is_last=choice.get("finish_reason") is not None)
@@ -143,7 +143,7 @@ class Seam:
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole answer. The engine counted a part of the answer as prompt."""
-        tokens = read_counts(usage)
+        tokens = read_usage_counts(usage)
         corrected = {
             **usage,
             "prompt_tokens": (tokens.prompt or 0) - self._kept,
@@ -187,14 +187,14 @@ class Seam:
         text = delta.get(self._channel) or ""
         count = min(len(text), len(self._known))
         if text[:count] != self._known[:count] or (is_last and count < len(self._known)):
-            raise Mismatch
+            raise AnswerMismatch
         self._known = self._known[count:]
         if count:
             delta[self._channel] = text[count:]
 
     def _guard_stop(self, guard: StopGuard, choice: dict[str, Any], delta: dict[str, Any], tokens: int) -> None:
         is_last = choice.get("finish_reason") is not None or any(
-            delta.get(name) for name in (*TEXTS, "tool_calls") if name != self._channel
+            delta.get(name) for name in (*TEXT_MEMBERS, "tool_calls") if name != self._channel
         )
         text = delta.get(self._channel) or ""
         own_stop = choice.get(self._engine.stop_member)
@@ -216,21 +216,21 @@ def _shift_offsets(logprobs: Any, offset: int) -> None:
         logprobs["text_offset"] = [position + offset for position in logprobs["text_offset"]]
 
 
-def _drop_first_logprobs(logprobs: Any, count: int) -> Any:
+def _without_first_logprobs(logprobs: Any, count: int) -> Any:
     """Return log probabilities without the first `count` tokens. Their lists have one entry for each token."""
     if not isinstance(logprobs, dict):
         return logprobs
     return {name: value[count:] if isinstance(value, list) else value for name, value in logprobs.items()}
 
 
-def without_finish_reason(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_off_finish_reason(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a copy of a payload without a finish reason, and its only choice."""
     choice = {**payload["choices"][0], "finish_reason": None}
     choice.pop("stop_reason", None)
     return {**payload, "choices": [choice]}, choice
 
 
-def without_tool_calls(choice: dict[str, Any]) -> None:
+def remove_tool_calls(choice: dict[str, Any]) -> None:
     """Remove the tool calls from the choice of a chat.
 
     Old parsers invent the end of the arguments (vLLM 0.18, `chat_completion/serving.py`).

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from proxy.resume.transcript import Transcript
 
 
-class ChatTokens(StrEnum):
+class ChatTokenApi(StrEnum):
     """How engines accept the prompt of a chat as token ids."""
 
     NATIVE = "native"  # vLLM 0.27 as `kv_transfer_params.prompt_token_ids`, SGLang 0.5.13 as `input_ids`
@@ -25,7 +25,7 @@ class ChatTokens(StrEnum):
 
     @property
     def key(self) -> str:
-        return "prompt_token_ids" if self is ChatTokens.NATIVE else "_vllm_ascend_recompute_token_ids"
+        return "prompt_token_ids" if self is ChatTokenApi.NATIVE else "_vllm_ascend_recompute_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Situation:
     """The number of decoders that have worked on the answer."""
     keeps_length: bool
     """Whether engines report the finish reason `length` even for a chat that calls tools."""
-    chats: ChatTokens
+    chats: ChatTokenApi
     shows_blanks: bool
     """Whether engines probably send white space at the end of reasoning at once. The client's text decides."""
     seeds_repeat: bool

@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from proxy.dialects.grammars import UNRECOGNISED, grammar_of
-from proxy.wire.chat_members import ToolCalls, UnreadableMember, objects_of, text_of
-from proxy.wire.python_json import utf8, utf8_text
+from proxy.dialects.grammars import UNRECOGNISED_GRAMMAR, recognise_grammar
+from proxy.wire.chat_members import ToolCalls, UnreadableMember, read_objects, read_text
+from proxy.wire.python_json import encode_utf8, replace_surrogates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,13 +87,13 @@ class Transcript:
     @property
     def reasoning(self) -> str:
         self.settle()
-        return utf8_text(self._reasoning)
+        return replace_surrogates(self._reasoning)
 
     @property
     def content(self) -> str:
         """The content of a chat, or the text of a completion."""
         self.settle()
-        return utf8_text(self._content)
+        return replace_surrogates(self._content)
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -106,8 +106,8 @@ class Transcript:
         """The grammar of the model, which is recognised by the prompt."""
         if self._grammar is None:
             if self.prompt_ids is None:
-                return UNRECOGNISED
-            self._grammar = grammar_of(self.prompt_ids)
+                return UNRECOGNISED_GRAMMAR
+            self._grammar = recognise_grammar(self.prompt_ids)
         return self._grammar
 
     @property
@@ -141,7 +141,7 @@ class Transcript:
             try:
                 self._content += text.encode()
             except (AttributeError, UnicodeEncodeError):
-                self._content += utf8(text_of(text, "text"))
+                self._content += encode_utf8(read_text(text, "text"))
         elif delta.__class__ is not dict:  # to ask isinstance would be a call for each token
             raise UnreadableMember("delta is not an object")
         elif not self._take_delta(delta, before):
@@ -169,7 +169,7 @@ class Transcript:
             return
         is_reasoning = self._is_reasoning
         written = self._reasoning if is_reasoning else self._content
-        written += utf8("".join(texts))
+        written += encode_utf8("".join(texts))
         has_several = len(texts) > 1
         texts.clear()
         noted = self._noted_ids
@@ -222,7 +222,7 @@ class Transcript:
             try:
                 self._reasoning += reasoning.encode()
             except (AttributeError, UnicodeEncodeError):
-                self._reasoning += utf8(text_of(reasoning, "reasoning"))
+                self._reasoning += encode_utf8(read_text(reasoning, "reasoning"))
             self._reasoned = self._reasoning_ids
             self._reasoning_ids = self._index_of_end_marker(before, len(self._ids))
             shows = True
@@ -232,7 +232,7 @@ class Transcript:
             try:
                 self._content += content.encode()
             except (AttributeError, UnicodeEncodeError):
-                self._content += utf8(text_of(content, "content"))
+                self._content += encode_utf8(read_text(content, "content"))
             shows = True
         if calls := delta.get("tool_calls"):
             if self._reasoning and not self._content and not self.tools:
@@ -240,7 +240,7 @@ class Transcript:
             if self._calls is None:
                 self._calls = ToolCalls()
                 self.tools = self._calls.calls
-            for part in objects_of(calls, "tool_calls"):
+            for part in read_objects(calls, "tool_calls"):
                 self._calls.take(part)
             shows = True
         return shows

@@ -6,18 +6,18 @@
 from proxy.common.endpoints import (
     Endpoint,
     canonical_host,
-    is_literal,
-    is_loopback,
+    connectable_host,
+    is_ip_address,
+    is_loopback_host,
     parse_endpoints,
-    parse_models,
-    plain_host,
-    reachable,
+    parse_model_names,
+    strip_host_brackets,
 )
 from proxy.settings.client_keys import ClientKey, load_client_keys
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.settings.fleet import DnsName, parse_dns_name
 from proxy.settings.kinds import DECODE_POLICIES, POLICIES
-from proxy.settings.load import Loaded, load, to_yaml
+from proxy.settings.load import LoadedSettings, load_settings, write_yaml
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import (
     MAX_BACKENDS,
@@ -40,7 +40,7 @@ from proxy.settings.model import (
     Timeouts,
     Tracing,
 )
-from proxy.settings.sources import OPTIONS, SECRETS
+from proxy.settings.sources import OPTIONS, SECRET_OPTIONS
 from proxy.settings.yaml_file import read_yaml
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
     "MAX_BACKENDS",
     "OPTIONS",
     "POLICIES",
-    "SECRETS",
+    "SECRET_OPTIONS",
     "Admin",
     "Admission",
     "Auth",
@@ -66,7 +66,7 @@ __all__ = [
     "Kv",
     "Leaving",
     "Listen",
-    "Loaded",
+    "LoadedSettings",
     "Log",
     "Retry",
     "Settings",
@@ -75,15 +75,15 @@ __all__ = [
     "Timeouts",
     "Tracing",
     "canonical_host",
-    "is_literal",
-    "is_loopback",
-    "load",
+    "connectable_host",
+    "is_ip_address",
+    "is_loopback_host",
     "load_client_keys",
+    "load_settings",
     "parse_dns_name",
     "parse_endpoints",
-    "parse_models",
-    "plain_host",
-    "reachable",
+    "parse_model_names",
     "read_yaml",
-    "to_yaml",
+    "strip_host_brackets",
+    "write_yaml",
 ]

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from proxy.common.build_info import BUILD
+from proxy.common.build_info import BUILD_KIND
 from proxy.common.endpoints import (
     Endpoint,
-    is_bootstrap_port,
-    is_model,
+    is_bootstrap_port_suffix,
+    is_model_name,
     pair_endpoints,
     parse_endpoints,
-    plain_host,
-    port_range,
+    parse_port_range,
+    strip_host_brackets,
 )
-from proxy.settings.mistakes import Parser, SettingsError, printable
-from proxy.settings.other_routers import ACCEPTED, WORKERS_FLAG, unknown_flag
-from proxy.settings.sources import OPTIONS, Sourced
+from proxy.settings.mistakes import Parser, SettingsError, printable_value
+from proxy.settings.other_routers import ACCEPTED_FLAGS, WORKERS_FLAG, describe_unknown_flag
+from proxy.settings.sources import OPTIONS, SourcedValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Options that each flag sets. A later flag of this table overrides an earlier one.
-_FLAGS: Final = {
+_FLAG_OPTIONS: Final = {
     "--host": ["listen.host"],
     "--port": ["listen.port"],
     "--connector": ["connector"],
@@ -56,18 +56,18 @@ _FLAGS: Final = {
 _ROLES: Final = (("prefill", "prefiller", 8001), ("decode", "decoder", 8002), ("encode", "encoder", 8003))
 
 # Flags of the examples for engines that do both stages, and for encoders, with our names for them.
-_ALIASES: Final = {
+_FLAG_ALIASES: Final = {
     **{f"--{noun}-{what}": f"--decoder-{what}" for noun in ("pd", "server") for what in ("hosts", "ports")},
     **{f"--{role}-servers-urls": f"--{role}" for role, _, _ in _ROLES},
     WORKERS_FLAG: "--decode",
 }
 _BOTH_STAGES: Final = ("--pd-hosts", "--pd-ports", "--server-hosts", "--server-ports", WORKERS_FLAG)
 """Flags of engines that prefill and decode."""
-_OTHER_SPELLINGS: Final = """\
+_FLAG_SPELLINGS: Final = """\
 --pd-hosts, --pd-ports, --server-hosts, --server-ports: --decoder-hosts and --decoder-ports, with --connector plain;
 --encode-servers-urls, --prefill-servers-urls (or `disable`) and --decode-servers-urls take comma-separated URLs."""
-_OF_OTHER_ROUTERS: Final = textwrap.fill(
-    f"Accepted with the same meaning: {WORKERS_FLAG} (--decode, with --connector plain), {', '.join(ACCEPTED)}."
+_FLAGS_OF_OTHER_ROUTERS: Final = textwrap.fill(
+    f"Accepted with the same meaning: {WORKERS_FLAG} (--decode, with --connector plain), {', '.join(ACCEPTED_FLAGS)}."
     " Any other flag of these routers gets an error that names what to use.",
     width=100,
     break_on_hyphens=False,
@@ -78,9 +78,9 @@ _LENGTH_GROUPS: Final = "--enable-dynamic-bucket"
 _DISPATCH_MODE: Final = "--encoder-dispatch-mode"
 
 _FLAGS_OF_OTHER_EXAMPLES: Final = (
-    *_ALIASES,
+    *_FLAG_ALIASES,
     *("--server-group-threshold", "--max-request-tokens", _LENGTH_GROUPS, _DISPATCH_MODE),
-    *ACCEPTED,
+    *ACCEPTED_FLAGS,
 )
 
 _ELASTIC: Final = "--elastic"
@@ -119,13 +119,13 @@ DOCUMENTS: Final = {
 """Flags of print-config that print a document instead of the effective options."""
 
 
-def _listed(commands: Mapping[str, str]) -> str:
+def _format_commands(commands: Mapping[str, str]) -> str:
     return "".join(f"\n  {name:14} {words}" for name, words in commands.items())
 
 
 _EPILOG: Final = (
-    f"sub-commands with the same flags:{_listed(_WITH_THESE_FLAGS)}\n"
-    f"sub-commands with other flags:{_listed(_WITH_OTHERS)}\n"
+    f"sub-commands with the same flags:{_format_commands(_WITH_THESE_FLAGS)}\n"
+    f"sub-commands with other flags:{_format_commands(_WITH_OTHERS)}\n"
     "Run `pdproxy COMMAND --help` for details."
 )
 
@@ -134,7 +134,7 @@ _EPILOG: Final = (
 class CommandLine:
     """Options and warnings of a parsed command line."""
 
-    values: dict[str, Sourced]
+    values: dict[str, SourcedValue]
     """Options that were set by flags, by name."""
     config: str | None
     """Path from --config; None: the flag is missing."""
@@ -142,7 +142,7 @@ class CommandLine:
     """One sentence for each flag that was given more than once or has no effect."""
 
 
-def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
+def parse_command_line(argv: Sequence[str], command: str | None = None) -> CommandLine:
     """Parse the arguments of the program or of a sub-command.
 
     `--help` and `--version` print and raise SystemExit.
@@ -154,9 +154,9 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     Raises:
         SettingsError: A flag or an argument is invalid.
     """
-    parser, known_flags = _parser(command)
-    spelled = _without_abbreviations(argv, known_flags)
-    in_full = [_translated(word) for word in spelled]
+    parser, known_flags = _build_parser(command)
+    spelled = _expand_abbreviations(argv, known_flags)
+    in_full = [_translate_word(word) for word in spelled]
     found, unknown = parser.parse_known_args(in_full)
     given: dict[str, Any] = vars(found)
     addresses = [word for flag in _REPEATABLE for word in given[flag] or ()]
@@ -164,44 +164,49 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
         if word in COMMANDS:  # an address has a port
             raise _make_late_command_error(word)
     # Show only the flag: its value may be a secret.
-    if flags := [_flag_of(word) for word in unknown if word.startswith("-")]:
-        raise SettingsError(unknown_flag(flags[0], known_flags))
+    if flags := [_read_flag_name(word) for word in unknown if word.startswith("-")]:
+        raise SettingsError(describe_unknown_flag(flags[0], known_flags))
     if unknown:
         raise SettingsError(f"unexpected argument {unknown[0]!r}")
     values = {
-        option: Sourced(accepted.value_of(flag, given[flag]), flag)
-        for flag, accepted in ACCEPTED.items()
+        option: SourcedValue(accepted.value_of(flag, given[flag]), flag)
+        for flag, accepted in ACCEPTED_FLAGS.items()
         if given[flag] is not None
         for option in accepted.options
     }
     values |= {
-        option: Sourced(given[flag], flag)
-        for flag, options in _FLAGS.items()
+        option: SourcedValue(given[flag], flag)
+        for flag, options in _FLAG_OPTIONS.items()
         if given[flag] is not None
         for option in options
     }
-    both_stages = [flag for flag in map(_flag_of, spelled) if flag in _BOTH_STAGES]
+    both_stages = [flag for flag in map(_read_flag_name, spelled) if flag in _BOTH_STAGES]
     if given["--prefill"] and given["--prefill"][0] in _NO_PREFILLERS:
         if len(given["--prefill"]) > 1:
             raise SettingsError(f"--prefill {given['--prefill'][0]} means no prefillers and excludes other values")
         both_stages.append("--prefill-servers-urls")
         given["--prefill"] = None
     if both_stages:
-        values.setdefault("connector", Sourced("plain", both_stages[0]))
+        values.setdefault("connector", SourcedValue("plain", both_stages[0]))
     if given[_LENGTH_GROUPS]:
-        values.setdefault("balance.decode_policy", Sourced("length_groups", _LENGTH_GROUPS))
+        values.setdefault("balance.decode_policy", SourcedValue("length_groups", _LENGTH_GROUPS))
     for role, noun, default_port in _ROLES:
         flags = [f"--{noun}-hosts", f"--{noun}-ports", f"--{role}"]
         if origin := ", ".join(flag for flag in flags if given[flag]):
-            hosts = _converted_words(flags[0], partial(_host_alone, url_flag=flags[2]), given[flags[0]])
-            ports = _converted_words(flags[1], port_range, given[flags[1]])
-            urls = _urls(flags[2], given[flags[2]], has_bootstrap_ports=role == "prefill")
+            hosts = _converted_words(flags[0], partial(_strip_scheme, url_flag=flags[2]), given[flags[0]])
+            ports = _converted_words(flags[1], parse_port_range, given[flags[1]])
+            urls = _parse_urls(flags[2], given[flags[2]], has_bootstrap_ports=role == "prefill")
             if hosts or ports:
-                urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
-            values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
+                urls.insert(
+                    0,
+                    _pair_hosts_and_ports(
+                        noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]
+                    ),
+                )
+            values[role] = SourcedValue([endpoint for several in urls for endpoint in several], origin)
     if given[_ELASTIC]:
-        urls = _urls(_ELASTIC, given[_ELASTIC], has_bootstrap_ports=True)
-        values["elastic.instances"] = Sourced([endpoint for several in urls for endpoint in several], _ELASTIC)
+        urls = _parse_urls(_ELASTIC, given[_ELASTIC], has_bootstrap_ports=True)
+        values["elastic.instances"] = SourcedValue([endpoint for several in urls for endpoint in several], _ELASTIC)
     warnings = list(_repeated_flags(in_full, known_flags))
     if given[_DISPATCH_MODE] == "single":
         warnings.append(f"{_DISPATCH_MODE} single is ignored: each media item is sent to one encoder, as with fanout")
@@ -213,7 +218,7 @@ def _make_late_command_error(command: str) -> SettingsError:
     return SettingsError(f"a sub-command comes first: write `pdproxy {command} [flags]`")
 
 
-def _without_abbreviations(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
+def _expand_abbreviations(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
     """Return the arguments with all abbreviated flags written out.
 
     argparse accepts unambiguous abbreviations of the example's flags, and guides write `--prefiller-port`. The flags
@@ -224,7 +229,7 @@ def _without_abbreviations(argv: Sequence[str], known_flags: Sequence[str]) -> l
     words = []
     for word in argv:
         flag, equals, value = word.partition("=")
-        if flag.startswith("--") and flag != "--" and flag not in (*known_flags, *_ALIASES):
+        if flag.startswith("--") and flag != "--" and flag not in (*known_flags, *_FLAG_ALIASES):
             meant = [known for known in first if known.startswith(flag)]
             meant = meant or [known for known in _FLAGS_OF_OTHER_EXAMPLES if known.startswith(flag)]
             if len(meant) > 1:
@@ -234,19 +239,19 @@ def _without_abbreviations(argv: Sequence[str], known_flags: Sequence[str]) -> l
     return words
 
 
-def _translated(word: str) -> str:
+def _translate_word(word: str) -> str:
     """Replace a flag of another example by ours."""
-    flag = _flag_of(word)
-    return _ALIASES.get(flag, flag) + word[len(flag) :]
+    flag = _read_flag_name(word)
+    return _FLAG_ALIASES.get(flag, flag) + word[len(flag) :]
 
 
-def _flag_of(word: str) -> str:
+def _read_flag_name(word: str) -> str:
     return word.partition("=")[0]
 
 
 def _repeated_flags(words: Sequence[str], known_flags: Sequence[str]) -> Iterator[str]:
     """Yield a warning for each flag that is repeated although only its last value applies."""
-    flags = [_flag_of(word) for word in words]
+    flags = [_read_flag_name(word) for word in words]
     for flag in known_flags:
         if flags.count(flag) > 1 and flag not in _REPEATABLE:
             yield f"{flag} is given {flags.count(flag)} times: the last value applies"
@@ -259,33 +264,33 @@ def _converted_words(flag: str, convert: Callable[[str], T], words: Sequence[str
         raise SettingsError(f"{flag}: {error}") from None
 
 
-def _urls(flag: str, words: Sequence[str] | None, *, has_bootstrap_ports: bool) -> list[tuple[Endpoint, ...]]:
+def _parse_urls(flag: str, words: Sequence[str] | None, *, has_bootstrap_ports: bool) -> list[tuple[Endpoint, ...]]:
     """Return the instances of each address of a flag. Raises SettingsError."""
     parts = [part for word in words or () for part in word.split(",") if part]
-    return _converted_words(flag, parse_endpoints, _addresses(parts, has_bootstrap_ports=has_bootstrap_ports))
+    return _converted_words(flag, parse_endpoints, _split_addresses(parts, has_bootstrap_ports=has_bootstrap_ports))
 
 
-def _host_alone(word: str, url_flag: str) -> str:
+def _strip_scheme(word: str, url_flag: str) -> str:
     """Return a host name. Raises ValueError for a URL or an address with a port."""
     if "://" in word or re.fullmatch(r"[^:]+:[0-9-]+|\[.*\]:[0-9-]+", word):
         raise ValueError(
-            f"{printable(word.rpartition('@')[2])} is not a host name: use {url_flag} for URLs and host:port"
+            f"{printable_value(word.rpartition('@')[2])} is not a host name: use {url_flag} for URLs and host:port"
         )
-    return plain_host(word)
+    return strip_host_brackets(word)
 
 
-def _addresses(words: Sequence[str], *, has_bootstrap_ports: bool) -> list[str]:
+def _split_addresses(words: Sequence[str], *, has_bootstrap_ports: bool) -> list[str]:
     """Join each address with the bootstrap port (as in SGLang's router) and the models that follow it."""
     joined: list[str] = []
     for word in words:
-        if joined and (is_model(word) or (has_bootstrap_ports and is_bootstrap_port(word))):
+        if joined and (is_model_name(word) or (has_bootstrap_ports and is_bootstrap_port_suffix(word))):
             joined[-1] += f" {word}"
         else:
             joined.append(word)
     return joined
 
 
-def _paired(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:
+def _pair_hosts_and_ports(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:
     try:
         return pair_endpoints(noun, hosts, ports)
     except ValueError as error:
@@ -295,7 +300,7 @@ def _paired(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[En
         raise SettingsError(str(error)) from None
 
 
-def _parser(command: str | None) -> tuple[Parser, list[str]]:
+def _build_parser(command: str | None) -> tuple[Parser, list[str]]:
     """Return the parser and all flags. Each result of the parser is named like its flag."""
     parser = Parser(
         prog="pdproxy",
@@ -303,10 +308,10 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
         epilog=_EPILOG if command is None else None,
         usage=f"pdproxy {'[sub-command]' if command is None else command} [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # `_without_abbreviations` handles abbreviations. argparse would show the value after `=`, maybe a secret.
+        # `_expand_abbreviations` handles abbreviations. argparse would show the value after `=`, maybe a secret.
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=BUILD, help="Print the version and exit.")
+    parser.add_argument("--version", action="version", version=BUILD_KIND, help="Print the version and exit.")
     flags = ["--help", "--version", "--config"]
     parser.add_argument(
         "--config",
@@ -347,9 +352,9 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
     )
     flags.append(_ELASTIC)
     group = parser.add_argument_group("other options")
-    for flag, options in _FLAGS.items():
-        group.add_argument(flag, dest=flag, metavar="VALUE", help=_help(options))
-    group = parser.add_argument_group("flags of vLLM-Ascend's other examples", _OTHER_SPELLINGS)
+    for flag, options in _FLAG_OPTIONS.items():
+        group.add_argument(flag, dest=flag, metavar="VALUE", help=_describe_options(options))
+    group = parser.add_argument_group("flags of vLLM-Ascend's other examples", _FLAG_SPELLINGS)
     group.add_argument(
         _LENGTH_GROUPS, dest=_LENGTH_GROUPS, action="store_true", help="Same as --decode-policy length_groups."
     )
@@ -359,16 +364,16 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
         choices=("single", "fanout"),
         help="Accepted for compatibility. Each media item is always sent to one encoder (fanout).",
     )
-    group = parser.add_argument_group("flags of vllm-router, sglang-router and smg", _OF_OTHER_ROUTERS)
-    for flag, accepted in ACCEPTED.items():
+    group = parser.add_argument_group("flags of vllm-router, sglang-router and smg", _FLAGS_OF_OTHER_ROUTERS)
+    for flag, accepted in ACCEPTED_FLAGS.items():
         if accepted.constant is not None:
             group.add_argument(flag, dest=flag, action="store_const", const=True, help=argparse.SUPPRESS)
         else:
             group.add_argument(flag, dest=flag, nargs=accepted.nargs, metavar="VALUE", help=argparse.SUPPRESS)
-    return parser, [*flags, *_FLAGS, _LENGTH_GROUPS, _DISPATCH_MODE, *ACCEPTED]
+    return parser, [*flags, *_FLAG_OPTIONS, _LENGTH_GROUPS, _DISPATCH_MODE, *ACCEPTED_FLAGS]
 
 
-def _help(options: Sequence[str]) -> str:
+def _describe_options(options: Sequence[str]) -> str:
     if len(options) > 1:
         return f"Sets {' and '.join(options)}."
     field = OPTIONS[options[0]]

@@ -22,11 +22,11 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, Field, ValidationError
 
 from proxy.settings.kinds import Positive, Section
-from proxy.settings.mistakes import SettingsError, did_you_mean, explain
+from proxy.settings.mistakes import SettingsError, explain_mistakes, suggest_known_word
 from proxy.settings.yaml_file import read_yaml
 
 
-def _matching(pattern: str, expectation: str) -> Callable[[str], str]:
+def _make_pattern_check(pattern: str, expectation: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
             raise ValueError(f"must be {expectation}")
@@ -39,10 +39,12 @@ def _matching(pattern: str, expectation: str) -> Callable[[str], str]:
 _KeyName = Annotated[
     str,
     AfterValidator(
-        _matching(r"(?!-$)[A-Za-z0-9._-]{1,64}", "1 to 64 letters, digits, `.`, `_` or `-`, and not only a `-`")
+        _make_pattern_check(
+            r"(?!-$)[A-Za-z0-9._-]{1,64}", "1 to 64 letters, digits, `.`, `_` or `-`, and not only a `-`"
+        )
     ),
 ]
-_Digest = Annotated[str, AfterValidator(_matching(r"[0-9a-f]{64}", "64 hexadecimal digits"))]
+_Digest = Annotated[str, AfterValidator(_make_pattern_check(r"[0-9a-f]{64}", "64 hexadecimal digits"))]
 
 
 class ClientKey(Section):
@@ -70,9 +72,9 @@ class ClientKey(Section):
     """Whether tokens of its streams may wait for further ones under load, see `stream.gather_seconds`."""
 
 
-_MEMBERS: Final = ("key", *ClientKey.model_fields)
+_KEY_MEMBERS: Final = ("key", *ClientKey.model_fields)
 # The value of any member may be a key that was written in the wrong place.
-_NOT_SHOWN: Final = tuple(ClientKey.model_fields)
+_SECRET_MEMBERS: Final = tuple(ClientKey.model_fields)
 
 
 def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
@@ -86,29 +88,29 @@ def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
         raise SettingsError(f"{path} must hold a list of keys under `keys:` and nothing else")
     if not entries:
         raise SettingsError(f"{path} holds no key; to let every client in, leave auth.client_keys_file out")
-    keys = tuple(_key(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1))
-    _require_unique(keys, path)
+    keys = tuple(_parse_key(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1))
+    _require_unique_keys(keys, path)
     return keys
 
 
-def _key(entry: object, place: str) -> ClientKey:
+def _parse_key(entry: object, place: str) -> ClientKey:
     """Return one entry of the key file with the digest in place of its `key`."""
     if not isinstance(entry, dict):
         raise SettingsError(f"{place} must have a name and a key, like `- {{name: team-a, key: sk-…}}`")
     for member in entry:
-        if member not in _MEMBERS:
+        if member not in _KEY_MEMBERS:
             # A text with digits or dashes may be a key that was written in the wrong place.
             name = f" {member}" if re.fullmatch(r"[A-Za-z_]{1,32}", str(member)) else ""
-            raise SettingsError(f"{place} has an unknown member{name}{did_you_mean(str(member), _MEMBERS)}")
+            raise SettingsError(f"{place} has an unknown member{name}{suggest_known_word(str(member), _KEY_MEMBERS)}")
     if ("key" in entry) == ("key_sha256" in entry):
         raise SettingsError(f"{place} must have either a key or its key_sha256")
     try:
-        return ClientKey.model_validate(_digested(entry, place))
+        return ClientKey.model_validate(_hash_plain_key(entry, place))
     except ValidationError as error:
-        raise SettingsError(explain(error, lambda member: f"{place}: {member}", _NOT_SHOWN)) from None
+        raise SettingsError(explain_mistakes(error, lambda member: f"{place}: {member}", _SECRET_MEMBERS)) from None
 
 
-def _digested(entry: dict[str, object], place: str) -> dict[str, object]:
+def _hash_plain_key(entry: dict[str, object], place: str) -> dict[str, object]:
     members = dict(entry)
     if "key" in members:
         key = members.pop("key")
@@ -122,7 +124,7 @@ def _digested(entry: dict[str, object], place: str) -> dict[str, object]:
     return members
 
 
-def _require_unique(keys: tuple[ClientKey, ...], path: str | Path) -> None:
+def _require_unique_keys(keys: tuple[ClientKey, ...], path: str | Path) -> None:
     names: dict[str, int] = {}
     digests: dict[str, int] = {}
     for number, key in enumerate(keys, 1):

@@ -133,7 +133,7 @@ _SYNONYMS: Final[Mapping[str, str]] = {
 """Other names of connectors, in lower case: names in engines, and common short forms that have one meaning."""
 
 
-def known_connector(name: str) -> str:
+def read_connector_name(name: str) -> str:
     """Return the connector with this name or synonym. Raises ValueError for an unknown connector."""
     plain = name.lower().replace("-", "_")
     if plain in CONNECTOR_TRAITS:

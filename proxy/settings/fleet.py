@@ -8,7 +8,13 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from proxy.common.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host, split_models
+from proxy.common.endpoints import (
+    is_bootstrap_port_suffix,
+    is_ip_address,
+    parse_endpoints,
+    split_off_models,
+    strip_host_brackets,
+)
 from proxy.settings.kinds import (
     Delay,
     Endpoints,
@@ -19,11 +25,11 @@ from proxy.settings.kinds import (
     Secret,
     Section,
     empty_is_none,
-    texts,
+    make_text_list_check,
 )
 
-_MOST_SOURCES: Final = 64
-_is_service = re.compile(r"_[a-z0-9-]+\._(tcp|udp)\..+", re.IGNORECASE).fullmatch  # RFC 2782
+_MAX_SOURCES: Final = 64
+_is_service_name = re.compile(r"_[a-z0-9-]+\._(tcp|udp)\..+", re.IGNORECASE).fullmatch  # RFC 2782
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,54 +50,59 @@ def parse_dns_name(text: str) -> DnsName:
 
     `https://` may precede the name of engines with TLS. Raises ValueError.
     """
-    where, models = split_models(text)
+    where, models = split_off_models(text)
     name, _, word = where.rpartition(" ")
-    if not name or not is_bootstrap_port(word):
+    if not name or not is_bootstrap_port_suffix(word):
         name, word = where, ""
     service = name.removeprefix("https://")
-    if _is_service(service):
+    if _is_service_name(service):
         bootstrap_port = parse_endpoints(f"host:1 {word}")[0].bootstrap_port if word else None
-        return DnsName(plain_host(service), None, bootstrap_port, models, service != name)
+        return DnsName(strip_host_brackets(service), None, bootstrap_port, models, service != name)
     endpoints = parse_endpoints(where)
-    if is_literal(endpoints[0].host):
+    if is_ip_address(endpoints[0].host):
         raise ValueError(f"{text!r} is an IP address, not a DNS name")
     ports = tuple(one.port for one in endpoints)
     return DnsName(endpoints[0].host, ports, endpoints[0].bootstrap_port, models, endpoints[0].tls)
 
 
-def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+def _reject_repeated_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{name} is given twice")
     return names
 
 
-def _dns_names(names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_dns_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         parse_dns_name(name)
     return names
 
 
-def _servers(servers: tuple[str, ...]) -> tuple[str, ...]:
+def _check_dns_servers(servers: tuple[str, ...]) -> tuple[str, ...]:
     """Check the addresses of name servers. Raises ValueError."""
     for server in servers:
-        if not all(is_literal(endpoint.host) for endpoint in parse_endpoints(server)):
+        if not all(is_ip_address(endpoint.host) for endpoint in parse_endpoints(server)):
             raise ValueError(f"{server} must be an address and a port, such as 127.0.0.1:8600")
     return servers
 
 
 FilePatterns = Annotated[
-    tuple[str, ...], BeforeValidator(texts("paths")), Field(max_length=_MOST_SOURCES), AfterValidator(_each_once)
+    tuple[str, ...],
+    BeforeValidator(make_text_list_check("paths")),
+    Field(max_length=_MAX_SOURCES),
+    AfterValidator(_reject_repeated_names),
 ]
 DnsNames = Annotated[
     tuple[str, ...],
-    BeforeValidator(texts("names with a port, such as decode.example.com:7100")),
-    Field(max_length=_MOST_SOURCES),
-    AfterValidator(_each_once),
-    AfterValidator(_dns_names),
+    BeforeValidator(make_text_list_check("names with a port, such as decode.example.com:7100")),
+    Field(max_length=_MAX_SOURCES),
+    AfterValidator(_reject_repeated_names),
+    AfterValidator(_check_dns_names),
 ]
 Servers = Annotated[
-    tuple[str, ...], BeforeValidator(texts("addresses, such as 127.0.0.1:8600")), AfterValidator(_servers)
+    tuple[str, ...],
+    BeforeValidator(make_text_list_check("addresses, such as 127.0.0.1:8600")),
+    AfterValidator(_check_dns_servers),
 ]
 
 
@@ -120,7 +131,7 @@ class Discovery(Section):
 
     @model_validator(mode="after")
     def _dns_is_in_order(self) -> Self:
-        _each_once(self.dns_names)
+        _reject_repeated_names(self.dns_names)
         for name in (*self.decode_dns, *self.encode_dns):
             if parse_dns_name(name).bootstrap_port is not None:
                 raise ValueError(f"{name} has a bootstrap port, which only prefillers have")
@@ -190,18 +201,18 @@ class Elastic(Section):
 # The options of discovery in Kubernetes.
 
 
-_is_name = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?").fullmatch  # RFC 1123, for names of namespaces
-_is_url = re.compile(r"https?://[^\s/?#@]+").fullmatch
+_is_kubernetes_name = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?").fullmatch  # RFC 1123, for names of namespaces
+_is_api_server_url = re.compile(r"https?://[^\s/?#@]+").fullmatch
 
 
-def _namespace(name: str) -> str:
-    if not _is_name(name):
+def _check_namespace(name: str) -> str:
+    if not _is_kubernetes_name(name):
         raise ValueError("must be the name of a namespace")
     return name
 
 
-def _server(url: str) -> str:
-    if not _is_url(url.rstrip("/")):
+def _check_api_server(url: str) -> str:
+    if not _is_api_server_url(url.rstrip("/")):
         raise ValueError("must be an address such as https://10.96.0.1:443, without a path")
     return url.rstrip("/")
 
@@ -219,14 +230,14 @@ class Kubernetes(Section):
     """Label selector of the EndpointSlices of decoders."""
     encode_selector: str | None = None
     """Label selector of the EndpointSlices of encoders."""
-    namespace: Annotated[str, AfterValidator(_namespace)] | None = None
+    namespace: Annotated[str, AfterValidator(_check_namespace)] | None = None
     """Namespace of the services. null uses the gateway's own namespace."""
     port_name: str | None = None
     """Names of the service ports of the engines, with the wildcards * and ?. Each port is an instance, as for
     data-parallel ranks. null selects the only port, or the port named http. The bootstrap port of prefillers is the
     port named bootstrap, or the annotation or label sglang.ai/bootstrap-port of the slice. The annotation or label
     pdproxy/model names the served models, and pdproxy/elastic: true makes the instances elastic."""
-    api_server: Annotated[str, AfterValidator(_server)] | None = None
+    api_server: Annotated[str, AfterValidator(_check_api_server)] | None = None
     """URL of the API server. null uses the cluster that the gateway runs in."""
     token_file: FilePath = None
     """Path of a file with the token for the API server. null uses the pod's service account."""
@@ -258,27 +269,27 @@ class Kubernetes(Section):
 # Options of KV events, which engines publish about their prefix caches.
 
 
-ASK: Final = "auto"
+ASK_ENGINES: Final = "auto"
 """Value that means: ask engines for their endpoints."""
 # The form in engines' options: any address, with a port, or with a number that is added to the instance's port.
-_is_endpoint = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):(\+?)([0-9]{1,5})").fullmatch
+_match_zmq_endpoint = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):(\+?)([0-9]{1,5})").fullmatch
 
 
-def _endpoint(text: str | None) -> str | None:
-    return text if text == ASK else _tcp(text, f", or {ASK}")
+def _check_publisher_endpoint(text: str | None) -> str | None:
+    return text if text == ASK_ENGINES else _check_tcp_endpoint(text, f", or {ASK_ENGINES}")
 
 
-def _tcp(text: str | None, others: str = "") -> str | None:
+def _check_tcp_endpoint(text: str | None, others: str = "") -> str | None:
     if text is not None:
-        found = _is_endpoint(text)
+        found = _match_zmq_endpoint(text)
         if not found or not 0 < int(found[3]) < 65536:
             raise ValueError(f"must be like tcp://*:5557, or tcp://*:+1000 for the instance's port and 1000{others}")
     return text
 
 
-def port_at(endpoint: str, port: int) -> int:
+def replace_port(endpoint: str, port: int) -> int:
     """Return the port of the first rank of an instance with this port. Raises ValueError."""
-    found = _is_endpoint(endpoint)
+    found = _match_zmq_endpoint(endpoint)
     assert found
     return int(found[3]) + (port if found[2] else 0)
 
@@ -290,11 +301,11 @@ class KvEvents(Section):
     section are ignored.
     """
 
-    endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_endpoint)] = None
+    endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_check_publisher_endpoint)] = None
     """Endpoint at which engines publish KV events, as in their --kv-events-config. tcp://*:5557: this port.
     tcp://*:+1000: the port of the instance plus 1000, for several instances on one host. auto: pdproxy asks each engine
     (vLLM 0.32 and later, and SGLang). null disables KV events. Requires a restart."""
-    replay_endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_tcp)] = None
+    replay_endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_check_tcp_endpoint)] = None
     """Endpoint for the replay of lost events, as replay_endpoint of the engines' --kv-events-config. null disables the
     replay. Not needed with endpoint auto. Requires a restart."""
     topic: str = ""
@@ -314,10 +325,10 @@ class KvEvents(Section):
 
 
 _is_store_url = re.compile(r"(rediss?://[^\s/?#]+(/[0-9]*)?|unix:///[^\s?#]+)").fullmatch
-_is_group = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
+_is_group_name = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
 
 
-def _store_url(url: str | None) -> str | None:
+def _check_store_url(url: str | None) -> str | None:
     if url is None:
         return None
     try:
@@ -332,8 +343,8 @@ def _store_url(url: str | None) -> str | None:
     return url
 
 
-def _group(name: str) -> str:
-    if not _is_group(name):
+def _check_group_name(name: str) -> str:
+    if not _is_group_name(name):
         raise ValueError("must be 1 to 64 letters, digits, `.`, `_` or `-`")
     return name
 
@@ -344,14 +355,14 @@ class Replicas(Section):
     Requires the extra redis: pip install '.[redis]' in the checkout.
     """
 
-    url: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_store_url)] = None
+    url: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_check_store_url)] = None
     """URL of the store: redis://10.0.0.9:6379/0, rediss://… for TLS, or unix:///path. A user may precede the host, as
     in redis://user@host. null disables sharing. Requires a restart."""
     password: Secret = None
     """Password of the store. Requires a restart."""
     password_file: FilePath = None
     """Path of a file that contains the password of the store. Requires a restart."""
-    group: Annotated[str, AfterValidator(_group)] = "default"
+    group: Annotated[str, AfterValidator(_check_group_name)] = "default"
     """Name of the group of gateways in front of the same engines. Other gateways must use another name. Requires a
     restart."""
     interval_seconds: Seconds = 0.1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, WithJsonSchema
 
 from proxy.common.endpoints import Endpoint, parse_endpoints
-from proxy.settings.connectors import CONNECTOR_TRAITS, known_connector
+from proxy.settings.connectors import CONNECTOR_TRAITS, read_connector_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,28 +63,28 @@ class Section(BaseModel):
     )
 
 
-def section_of(field: FieldInfo) -> type[Section] | None:
+def find_section(field: FieldInfo) -> type[Section] | None:
     """Return the section that a field of the settings holds, or None if the field is an option."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def policy_names(quote: str = "") -> str:
+def list_policy_names(quote: str = "") -> str:
     """Return the names of all routing policies as text for users."""
     *others, last = (f"{quote}{name}{quote}" for name in POLICIES)
     return f"{', '.join(others)} or {last}"
 
 
-def known_policy(name: str) -> str:
+def check_policy_name(name: str) -> str:
     """Return the name of a routing policy. Raises ValueError for an unknown policy."""
     if name not in POLICIES:
         if advice := _POLICY_ADVICE.get(name):
             raise ValueError(f"must be {advice}")
-        raise ValueError("must be " + policy_names(quote="'"))
+        raise ValueError("must be " + list_policy_names(quote="'"))
     return name
 
 
-def _not_boolean(value: object) -> object:
+def _reject_boolean(value: object) -> object:
     # YAML's `yes` would otherwise become 1.
     if isinstance(value, bool):
         raise ValueError("must be a number")
@@ -107,11 +107,11 @@ def _seconds_or_auto(value: object) -> object:
     return seconds
 
 
-def _upper(value: object) -> object:
+def _uppercase_text(value: object) -> object:
     return value.upper() if isinstance(value, str) else value
 
 
-def _list(value: object) -> list[object]:
+def _split_list(value: object) -> list[object]:
     """Return a comma-separated text, the form in environment variables, as a list."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
@@ -120,9 +120,9 @@ def _list(value: object) -> list[object]:
     return list(value)
 
 
-def _endpoints(value: object) -> list[Endpoint]:
+def _parse_endpoint_list(value: object) -> list[Endpoint]:
     found: list[Endpoint] = []
-    for item in _list(value):
+    for item in _split_list(value):
         if isinstance(item, Endpoint):
             found.append(item)
         elif isinstance(item, str):
@@ -142,26 +142,26 @@ def check_header_value(text: str) -> None:
         raise ValueError("must be printable ASCII, as it is sent in an HTTP header")
 
 
-def _fits_a_header(value: SecretStr | None) -> SecretStr | None:
+def _check_secret_header(value: SecretStr | None) -> SecretStr | None:
     check_header_value(value.get_secret_value() if value else "")
     return value
 
 
-def _http_url(value: str | None) -> str | None:
+def _check_http_url(value: str | None) -> str | None:
     if value is not None and not (_is_http_url(value) and value.isascii() and value.isprintable()):
         raise ValueError("must be a URL like http://localhost:4318/v1/traces")
     return value
 
 
-def _absolute_path(value: str) -> str:
+def _check_absolute_path(value: str) -> str:
     if not value.startswith("/") or not value.isascii() or not value.isprintable() or " " in value:
         raise ValueError("must be a path that begins with /")
     return value
 
 
-def _networks(value: object) -> list[object]:
+def _parse_networks(value: object) -> list[object]:
     found: list[object] = []
-    for item in _list(value):
+    for item in _split_list(value):
         try:
             found.append(item if not isinstance(item, str) else str(ipaddress.ip_network(item)))
         except ValueError:
@@ -169,16 +169,16 @@ def _networks(value: object) -> list[object]:
     return found
 
 
-def _origins(value: object) -> list[object]:
-    found = _list(value)
+def _check_origins(value: object) -> list[object]:
+    found = _split_list(value)
     for item in found:
         if item != "*" and not (isinstance(item, str) and _is_origin(item)):
             raise ValueError("must be a list of origins like https://chat.example.com, without a path, or *")
     return found
 
 
-def _aliases(value: object) -> list[object]:
-    found = _list(value)
+def _check_model_aliases(value: object) -> list[object]:
+    found = _split_list(value)
     for item in found:
         if not (isinstance(item, str) and all(item.rpartition("="))):
             raise ValueError("must be a list of name=served name, such as claude-*=kimi")
@@ -187,7 +187,7 @@ def _aliases(value: object) -> list[object]:
 
 # Ranges of sampling parameters, as SGLang checks them (`SamplingParams.verify`). A repetition penalty is not allowed,
 # because it depends on the tokens of the answer, so no answer could be resumed exactly.
-_SAMPLING: dict[str, Callable[[float], bool]] = {
+_SAMPLING_CHECKS: dict[str, Callable[[float], bool]] = {
     "temperature": lambda value: value >= 0,
     "top_p": lambda value: 0 < value <= 1,
     "top_k": lambda value: value == -1 or (value >= 1 and value.is_integer()),
@@ -195,24 +195,26 @@ _SAMPLING: dict[str, Callable[[float], bool]] = {
 }
 
 
-def _sampling(value: object) -> list[object]:
-    found = _list(value)
+def _check_sampling(value: object) -> list[object]:
+    found = _split_list(value)
     for item in found:
         name, _, number = item.partition("=") if isinstance(item, str) else ("", "", "")
         try:
-            is_right = _SAMPLING[name](float(number))
+            is_right = _SAMPLING_CHECKS[name](float(number))
         except (KeyError, ValueError):
             is_right = False
         if not is_right:
-            raise ValueError(f"must be a list of name=number, such as temperature=0.6, of {', '.join(_SAMPLING)}")
+            raise ValueError(
+                f"must be a list of name=number, such as temperature=0.6, of {', '.join(_SAMPLING_CHECKS)}"
+            )
     return found
 
 
-def texts(noun: str) -> Callable[[object], list[object]]:
+def make_text_list_check(noun: str) -> Callable[[object], list[object]]:
     """Return a type for lists of texts that are not empty. `noun`: their name in errors."""
 
     def checked(value: object) -> list[object]:
-        found = _list(value)
+        found = _split_list(value)
         if not all(isinstance(item, str) and item for item in found):
             raise ValueError(f"must be a list of {noun}")
         return found
@@ -220,20 +222,20 @@ def texts(noun: str) -> Callable[[object], list[object]]:
     return checked
 
 
-_number = BeforeValidator(_not_boolean)
+_reject_boolean_number = BeforeValidator(_reject_boolean)
 
-Seconds = Annotated[float, _number, Field(gt=0)]
-Delay = Annotated[float, _number, Field(ge=0)]
-Ratio = Annotated[float, _number, Field(ge=0, le=1)]
-Natural = Annotated[int, _number, Field(ge=0)]
-Positive = Annotated[int, _number, Field(ge=1)]
+Seconds = Annotated[float, _reject_boolean_number, Field(gt=0)]
+Delay = Annotated[float, _reject_boolean_number, Field(ge=0)]
+Ratio = Annotated[float, _reject_boolean_number, Field(ge=0, le=1)]
+Natural = Annotated[int, _reject_boolean_number, Field(ge=0)]
+Positive = Annotated[int, _reject_boolean_number, Field(ge=1)]
 # vLLM-Ascend's example proxy tries once for the value 0.
-Attempts = Annotated[int, _number, Field(ge=0), AfterValidator(lambda count: max(count, 1))]
-ListenPort = Annotated[int, _number, Field(ge=0, le=65535)]
+Attempts = Annotated[int, _reject_boolean_number, Field(ge=0), AfterValidator(lambda count: max(count, 1))]
+ListenPort = Annotated[int, _reject_boolean_number, Field(ge=0, le=65535)]
 Workers = Annotated[
     int,
     BeforeValidator(_cores_for_auto),
-    _number,
+    _reject_boolean_number,
     Field(ge=1),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
 ]
@@ -245,25 +247,25 @@ GatherSeconds = Annotated[
 
 Endpoints = Annotated[
     tuple[Endpoint, ...],
-    BeforeValidator(_endpoints),
+    BeforeValidator(_parse_endpoint_list),
     WithJsonSchema({"type": "array", "items": {"type": "string"}}),
 ]
 # Editors offer the names, and accept synonyms.
 ConnectorName = Annotated[
     str,
-    AfterValidator(known_connector),
+    AfterValidator(read_connector_name),
     WithJsonSchema({"anyOf": [{"enum": [*CONNECTOR_TRAITS]}, {"type": "string"}]}),
 ]
-PolicyName = Annotated[str, AfterValidator(known_policy), WithJsonSchema({"enum": [*POLICIES]})]
-Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
-ModelAliases = Annotated[tuple[str, ...], BeforeValidator(_aliases)]
-Names = Annotated[tuple[str, ...], BeforeValidator(texts("names, such as qwen*"))]
-Sampling = Annotated[tuple[str, ...], BeforeValidator(_sampling)]
-Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
-RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
-CollectorUrl = Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_http_url)]
-AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
-LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]
+PolicyName = Annotated[str, AfterValidator(check_policy_name), WithJsonSchema({"enum": [*POLICIES]})]
+Networks = Annotated[tuple[str, ...], BeforeValidator(_parse_networks)]
+ModelAliases = Annotated[tuple[str, ...], BeforeValidator(_check_model_aliases)]
+Names = Annotated[tuple[str, ...], BeforeValidator(make_text_list_check("names, such as qwen*"))]
+Sampling = Annotated[tuple[str, ...], BeforeValidator(_check_sampling)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(_check_origins)]
+RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_split_list)]
+CollectorUrl = Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_check_http_url)]
+AbsolutePath = Annotated[str, AfterValidator(_check_absolute_path)]
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_uppercase_text)]
 
-Secret = Annotated[SecretStr | None, BeforeValidator(empty_is_none), AfterValidator(_fits_a_header)]
+Secret = Annotated[SecretStr | None, BeforeValidator(empty_is_none), AfterValidator(_check_secret_header)]
 FilePath = Annotated[Path | None, BeforeValidator(empty_is_none)]

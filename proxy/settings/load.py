@@ -16,24 +16,24 @@ from pydantic import ValidationError
 
 from proxy.settings import cli
 from proxy.settings.client_keys import load_client_keys
-from proxy.settings.mistakes import SettingsError, explain
+from proxy.settings.mistakes import SettingsError, explain_mistakes
 from proxy.settings.model import Settings
 from proxy.settings.sources import (
-    CONFIG,
+    CONFIG_VARIABLE,
     OPTIONS,
-    PATH_LISTS,
-    PATHS,
-    SECRETS,
-    Sourced,
-    from_environment,
-    from_otel,
-    from_yaml,
-    near_misses,
-    option_of,
-    other_protocol,
-    read_key,
-    variable,
-    without_missing,
+    PATH_LIST_OPTIONS,
+    PATH_OPTIONS,
+    SECRET_OPTIONS,
+    SourcedValue,
+    drop_missing_tracing,
+    find_misspelled_variables,
+    read_environment,
+    read_key_file,
+    read_option,
+    read_otel_variables,
+    read_yaml_options,
+    variable_name,
+    warn_of_other_protocol,
 )
 from proxy.settings.tls import TlsFiles, load_tls
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
     from proxy.settings.client_keys import ClientKey
 
-DEFAULT: Final = "default"
+DEFAULT_ORIGIN: Final = "default"
 # A URL may contain a password, although it should not.
-_NOT_SHOWN: Final = (*SECRETS, "replicas.url", "tracing.endpoint")
+_OPTIONS_NEVER_SHOWN: Final = (*SECRET_OPTIONS, "replicas.url", "tracing.endpoint")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSettings:
     """Settings, the origin of each option (a flag, a variable, a file or `default`), and the keys of clients."""
 
     settings: Settings
@@ -76,14 +76,14 @@ class ConfigChange:
         return "; ".join(f"{verb} {', '.join(names)}" for verb, names in told if names) or "nothing has changed"
 
 
-def load(
+def load_settings(
     argv: Sequence[str],
     environ: Mapping[str, str],
     *,
     needs_backends: bool = True,
     command: str | None = None,
     paths_begin: Path | None = None,
-) -> Loaded:
+) -> LoadedSettings:
     """Load and check all settings. Raises SettingsError.
 
     Args:
@@ -93,31 +93,40 @@ def load(
         command: Sub-command to which the flags belong; None: the program itself.
         paths_begin: Directory of relative paths in a file; None: the file's directory.
     """
-    line = cli.parse(argv, command)
-    warnings = (*line.warnings, *near_misses(environ))
+    line = cli.parse_command_line(argv, command)
+    warnings = (*line.warnings, *find_misspelled_variables(environ))
     try:
-        loaded = _loaded(line, environ, needs_backends, paths_begin)
+        loaded = _combine_sources(line, environ, needs_backends, paths_begin)
         return replace(loaded, warnings=(*warnings, *loaded.warnings))
     except SettingsError as error:
         # an ignored option may be the missing one
         raise SettingsError("; ".join((str(error), *warnings))) from None
 
 
-def _loaded(
+def _combine_sources(
     line: cli.CommandLine, environ: Mapping[str, str], needs_backends: bool, paths_begin: Path | None
-) -> Loaded:
-    variables = from_environment(environ)
-    path = line.config or environ.get(CONFIG, "").strip()
-    values = {**dict(from_otel(environ)), **(from_yaml(path) if path else {}), **variables, **line.values}
-    values, warnings = without_missing(values)
-    values |= {option: _split(values[option]) for option in PATH_LISTS if option in values}
-    values |= {option: _absolute(values[option], paths_begin) for option in (*PATHS, *PATH_LISTS) if option in values}
-    settings = _validated(values)
-    keys = dict(_keys(settings, values, environ))
+) -> LoadedSettings:
+    variables = read_environment(environ)
+    path = line.config or environ.get(CONFIG_VARIABLE, "").strip()
+    values = {
+        **dict(read_otel_variables(environ)),
+        **(read_yaml_options(path) if path else {}),
+        **variables,
+        **line.values,
+    }
+    values, warnings = drop_missing_tracing(values)
+    values |= {option: _split_list_value(values[option]) for option in PATH_LIST_OPTIONS if option in values}
+    values |= {
+        option: _make_paths_absolute(values[option], paths_begin)
+        for option in (*PATH_OPTIONS, *PATH_LIST_OPTIONS)
+        if option in values
+    }
+    settings = _validate_settings(values)
+    keys = dict(_read_key_files(settings, values, environ))
     if keys:
         values |= keys
-        settings = _validated(values)
-    origins = {option: values[option].origin if option in values else DEFAULT for option in OPTIONS}
+        settings = _validate_settings(values)
+    origins = {option: values[option].origin if option in values else DEFAULT_ORIGIN for option in OPTIONS}
     if settings.discovery.dns_names and find_spec("dns") is None:
         raise SettingsError("discovery by DNS needs the extra dns: pip install '.[dns]' in the checkout")
     if settings.replicas.url is not None and find_spec("redis") is None:
@@ -125,21 +134,21 @@ def _loaded(
     if settings.kv_events.endpoint is not None and find_spec("zmq") is None:
         raise SettingsError("kv_events.endpoint needs the extra events: pip install '.[events]' in the checkout")
     if settings.tracing.endpoint is not None:
-        warnings += tuple(other_protocol(environ))
+        warnings += tuple(warn_of_other_protocol(environ))
     if not needs_backends:
-        return Loaded(settings, origins, warnings=warnings)
+        return LoadedSettings(settings, origins, warnings=warnings)
     _require_backends(settings)
     keys_file = settings.auth.client_keys_file
     client_keys = load_client_keys(keys_file) if keys_file else ()
-    return Loaded(settings, origins, client_keys, warnings, load_tls(settings))
+    return LoadedSettings(settings, origins, client_keys, warnings, load_tls(settings))
 
 
-def _split(found: Sourced) -> Sourced:
+def _split_list_value(found: SourcedValue) -> SourcedValue:
     """Return a comma-separated value as a list."""
     return replace(found, value=found.value.split(",")) if isinstance(found.value, str) else found
 
 
-def _absolute(found: Sourced, begins: Path | None) -> Sourced:
+def _make_paths_absolute(found: SourcedValue, begins: Path | None) -> SourcedValue:
     """Return an absolute path for a relative one in a file, so that it is valid in every working directory.
 
     `begins`: directory of relative paths; None: the file's directory. Other relative paths refer to the working
@@ -154,7 +163,7 @@ def _absolute(found: Sourced, begins: Path | None) -> Sourced:
     return replace(found, value=[absolute(path) for path in value] if isinstance(value, list) else absolute(value))
 
 
-def _validated(values: Mapping[str, Sourced]) -> Settings:
+def _validate_settings(values: Mapping[str, SourcedValue]) -> Settings:
     tree: dict[str, object] = {}
     for option, found in values.items():
         section, _, name = option.rpartition(".")
@@ -171,22 +180,22 @@ def _validated(values: Mapping[str, Sourced]) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(explain(error, name_of, _NOT_SHOWN)) from None
+        raise SettingsError(explain_mistakes(error, name_of, _OPTIONS_NEVER_SHOWN)) from None
 
 
-def _keys(
-    settings: Settings, values: Mapping[str, Sourced], environ: Mapping[str, str]
-) -> Iterator[tuple[str, Sourced]]:
+def _read_key_files(
+    settings: Settings, values: Mapping[str, SourcedValue], environ: Mapping[str, str]
+) -> Iterator[tuple[str, SourcedValue]]:
     """Read keys from files, and set the default of the engine key."""
-    for option in SECRETS:
-        path: Path | None = option_of(settings, f"{option}_file")
+    for option in SECRET_OPTIONS:
+        path: Path | None = read_option(settings, f"{option}_file")
         is_given = option in values and values[option].value is not None
         if path is not None:
             if is_given:
                 raise SettingsError(f"{option} and {option}_file are both given: give only one of them")
-            yield option, Sourced(read_key(f"{option}_file", path), str(path))
+            yield option, SourcedValue(read_key_file(f"{option}_file", path), str(path))
         elif option == "auth.engine_api_key" and not is_given and (key := environ.get("OPENAI_API_KEY")):
-            yield option, Sourced(key, "OPENAI_API_KEY")
+            yield option, SourcedValue(key, "OPENAI_API_KEY")
 
 
 def _require_backends(settings: Settings) -> None:
@@ -198,14 +207,14 @@ def _require_backends(settings: Settings) -> None:
     if missing:
         nouns = " and ".join(f"no {noun}" for noun in missing.values())
         flags = " and ".join(f"--{role}" for role in missing)
-        variables = " and ".join(variable(role) for role in missing)
+        variables = " and ".join(variable_name(role) for role in missing)
         raise SettingsError(f"{nouns} given: use {flags}, {variables} or a --config file")
 
 
 # The current settings as YAML, each option with its origin as a comment, and with masked keys.
 
 
-def to_yaml(loaded: Loaded) -> str:
+def write_yaml(loaded: LoadedSettings) -> str:
     """Return one line per option, and one line per item of a list. Without keys, it loads as the same settings."""
     tree: dict[str, Any] = loaded.settings.model_dump(mode="json")
     lines: list[str] = []
@@ -219,12 +228,12 @@ def to_yaml(loaded: Loaded) -> str:
         indent = "  " if section else ""
         if isinstance(value, list) and value:
             lines.append(f"{indent}{name}:  # {loaded.origins[option]}")
-            lines += [f"{indent}  - {scalar(item)}" for item in value]
+            lines += [f"{indent}  - {yaml_scalar(item)}" for item in value]
         else:
-            lines.append(f"{indent}{name}: {scalar(value)}  # {loaded.origins[option]}")
+            lines.append(f"{indent}{name}: {yaml_scalar(value)}  # {loaded.origins[option]}")
     return "\n".join(lines)
 
 
-def scalar(value: object) -> str:
+def yaml_scalar(value: object) -> str:
     """Return a value as YAML on one line."""
     return yaml.safe_dump(value, width=float("inf")).removesuffix("\n").removesuffix("\n...")

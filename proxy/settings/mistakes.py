@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(message.removeprefix("argument "))
 
 
-def explain(error: ValidationError, name_of: Callable[[str], str], secrets: Iterable[str]) -> str:
+def explain_mistakes(error: ValidationError, name_of: Callable[[str], str], secrets: Iterable[str]) -> str:
     """Return pydantic's first error as a sentence. `name_of` returns the origin of a dotted option."""
     first = error.errors(include_url=False)[0]
     option = ".".join(part for part in first["loc"] if isinstance(part, str))
@@ -38,11 +38,11 @@ def explain(error: ValidationError, name_of: Callable[[str], str], secrets: Iter
     text = text.replace("Input should ", "must ", 1)
     if not text.startswith("must "):
         return f"{name_of(option)}: {text}"
-    value = "" if option in secrets else f", not {printable(first['input'])}"
+    value = "" if option in secrets else f", not {printable_value(first['input'])}"
     return f"{name_of(option)} {text}{value}"
 
 
-def printable(value: object) -> str:
+def printable_value(value: object) -> str:
     """Return a value as the operator wrote it, on one line, and not too long."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
@@ -51,16 +51,16 @@ def printable(value: object) -> str:
 
 def printable_word(word: str) -> str:
     """Return a single word of the operator as it is, and nothing for other texts, which may contain secrets."""
-    return word if word.isprintable() and len(word) <= _SHOWN_CHARACTERS else printable(word)
+    return word if word.isprintable() and len(word) <= _SHOWN_CHARACTERS else printable_value(word)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def suggest_known_word(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean …?)` for a misspelt word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def alternatives(words: Sequence[str]) -> str:
+def join_alternatives(words: Sequence[str]) -> str:
     """Return words as text: `a`, `a or b`, `a, b or c`."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last

@@ -9,8 +9,8 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from proxy.common.endpoints import Endpoint, Host, is_loopback
-from proxy.common.terms import counted
+from proxy.common.endpoints import Endpoint, Host, is_loopback_host
+from proxy.common.terms import format_count
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.settings.fleet import Discovery, Elastic, Kubernetes, KvEvents, Replicas
 from proxy.settings.kinds import (
@@ -38,7 +38,7 @@ from proxy.settings.kinds import (
     Secret,
     Section,
     Workers,
-    policy_names,
+    list_policy_names,
 )
 
 # Each backend has a column in the scoreboard.
@@ -206,8 +206,10 @@ class Balance(Section):
     """How pdproxy chooses an instance."""
 
     # Descriptions instead of docstrings, because the table of policies has the names.
-    prefill_policy: PolicyName = Field(default="least_load", description=f"Policy for prefillers: {policy_names()}.")
-    decode_policy: PolicyName = Field(default="least_load", description=f"Policy for decoders: {policy_names()}.")
+    prefill_policy: PolicyName = Field(
+        default="least_load", description=f"Policy for prefillers: {list_policy_names()}."
+    )
+    decode_policy: PolicyName = Field(default="least_load", description=f"Policy for decoders: {list_policy_names()}.")
     working_sets: bool = True
     """Let turns of conversations wait while more conversations are open than the prefix caches of prefillers hold, so
     that the others keep their prefixes. Policy least_load does so after it has seen prefixes evicted before their next
@@ -741,11 +743,11 @@ class Settings(Section):
     def fleet(self) -> str:
         """How many instances are configured, and how many sources may name others, for people."""
         prefillers, decoders = len(self.instances_of("prefill")), len(self.instances_of("decode"))
-        parts = [counted(prefillers, "prefiller"), counted(decoders, "decoder")]
+        parts = [format_count(prefillers, "prefiller"), format_count(decoders, "decoder")]
         if self.elastic.instances:
             parts.append(f"{len(self.elastic.instances)} of them elastic")
         if sources := self.discovery.sources + self.kubernetes.sources:
-            parts.append(counted(len(sources), "discovery source"))
+            parts.append(format_count(len(sources), "discovery source"))
         return ", ".join(parts)
 
     @property
@@ -777,12 +779,12 @@ class Settings(Section):
                 "certificates of engines are not verified, so that another host can pose as an engine and read all "
                 "prompts: set engines.ca_file in place of engines.verify: false"
             )
-        if not is_loopback(self.listen.host) and self.auth.client_keys_file is None:
+        if not is_loopback_host(self.listen.host) and self.auth.client_keys_file is None:
             warnings.append(
                 f"every client that can reach {self.listen.host} is served without a key: set auth.client_keys_file, "
                 "or make sure that only your clients can reach it"
             )
-        if not is_loopback(self.administration_host) and self.auth.admin_key is None:
+        if not is_loopback_host(self.administration_host) and self.auth.admin_key is None:
             warnings.append(
                 f"administration is closed, because other hosts may reach {self.administration_host}: set "
                 "auth.admin_key, or admin.port for a listener on this host alone"

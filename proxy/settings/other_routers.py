@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, printable_word
-from proxy.settings.sources import OPTIONS, variable
+from proxy.settings.mistakes import SettingsError, join_alternatives, printable_word, suggest_known_word
+from proxy.settings.sources import OPTIONS, variable_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -45,14 +45,14 @@ class AcceptedFlag:
             raise SettingsError(f"{flag} {error}") from None
 
 
-def _seconds(milliseconds: str) -> float:
+def _milliseconds_to_seconds(milliseconds: str) -> float:
     try:
         return float(milliseconds) / 1000
     except ValueError:
         raise ValueError(f"must be a number of milliseconds, not {printable_word(milliseconds)}") from None
 
 
-def _connector(kv_connector: str) -> str:
+def _translate_kv_connector(kv_connector: str) -> str:
     try:
         return {"nixl": "vllm_pull", "mooncake": "mooncake_bootstrap"}[kv_connector]
     except KeyError:
@@ -63,10 +63,10 @@ WORKERS_FLAG: Final = "--worker-urls"
 """The flag for engines that both prefill and decode."""
 
 # A later flag overrides an earlier one: the connector of --kv-connector is more precise than that of the switch.
-ACCEPTED: Final[Mapping[str, AcceptedFlag]] = {
+ACCEPTED_FLAGS: Final[Mapping[str, AcceptedFlag]] = {
     "--pd-disaggregation": AcceptedFlag(("connector",), constant="sglang_bootstrap"),
     "--vllm-pd-disaggregation": AcceptedFlag(("connector",), constant="vllm_pull"),
-    "--kv-connector": AcceptedFlag(("connector",), _connector),
+    "--kv-connector": AcceptedFlag(("connector",), _translate_kv_connector),
     "--intra-node-data-parallel-size": AcceptedFlag(("balance.prefill_dp_ranks", "balance.decode_dp_ranks")),
     "--queue-size": AcceptedFlag(("admission.max_waiting",)),
     "--queue-timeout-secs": AcceptedFlag(("admission.wait_seconds",)),
@@ -80,8 +80,8 @@ ACCEPTED: Final[Mapping[str, AcceptedFlag]] = {
     "--cb-failure-threshold": AcceptedFlag(("health.eject_after",)),
     "--cb-timeout-duration-secs": AcceptedFlag(("health.eject_seconds",)),
     "--retry-max-retries": AcceptedFlag(("retry.max_attempts",)),
-    "--retry-initial-backoff-ms": AcceptedFlag(("retry.base_delay_seconds",), _seconds),
-    "--retry-max-backoff-ms": AcceptedFlag(("retry.max_delay_seconds",), _seconds),
+    "--retry-initial-backoff-ms": AcceptedFlag(("retry.base_delay_seconds",), _milliseconds_to_seconds),
+    "--retry-max-backoff-ms": AcceptedFlag(("retry.max_delay_seconds",), _milliseconds_to_seconds),
     "--disable-retries": AcceptedFlag(("retry.max_attempts",), constant=1),
     "--shutdown-grace-period-secs": AcceptedFlag(("drain.streams_seconds",)),
     "--log-json": AcceptedFlag(("log.format",), constant="json"),
@@ -97,76 +97,86 @@ ACCEPTED: Final[Mapping[str, AcceptedFlag]] = {
 """Flags of other routers, and of vLLM's server, that pdproxy accepts."""
 
 
-def _all(flags: str, advice: str) -> dict[str, str]:
+def _same_advice_for_all(flags: str, advice: str) -> dict[str, str]:
     return dict.fromkeys(flags.split(), advice)
 
 
-_ENGINES: Final = "it is a flag of engines: leave it out"
-_NONE: Final = "it has no counterpart: leave it out"
+_ENGINE_FLAGS_ADVICE: Final = "it is a flag of engines: leave it out"
+_NO_COUNTERPART_ADVICE: Final = "it has no counterpart: leave it out"
 
-ADVICE: Final[Mapping[str, str]] = {
+ADVICE_BY_FLAG: Final[Mapping[str, str]] = {
     "--ca-cert-paths": "set engines.ca_file to one file with all certificates",
     "--api-key": "set the keys of clients in auth.client_keys_file, and the key of engines in OPENAI_API_KEY",
-    **_all(
+    **_same_advice_for_all(
         "--cache-threshold --balance-abs-threshold --balance-rel-threshold --max-tree-size --eviction-interval-secs"
         " --max-idle-secs --assignment-mode --bucket-adjust-interval-secs --router-temperature --kv-penalty-host"
         " --kv-penalty-disk --kv-penalty-external --kv-aware-session-affinity-ttl-secs --load-monitor-interval"
         " --enable-program-scheduling --program-scheduling-config-json",
         "it is not needed: policy least_load weighs load against cached prefixes without thresholds",
     ),
-    **_all(
+    **_same_advice_for_all(
         "--kv-event-source --kv-event-replay-source --kv-event-block-size --kv-event-model --pd-kv-events",
         "set kv_events.endpoint to auto",
     ),
-    **_all(
+    **_same_advice_for_all(
         "--cb-success-threshold --cb-window-duration-secs --disable-circuit-breaker --disable-health-check",
         "it has no counterpart: see the options of section health",
     ),
-    **_all(
+    **_same_advice_for_all(
         "--retry-backoff-multiplier --retry-jitter-factor",
         "it has no counterpart: the delay doubles, with full jitter",
     ),
-    **_all("--max-concurrent-requests", "set admission.max_running_prefill and admission.max_running_decode"),
-    **_all("--rate-limit-tokens-per-second", "set requests_per_minute of a key in auth.client_keys_file"),
-    **_all("--request-timeout-secs", "set timeouts.answer_seconds and timeouts.idle_seconds"),
-    **_all("--request-id-headers", "it is not needed: pdproxy reads and returns X-Request-Id"),
-    **_all("--log-dir", "it is not needed: pdproxy writes its log to standard output"),
-    **_all(
+    **_same_advice_for_all(
+        "--max-concurrent-requests", "set admission.max_running_prefill and admission.max_running_decode"
+    ),
+    **_same_advice_for_all(
+        "--rate-limit-tokens-per-second", "set requests_per_minute of a key in auth.client_keys_file"
+    ),
+    **_same_advice_for_all("--request-timeout-secs", "set timeouts.answer_seconds and timeouts.idle_seconds"),
+    **_same_advice_for_all("--request-id-headers", "it is not needed: pdproxy reads and returns X-Request-Id"),
+    **_same_advice_for_all("--log-dir", "it is not needed: pdproxy writes its log to standard output"),
+    **_same_advice_for_all(
         "--prometheus-host --prometheus-port --prometheus-duration-buckets",
         "it is not needed: GET /metrics is on the client port, or on admin.port",
     ),
-    **_all("--enable-trace --otlp-traces-endpoint", "set tracing.endpoint to the OTLP/HTTP URL of the collector"),
-    **_all(
+    **_same_advice_for_all(
+        "--enable-trace --otlp-traces-endpoint", "set tracing.endpoint to the OTLP/HTTP URL of the collector"
+    ),
+    **_same_advice_for_all(
         "--service-discovery --selector --service-discovery-port --service-discovery-namespace --prefill-selector"
         " --decode-selector --bootstrap-port-annotation",
         "set kubernetes.prefill_selector and kubernetes.decode_selector, which select EndpointSlices",
     ),
-    **_all("--vllm-discovery-address", "set discovery.files, discovery.prefill_dns or kubernetes.prefill_selector"),
-    **_all(
+    **_same_advice_for_all(
+        "--vllm-discovery-address", "set discovery.files, discovery.prefill_dns or kubernetes.prefill_selector"
+    ),
+    **_same_advice_for_all(
         "--worker-startup-timeout-secs --worker-startup-check-interval",
         "it is not needed: an instance receives requests as soon as it is healthy",
     ),
-    **_all("--dp-aware", "set balance.prefill_dp_ranks and balance.decode_dp_ranks, or sglang.dp_size"),
-    **_all("--enable-igw --model", "it is not needed: pdproxy asks the engines for their models"),
-    **_all("--served-model-name", "set models.aliases"),
-    **_all("--mini-lb --backend", "it is not needed: leave it out"),
-    **_all("--root-path", "it is not needed: let the reverse proxy remove the prefix"),
-    **_all(
+    **_same_advice_for_all("--dp-aware", "set balance.prefill_dp_ranks and balance.decode_dp_ranks, or sglang.dp_size"),
+    **_same_advice_for_all("--enable-igw --model", "it is not needed: pdproxy asks the engines for their models"),
+    **_same_advice_for_all("--served-model-name", "set models.aliases"),
+    **_same_advice_for_all("--mini-lb --backend", "it is not needed: leave it out"),
+    **_same_advice_for_all("--root-path", "it is not needed: let the reverse proxy remove the prefix"),
+    **_same_advice_for_all(
         "--model-path --tokenizer-path --chat-template --reasoning-parser --tool-call-parser --kv-transfer-config"
         " --tokenizer-cache-enable-l0 --tokenizer-cache-enable-l1 --tokenizer-cache-l0-max-entries"
         " --tokenizer-cache-l1-max-memory --tensor-parallel-size --data-parallel-size --max-model-len",
-        _ENGINES,
+        _ENGINE_FLAGS_ADVICE,
     ),
-    **_all(
+    **_same_advice_for_all(
         "--mcp-config-path --history-backend --oracle-wallet-path --oracle-tns-alias --oracle-connect-descriptor"
         " --oracle-username --oracle-password --oracle-external-auth --oracle-pool-min --oracle-pool-max"
         " --oracle-pool-timeout-secs --postgres-db-url --postgres-pool-max --redis-pool-max --redis-retention-days"
         " --storage-hook-wasm-path --wasm-middleware --wasm-middleware-route --wasm-middleware-sha256 --jwt-issuer"
         " --jwt-audience --jwt-jwks-uri --jwt-role-mapping",
-        _NONE,
+        _NO_COUNTERPART_ADVICE,
     ),
-    **_all("--redis-url", "set replicas.url to share loads between gateways; pdproxy stores no conversations"),
-    **_all(
+    **_same_advice_for_all(
+        "--redis-url", "set replicas.url to share loads between gateways; pdproxy stores no conversations"
+    ),
+    **_same_advice_for_all(
         "--control-plane-api-keys --control-plane-audit-enabled",
         "set auth.admin_key_file; pdproxy logs every administrative request",
     ),
@@ -186,28 +196,28 @@ _COMMAND_GUESSES: Final[Mapping[str, str]] = {
 }
 
 
-def unknown_command(word: str, commands: Iterable[str]) -> str:
+def describe_unknown_command(word: str, commands: Iterable[str]) -> str:
     """Return a sentence about a word that is no command."""
     known = list(commands)
-    suggestion = did_you_mean(word, known)
+    suggestion = suggest_known_word(word, known)
     if guess := _COMMAND_GUESSES.get(word.lower()):
         suggestion = f" (did you mean {guess}?)"
     if suggestion:
         return f"unknown command {printable_word(word)}{suggestion}"
-    return f"unknown command {printable_word(word)}: use {alternatives(known)}"
+    return f"unknown command {printable_word(word)}: use {join_alternatives(known)}"
 
 
-def unknown_flag(flag: str, known_flags: Iterable[str]) -> str:
+def describe_unknown_flag(flag: str, known_flags: Iterable[str]) -> str:
     """Return a sentence about an unknown flag, with the option to use if there is one."""
     start = f"unknown flag {printable_word(flag)}"
-    if advice := ADVICE.get(flag):
+    if advice := ADVICE_BY_FLAG.get(flag):
         return f"{start}: {advice}"
-    if close := did_you_mean(flag, known_flags):
+    if close := suggest_known_word(flag, known_flags):
         return f"{start}{close}"
     name = flag.lstrip("-").replace("-", "_").lower()
     options = [option for option in OPTIONS if name in (option, option.replace(".", "_"), option.rpartition(".")[2])]
     if len(options) == 1:
-        return f"{start}: set {options[0]} in the --config file, or {variable(options[0])}"
+        return f"{start}: set {options[0]} in the --config file, or {variable_name(options[0])}"
     if options:
-        return f"{start}: set {alternatives(options)} in the --config file"
+        return f"{start}: set {join_alternatives(options)} in the --config file"
     return start

@@ -10,8 +10,8 @@ import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.settings.cli import DOCUMENTS
-from proxy.settings.kinds import section_of
-from proxy.settings.load import scalar
+from proxy.settings.kinds import find_section
+from proxy.settings.load import yaml_scalar
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import Settings
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from proxy.settings.kinds import Section
 
-_WIDTH: Final = 120
+_LINE_WIDTH: Final = 120
 # Instances have no default, so the file has an example.
-_EXAMPLES: Final = {
+_EXAMPLE_VALUES: Final = {
     "prefill": ["10.0.0.1:7100-7101", "10.0.0.2:7100-7101"],
     "decode": ["10.0.0.3:7100-7115"],
 }
-_HEAD: Final = """\
+_FILE_HEAD: Final = """\
 # Every option, with its meaning and its default. The instances are an example: they have no default.
 #
 #   pdproxy print-config --full > my.yaml
@@ -41,36 +41,36 @@ _HEAD: Final = """\
 _CONSTRAINTS: Final = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 
-def document(flags: Sequence[str]) -> str:
+def render_options_page(flags: Sequence[str]) -> str:
     """Return the document that one of DOCUMENTS names. Raises SettingsError if there are other flags."""
     if len(flags) != 1:
         raise SettingsError(f"print-config {next(flag for flag in flags if flag in DOCUMENTS)} takes no other flags")
-    return full_file() if flags[0] == "--full" else json.dumps(json_schema(), indent=2, ensure_ascii=False)
+    return render_full_file() if flags[0] == "--full" else json.dumps(make_json_schema(), indent=2, ensure_ascii=False)
 
 
-def full_file() -> str:
+def render_full_file() -> str:
     """Return a configuration file with every option, its meaning and its default."""
-    defaults = Settings().model_dump(mode="json") | _EXAMPLES
-    blocks = [_HEAD]
+    defaults = Settings().model_dump(mode="json") | _EXAMPLE_VALUES
+    blocks = [_FILE_HEAD]
     for name, field in Settings.model_fields.items():
-        section = section_of(field)
-        lines = [*_comment(_text_of(section or field), 0)]
+        section = find_section(field)
+        lines = [*_comment_lines(_description_text(section or field), 0)]
         if section:
             lines.append(f"{name}:")
             for option, its_field in section.model_fields.items():
-                lines += _comment(_text_of(its_field), 2)
-                lines += _value(f"  {option}", defaults[name][option])
+                lines += _comment_lines(_description_text(its_field), 2)
+                lines += _value_lines(f"  {option}", defaults[name][option])
         else:
-            lines += _value(name, defaults[name])
+            lines += _value_lines(name, defaults[name])
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def json_schema() -> dict[str, Any]:
+def make_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of configuration files (draft 2020-12)."""
     generated = Settings.model_json_schema()
     definitions = generated.pop("$defs")
-    schema = _translated(generated, definitions)
+    schema = _translate_schema(generated, definitions)
     for part in schema["properties"].values():
         if "properties" in part:
             part["type"] = ["object", "null"]  # a section that has only comments is null
@@ -83,18 +83,18 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _translated(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _translate_schema(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """Return a schema of pydantic without references and titles, and with the keywords of JSON Schema."""
     if reference := schema.get("$ref"):
         schema = {**definitions[reference.rpartition("/")[2]], **schema}
     translated: dict[str, Any] = {}
     for name, value in schema.items():
         if name == "properties":
-            translated[name] = {option: _translated(part, definitions) for option, part in value.items()}
+            translated[name] = {option: _translate_schema(part, definitions) for option, part in value.items()}
         elif name == "items":
-            translated[name] = _translated(value, definitions)
+            translated[name] = _translate_schema(value, definitions)
         elif name == "anyOf":
-            translated[name] = [_translated(part, definitions) for part in value]
+            translated[name] = [_translate_schema(part, definitions) for part in value]
         elif name == "description":
             translated[name] = " ".join(value.split())
         elif name not in ("$ref", "title"):
@@ -102,16 +102,16 @@ def _translated(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str
     return translated
 
 
-def _text_of(documented: FieldInfo | type[Section]) -> str:
+def _description_text(documented: FieldInfo | type[Section]) -> str:
     """Return the description of an option or a section on one line."""
     text = documented.__doc__ if isinstance(documented, type) else documented.description
     return " ".join((text or "").split())
 
 
-def _comment(text: str, indent: int) -> Iterator[str]:
+def _comment_lines(text: str, indent: int) -> Iterator[str]:
     yield from textwrap.wrap(
         text,
-        _WIDTH,
+        _LINE_WIDTH,
         initial_indent=f"{' ' * indent}# ",
         subsequent_indent=f"{' ' * indent}# ",
         break_on_hyphens=False,
@@ -119,8 +119,8 @@ def _comment(text: str, indent: int) -> Iterator[str]:
     )
 
 
-def _value(name: str, value: object) -> list[str]:
+def _value_lines(name: str, value: object) -> list[str]:
     if not isinstance(value, list) or not value:
-        return [f"{name}: {scalar(value)}"]
+        return [f"{name}: {yaml_scalar(value)}"]
     indent = " " * (len(name) - len(name.lstrip()) + 2)
-    return [f"{name}:", *(f"{indent}- {scalar(item)}" for item in value)]
+    return [f"{name}:", *(f"{indent}- {yaml_scalar(item)}" for item in value)]

@@ -13,8 +13,8 @@ from functools import reduce
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.settings.kinds import section_of
-from proxy.settings.mistakes import SettingsError, alternatives, did_you_mean, printable_word
+from proxy.settings.kinds import find_section
+from proxy.settings.mistakes import SettingsError, join_alternatives, printable_word, suggest_known_word
 from proxy.settings.model import Settings
 from proxy.settings.yaml_file import read_yaml
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
     from proxy.settings.kinds import Section
 
-PREFIX: Final = "PROXY_"
-CONFIG: Final = "PROXY_CONFIG"
+VARIABLE_PREFIX: Final = "PROXY_"
+CONFIG_VARIABLE: Final = "PROXY_CONFIG"
 """The environment variable with the path of the configuration file."""
 
 # Variables that Kubernetes sets for services whose name is, or begins with, `proxy`.
 _NAME_FOR_A_SERVICE: Final = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT_[0-9]+_(TCP|UDP|SCTP)(_.*)?")
 _VALUE_FOR_A_SERVICE: Final = re.compile(r"(tcp|udp|sctp)://.*")
 # similarity of the shortest option, PROXY_DECODE, with one wrong letter
-_NEAR: Final = 0.82
+_MIN_SIMILARITY: Final = 0.82
 
 
 @dataclass(frozen=True, slots=True)
-class Sourced:
+class SourcedValue:
     """A value and its origin: `--port`, `PROXY_LISTEN__PORT`, or the path of a file."""
 
     value: object
@@ -46,121 +46,123 @@ class Sourced:
     in_file: bool = False
 
 
-def _options(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def _iterate_options(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        if section := section_of(field):
-            yield from _options(section, f"{prefix}{name}.")
+        if section := find_section(field):
+            yield from _iterate_options(section, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
 
 
-OPTIONS: Final[Mapping[str, FieldInfo]] = dict(_options(Settings))
-SECTIONS: Final = frozenset(option.rpartition(".")[0] for option in OPTIONS if "." in option)
-SECRETS: Final = ("auth.engine_api_key", "auth.admin_key", "replicas.password")
-TLS_FILES: Final = (
+OPTIONS: Final[Mapping[str, FieldInfo]] = dict(_iterate_options(Settings))
+SECTION_NAMES: Final = frozenset(option.rpartition(".")[0] for option in OPTIONS if "." in option)
+SECRET_OPTIONS: Final = ("auth.engine_api_key", "auth.admin_key", "replicas.password")
+TLS_FILE_OPTIONS: Final = (
     *(f"{section}.tls_{name}" for section in ("listen", "admin") for name in ("certificate", "key", "client_ca")),
     *("engines.client_certificate", "engines.client_key", "engines.ca_file"),
 )
 """Options that name files in PEM format."""
-PATHS: Final = (
-    *(f"{option}_file" for option in SECRETS),
+PATH_OPTIONS: Final = (
+    *(f"{option}_file" for option in SECRET_OPTIONS),
     "auth.client_keys_file",
     "admin.usage_file",
     "kubernetes.token_file",
     "kubernetes.ca_file",
-    *TLS_FILES,
+    *TLS_FILE_OPTIONS,
 )
-PATH_LISTS: Final = ("discovery.files",)
+PATH_LIST_OPTIONS: Final = ("discovery.files",)
 
 
-def option_of(settings: Settings, name: str) -> Any:
+def read_option(settings: Settings, name: str) -> Any:
     """Return the value of a dotted option."""
     return reduce(getattr, name.split("."), settings)
 
 
-def variable(option: str) -> str:
+def variable_name(option: str) -> str:
     """Return the environment variable of an option: `listen.port` is PROXY_LISTEN__PORT."""
-    return PREFIX + option.upper().replace(".", "__")
+    return VARIABLE_PREFIX + option.upper().replace(".", "__")
 
 
-def _option(name: str) -> str:
+def _option_of_variable(name: str) -> str:
     """Return the option that an environment variable sets."""
-    return name.removeprefix(PREFIX).replace("__", ".").lower()
+    return name.removeprefix(VARIABLE_PREFIX).replace("__", ".").lower()
 
 
-def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
+def read_environment(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Return the options in `PROXY_…` variables that are not empty.
 
     Raises SettingsError for a variable that names no option of a section. Other unknown variables are ignored:
     Kubernetes sets PROXY_PORT and others for a service named proxy.
     """
-    found: dict[str, Sourced] = {}
+    found: dict[str, SourcedValue] = {}
     for name, value in environ.items():
-        if not name.startswith(PREFIX) or not value.strip():
+        if not name.startswith(VARIABLE_PREFIX) or not value.strip():
             continue
-        option = _option(name)
-        if option in OPTIONS and name == variable(option):
-            found[option] = Sourced(value.strip(), name)
-        elif option in SECTIONS:
+        option = _option_of_variable(name)
+        if option in OPTIONS and name == variable_name(option):
+            found[option] = SourcedValue(value.strip(), name)
+        elif option in SECTION_NAMES:
             example = next(known for known in OPTIONS if known.startswith(f"{option}."))
-            raise SettingsError(f"{name} is a section: set its options, such as {variable(example)}")
-        elif option.partition(".")[0] in SECTIONS:
-            raise SettingsError(f"{printable_word(name)} names no option{did_you_mean(name, map(variable, OPTIONS))}")
+            raise SettingsError(f"{name} is a section: set its options, such as {variable_name(example)}")
+        elif option.partition(".")[0] in SECTION_NAMES:
+            raise SettingsError(
+                f"{printable_word(name)} names no option{suggest_known_word(name, map(variable_name, OPTIONS))}"
+            )
     return found
 
 
-def near_misses(environ: Mapping[str, str]) -> Iterator[str]:
+def find_misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
     """Return a sentence for each ignored variable whose name resembles that of an option.
 
     It differs in letter case, in the number of underscores, or by a misspelling.
     """
-    meant = {_plain(name): name for name in (CONFIG, *map(variable, OPTIONS))}
+    meant = {_simplify_name(name): name for name in (CONFIG_VARIABLE, *map(variable_name, OPTIONS))}
     for name, value in environ.items():
-        if not name.upper().startswith(PREFIX) or name in meant.values() or not value.strip():
+        if not name.upper().startswith(VARIABLE_PREFIX) or name in meant.values() or not value.strip():
             continue
-        if _option(name).partition(".")[0] in SECTIONS:
+        if _option_of_variable(name).partition(".")[0] in SECTION_NAMES:
             continue  # refused, and not ignored
         if _NAME_FOR_A_SERVICE.fullmatch(name) or _VALUE_FOR_A_SERVICE.fullmatch(value):
             continue
-        if near := difflib.get_close_matches(_plain(name), meant, n=1, cutoff=_NEAR):
+        if near := difflib.get_close_matches(_simplify_name(name), meant, n=1, cutoff=_MIN_SIMILARITY):
             yield f"{printable_word(name)} is no option and is ignored: did you mean {meant[near[0]]}?"
 
 
-def _plain(name: str) -> str:
+def _simplify_name(name: str) -> str:
     """Return the part of a variable's name that is compared, without the common prefix."""
-    return re.sub("_+", "_", name.upper()).removeprefix(PREFIX)
+    return re.sub("_+", "_", name.upper()).removeprefix(VARIABLE_PREFIX)
 
 
-def from_yaml(path: str) -> dict[str, Sourced]:
+def read_yaml_options(path: str) -> dict[str, SourcedValue]:
     """Return the options of a YAML file. Raises SettingsError."""
     tree = read_yaml(path)
     if not isinstance(tree, dict | None):
-        raise SettingsError(f"{path} must hold options such as `workers: 2`, not {_kind(tree)}")
-    return dict(_flat(tree or {}, path))
+        raise SettingsError(f"{path} must hold options such as `workers: 2`, not {_describe_yaml_kind(tree)}")
+    return dict(_flatten_options(tree or {}, path))
 
 
-def _flat(tree: dict[object, object], path: str, prefix: str = "") -> Iterator[tuple[str, Sourced]]:
+def _flatten_options(tree: dict[object, object], path: str, prefix: str = "") -> Iterator[tuple[str, SourcedValue]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name in OPTIONS:
-            yield name, Sourced(value, path, in_file=True)
-        elif name not in SECTIONS:
-            raise SettingsError(f"{path}: unknown option {printable_word(name)}{_suggested(name)}")
+            yield name, SourcedValue(value, path, in_file=True)
+        elif name not in SECTION_NAMES:
+            raise SettingsError(f"{path}: unknown option {printable_word(name)}{_suggest_option(name)}")
         elif isinstance(value, dict):
-            yield from _flat(value, path, f"{name}.")
+            yield from _flatten_options(value, path, f"{name}.")
         elif value is not None:  # only comments below the name of a section
             raise SettingsError(f"{path}: {name} is a section: write its options indented below it")
 
 
-def _suggested(name: str) -> str:
+def _suggest_option(name: str) -> str:
     """Return a suggestion for an unknown option: an option of this name in another section, or a similar name."""
     last = name.rpartition(".")[2]
     if found := [option for option in OPTIONS if option.rpartition(".")[2] == last]:
-        return f" (did you mean {alternatives(found)}?)"
-    return did_you_mean(name, [*OPTIONS, *SECTIONS])
+        return f" (did you mean {join_alternatives(found)}?)"
+    return suggest_known_word(name, [*OPTIONS, *SECTION_NAMES])
 
 
-def read_key(what: str, path: Path) -> str:
+def read_key_file(what: str, path: Path) -> str:
     """Return the key in a file. Errors name the key `what`. Raises SettingsError."""
     try:
         key = path.read_text(encoding="utf-8").strip()
@@ -175,7 +177,7 @@ def read_key(what: str, path: Path) -> str:
     return key
 
 
-def _kind(tree: object) -> str:
+def _describe_yaml_kind(tree: object) -> str:
     """Return the kind of a file's content, without any word of it."""
     return "a list" if isinstance(tree, list) else "a single value"
 
@@ -186,40 +188,42 @@ def _kind(tree: object) -> str:
 # Configuration". The SDK itself reads all other variables, such as headers, timeouts, certificates and the sampler.
 
 
-ENDPOINT: Final = "tracing.endpoint"
-_FULL: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-_BASE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
-_PATH: Final = "v1/traces"
-_NEEDED: Final = "opentelemetry.exporter.otlp.proto.http"
-_MISSING: Final = "is given, but the extra otel is not installed: pip install '.[otel]' in the checkout"
+OTEL_ENDPOINT_OPTION: Final = "tracing.endpoint"
+_OTEL_TRACES_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+_OTEL_BASE_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_OTEL_TRACES_PATH: Final = "v1/traces"
+_OTEL_MODULES: Final = "opentelemetry.exporter.otlp.proto.http"
+_OTEL_MISSING_WARNING: Final = "is given, but the extra otel is not installed: pip install '.[otel]' in the checkout"
 
 
-def from_otel(environ: Mapping[str, str]) -> Iterator[tuple[str, Sourced]]:
+def read_otel_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, SourcedValue]]:
     """Return the collector's options if the environment names a collector for traces."""
-    if _has_value(environ, "OTEL_SDK_DISABLED", "true") or _has_value(environ, "OTEL_TRACES_EXPORTER", "none"):
+    if _has_variable_value(environ, "OTEL_SDK_DISABLED", "true") or _has_variable_value(
+        environ, "OTEL_TRACES_EXPORTER", "none"
+    ):
         return
-    if full := environ.get(_FULL, "").strip():
-        yield ENDPOINT, Sourced(full, _FULL)
-    elif base := environ.get(_BASE, "").strip():
-        yield ENDPOINT, Sourced(f"{base.rstrip('/')}/{_PATH}", _BASE)
+    if full := environ.get(_OTEL_TRACES_ENDPOINT, "").strip():
+        yield OTEL_ENDPOINT_OPTION, SourcedValue(full, _OTEL_TRACES_ENDPOINT)
+    elif base := environ.get(_OTEL_BASE_ENDPOINT, "").strip():
+        yield OTEL_ENDPOINT_OPTION, SourcedValue(f"{base.rstrip('/')}/{_OTEL_TRACES_PATH}", _OTEL_BASE_ENDPOINT)
 
 
-def without_missing(values: Mapping[str, Sourced]) -> tuple[dict[str, Sourced], tuple[str, ...]]:
+def drop_missing_tracing(values: Mapping[str, SourcedValue]) -> tuple[dict[str, SourcedValue], tuple[str, ...]]:
     """Return the options without tracing if the SDK is not installed, and warnings.
 
     Raises SettingsError if the gateway's own options ask for tracing.
     """
-    found = values.get(ENDPOINT)
-    if found is None or not found.value or is_installed():
+    found = values.get(OTEL_ENDPOINT_OPTION)
+    if found is None or not found.value or is_otel_installed():
         return dict(values), ()
-    if found.origin not in (_FULL, _BASE):
-        place = f"{found.origin}: {ENDPOINT}" if found.in_file else found.origin
-        raise SettingsError(f"{place} {_MISSING}")
-    kept = {option: value for option, value in values.items() if option != ENDPOINT}
-    return kept, (f"{found.origin} {_MISSING}; nothing is traced",)
+    if found.origin not in (_OTEL_TRACES_ENDPOINT, _OTEL_BASE_ENDPOINT):
+        place = f"{found.origin}: {OTEL_ENDPOINT_OPTION}" if found.in_file else found.origin
+        raise SettingsError(f"{place} {_OTEL_MISSING_WARNING}")
+    kept = {option: value for option, value in values.items() if option != OTEL_ENDPOINT_OPTION}
+    return kept, (f"{found.origin} {_OTEL_MISSING_WARNING}; nothing is traced",)
 
 
-def other_protocol(environ: Mapping[str, str]) -> Iterator[str]:
+def warn_of_other_protocol(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence if the environment names an OTLP protocol that pdproxy does not support."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if (value := environ.get(name, "").strip()) and value != "http/protobuf":
@@ -228,13 +232,13 @@ def other_protocol(environ: Mapping[str, str]) -> Iterator[str]:
             return
 
 
-def is_installed() -> bool:
+def is_otel_installed() -> bool:
     """Return whether the packages for OpenTelemetry are installed."""
     try:
-        return find_spec(_NEEDED) is not None
+        return find_spec(_OTEL_MODULES) is not None
     except ModuleNotFoundError:
         return False
 
 
-def _has_value(environ: Mapping[str, str], name: str, value: str) -> bool:
+def _has_variable_value(environ: Mapping[str, str], name: str, value: str) -> bool:
     return environ.get(name, "").strip().lower() == value

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from proxy.settings.mistakes import SettingsError
-from proxy.settings.sources import TLS_FILES, option_of, read_key
+from proxy.settings.sources import TLS_FILE_OPTIONS, read_key_file, read_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from proxy.settings.model import Engines, Settings
 
-_PAIRS: Final = {
+_CERTIFICATE_OPTION_PAIRS: Final = {
     "listen.tls_certificate": "listen.tls_key",
     "admin.tls_certificate": "admin.tls_key",
     "engines.client_certificate": "engines.client_key",
 }
-_AUTHORITIES: Final = ("listen.tls_client_ca", "admin.tls_client_ca", "engines.ca_file")
-_PROTOCOLS: Final = ["http/1.1"]
+_AUTHORITY_OPTIONS: Final = ("listen.tls_client_ca", "admin.tls_client_ca", "engines.ca_file")
+_ALPN_PROTOCOLS: Final = ["http/1.1"]
 # Forward secrecy and authenticated encryption, as the "intermediate" profile of Mozilla has it for TLS 1.2. All
 # ciphers of TLS 1.3 qualify.
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -35,7 +35,7 @@ _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 _MAX_STEPS: Final = 8
 
 # Errors of OpenSSL by reason, as a part of a sentence about the certificate.
-_REASONS: Final = {
+_TLS_ERROR_REASONS: Final = {
     "KEY_VALUES_MISMATCH": "the key does not belong to the certificate",
     "KEY_TYPE_MISMATCH": "the key does not belong to the certificate",
     "EE_KEY_TOO_SMALL": "the key of the certificate is too short",
@@ -56,27 +56,27 @@ class TlsFiles:
 
 def load_tls(settings: Settings) -> TlsFiles:
     """Read and check the configured TLS files. Raises SettingsError."""
-    paths = {option: path for option in TLS_FILES if (path := option_of(settings, option)) is not None}
-    texts = {option: read_key(option, path) for option, path in paths.items()}
+    paths = {option: path for option in TLS_FILE_OPTIONS if (path := read_option(settings, option)) is not None}
+    texts = {option: read_key_file(option, path) for option, path in paths.items()}
     expiries = {}
-    for option in _AUTHORITIES:
+    for option in _AUTHORITY_OPTIONS:
         if option in texts:
-            with _explained(f"{option} {paths[option]}"):
+            with _explain_tls_errors(f"{option} {paths[option]}"):
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=texts[option])
-    for option, key_option in _PAIRS.items():
+    for option, key_option in _CERTIFICATE_OPTION_PAIRS.items():
         if option in texts:
             key_path = paths.get(key_option)
-            with _explained(f"{option} {paths[option]}" + (f" with the key {key_path}" if key_path else "")):
-                expiries[option] = _expiry(texts, option, is_client=option.startswith("engines."))
+            with _explain_tls_errors(f"{option} {paths[option]}" + (f" with the key {key_path}" if key_path else "")):
+                expiries[option] = _read_expiry(texts, option, is_client=option.startswith("engines."))
     return TlsFiles(texts, expiries)
 
 
-def server_context(section: str, files: TlsFiles) -> ssl.SSLContext | None:
+def make_server_context(section: str, files: TlsFiles) -> ssl.SSLContext | None:
     """Return a new context for the listener of a section, `listen` or `admin`, or None if it has no certificate."""
     option = f"{section}.tls_certificate"
     if option not in files.texts:
         return None
-    context = _with_certificate(ssl.PROTOCOL_TLS_SERVER, files.texts, option)
+    context = _load_certificate(ssl.PROTOCOL_TLS_SERVER, files.texts, option)
     context.options |= ssl.OP_CIPHER_SERVER_PREFERENCE
     authorities = files.texts.get(f"{section}.tls_client_ca")
     if authorities is not None:
@@ -85,13 +85,13 @@ def server_context(section: str, files: TlsFiles) -> ssl.SSLContext | None:
     return context
 
 
-def engine_context(engines: Engines, files: TlsFiles) -> ssl.SSLContext:
+def make_engine_context(engines: Engines, files: TlsFiles) -> ssl.SSLContext:
     """Return a new context for connections to engines."""
     option = "engines.client_certificate"
     if option in files.texts:
-        context = _with_certificate(ssl.PROTOCOL_TLS_CLIENT, files.texts, option)
+        context = _load_certificate(ssl.PROTOCOL_TLS_CLIENT, files.texts, option)
     else:
-        context = _new_context(ssl.PROTOCOL_TLS_CLIENT)
+        context = _make_context(ssl.PROTOCOL_TLS_CLIENT)
     if not engines.verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -116,7 +116,7 @@ class EngineTls:
         """Return the TLS context for a new connection to an engine."""
         current = self._current()
         if current != self._made_of:
-            self._context, self._made_of = engine_context(*current), current
+            self._context, self._made_of = make_engine_context(*current), current
         return self._context
 
     @property
@@ -126,7 +126,7 @@ class EngineTls:
         return name
 
 
-def tls_problem(error: ssl.SSLError) -> str:
+def describe_tls_problem(error: ssl.SSLError) -> str:
     """Return why a handshake failed, as part of a sentence, without values of the other side."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate not accepted: {error.verify_message.removesuffix('.')}"
@@ -136,27 +136,30 @@ def tls_problem(error: ssl.SSLError) -> str:
     return reason.replace("_", " ").lower() or "the connection ended in the handshake"
 
 
-def _new_context(protocol: int) -> ssl.SSLContext:
+def _make_context(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     context.set_ciphers(_CIPHERS)
-    context.set_alpn_protocols(_PROTOCOLS)
+    context.set_alpn_protocols(_ALPN_PROTOCOLS)
     return context
 
 
-def _with_certificate(protocol: int, texts: Mapping[str, str], option: str) -> ssl.SSLContext:
+def _load_certificate(protocol: int, texts: Mapping[str, str], option: str) -> ssl.SSLContext:
     """Return a context with a certificate and its key. Raises ssl.SSLError, or ValueError for an encrypted key."""
-    context = _new_context(protocol)
+    context = _make_context(protocol)
     certificate = texts[option]
     # The module ssl reads keys from paths only. The text is not written to a disk.
-    with _as_path(certificate) as path, _as_path(texts.get(_PAIRS[option], certificate)) as key_path:
-        context.load_cert_chain(path, key_path, password=_no_password)
+    with (
+        _written_to_file(certificate) as path,
+        _written_to_file(texts.get(_CERTIFICATE_OPTION_PAIRS[option], certificate)) as key_path,
+    ):
+        context.load_cert_chain(path, key_path, password=_reject_password)
     return context
 
 
 @contextmanager
-def _as_path(text: str) -> Iterator[str]:
+def _written_to_file(text: str) -> Iterator[str]:
     descriptor = os.memfd_create("pem", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, text.encode())
@@ -165,18 +168,18 @@ def _as_path(text: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _no_password() -> NoReturn:
+def _reject_password() -> NoReturn:
     raise ValueError("the key is encrypted: decrypt it, and let only the user of the gateway read it")
 
 
-def _expiry(texts: Mapping[str, str], option: str, *, is_client: bool) -> float:
+def _read_expiry(texts: Mapping[str, str], option: str, *, is_client: bool) -> float:
     """Return the end of a certificate's validity. Raises ssl.SSLError or ValueError if it cannot be used now."""
-    server = _with_certificate(ssl.PROTOCOL_TLS_SERVER, texts, option)
-    client = _new_context(ssl.PROTOCOL_TLS_CLIENT)
+    server = _load_certificate(ssl.PROTOCOL_TLS_SERVER, texts, option)
+    client = _make_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     verifying = server if is_client else client
     if is_client:
-        client = _with_certificate(ssl.PROTOCOL_TLS_CLIENT, texts, option)
+        client = _load_certificate(ssl.PROTOCOL_TLS_CLIENT, texts, option)
         client.check_hostname = False
         client.verify_mode = ssl.CERT_NONE
         server.verify_mode = ssl.CERT_REQUIRED
@@ -196,14 +199,14 @@ def _expiry(texts: Mapping[str, str], option: str, *, is_client: bool) -> float:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explain_tls_errors(what: str) -> Iterator[None]:
     """Turn errors about the file `what` into a SettingsError of one sentence."""
     try:
         yield
     except ssl.SSLCertVerificationError as error:
         raise SettingsError(f"{what} cannot be used: {error.verify_message}") from None
     except ssl.SSLError as error:
-        reason = _REASONS.get(error.reason or "", "it is not complete PEM text")
+        reason = _TLS_ERROR_REASONS.get(error.reason or "", "it is not complete PEM text")
         raise SettingsError(f"{what} cannot be used: {reason}") from None
     except ValueError as problem:  # an encrypted key, or a PEM file without a certificate
         raise SettingsError(f"{what} cannot be used: {str(problem) or 'it is not complete PEM text'}") from None

@@ -14,8 +14,8 @@ import yaml
 from proxy.settings.mistakes import SettingsError
 
 # The only errors of PyYAML's scanner and parser that quote more than a character of the file.
-_QUOTED: Final = re.compile(r"(?<=tag handle) .*")
-_TEXT: Final = "tag:yaml.org,2002:str"
+_QUOTING_ERROR_PATTERN: Final = re.compile(r"(?<=tag handle) .*")
+_TEXT_TAG: Final = "tag:yaml.org,2002:str"
 
 
 def read_yaml(path: str | Path, texts: str = "") -> Any:
@@ -25,32 +25,34 @@ def read_yaml(path: str | Path, texts: str = "") -> Any:
     `texts`: names of mappings whose values are read as text, because YAML reads 4:8 as 248 and off as false.
     """
     try:
-        return _Loader(Path(path).read_text(encoding="utf-8"), texts).get_single_data()
+        return _StrictLoader(Path(path).read_text(encoding="utf-8"), texts).get_single_data()
     except OSError as error:
         raise SettingsError(
             f"{Path(path).absolute()} cannot be read: {(error.strerror or str(error)).lower()}"
         ) from None
     except UnicodeDecodeError:
         raise SettingsError(f"{path} is not UTF-8 text") from None
-    except (_GivenTwice, yaml.scanner.ScannerError, yaml.parser.ParserError) as error:
-        raise SettingsError(f"{path}{_line(error)}: {_QUOTED.sub('', error.problem or '')}") from None
+    except (_RepeatedKey, yaml.scanner.ScannerError, yaml.parser.ParserError) as error:
+        raise SettingsError(
+            f"{path}{_describe_line(error)}: {_QUOTING_ERROR_PATTERN.sub('', error.problem or '')}"
+        ) from None
     except yaml.MarkedYAMLError as error:
         # without PyYAML's text, which quotes the file
-        raise SettingsError(f"{path}{_line(error)}: this is not valid YAML") from None
+        raise SettingsError(f"{path}{_describe_line(error)}: this is not valid YAML") from None
     except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         # PyYAML passes on exceptions of its constructors, for a date that does not exist or a number without digits.
         raise SettingsError(f"{path} is not valid YAML") from None
 
 
-def _line(error: yaml.MarkedYAMLError) -> str:
+def _describe_line(error: yaml.MarkedYAMLError) -> str:
     return f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
 
 
-class _GivenTwice(yaml.constructor.ConstructorError):
+class _RepeatedKey(yaml.constructor.ConstructorError):
     pass
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictLoader(yaml.SafeLoader):
     """A loader that refuses duplicate keys. PyYAML would use the last one silently."""
 
     def __init__(self, stream: str, texts: str) -> None:
@@ -62,9 +64,9 @@ class _Loader(yaml.SafeLoader):
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 name = key.value if key.value.isidentifier() else "a member"
-                raise _GivenTwice(problem=f"{name} is given twice", problem_mark=key.start_mark)
+                raise _RepeatedKey(problem=f"{name} is given twice", problem_mark=key.start_mark)
             seen.add(str(key.value))
             if self._texts and key.value == self._texts and isinstance(value, yaml.MappingNode):
                 for _, member in value.value:
-                    member.tag = member.tag if isinstance(member, yaml.CollectionNode) else _TEXT
+                    member.tag = member.tag if isinstance(member, yaml.CollectionNode) else _TEXT_TAG
         return super().construct_mapping(node, deep)

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-Condition = Callable[["State"], bool]
+Condition = Callable[["EngineState"], bool]
 
-_KEPT_REQUESTS = 1000
-_KEPT_BYTES = 32 * 1024 * 1024
+_MAX_KEPT_REQUESTS = 1000
+_MAX_KEPT_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RecordedRequest:
     """One request as it arrived. `body` is None if it was not JSON. Header names are in lower case."""
 
     method: str
@@ -30,7 +30,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class State:
+class EngineState:
     """Counters of one engine. `live` requests are those whose answers have not ended."""
 
     live: int = 0
@@ -61,16 +61,18 @@ class State:
     pinned: int = 0
     waiting_rooms: int = 0
     """The number of legs that now wait for their partner, in any protocol."""
-    requests: deque[Seen] = field(default_factory=deque)
+    requests: deque[RecordedRequest] = field(default_factory=deque)
     """The latest requests. Old ones are dropped to bound the memory."""
     _kept_bytes: int = 0
     _waiters: list[tuple[Condition, asyncio.Future[None]]] = field(default_factory=list)
 
     def record_request(self, method: str, path: str, headers: dict[str, str], body: Any, body_bytes: int) -> None:
-        self.requests.append(Seen(method, path, headers, body, body_bytes))
+        self.requests.append(RecordedRequest(method, path, headers, body, body_bytes))
         self.received += 1
         self._kept_bytes += body_bytes
-        while len(self.requests) > 1 and (self._kept_bytes > _KEPT_BYTES or len(self.requests) > _KEPT_REQUESTS):
+        while len(self.requests) > 1 and (
+            self._kept_bytes > _MAX_KEPT_BYTES or len(self.requests) > _MAX_KEPT_REQUESTS
+        ):
             self._kept_bytes -= self.requests.popleft().body_bytes
         self.changed()
 

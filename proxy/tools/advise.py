@@ -16,7 +16,7 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.balancer.split import LEAST_GAIN, Split, advised
-from proxy.common.blocking_http import describe_problem
+from proxy.common.blocking_http import describe_request_error
 from proxy.settings import SettingsError
 from proxy.settings.mistakes import Parser
 from proxy.tools.flag_numbers import positive
@@ -295,7 +295,7 @@ def _get(opener: urllib.request.OpenerDirector, url: str) -> str:
         with opener.open(url, timeout=_TIMEOUT_SECONDS) as answer:
             return str(answer.read(_MOST_BYTES).decode(errors="replace"))
     except (OSError, ValueError, HTTPException) as error:
-        reason = describe_problem(getattr(error, "reason", error))
+        reason = describe_request_error(getattr(error, "reason", error))
         raise Unknown(f"{url} does not answer: {reason}") from None
 
 

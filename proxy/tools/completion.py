@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.settings.cli import COMMANDS
 from proxy.settings.connectors import CONNECTOR_TRAITS
 from proxy.settings.kinds import DECODE_POLICIES, POLICIES
-from proxy.settings.mistakes import SettingsError, alternatives
+from proxy.settings.mistakes import SettingsError, join_alternatives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,7 +70,7 @@ def script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str
     if {*words} & {"--help", "-h"}:
         return f"usage: pdproxy completion {{{','.join(_SHELLS)}}}\n\n{COMMANDS['completion'].capitalize()}."
     if len(words) != 1 or words[0] not in _SHELLS:
-        raise SettingsError(f"completion takes the name of a shell: {alternatives(_SHELLS)}")
+        raise SettingsError(f"completion takes the name of a shell: {join_alternatives(_SHELLS)}")
     all_flags = _flags(help_of([]))
     flags = {name: _flags(help_of([name]), all_flags) for name in COMMANDS if name not in ("completion", "help")}
     flags |= {"completion": " ".join(_SHELLS), "help": " ".join(COMMANDS)}

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.common import blocking_http, histograms
-from proxy.settings import SettingsError, load, reachable
+from proxy.settings import SettingsError, connectable_host, load_settings
 from proxy.settings.mistakes import Parser
 from proxy.tools.flag_numbers import positive
 from proxy.tools.gateway_tls import add_tls_flags, tls_of
@@ -544,17 +544,17 @@ def _place(flags: argparse.Namespace) -> _Place:
 
 def _configured(flags: Sequence[str], environ: Mapping[str, str]) -> _Place:
     """Return the place of the metrics of a gateway with this configuration. Raises SettingsError."""
-    settings = load(flags, environ, needs_backends=False).settings
+    settings = load_settings(flags, environ, needs_backends=False).settings
     port = settings.listen.port if settings.admin.port is None else settings.admin.port
     tls = blocking_http.local_tls(settings.has_tls(port))
-    return _Place(reachable(settings.administration_host), port, tls)
+    return _Place(connectable_host(settings.administration_host), port, tls)
 
 
 def _scrape(place: _Place) -> Scrape:
     """Return one scrape of the gateway's metrics. Raises _NoMetrics."""
     host, port, tls = place
     try:
-        answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True, tls=tls)
+        answer = blocking_http.get_blocking(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True, tls=tls)
     except blocking_http.HttpRequestError as error:
         raise _NoMetrics(f"{host} port {port} does not answer: {error}") from None
     if answer.status != 200:

@@ -14,7 +14,7 @@ from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import BadAnswer
 from proxy.upstream.fast_forward import FastForward
 from proxy.upstream.pump import CLIENT_IS_SLOW
-from proxy.wire.document import length_of, pieces_of
+from proxy.wire.document import body_length, body_pieces
 
 if TYPE_CHECKING:
     import asyncio
@@ -171,7 +171,7 @@ class EngineConnection(FastForward):
         if isinstance(body, bytes) and len(body) <= _JOINED_BYTES:  # uvloop writes a single piece faster
             self.transport.write(self._head(self.backend, path, len(body), headers) + body)
         else:
-            self.transport.writelines((self._head(self.backend, path, length_of(body), headers), *pieces_of(body)))
+            self.transport.writelines((self._head(self.backend, path, body_length(body), headers), *body_pieces(body)))
 
     def release(self) -> None:
         """End the exchange without further calls to it. The connection closes unless the answer is complete."""

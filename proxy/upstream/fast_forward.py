@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.upstream.gathering import Gathering
-    from proxy.wire.sse import Shape
+    from proxy.wire.sse import TokenShape
 
 _MAX_DIGITS: Final = 9
 _ZERO: Final = 48
@@ -110,7 +110,7 @@ class Tokens:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: TokenShape,
         notes: Notes | None,
         settle: Callable[[], None],
         output: Output | None,

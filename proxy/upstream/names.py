@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.settings import is_literal
-from proxy.settings.tls import tls_problem
+from proxy.settings import is_ip_address
+from proxy.settings.tls import describe_tls_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -168,7 +168,7 @@ class Names:
             raise AddressProblem("not a host name")
         if len(self._names) >= _MAX_NAMES:
             del self._names[next(iter(self._names))]
-        name = self._names[host] = _Name((host,), due=math.inf) if is_literal(host) else _Name()
+        name = self._names[host] = _Name((host,), due=math.inf) if is_ip_address(host) else _Name()
         return name
 
     def _find_allowed_addresses(self, host: str, name: _Name) -> tuple[str, ...]:
@@ -232,7 +232,7 @@ def connect_problem(error: OSError) -> str:
     if isinstance(error, AddressProblem):
         return str(error)
     if isinstance(error, ssl.SSLError):
-        return f"TLS: {tls_problem(error)}"
+        return f"TLS: {describe_tls_problem(error)}"
     if isinstance(error, socket.gaierror):  # its error numbers are not those of errno
         return (error.strerror or "name not found").lower()
     # The text of the error is not used, because it contains the address.
@@ -346,4 +346,4 @@ def is_odd_literal(host: str) -> bool:
     `2130706433`, `0x7f000001`, `127.1` and `0177.0.0.1` are not dotted quads, but getaddrinfo reads all of them as
     127.0.0.1.
     """
-    return _NUMBERS.fullmatch(host) is not None and not is_literal(host)
+    return _NUMBERS.fullmatch(host) is not None and not is_ip_address(host)

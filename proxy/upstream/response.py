@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import upstream_error
-from proxy.wire.openai import engine_words
-from proxy.wire.sglang import lacks_kv_memory
+from proxy.wire.openai import engine_error_text
+from proxy.wire.sglang import reports_lack_of_kv_memory
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,12 +50,12 @@ class EngineResponse:
 
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
         """Return the error for an engine's error answer. The client receives its body without the gateway key."""
-        failure = Failure.RECOMPUTED if lacks_kv_memory(status, body) else Failure.STATUS
+        failure = Failure.RECOMPUTED if reports_lack_of_kv_memory(status, body) else Failure.STATUS
         if body is not None:
             body = self._mask_key(body)
         error = upstream_error(failure, self.backend, message, engine_status=status, body=body, headers=headers)
         if body is not None:
-            error.engine_words = engine_words(body)
+            error.engine_words = engine_error_text(body)
         return error
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.stalls import Pace
-from proxy.common.background import Background
+from proxy.common.background import BackgroundTasks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
@@ -89,7 +89,7 @@ class Silences:
         self._checks = checks
         self._busy = busy
         self._watched: dict[Backend, _WatchedBackend] = {}
-        self._background = Background(logging.getLogger(__name__), "check of a silent engine")
+        self._background = BackgroundTasks(logging.getLogger(__name__), "check of a silent engine")
         self._tested: set[tuple[Backend, str | None]] = set()
         """Backends and addresses to which test connections are being opened."""
         self._forget_at = 0.0

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.wire.python_json import dumps, utf8, utf8_text
+from proxy.wire.python_json import dumps, encode_utf8, replace_surrogates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-RAW_ARGUMENTS: Final = "raw_arguments"
+RAW_ARGUMENTS_MEMBER: Final = "raw_arguments"
 """The name of a member for tool arguments that are not a JSON object. It holds their text."""
 
 _MAX_TOOL_CALLS: Final = 4096
-_IN_STRING: Final = re.compile(rb'["\\]')
-_OUTSIDE: Final = re.compile(rb'["{}\[\]]')
+_STRING_END_PATTERN: Final = re.compile(rb'["\\]')
+_STRUCTURE_PATTERN: Final = re.compile(rb'["{}\[\]]')
 
 
 class UnreadableMember(Exception):
@@ -29,25 +29,25 @@ class UnreadableMember(Exception):
 # Text
 
 
-def text_of(value: object, name: str) -> str:
+def read_text(value: object, name: str) -> str:
     """Return the text of an answer's member: a string, nothing, or parts with text. Raises UnreadableMember."""
     if type(value) is str:
         return value
     if value is None:
         return ""
     if isinstance(value, list):
-        return "".join(text_of(part, name) for part in value)
+        return "".join(read_text(part, name) for part in value)
     if isinstance(value, dict) and isinstance(text := value.get("text"), str):
         return text
     raise UnreadableMember(f"{name} is neither text nor a list of parts with text")
 
 
-def reasoning_of(message: Mapping[str, Any]) -> str:
+def read_reasoning(message: Mapping[str, Any]) -> str:
     """Return the reasoning of a message or delta, for which engines have two names. Raises UnreadableMember."""
-    return text_of(message.get("reasoning") or message.get("reasoning_content"), "reasoning")
+    return read_text(message.get("reasoning") or message.get("reasoning_content"), "reasoning")
 
 
-def object_of(value: object, name: str) -> dict[str, Any]:
+def read_object_member(value: object, name: str) -> dict[str, Any]:
     """Return an answer's member that is an object or missing. Raises UnreadableMember."""
     if value is None:
         return {}
@@ -56,7 +56,7 @@ def object_of(value: object, name: str) -> dict[str, Any]:
     raise UnreadableMember(f"{name} is not an object")
 
 
-def objects_of(value: object, name: str) -> list[dict[str, Any]]:
+def read_objects(value: object, name: str) -> list[dict[str, Any]]:
     """Return the objects of an answer's member, which is a list, one object, or missing. Raises UnreadableMember."""
     if value is None:
         return []
@@ -90,7 +90,7 @@ class JsonNesting:
         if self.is_escaped and end:
             at, self.is_escaped = 1, False
         while at < end:
-            found = (_IN_STRING if self.in_string else _OUTSIDE).search(data, at)
+            found = (_STRING_END_PATTERN if self.in_string else _STRUCTURE_PATTERN).search(data, at)
             if found is None:
                 return
             at = found.end()
@@ -126,7 +126,7 @@ class ToolCall:
     @property
     def arguments(self) -> str:
         """The JSON text of the arguments so far."""
-        return utf8_text(self.written)
+        return replace_surrogates(self.written)
 
     @property
     def is_complete(self) -> bool:
@@ -154,20 +154,20 @@ class ToolCalls:
 
     def take(self, fragment: Mapping[str, Any]) -> tuple[ToolCall, str]:
         """Add a fragment of a tool call. Return the call and the new part of its arguments. Raises UnreadableMember."""
-        index = _index(fragment.get("index"))
-        call_id = _id(fragment.get("id"))
-        function = object_of(fragment.get("function"), "the function of a tool call")
+        index = _read_index(fragment.get("index"))
+        call_id = _read_call_id(fragment.get("id"))
+        function = read_object_member(fragment.get("function"), "the function of a tool call")
         name = function.get("name")
         if name is None:
             name = ""
         elif not isinstance(name, str):
             raise UnreadableMember("the name of a tool call is not text")
-        arguments = arguments_text(function.get("arguments"))
+        arguments = read_arguments(function.get("arguments"))
         latest = self._latest
         call = latest.get((index, call_id)) if call_id else None
         if call is None:
             call = latest.get((index, "")) if index is not None else self.calls[-1] if self.calls else None
-            if call is not None and _begins_another(call, index, call_id, name, arguments):
+            if call is not None and _begins_another_call(call, index, call_id, name, arguments):
                 call = None
         if call is None:
             if len(self.calls) >= _MAX_TOOL_CALLS:
@@ -181,11 +181,11 @@ class ToolCalls:
         if call_id:
             latest[index, call_id] = call
         if arguments:
-            call.written += utf8(arguments)
+            call.written += encode_utf8(arguments)
         return call, arguments
 
 
-def _begins_another(call: ToolCall, index: int | None, call_id: str, name: str, arguments: str) -> bool:
+def _begins_another_call(call: ToolCall, index: int | None, call_id: str, name: str, arguments: str) -> bool:
     """Return whether a fragment begins a new call instead of continuing `call`.
 
     `call` is the latest call of the same index, or the latest of all for a fragment without an index. The fragment does
@@ -204,17 +204,17 @@ def _begins_another(call: ToolCall, index: int | None, call_id: str, name: str, 
     return has_other_id and not call.written
 
 
-def whole_calls(value: object) -> Sequence[ToolCall]:
+def read_complete_calls(value: object) -> Sequence[ToolCall]:
     """Return the tool calls of a whole message, one for each element. Raises UnreadableMember."""
     found: list[ToolCall] = []
-    for each in objects_of(value, "tool_calls"):
+    for each in read_objects(value, "tool_calls"):
         call, _ = ToolCalls().take(each)
         call.number = len(found)
         found.append(call)
-    return with_names(found)
+    return drop_unnamed_calls(found)
 
 
-def with_names(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
+def drop_unnamed_calls(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
     """Return the same tool calls. Raises UnreadableMember if one has no name."""
     for call in calls:
         if not call.name:
@@ -222,7 +222,7 @@ def with_names(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
     return calls
 
 
-def _index(value: object) -> int | None:
+def _read_index(value: object) -> int | None:
     """Return the index of a tool call's fragment, a number or text; None without one. Raises UnreadableMember."""
     if value is None or type(value) is int:
         return value
@@ -233,7 +233,7 @@ def _index(value: object) -> int | None:
     raise UnreadableMember("the index of a tool call is not a number")
 
 
-def _id(value: object) -> str:
+def _read_call_id(value: object) -> str:
     """Return the ID of a tool call's fragment, or an empty text without one. Raises UnreadableMember."""
     if type(value) is str:
         return value
@@ -247,14 +247,14 @@ def _id(value: object) -> str:
 # Arguments
 
 
-def arguments_text(value: object) -> str:
+def read_arguments(value: object) -> str:
     """Return the arguments of a call, or a fragment of them, as text. Some engines send an object instead of text."""
     if type(value) is str:
         return value
     return "" if value is None else dumps(value).decode()
 
 
-def is_object(arguments: str | bytes | bytearray) -> bool:
+def is_json_object(arguments: str | bytes | bytearray) -> bool:
     """Return whether every JSON parser reads the arguments of a tool call as an object."""
     try:
         return isinstance(orjson.loads(arguments), dict)
@@ -276,12 +276,12 @@ def read_object(arguments: str) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def as_object(arguments: str) -> str:
+def arguments_as_object(arguments: str) -> str:
     """Return the arguments of a tool call as the JSON text of an object.
 
     Arguments that no parser reads as an object become the text of the member `raw_arguments`.
     """
-    if is_object(arguments):
+    if is_json_object(arguments):
         return arguments
     read = read_object(arguments)
     if read is not None:
@@ -289,10 +289,10 @@ def as_object(arguments: str) -> str:
             return json.dumps(read, allow_nan=False)
         except (ValueError, RecursionError):  # a number beyond all bounds
             pass
-    return json.dumps({RAW_ARGUMENTS: arguments})
+    return json.dumps({RAW_ARGUMENTS_MEMBER: arguments})
 
 
-class LegalStrings:
+class ControlCharacterEscaper:
     """Escapes control characters in strings of tool-call arguments. The arguments arrive in fragments.
 
     Models write such characters, but JSON forbids them, so the parsers of clients would reject the arguments.
@@ -314,14 +314,14 @@ class LegalStrings:
         if self._CONTROL.search(text) is None:
             return text
         nesting = self._nesting
-        nesting.feed(self._written[self._followed : len(self._written) - len(utf8(text))])
+        nesting.feed(self._written[self._followed : len(self._written) - len(encode_utf8(text))])
         self._followed = len(self._written)
         pieces: list[str] = []
         at = 0
         for found in self._CONTROL.finditer(text):
             before, sign = text[at : found.start()], found[0]
             at = found.end()
-            nesting.feed(utf8(before))
+            nesting.feed(encode_utf8(before))
             pieces.append(before)
             if not nesting.in_string:
                 pieces.append(sign)
@@ -329,6 +329,6 @@ class LegalStrings:
             escape = self._SHORT.get(sign) or f"u{ord(sign):04x}"
             pieces.append(escape if nesting.is_escaped else "\\" + escape)
             nesting.is_escaped = False
-        nesting.feed(utf8(text[at:]))
+        nesting.feed(encode_utf8(text[at:]))
         pieces.append(text[at:])
         return "".join(pieces)

@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.wire.members import Members, NotAnObject, TooManyMembers, parse_like_python, spans_of, text_bytes
-from proxy.wire.python_json import dumps, read_again
-from proxy.wire.weight import load
+from proxy.wire.members import (
+    Members,
+    NotAnObject,
+    TooManyMembers,
+    count_text_bytes,
+    find_member_spans,
+    parse_like_python,
+)
+from proxy.wire.python_json import dumps, parse_again
+from proxy.wire.weight import parse_weighed_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +32,13 @@ if TYPE_CHECKING:
 REMOVED: Final = object()
 """New value for `Document.with_changes` that removes the member."""
 
-JOINED_BYTES: Final = 64 * 1024
+MAX_JOINED_BYTES: Final = 64 * 1024
 """Maximum length in bytes of an object whose changed copy is one piece. Longer copies share bytes with the original."""
 
 Body = bytes | list[bytes | memoryview]
 """The body of a request: its bytes, or the pieces of a long body in order."""
 
-SHORT_BYTES: Final = 4 * 1024
+SHORT_DOCUMENT_BYTES: Final = 4 * 1024
 """Maximum length in bytes of an object that is parsed completely, because that costs less than finding its members."""
 _BRACKET: Final = ord("[")
 
@@ -57,7 +64,7 @@ class Document:
         # Stays empty where it is not needed, because a document lives as long as its request.
         self._raw: bytes | bytearray = b""
         try:
-            if len(raw) > SHORT_BYTES:
+            if len(raw) > SHORT_DOCUMENT_BYTES:
                 self.values = Members(raw)
                 self._raw, self._spans = raw, self.values.spans
                 return
@@ -70,7 +77,7 @@ class Document:
             except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
                 is_plainly_spelled = False
             if not is_plainly_spelled:  # if it is, no name stands twice, too
-                self._raw, self._spans = raw, spans_of(raw)
+                self._raw, self._spans = raw, find_member_spans(raw)
         except TooManyMembers as error:
             raise InvalidDocument(str(error)) from None
         except (NotAnObject, orjson.JSONDecodeError):
@@ -95,7 +102,7 @@ class Document:
     def load(self) -> Any:
         """Return all values. Those that were not read yet are not kept."""
         values = self.values
-        return values if isinstance(values, dict) else {name: read_again(bytes(self.view(name))) for name in values}
+        return values if isinstance(values, dict) else {name: parse_again(bytes(self.view(name))) for name in values}
 
     def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
         """Return the value of a member, or None without one, and a function that returns the bytes of a string in it.
@@ -105,7 +112,7 @@ class Document:
         values = self.values
         if self._spans is not None and isinstance(values, Members) and name in values:
             return values.excerpt(name)
-        return values.get(name), text_bytes
+        return values.get(name), count_text_bytes
 
     def is_list_of_prompts(self, name: str) -> bool:
         """Return whether a member is an array that does not begin with a whole number. Token ids begin with one."""
@@ -144,8 +151,8 @@ class Document:
         if self._spans is not None:
             return self.with_changes({**first, **second})
         members = self._copy_values()
-        _change(members, first)
-        _change(members, second)
+        _apply_changes(members, first)
+        _apply_changes(members, second)
         return dumps(members)
 
     def with_raw_member(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
@@ -156,7 +163,7 @@ class Document:
         if self._spans is not None:
             return self.with_changes({**changes, name: orjson.Fragment(value)})
         members = self._copy_values()
-        _change(members, changes)
+        _apply_changes(members, changes)
         members[name] = orjson.Fragment(value)
         return dumps(members)
 
@@ -167,7 +174,7 @@ class Document:
         """
         if self._spans is None:
             members = self._copy_values()
-            _change(members, changes)
+            _apply_changes(members, changes)
             return dumps(members)
         source = memoryview(self._raw)
         pieces: list[bytes | memoryview] = [b"{"]
@@ -193,7 +200,7 @@ class Document:
             pieces[-1] = b"}"
         else:
             pieces.append(b"}")
-        return b"".join(pieces) if len(source) <= JOINED_BYTES else pieces
+        return b"".join(pieces) if len(source) <= MAX_JOINED_BYTES else pieces
 
     def _copy_values(self) -> dict[str, Any]:
         """Return a copy of the document's values. Used for documents without positions of members."""
@@ -202,7 +209,7 @@ class Document:
         return values.copy()
 
 
-def _change(members: dict[str, Any], changes: Mapping[str, object]) -> None:
+def _apply_changes(members: dict[str, Any], changes: Mapping[str, object]) -> None:
     """Replace, add or remove members of an object, as `Document.with_changes` describes."""
     # The compiler reads a dict several times as fast as another mapping, and each leg of each request comes here.
     for name, value in (changes if isinstance(changes, dict) else dict(changes)).items():
@@ -233,17 +240,17 @@ def strings_in(values: Any) -> list[str] | None:
     return found
 
 
-def pieces_of(body: Body) -> Sequence[bytes | memoryview]:
+def body_pieces(body: Body) -> Sequence[bytes | memoryview]:
     """Return the pieces of a request body in the order in which they are sent."""
     return (body,) if isinstance(body, bytes) else body
 
 
-def length_of(body: Body) -> int:
+def body_length(body: Body) -> int:
     """Return the length of a request body in bytes."""
     return len(body) if isinstance(body, bytes) else sum(map(len, body))
 
 
-def joined(body: Body) -> bytes:
+def join_body(body: Body) -> bytes:
     """Return a request body as one piece of bytes."""
     return body if isinstance(body, bytes) else b"".join(body)
 
@@ -254,7 +261,7 @@ def _make_unreadable_error(raw: bytes | bytearray) -> InvalidDocument:
     It names only the position, because it must not quote the prompt.
     """
     try:
-        value = load(raw)
+        value = parse_weighed_json(raw)
     except orjson.JSONDecodeError as error:
         return InvalidDocument(f"the body is not valid JSON (line {error.lineno}, column {error.colno})")
     is_object = isinstance(value, dict)
@@ -265,12 +272,12 @@ def _make_unreadable_error(raw: bytes | bytearray) -> InvalidDocument:
 #
 # They are recognised and counted by their bytes, because reading a hundred thousand numbers takes milliseconds.
 
-_FIRST_ID: Final = re.compile(rb"\[\s*-?[0-9]+\s*[,\]]")
+_FIRST_TOKEN_ID_PATTERN: Final = re.compile(rb"\[\s*-?[0-9]+\s*[,\]]")
 
 
 def are_token_ids(value: memoryview) -> bool:
     """Return whether a JSON value is a list that begins with a whole number."""
-    return _FIRST_ID.match(value) is not None
+    return _FIRST_TOKEN_ID_PATTERN.match(value) is not None
 
 
 def count_token_ids(value: memoryview) -> int | None:
@@ -301,7 +308,7 @@ class LongAnswer:
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
         try:
-            values = load(raw)
+            values = parse_weighed_json(raw)
         except orjson.JSONDecodeError:  # JSON that only the parser of Python reads, or no JSON
             values = dict(Document(raw).values)
         if not isinstance(values, dict):
@@ -324,5 +331,5 @@ class LongAnswer:
             return None
         if not changes.keys() <= end.values.keys():
             return None
-        written = joined(end.with_changes(changes))
+        written = join_body(end.with_changes(changes))
         return raw[:begin] + (b"}" if written == b"{}" else b"," + written[1:])

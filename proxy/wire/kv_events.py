@@ -48,21 +48,21 @@ class BlocksRemoved(NamedTuple):
     group: int | None
 
 
-class AllCleared(NamedTuple):
+class AllBlocksCleared(NamedTuple):
     """The event that the cache is now empty."""
 
 
-class Unreadable(NamedTuple):
+class UnreadableEvent(NamedTuple):
     """An event that cannot be decoded, or whose type is unknown."""
 
     why: str
 
 
-Event = BlocksStored | BlocksRemoved | AllCleared | Unreadable
+Event = BlocksStored | BlocksRemoved | AllBlocksCleared | UnreadableEvent
 
 
 # Fields that are not needed have no type check. Token IDs, which are most of the bytes, are not unpacked.
-class _Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
+class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
     token_ids: Raw
@@ -76,13 +76,13 @@ class _Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class _Removed(msgspec.Struct, array_like=True, tag="BlockRemoved"):
+class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
     block_hashes: list[BlockHash]
     medium: str | None = None
     group_idx: int | None = None
 
 
-class _Cleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
+class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
     pass
 
 
@@ -106,7 +106,7 @@ class _ClearedMap(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
-class _Batch(msgspec.Struct, array_like=True):
+class _BatchArray(msgspec.Struct, array_like=True):
     ts: Raw
     events: list[Raw]
 
@@ -115,44 +115,44 @@ class _BatchMap(msgspec.Struct):
     events: list[Raw]
 
 
-_decode_array: Final = Decoder(_Stored | _Removed | _Cleared).decode
+_decode_array: Final = Decoder(_StoredArray | _RemovedArray | _ClearedArray).decode
 _decode_map: Final = Decoder(_StoredMap | _RemovedMap | _ClearedMap).decode
-_decode_batch: Final = Decoder(_Batch).decode
+_decode_batch: Final = Decoder(_BatchArray).decode
 _decode_batch_map: Final = Decoder(_BatchMap).decode
 
 # Kinds of attention in vLLM that keep blocks for part of a sequence only (v1/kv_cache_interface.py).
 _PARTIAL_KINDS: Final = ("sliding", "chunked", "mamba", "linear")
 
 # Each rank takes a socket. No engine has this many ranks.
-_MOST_RANKS: Final = 1024
-_is_tcp: Final = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII).fullmatch
+_MAX_RANKS: Final = 1024
+_is_tcp_endpoint: Final = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII).fullmatch
 
 
-def decode(payload: bytes) -> list[Event]:
+def decode_batch(payload: bytes) -> list[Event]:
     """Return the KV events of a published batch, in order. Raises ValueError if it is not a batch."""
     try:
-        batch = _decode_batch_map(payload) if _is_map(payload) else _decode_batch(payload)
+        batch = _decode_batch_map(payload) if _is_packed_map(payload) else _decode_batch(payload)
     except RecursionError:
         raise ValueError("the batch is nested too deeply") from None
-    return list(map(_event, batch.events))
+    return list(map(_decode_event, batch.events))
 
 
-def _event(raw: Raw) -> Event:
+def _decode_event(raw: Raw) -> Event:
     try:
-        found = _decode_map(raw) if _is_map(bytes(memoryview(raw)[:1])) else _decode_array(raw)
+        found = _decode_map(raw) if _is_packed_map(bytes(memoryview(raw)[:1])) else _decode_array(raw)
     except (ValueError, RecursionError) as error:
-        return Unreadable(str(error))
-    if isinstance(found, _Stored | _StoredMap):
+        return UnreadableEvent(str(error))
+    if isinstance(found, _StoredArray | _StoredMap):
         kind = found.kv_cache_spec_kind or ""
         is_whole = found.kv_cache_spec_sliding_window is None and not any(part in kind for part in _PARTIAL_KINDS)
         hashes, parent = found.block_hashes, found.parent_block_hash
         return BlocksStored(hashes, parent, found.block_size, found.medium, found.group_idx, is_whole)
-    if isinstance(found, _Removed | _RemovedMap):
+    if isinstance(found, _RemovedArray | _RemovedMap):
         return BlocksRemoved(found.block_hashes, found.medium, found.group_idx)
-    return AllCleared()
+    return AllBlocksCleared()
 
 
-def _is_map(packed: bytes) -> bool:
+def _is_packed_map(packed: bytes) -> bool:
     """Return whether the first byte of a msgpack value is that of a fixmap, map 16 or map 32."""
     return bool(packed) and (packed[0] & 0xF0 == 0x80 or packed[0] in (0xDE, 0xDF))
 
@@ -166,7 +166,7 @@ class EventPublisher(NamedTuple):
     topic: str
 
 
-def parse_sources(answer: object) -> list[EventPublisher] | None:
+def parse_publishers(answer: object) -> list[EventPublisher] | None:
     """Read the answer to `GET /kv_event_sources` (vLLM 0.32, PR #55844): the publisher of each rank, with its ports.
 
     Returns None for another kind of answer. Raises ValueError if a publisher cannot exist as described.
@@ -175,10 +175,13 @@ def parse_sources(answer: object) -> list[EventPublisher] | None:
         return None
     _check_ranks(len(answer))
     configs = msgspec.convert(answer, dict[str, _EventsConfig]).values()
-    return [EventPublisher(_port(config.endpoint), _replay_port(config), config.topic) for config in configs]
+    return [
+        EventPublisher(_port_of_endpoint(config.endpoint), _read_replay_port(config), config.topic)
+        for config in configs
+    ]
 
 
-def configured_sources(info: object) -> list[EventPublisher] | None:
+def parse_configured_publishers(info: object) -> list[EventPublisher] | None:
     """Derive the publishers from the configuration in the answer to `/server_info`.
 
     SGLang has this route, and vLLM with VLLM_SERVER_DEV_MODE=1. Returns None if the engine does not report the
@@ -196,10 +199,10 @@ def configured_sources(info: object) -> list[EventPublisher] | None:
         return None
     if config is None or config.publisher != "zmq":
         return None
-    return of_ranks(ranks, _port(config.endpoint), _replay_port(config), config.topic)
+    return publishers_of_ranks(ranks, _port_of_endpoint(config.endpoint), _read_replay_port(config), config.topic)
 
 
-def of_ranks(ranks: int, port: int, replay_port: int | None, topic: str) -> list[EventPublisher]:
+def publishers_of_ranks(ranks: int, port: int, replay_port: int | None, topic: str) -> list[EventPublisher]:
     """Return one publisher for each rank. Each rank uses the next port, as both engines assign them.
 
     See ZmqEventPublisher.offset_endpoint_port. Raises ValueError if there are too few ports.
@@ -211,8 +214,8 @@ def of_ranks(ranks: int, port: int, replay_port: int | None, topic: str) -> list
 
 
 def _check_ranks(ranks: int) -> None:
-    if ranks > _MOST_RANKS:
-        raise ValueError(f"{ranks} ranks are more than {_MOST_RANKS}")
+    if ranks > _MAX_RANKS:
+        raise ValueError(f"{ranks} ranks are more than {_MAX_RANKS}")
 
 
 class _EventsConfig(msgspec.Struct):
@@ -238,13 +241,13 @@ class _ServerInfo(msgspec.Struct):
     vllm_config: _VllmConfig | None = None
 
 
-def _replay_port(config: _EventsConfig) -> int | None:
-    return _port(config.replay_endpoint) if config.replay_endpoint else None
+def _read_replay_port(config: _EventsConfig) -> int | None:
+    return _port_of_endpoint(config.replay_endpoint) if config.replay_endpoint else None
 
 
-def _port(endpoint: str) -> int:
+def _port_of_endpoint(endpoint: str) -> int:
     """Return the port of `tcp://host:port`. Raises ValueError."""
-    found = _is_tcp(endpoint)
+    found = _is_tcp_endpoint(endpoint)
     if not found or not 0 < int(found[1]) < 65536:
         raise ValueError(f"{endpoint[:200]} is not a TCP endpoint")
     return int(found[1])

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import orjson
 
-from proxy.wire.python_json import check_depth, read_again, utf8
-from proxy.wire.weight import LONG_BYTES, is_within_string, load, without_escapes
+from proxy.wire.python_json import check_nesting_depth, encode_utf8, parse_again
+from proxy.wire.weight import LONG_BYTES, is_within_string, parse_weighed_json, remove_escapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, KeysView
@@ -26,16 +26,16 @@ Spans = Mapping[str, tuple[int, int, int]]
 
 # Matches up to the value: separators, a key without escapes, and a colon. It has no possessive repeats, because Python
 # before 3.11.5 matches them wrongly (python/cpython#106052).
-_TO_VALUE: Final = re.compile(rb'[\s,{]*("[^"\\]*"\s*:\s*)')
-_TO_KEY: Final = re.compile(rb"[\s,{]*")
-_BEHIND_KEY: Final = re.compile(rb"[\s:]*")
+_KEY_TO_VALUE_PATTERN: Final = re.compile(rb'[\s,{]*("[^"\\]*"\s*:\s*)')
+_VALUE_TO_KEY_PATTERN: Final = re.compile(rb"[\s,{]*")
+_KEY_END_PATTERN: Final = re.compile(rb"[\s:]*")
 # The longest spelling of a character: two escapes of six bytes each.
-_MAX_SPELLING_BYTES: Final = 12
+_MAX_ESCAPED_CHARACTER_BYTES: Final = 12
 
 # A longer value is read at its first use. Nearly all values that are used are shorter. Reading all of these together
 # costs less than reading a single one alone.
 _SHORT_BYTES: Final = 256
-_UNREAD: Final = object()
+_UNREAD_VALUE: Final = object()
 
 # More members than any client sends. Finding more would take too long.
 _MAX_MEMBERS: Final = 10_000
@@ -45,8 +45,8 @@ _STEP_BYTES: Final = 256 * 1024
 
 _members_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
-_blanks: Final = re.compile(r"[ \t\r\n]*").match
-_value_at: Final = json.JSONDecoder().raw_decode
+_match_blanks: Final = re.compile(r"[ \t\r\n]*").match
+_parse_value_at: Final = json.JSONDecoder().raw_decode
 
 
 class NotAnObject(Exception):
@@ -69,23 +69,23 @@ class Members(Mapping[str, Any]):
         try:
             _check_utf8(raw)
             members = _members_of(raw)
-            self.spans = _spans(raw, members)
+            self.spans = _find_spans(raw, members)
             short = [name for name, value in members.items() if len(value) <= _SHORT_BYTES]
             read = orjson.loads(b"[%b]" % b",".join([members[name] for name in short]))
         except (msgspec.DecodeError, orjson.JSONDecodeError, UnicodeDecodeError, RecursionError):
             raise NotAnObject from None
         self._raw = raw
-        self._values: dict[str, Any] = dict.fromkeys(members, _UNREAD)
+        self._values: dict[str, Any] = dict.fromkeys(members, _UNREAD_VALUE)
         self._values.update(zip(short, read, strict=True))
 
     def __getitem__(self, name: str) -> Any:
         value = self._values[name]
-        return self._read(name) if value is _UNREAD else value
+        return self._read(name) if value is _UNREAD_VALUE else value
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a member of the JSON object, or `default` if it is missing."""
         value = self._values.get(name, default)
-        return self._read(name) if value is _UNREAD else value
+        return self._read(name) if value is _UNREAD_VALUE else value
 
     def __contains__(self, name: object) -> bool:
         return name in self._values
@@ -103,34 +103,34 @@ class Members(Mapping[str, Any]):
     def _read(self, name: str) -> Any:
         raw = self.view(name)
         try:
-            value = load(raw)
+            value = parse_weighed_json(raw)
         except orjson.JSONDecodeError:  # orjson rejects numbers beyond the range of a float
-            value = read_again(bytes(raw))
+            value = parse_again(bytes(raw))
         self._values[name] = value
         return value
 
     @property
     def read(self) -> list[Any]:
         """Return the members' values that have already become Python objects."""
-        return [value for value in self._values.values() if value is not _UNREAD]
+        return [value for value in self._values.values() if value is not _UNREAD_VALUE]
 
     def is_read(self, name: str) -> bool:
         """Return whether a member's value has already become a Python object."""
-        return self._values[name] is not _UNREAD
+        return self._values[name] is not _UNREAD_VALUE
 
     def update(self, values: Mapping[str, object]) -> None:
         """Replace the values of members in this mapping. The original bytes do not change."""
         self._values.update(values)
 
     def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
-        """Return the value of a member without keeping it; see the function `excerpt`."""
+        """Return the value of a member without keeping it; see the function `excerpt_value`."""
         if self.is_read(name):
-            return self._values[name], text_bytes
+            return self._values[name], count_text_bytes
         _, start, end = self.spans[name]
         try:
-            return excerpt(self._raw, start, end)
+            return excerpt_value(self._raw, start, end)
         except orjson.JSONDecodeError:
-            return self._read(name), text_bytes
+            return self._read(name), count_text_bytes
 
     def view(self, name: str) -> memoryview:
         """Return a memory view of a member's JSON bytes."""
@@ -138,13 +138,13 @@ class Members(Mapping[str, Any]):
         return memoryview(self._raw)[start:end]
 
 
-def spans_of(raw: bytes | bytearray) -> Spans:
+def find_member_spans(raw: bytes | bytearray) -> Spans:
     """Return the positions of the members of a JSON object that is known to be UTF-8.
 
     Raises NotAnObject, TooManyMembers.
     """
     try:
-        return _spans(raw, _members_of(raw))
+        return _find_spans(raw, _members_of(raw))
     except (msgspec.DecodeError, RecursionError):
         raise NotAnObject from None
 
@@ -157,51 +157,51 @@ def parse_like_python(raw: bytes | bytearray) -> tuple[dict[str, Any], Spans]:
     """
     try:
         text = raw.decode()
-        values, spans = _members_in(text)
-        check_depth(values)
+        values, spans = _parse_members_like_python(text)
+        check_nesting_depth(values)
     except (ValueError, IndexError, RecursionError):
         raise NotAnObject from None
     return values, spans if len(text) == len(raw) else _to_byte_positions(spans, text)
 
 
-def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
+def _parse_members_like_python(text: str) -> tuple[dict[str, Any], Spans]:
     """Return a JSON object's values and their positions. Raises ValueError, IndexError or RecursionError if invalid."""
     values: dict[str, Any] = {}
     spans: dict[str, tuple[int, int, int]] = {}
-    at = _expect("{", text, 0)
+    at = _expect_sign("{", text, 0)
     closes = text[at] == "}"
     while not closes:
         key = at
-        name, end = _value_at(text, key)
+        name, end = _parse_value_at(text, key)
         if not isinstance(name, str):
             raise ValueError("a member's name is not a string")
         if name in values:
             raise _make_repeated_name_error()
-        start = _expect(":", text, end)
-        values[name], end = _value_at(text, start)
+        start = _expect_sign(":", text, end)
+        values[name], end = _parse_value_at(text, start)
         spans[name] = key, start, end
         if len(spans) > _MAX_MEMBERS:
             raise _make_too_many_error()
-        at = _skip(text, end)
+        at = _skip_blanks(text, end)
         closes = text[at] == "}"
         if not closes:
-            at = _expect(",", text, at)
-    if _skip(text, at + 1) != len(text):
+            at = _expect_sign(",", text, at)
+    if _skip_blanks(text, at + 1) != len(text):
         raise ValueError("the text continues after the object")
     return values, spans
 
 
-def _expect(sign: str, text: str, at: int) -> int:
+def _expect_sign(sign: str, text: str, at: int) -> int:
     """Return the position after a required character and the blanks around it. Raises ValueError if it is missing."""
-    at = _skip(text, at)
+    at = _skip_blanks(text, at)
     if text[at] != sign:
         raise ValueError(f"{sign!r} is missing at position {at}")
-    return _skip(text, at + 1)
+    return _skip_blanks(text, at + 1)
 
 
-def _skip(text: str, at: int) -> int:
+def _skip_blanks(text: str, at: int) -> int:
     """Return the position of the next character that is not blank."""
-    found = _blanks(text, at)
+    found = _match_blanks(text, at)
     return at if found is None else found.end()
 
 
@@ -234,7 +234,7 @@ def _check_utf8(raw: bytes | bytearray) -> None:
     decoder.decode(b"", final=True)
 
 
-def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
+def _find_spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
     """Return the positions of all members of a JSON object. Raises TooManyMembers.
 
     For equal names the parser keeps the place of the first and the value of the last. Each value must stand after its
@@ -244,7 +244,7 @@ def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
         raise _make_too_many_error()
     spans: dict[str, tuple[int, int, int]] = {}
     end = 0
-    to_value, stands_at = _TO_VALUE.match, raw.startswith
+    to_value, stands_at = _KEY_TO_VALUE_PATTERN.match, raw.startswith
     for name, value in members.items():
         found = to_value(raw, end)
         key, start = _to_value_behind_escapes(raw, end, name) if found is None else found.span(1)
@@ -259,15 +259,15 @@ def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
 
 def _to_value_behind_escapes(raw: bytes | bytearray, position: int, name: str) -> tuple[int, int]:
     """Return the start of an escaped key, and the start of its value. Raises TooManyMembers for another name."""
-    key = _end(_TO_KEY, raw, position)
-    spelled = without_escapes(bytes(raw[key : key + 2 + _MAX_SPELLING_BYTES * len(name)]))
+    key = _match_end(_VALUE_TO_KEY_PATTERN, raw, position)
+    spelled = remove_escapes(bytes(raw[key : key + 2 + _MAX_ESCAPED_CHARACTER_BYTES * len(name)]))
     key_end = spelled.find(b'"', 1)
     if key_end < 0 or not spelled.startswith(b'"'):
         raise _make_repeated_name_error()
-    return key, _end(_BEHIND_KEY, raw, key + key_end + 1)
+    return key, _match_end(_KEY_END_PATTERN, raw, key + key_end + 1)
 
 
-def _end(pattern: re.Pattern[bytes], raw: bytes | bytearray, position: int) -> int:
+def _match_end(pattern: re.Pattern[bytes], raw: bytes | bytearray, position: int) -> int:
     found = pattern.match(raw, position)
     assert found is not None
     return found.end()
@@ -283,24 +283,24 @@ def _make_repeated_name_error() -> TooManyMembers:
 
 # Long strings
 #
-# Reading megabytes of base64 takes milliseconds. Searching them for a quote takes a tenth of that, so `excerpt` leaves
-# out the middles of long strings.
+# Reading megabytes of base64 takes milliseconds. Searching them for a quote takes a tenth of that, so `excerpt_value`
+# leaves out the middles of long strings.
 
 _ELIDED_BYTES: Final = 64 * 1024
 # Replaces a piece of this size. A prompt that contains this text is counted as longer than it is.
-_MARK: Final = "~64 KiB: 6f1c9e7a~"
+_ELISION_MARK: Final = "~64 KiB: 6f1c9e7a~"
 _CONTINUES, _CONTINUED = 0x80, 0xC0  # range of UTF-8 bytes that do not begin a character
 
 
-def excerpt(raw: bytes | bytearray, start: int, end: int) -> tuple[Any, Callable[[str], int]]:
+def excerpt_value(raw: bytes | bytearray, start: int, end: int) -> tuple[Any, Callable[[str], int]]:
     """Return the value in a part of a valid JSON text, and a function that returns the UTF-8 length of its strings.
 
     The middle of long strings is missing in the value. Names of up to some kilobytes are complete.
     """
     if end - start <= LONG_BYTES:
-        return load(memoryview(raw)[start:end]), text_bytes
+        return parse_weighed_json(memoryview(raw)[start:end]), count_text_bytes
     kept: list[bytes | memoryview] = []
-    text, mark = memoryview(raw), _MARK.encode()
+    text, mark = memoryview(raw), _ELISION_MARK.encode()
     for piece in range(start, end - _ELIDED_BYTES, _ELIDED_BYTES):
         behind = piece + _ELIDED_BYTES
         if (
@@ -311,13 +311,13 @@ def excerpt(raw: bytes | bytearray, start: int, end: int) -> tuple[Any, Callable
             kept += (text[start:piece], mark)
             start = behind
     kept.append(text[start:end])
-    return load(b"".join(kept)), _marked_text_bytes
+    return parse_weighed_json(b"".join(kept)), _count_marked_text_bytes
 
 
-def text_bytes(text: str) -> int:
+def count_text_bytes(text: str) -> int:
     """Return the length of a string in UTF-8 bytes."""
-    return len(text) if text.isascii() else len(utf8(text))
+    return len(text) if text.isascii() else len(encode_utf8(text))
 
 
-def _marked_text_bytes(text: str) -> int:
-    return text_bytes(text) + text.count(_MARK) * (_ELIDED_BYTES - len(_MARK))
+def _count_marked_text_bytes(text: str) -> int:
+    return count_text_bytes(text) + text.count(_ELISION_MARK) * (_ELIDED_BYTES - len(_ELISION_MARK))

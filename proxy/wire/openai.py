@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import orjson
 
 from proxy.common.errors import BadRequest, UpstreamError
-from proxy.wire.document import REMOVED, Document, InvalidDocument, joined
+from proxy.wire.document import REMOVED, Document, InvalidDocument, join_body
 from proxy.wire.python_json import dumps, loads
 
 if TYPE_CHECKING:
@@ -70,27 +70,34 @@ ORDINARY_FIELDS: Final = frozenset(
 See `Call.is_ordinary`.
 """
 
-DONE: Final = b"[DONE]"
+DONE_DATA: Final = b"[DONE]"
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 
 
-def error_type(status: int) -> str:
+def error_type_of_status(status: int) -> str:
     """Return the `type` of an OpenAI error object for an HTTP status."""
     if status == 429:
         return "rate_limit_error"
     return "invalid_request_error" if 400 <= status < 500 else "server_error"
 
 
-_MAX_WORDS: Final = 200
-_MAX_SCANNED: Final = 2000
-_QUOTATION: Final = re.compile(r"""[\[{"`]|(?<!\w)'[^']{24,}|input_value|\binput=""")
+_MAX_ERROR_LENGTH: Final = 200
+_MAX_SCANNED_BYTES: Final = 2000
+_QUOTATION_PATTERN: Final = re.compile(r"""[\[{"`]|(?<!\w)'[^']{24,}|input_value|\binput=""")
 
 
 def error_body(error: GatewayError) -> bytes:
     """Return the JSON body for an error of the gateway."""
     param = error.param if isinstance(error, BadRequest) else None
     return dumps(
-        {"error": {"message": error.message, "type": error_type(error.status), "param": param, "code": error.code}}
+        {
+            "error": {
+                "message": error.message,
+                "type": error_type_of_status(error.status),
+                "param": param,
+                "code": error.code,
+            }
+        }
     )
 
 
@@ -105,7 +112,7 @@ def is_error_body(body: bytes) -> bool:
     return isinstance(message, str) and bool(message)
 
 
-def engine_words(body: bytes) -> str:
+def engine_error_text(body: bytes) -> str:
     """Return the beginning of the message in an engine's error, for administrators. Empty: it has none.
 
     Engines quote parts of an invalid request, and so perhaps the prompt. So the text ends before the first bracket or
@@ -120,9 +127,9 @@ def engine_words(body: bytes) -> str:
     message = error.get("message") if isinstance(error, dict) else error
     if not isinstance(message, str):
         return ""
-    printable = "".join(letter if letter.isprintable() else " " for letter in message[:_MAX_SCANNED])
-    words = " ".join(_QUOTATION.split(printable, maxsplit=1)[0].split())
-    return words[:_MAX_WORDS].rstrip(" :,;.")
+    printable = "".join(letter if letter.isprintable() else " " for letter in message[:_MAX_SCANNED_BYTES])
+    words = " ".join(_QUOTATION_PATTERN.split(printable, maxsplit=1)[0].split())
+    return words[:_MAX_ERROR_LENGTH].rstrip(" :,;.")
 
 
 def error_event(error: GatewayError) -> bytes:
@@ -150,7 +157,7 @@ def data_event(payload: object) -> bytes:
     return b"data: " + dumps(payload) + b"\n\n"
 
 
-def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None) -> dict[str, Any]:
+def replace_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None) -> dict[str, Any]:
     """Return the usage of a decoder with the prompt details of the prefiller.
 
     A decoder that received KV cache reports nearly the whole prompt as cached (vllm-ascend #8910). If the prefiller
@@ -170,21 +177,21 @@ def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None
 # managers/schedule_batch.py, which the native API shows as objects with a `type`, and `finish_reason` in
 # entrypoints/openai/protocol.py. The `error` of vLLM should not reach a client, because the engine returns a 500.
 
-WHOLE: Final = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "repetition"})
+COMPLETE_REASONS: Final = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "repetition"})
 """Finish reasons of complete answers."""
-GIVEN_UP: Final = frozenset({"abort", "error"})
+ABORT_REASONS: Final = frozenset({"abort", "error"})
 """Finish reasons of answers that the engine gave up: at SIGTERM, `/pause`, `/sleep`, or after a failure."""
 
 
-def is_given_up(reason: Any) -> bool:
+def is_abort_reason(reason: Any) -> bool:
     """Return whether the engine abandoned the answer before it was complete."""
     word = reason.get("type") if isinstance(reason, dict) else reason  # an object in the native API of SGLang
-    return isinstance(word, str) and word in GIVEN_UP
+    return isinstance(word, str) and word in ABORT_REASONS
 
 
-def is_whole(reason: Any) -> bool:
+def is_complete_reason(reason: Any) -> bool:
     """Return whether a finish reason shows that the answer is complete."""
-    return isinstance(reason, str) and reason in WHOLE
+    return isinstance(reason, str) and reason in COMPLETE_REASONS
 
 
 # Usage: token counts of one unit, combined from the answers to all of its legs and attempts
@@ -206,16 +213,16 @@ class UsageCounts(NamedTuple):
     """Tokens of the completion that are reasoning."""
 
 
-def read_counts(usage: Any) -> UsageCounts:
+def read_usage_counts(usage: Any) -> UsageCounts:
     """Read the token counts of an answer's `usage`, whose value may be anything."""
     if not isinstance(usage, dict):
         return UsageCounts(None, None, None, None)
     prompt_details, completion_details = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
     return UsageCounts(
-        _count(usage.get("prompt_tokens")),
-        _count(usage.get("completion_tokens")),
-        _count(prompt_details.get("cached_tokens")) if isinstance(prompt_details, dict) else None,
-        _count(completion_details.get("reasoning_tokens")) if isinstance(completion_details, dict) else None,
+        _read_count(usage.get("prompt_tokens")),
+        _read_count(usage.get("completion_tokens")),
+        _read_count(prompt_details.get("cached_tokens")) if isinstance(prompt_details, dict) else None,
+        _read_count(completion_details.get("reasoning_tokens")) if isinstance(completion_details, dict) else None,
     )
 
 
@@ -240,7 +247,7 @@ class Usage:
 
         Only the first report counts, because the first attempt fills the prefix cache for later ones.
         """
-        counts = tokens, cached = prompt_counts_of(usage)
+        counts = tokens, cached = read_prompt_counts(usage)
         if self.prompt_details is None and not self.is_resumed and isinstance(usage, dict):
             if tokens is not None:
                 self.prompt_tokens = tokens
@@ -252,20 +259,20 @@ class Usage:
 
     def add_completion(self, usage: Any) -> None:
         """Record the completion count of a usage member."""
-        if isinstance(usage, dict) and (tokens := _count(usage.get("completion_tokens"))) is not None:
+        if isinstance(usage, dict) and (tokens := _read_count(usage.get("completion_tokens"))) is not None:
             self.completion_tokens = tokens
 
 
-def prompt_counts_of(usage: Any) -> PromptCounts:
-    """Read the prompt counts of a usage member. Costs less than `read_counts`, and every request calls it."""
+def read_prompt_counts(usage: Any) -> PromptCounts:
+    """Read the prompt counts of a usage member. Costs less than `read_usage_counts`, and every request calls it."""
     if not isinstance(usage, dict):
         return None, None
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return _count(usage.get("prompt_tokens")), _count(cached)
+    return _read_count(usage.get("prompt_tokens")), _read_count(cached)
 
 
-def _count(value: object) -> int | None:
+def _read_count(value: object) -> int | None:
     """Return a value if it is a number of tokens, and None for any other value, such as a bool."""
     return value if type(value) is int and 0 <= value < _MAX_TOKENS else None
 
@@ -277,7 +284,7 @@ def _count(value: object) -> int | None:
 # `bidirectional_kv_xfer`: there it tells others how to fetch the KV cache of the decoder.
 
 ENGINE_MEMBERS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
-_REMOVAL: Final = dict.fromkeys(sorted(ENGINE_MEMBERS), REMOVED)
+_ENGINE_MEMBER_REMOVALS: Final = dict.fromkeys(sorted(ENGINE_MEMBERS), REMOVED)
 NO_KV_PARAMS: Final = b',"kv_transfer_params":null'
 """The empty `kv_transfer_params` that vLLM writes into each chunk. Inside a JSON string its quotes would be escaped."""
 
@@ -292,13 +299,13 @@ def names_engine_members(written: bytes) -> bool:
     return b'kv_transfer_params"' in written or b'ec_transfer_params"' in written
 
 
-def remove_engine_members(payload: dict[str, Any]) -> None:
+def remove_engine_members(chunk: dict[str, Any]) -> None:
     """Remove the members that are only for engines from an answer or from one event of it."""
     for name in ENGINE_MEMBERS:
-        payload.pop(name, None)
+        chunk.pop(name, None)
 
 
-def without_engine_members(data: bytes) -> bytes:
+def cut_engine_members(data: bytes) -> bytes:
     """Return a JSON object without the members that are only for engines.
 
     The bytes of all other members stay the same.
@@ -307,7 +314,7 @@ def without_engine_members(data: bytes) -> bytes:
     if shown is not data and not names_engine_members(shown):
         return shown
     try:
-        return joined(Document(data).with_changes(_REMOVAL))
+        return join_body(Document(data).with_changes(_ENGINE_MEMBER_REMOVALS))
     except InvalidDocument:  # it repeats a name
         payload = loads(data)
         remove_engine_members(payload)

@@ -25,38 +25,47 @@ if TYPE_CHECKING:
 
     from proxy.wire.document import Document
 
-_LEAST_PIECE_BYTES: Final = 512
+_MIN_PIECE_BYTES: Final = 512
 _PIECES_PER_DOUBLING: Final = 16
-_MOST_BYTES: Final = 1 << 30
+_MAX_PROMPT_BYTES: Final = 1 << 30
 
 
 def _piece_ends() -> Iterator[int]:
     """Yield the ends of pieces, in bytes from the beginning of the prompt. They are the same for all prompts."""
-    size, end = _LEAST_PIECE_BYTES, 0
-    while end < _MOST_BYTES:
+    size, end = _MIN_PIECE_BYTES, 0
+    while end < _MAX_PROMPT_BYTES:
         for _ in range(_PIECES_PER_DOUBLING):
             end += size
             yield end
         size = end // _PIECES_PER_DOUBLING
 
 
-_ENDS: Final = tuple(_piece_ends())
+_PIECE_ENDS: Final = tuple(_piece_ends())
 
 # Members that hold the prompt of a request without messages.
-_PROMPTS: Final = ("prompt", "text", "input_ids")
+_PROMPT_MEMBERS: Final = ("prompt", "text", "input_ids")
 # Members that change how the engine renders or looks up the prompt.
-_SALT: Final = ("model", "cache_salt", "chat_template", "chat_template_kwargs", "thinking", "reasoning_effort")
+_MEMBERS_CHANGING_CACHE_KEYS: Final = (
+    "model",
+    "cache_salt",
+    "chat_template",
+    "chat_template_kwargs",
+    "thinking",
+    "reasoning_effort",
+)
 
 # Only the length and the two ends of a picture are hashed, because hashing 8 MB of base64 takes too long.
 _MEDIA_STARTS: Final = (b";base64,", b'"data":"')
 _MEDIA_END_BYTES: Final = 4096
-_REASONING: Final = re.compile(rb'\s*,?\s*"reasoning(?:_content)?"\s*:\s*(?:null|"[^"\\]*(?:\\.[^"\\]*)*")', re.DOTALL)
+_REASONING_PATTERN: Final = re.compile(
+    rb'\s*,?\s*"reasoning(?:_content)?"\s*:\s*(?:null|"[^"\\]*(?:\\.[^"\\]*)*")', re.DOTALL
+)
 
 _BRACKET: Final = ord("[")
 _QUOTE: Final = ord('"')
 
 
-_NONE: Final = (b"", b"null", b"[]")
+_EMPTY_VALUES: Final = (b"", b"null", b"[]")
 
 
 class _TurnMembers(msgspec.Struct):
@@ -81,10 +90,10 @@ class PrefixKeys(NamedTuple):
     sizes: Sequence[int] = ()
 
 
-NO_KEYS: Final = PrefixKeys()
+NO_PREFIX_KEYS: Final = PrefixKeys()
 
 
-class Prompt:
+class PromptPrefixes:
     """The prompt of a request body. Its keys are computed at the first use, for all calls that share the prompt."""
 
     __slots__ = ("_changes", "_document", "_has_media", "_has_reasoning", "_keys")
@@ -110,11 +119,11 @@ class Prompt:
         self._has_media = has_media
         self._keys: PrefixKeys | None = None
 
-    def changed(self, changes: Mapping[str, object]) -> Prompt:
+    def changed(self, changes: Mapping[str, object]) -> PromptPrefixes:
         """Return the prompt of a body with changed members; the same object if the prompt stays the same."""
-        if changes.keys().isdisjoint(_PROMPTS):
+        if changes.keys().isdisjoint(_PROMPT_MEMBERS):
             return self
-        return Prompt(self._document, {**self._changes, **changes}, self._has_reasoning, self._has_media)
+        return PromptPrefixes(self._document, {**self._changes, **changes}, self._has_reasoning, self._has_media)
 
     @property
     def keys(self) -> PrefixKeys:
@@ -126,15 +135,15 @@ class Prompt:
     def _compute_keys(self) -> PrefixKeys:
         texts = self._texts()
         if not texts:
-            return NO_KEYS
+            return NO_PREFIX_KEYS
         values = self._document.values
-        key = hashed(dumps([values.get(name) for name in _SALT]))
+        key = hashed(dumps([values.get(name) for name in _MEMBERS_CHANGING_CACHE_KEYS]))
         keys: list[int] = []
         sizes: list[int] = []
         before = 0
         for text in texts:
             after = before + len(text)
-            ends = [*_ENDS[bisect_right(_ENDS, before) : bisect_left(_ENDS, after)], after]
+            ends = [*_PIECE_ENDS[bisect_right(_PIECE_ENDS, before) : bisect_left(_PIECE_ENDS, after)], after]
             places = [0, *(ends if not before else [end - before for end in ends])]
             keys += [key := hashed(text[start:end], key) for start, end in pairwise(places)]
             sizes += ends
@@ -145,7 +154,7 @@ class Prompt:
         """Return the texts that the engine computes: the tools, which templates render first, and the messages."""
         messages = self._written("messages")
         if messages is None:
-            prompt = next((written for name in _PROMPTS if (written := self._written(name)) is not None), None)
+            prompt = next((written for name in _PROMPT_MEMBERS if (written := self._written(name)) is not None), None)
             return [prompt] if prompt is not None and (prompt[0] == _QUOTE or are_token_ids(prompt)) else []
         if messages[0] != _BRACKET:
             return []
@@ -177,10 +186,12 @@ def _drop_old_reasoning(messages: memoryview) -> bytes:
     except (msgspec.DecodeError, RecursionError):  # the engine rejects them
         return bytes(messages)
     ends = (
-        place for place, each in enumerate(members, 1) if each.role == "assistant" and bytes(each.tool_calls) in _NONE
+        place
+        for place, each in enumerate(members, 1)
+        if each.role == "assistant" and bytes(each.tool_calls) in _EMPTY_VALUES
     )
     ended = max(ends, default=0)
-    turns = [_REASONING.sub(b"", message) for message in written[:ended]]
+    turns = [_REASONING_PATTERN.sub(b"", message) for message in written[:ended]]
     return b"[%b]" % b",".join([*turns, *written[ended:]])
 
 

@@ -20,14 +20,14 @@ _MAX_DEPTH: Final = 1000
 """Maximum nesting of arrays and objects, about that of orjson. The limit of Python depends on its version."""
 
 
-def _whole_number(digits: str) -> float:
+def _parse_digits(digits: str) -> float:
     """Return a whole number as a float, as orjson does for all numbers of more than 64 bits."""
     return int(digits) if len(digits) < _MAX_INT_DIGITS else float(digits)
 
 
-_read_strictly: Final = json.JSONDecoder().decode
-_read: Final = json.JSONDecoder(strict=False).decode
-_read_long_numbers: Final = json.JSONDecoder(strict=False, parse_int=_whole_number).decode
+_decode_strictly: Final = json.JSONDecoder().decode
+_decode_like_python: Final = json.JSONDecoder(strict=False).decode
+_decode_long_numbers: Final = json.JSONDecoder(strict=False, parse_int=_parse_digits).decode
 
 
 def loads(raw: bytes) -> Any:
@@ -39,28 +39,28 @@ def loads(raw: bytes) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         try:
-            return read_again(raw)
+            return parse_again(raw)
         except ValueError:
             raise error from None
 
 
-def read_again(raw: bytes) -> Any:
+def parse_again(raw: bytes) -> Any:
     """Parse a JSON text that orjson rejected. Raises ValueError."""
     text = raw.decode("utf-8", "surrogatepass")
     try:
         try:
-            value = _read(text)
+            value = _decode_like_python(text)
         except json.JSONDecodeError:
             raise
         except ValueError:  # a whole number is too long
-            value = _read_long_numbers(text)
+            value = _decode_long_numbers(text)
     except RecursionError:
         raise ValueError("the text is nested too deeply") from None
-    check_depth(value)
+    check_nesting_depth(value)
     return value
 
 
-def check_depth(value: Any) -> None:
+def check_nesting_depth(value: Any) -> None:
     """Raise ValueError for a value that is nested too deeply to be written."""
     level = [value]
     for _ in range(_MAX_DEPTH):
@@ -79,45 +79,47 @@ def dumps(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError as error:
-        return _written(value, error)
+        return _write_python_json(value, error)
 
 
-def _written(value: Any, error: Exception) -> bytes:
+def _write_python_json(value: Any, error: Exception) -> bytes:
     try:
         try:
-            text = _write(value)
+            text = _encode_like_python(value)
         except ValueError:
-            text = _write(_without_infinity(value))
+            text = _encode_like_python(_replace_infinity(value))
     except (RecursionError, TypeError, ValueError):
         raise error from None
     # A surrogate occurs only in strings. JSON and Python have the same escape for it.
     return text.encode("utf-8", "backslashreplace")
 
 
-def _plain(value: Any) -> Any:
+def _replace_fragments(value: Any) -> Any:
     """Return the value of a Fragment, or of another object that only orjson can write."""
-    return read_again(orjson.dumps(value))
+    return parse_again(orjson.dumps(value))
 
 
-_write: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain).encode
+_encode_like_python: Final = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_replace_fragments
+).encode
 
 
-def _without_infinity(value: Any) -> Any:
+def _replace_infinity(value: Any) -> Any:
     """Return the value with null in place of `NaN` and `Infinity`, as orjson writes them."""
     if isinstance(value, dict):
-        return {name: _without_infinity(item) for name, item in value.items()}
+        return {name: _replace_infinity(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_infinity(item) for item in value]
+        return [_replace_infinity(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def utf8(text: str) -> bytes:
-    """Encode a text that may have half of a surrogate pair. `utf8_text` decodes it."""
+def encode_utf8(text: str) -> bytes:
+    """Encode a text that may have half of a surrogate pair. `replace_surrogates` decodes it."""
     return text.encode("utf-8", "surrogatepass")
 
 
-def utf8_text(written: bytes | bytearray) -> str:
-    """Decode bytes that `utf8` encoded."""
+def replace_surrogates(written: bytes | bytearray) -> str:
+    """Decode bytes that `encode_utf8` encoded."""
     return written.decode("utf-8", "surrogatepass")
 
 
@@ -126,35 +128,35 @@ def utf8_text(written: bytes | bytearray) -> str:
 # Engines accept them, because their request models use pydantic in its lax mode. The same library reads them here, so a
 # value that it rejects is one that engines reject.
 
-_WHOLE_NUMBER: Final = TypeAdapter(int)
-_FLAG: Final = TypeAdapter(bool)
+_WHOLE_NUMBER_ADAPTER: Final = TypeAdapter(int)
+_FLAG_ADAPTER: Final = TypeAdapter(bool)
 # The error of pydantic is not shown, because it quotes the value.
-_NOT_SPELLED_LIKE_IT: Final = "neither that nor spelled like it"
+_WRONG_TYPE_MESSAGE: Final = "neither that nor spelled like it"
 
 # orjson reads whole numbers of more than 64 bits as floats, so they are inexact. A number of more than 308 digits
 # becomes infinity. Python, and so an engine, rejects it if it has more than 4,300 digits.
-_INEXACT: Final = float(2**63)
+_INEXACT_BOUND: Final = float(2**63)
 
 
-def whole_number(value: object) -> object:
+def read_whole_number(value: object) -> object:
     """Read a JSON value as a whole number, as engines do.
 
     A number of more than 64 bits is unchanged. Raises ValueError for other values.
     """
-    if type(value) is int or (isinstance(value, float) and _INEXACT <= abs(value) < math.inf):
+    if type(value) is int or (isinstance(value, float) and _INEXACT_BOUND <= abs(value) < math.inf):
         return value
     try:
-        number = _WHOLE_NUMBER.validate_python(value)
+        number = _WHOLE_NUMBER_ADAPTER.validate_python(value)
     except ValidationError:
-        raise ValueError(_NOT_SPELLED_LIKE_IT) from None
+        raise ValueError(_WRONG_TYPE_MESSAGE) from None
     return number if -(2**63) <= number < 2**64 else value
 
 
-def flag(value: object) -> object:
+def read_flag(value: object) -> object:
     """Read a JSON value as a boolean, as engines do. Raises ValueError for any other value."""
     if isinstance(value, bool):
         return value
     try:
-        return _FLAG.validate_python(value)
+        return _FLAG_ADAPTER.validate_python(value)
     except ValidationError:
-        raise ValueError(_NOT_SPELLED_LIKE_IT) from None
+        raise ValueError(_WRONG_TYPE_MESSAGE) from None

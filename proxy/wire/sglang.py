@@ -40,9 +40,9 @@ WHOLE_NUMBERS: Final = frozenset({"max_new_tokens", "min_new_tokens", "n", "beam
 DEFAULT_OUTPUT_TOKENS: Final = 128
 """Default of `max_new_tokens`."""
 
-_PROMPTS: Final = ("text", "input_ids", "input_embeds")  # in the order in which the engine looks for them
+_PROMPT_MEMBERS: Final = ("text", "input_ids", "input_embeds")  # in the order in which the engine looks for them
 # Members that may hold a list with one entry for each prompt of a list of prompts.
-_PER_PROMPT: Final = (
+_MEMBERS_PER_PROMPT: Final = (
     *("sampling_params", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes"),
     *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
     *("return_sampling_mask", "sampling_logprobs_mode", "return_hidden_states", "watermark"),
@@ -57,7 +57,7 @@ _INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_t
 # Requests
 
 
-class Item(NamedTuple):
+class GenerateItem(NamedTuple):
     """One sample of one prompt of a request to SGLang's `/generate`."""
 
     changes: dict[str, object]
@@ -66,27 +66,29 @@ class Item(NamedTuple):
     """Whether this is the first sample of its prompt."""
 
 
-def prompt_of(values: Mapping[str, Any]) -> Any:
+def read_prompt(values: Mapping[str, Any]) -> Any:
     """Return the prompt or the list of prompts, or None without one."""
-    return next((values[name] for name in _PROMPTS if values.get(name) is not None), None)
+    return next((values[name] for name in _PROMPT_MEMBERS if values.get(name) is not None), None)
 
 
-def embeddings(values: Mapping[str, Any]) -> int | None:
+def count_embeddings(values: Mapping[str, Any]) -> int | None:
     """Count the embeddings of all prompts, one for each token. Return None if the prompts are text or token IDs."""
     if values.get("text") is not None or values.get("input_ids") is not None:
         return None
     prompts = values.get("input_embeds")
     if not isinstance(prompts, list):
         return None
-    return sum(len(prompt) for prompt in prompts if isinstance(prompt, list)) if is_batch(values) else len(prompts)
+    return (
+        sum(len(prompt) for prompt in prompts if isinstance(prompt, list)) if is_batch_request(values) else len(prompts)
+    )
 
 
-def is_batch(values: Mapping[str, Any]) -> bool:
+def is_batch_request(values: Mapping[str, Any]) -> bool:
     """Return whether the engine answers with a list, as it does for lists of prompts and for several samples."""
-    return _is_list_of_prompts(values) or samples_of(values.get("sampling_params")) > 1
+    return _is_list_of_prompts(values) or read_sample_count(values.get("sampling_params")) > 1
 
 
-def samples_of(sampling_params: Any) -> int:
+def read_sample_count(sampling_params: Any) -> int:
     """Return the number of answers for each prompt. With beam search it is 1, and `n` is the number of beams."""
     params = sampling_params[0] if isinstance(sampling_params, list) and sampling_params else sampling_params
     if not isinstance(params, dict) or (params.get("beam_width") or 1) != 1:
@@ -95,20 +97,20 @@ def samples_of(sampling_params: Any) -> int:
     return max(1, samples) if isinstance(samples, int) else 1
 
 
-def output_limit(sampling_params: Any) -> int:
+def read_output_limit(sampling_params: Any) -> int:
     """Return the maximum number of tokens of an answer of SGLang, by its `sampling_params`."""
     params = sampling_params[0] if isinstance(sampling_params, list) and sampling_params else sampling_params
     limit = params.get("max_new_tokens") if isinstance(params, dict) else None
     return limit if isinstance(limit, int) and limit >= 0 else DEFAULT_OUTPUT_TOKENS
 
 
-def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
+def split_into_items(values: Mapping[str, Any], max_items: int) -> list[GenerateItem]:
     """Return one item for each sample of each prompt, in the order of the answers. Raises BadRequest.
 
     The item of a request with one prompt and one sample has no changes.
     """
-    samples = samples_of(values.get("sampling_params"))
-    prompts = prompt_of(values) if _is_list_of_prompts(values) else None
+    samples = read_sample_count(values.get("sampling_params"))
+    prompts = read_prompt(values) if _is_list_of_prompts(values) else None
     count = (1 if prompts is None else len(prompts)) * samples
     if count > max_items:
         raise BadRequest(f"{count} answers are more than the limit of {max_items}", param="sampling_params")
@@ -118,34 +120,41 @@ def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
         [{}] if prompts is None else [_item_members(values, index) for index in range(len(prompts))]
     )
     return [
-        Item(_single_sample(values, item) if samples > 1 else item, sample == 0)
+        GenerateItem(_single_sample_members(values, item) if samples > 1 else item, sample == 0)
         for item in changes
         for sample in range(samples)
     ]
 
 
-ABOUT_PROMPT: Final = ("return_logprob", "logprob_start_len", "return_routed_experts", "sampling_params")
+MEMBERS_NEEDING_PREFILL_ANSWER: Final = (
+    "return_logprob",
+    "logprob_start_len",
+    "return_routed_experts",
+    "sampling_params",
+)
 """Members that decide whether the answer needs a part that only the prefiller reports."""
 
 
-def wants_prefillers_answer(values: Mapping[str, Any]) -> bool:
+def needs_prefill_answer(values: Mapping[str, Any]) -> bool:
     """Return whether the answer needs a part that only the prefiller reports."""
-    return bool(values.get("return_logprob") and _asks_for_input(values)) or bool(values.get("return_routed_experts"))
+    return bool(values.get("return_logprob") and _asks_for_prompt_logprobs(values)) or bool(
+        values.get("return_routed_experts")
+    )
 
 
 def asks_only_for_prompt_logprobs(values: Mapping[str, Any]) -> bool:
     """Return whether the request asks for log probabilities of the prompt and at most one token."""
     params = values.get("sampling_params")
-    return bool(values.get("return_logprob")) and _asks_for_input(values) and output_limit(params) <= 1
+    return bool(values.get("return_logprob")) and _asks_for_prompt_logprobs(values) and read_output_limit(params) <= 1
 
 
-def _asks_for_input(values: Mapping[str, Any]) -> bool:
+def _asks_for_prompt_logprobs(values: Mapping[str, Any]) -> bool:
     first = values.get("logprob_start_len")
     return isinstance(first, int) and first >= 0  # the default covers the output only
 
 
 def _is_list_of_prompts(values: Mapping[str, Any]) -> bool:
-    prompt = prompt_of(values)
+    prompt = read_prompt(values)
     if not isinstance(prompt, list):
         return False
     if values.get("text") is not None:
@@ -157,10 +166,10 @@ def _is_list_of_prompts(values: Mapping[str, Any]) -> bool:
 
 
 def _item_members(values: Mapping[str, Any], index: int) -> dict[str, object]:
-    name = next(name for name in _PROMPTS if values.get(name) is not None)
+    name = next(name for name in _PROMPT_MEMBERS if values.get(name) is not None)
     prompts: Sequence[Any] = values[name]
     changes: dict[str, object] = {name: prompts[index]}
-    for name in _PER_PROMPT:
+    for name in _MEMBERS_PER_PROMPT:
         entries = values.get(name)
         if (
             not isinstance(entries, list)
@@ -174,7 +183,7 @@ def _item_members(values: Mapping[str, Any], index: int) -> dict[str, object]:
     return changes
 
 
-def _single_sample(values: Mapping[str, Any], item: dict[str, object]) -> dict[str, object]:
+def _single_sample_members(values: Mapping[str, Any], item: dict[str, object]) -> dict[str, object]:
     params = item.get("sampling_params", values["sampling_params"])
     if not isinstance(params, dict):
         raise BadRequest("sampling_params must be an object, or a list of them", param="sampling_params")
@@ -184,7 +193,7 @@ def _single_sample(values: Mapping[str, Any], item: dict[str, object]) -> dict[s
 # Answers
 
 
-def usage_of(payload: Any) -> dict[str, Any] | None:
+def usage_of_event(payload: Any) -> dict[str, Any] | None:
     """Return the token counts of an answer, or of one event, as a usage object of OpenAI; None without any."""
     meta = payload.get("meta_info") if isinstance(payload, dict) else None
     if not isinstance(meta, dict):
@@ -193,14 +202,14 @@ def usage_of(payload: Any) -> dict[str, Any] | None:
     return {**counts, "prompt_tokens_details": {"cached_tokens": meta.get("cached_tokens")}}
 
 
-class PrefilledParts:
+class PrefillerMeta:
     """The log probabilities and experts of a prompt, which only the prefiller reports.
 
     Only the prefiller reports them, so they are added to the answer.
     """
 
     def __init__(self, answer: bytes) -> None:
-        metas = (payload.get("meta_info") for payload in payloads_of(answer) if isinstance(payload, dict))
+        metas = (payload.get("meta_info") for payload in iterate_payloads(answer) if isinstance(payload, dict))
         self._meta: dict[str, Any] = next((meta for meta in metas if isinstance(meta, dict)), {})
 
     def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -215,23 +224,23 @@ class PrefilledParts:
                 merged[name] = first + second
         first, second = self._meta.get("routed_experts"), meta.get("routed_experts")
         if isinstance(first, str) and isinstance(second, str):
-            merged["routed_experts"] = _join_experts(first, second)
+            merged["routed_experts"] = _join_routed_experts(first, second)
         return {**payload, "meta_info": {**meta, **merged}}
 
 
-def _join_experts(of_prompt: str, of_all: str) -> str:
+def _join_routed_experts(prompt_experts: str, all_experts: str) -> str:
     """Return the experts of a prompt, followed by the experts of its answer.
 
     If a text is not base64, it is returned unchanged.
     """
     try:
-        first, second = b64decode(of_prompt), b64decode(of_all)
+        first, second = b64decode(prompt_experts), b64decode(all_experts)
     except ValueError:
-        return of_all
+        return all_experts
     return b64encode(first + second[len(first) :]).decode()
 
 
-class LoneAnswer:
+class LonePrefillerMeta:
     """Converts the answer of a prefiller without a decoder to the form of an ordinary engine's answer.
 
     A prefiller returns one token even if none was requested, and does not count it in the finish reason (seen with
@@ -282,12 +291,12 @@ class EngineError(NamedTuple):
 _LACKS_KV_MEMORY: Final = (b"Retracted under decode memory pressure", b"Retraction host KV pool exhausted")
 
 
-def lacks_kv_memory(status: int, body: bytes | None) -> bool:
+def reports_lack_of_kv_memory(status: int, body: bytes | None) -> bool:
     """Return whether an error says that a decoder abandoned a request for lack of KV memory."""
     return status >= 500 and body is not None and any(words in body for words in _LACKS_KV_MEMORY)
 
 
-def error_in_answer(answer: bytes) -> EngineError | None:
+def find_answer_error(answer: bytes) -> EngineError | None:
     """Return the error inside the whole answer of a prefiller, streamed or not, or None.
 
     A request that an operator aborted is an error too, because no KV cache will arrive.
@@ -295,15 +304,15 @@ def error_in_answer(answer: bytes) -> EngineError | None:
     # These bytes cannot occur inside a JSON string, where quotes are escaped. So most answers need no parsing.
     if b'"error"' not in answer and b'"abort"' not in answer:
         return None
-    for payload in payloads_of(answer):
-        if error := error_of(payload):
+    for payload in iterate_payloads(answer):
+        if error := find_event_error(payload):
             return error
-        if isinstance(payload, dict) and any(map(_is_abort, _finish_reasons(payload))):
-            return _abort_error({})._replace(is_wish=True)
+        if isinstance(payload, dict) and any(map(_is_abort_reason, _finish_reasons(payload))):
+            return _make_abort_error({})._replace(is_wish=True)
     return None
 
 
-def error_of(payload: Any) -> EngineError | None:
+def find_event_error(payload: Any) -> EngineError | None:
     """Return the error in an answer, or in one event of it, or None.
 
     A stream has `{"error": {..., "code": status}}`. A native answer has the finish reason
@@ -314,15 +323,15 @@ def error_of(payload: Any) -> EngineError | None:
         return None
     error = payload.get("error")
     if error:
-        return EngineError(_status(error.get("code") if isinstance(error, dict) else None), dumps(payload))
+        return EngineError(_read_status(error.get("code") if isinstance(error, dict) else None), dumps(payload))
     meta = payload.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-    if isinstance(reason, dict) and _is_abort(reason) and reason.get("status_code") is not None:
-        return _abort_error(reason)
+    if isinstance(reason, dict) and _is_abort_reason(reason) and reason.get("status_code") is not None:
+        return _make_abort_error(reason)
     return None
 
 
-def payloads_of(answer: bytes) -> Iterator[Any]:
+def iterate_payloads(answer: bytes) -> Iterator[Any]:
     """Yield the JSON values of a whole answer, or of the events of a stream. Other data is skipped."""
     for data in [event.data for event in EventSplitter().feed(answer)] if answer.startswith(b"data:") else [answer]:
         try:
@@ -340,16 +349,16 @@ def _finish_reasons(payload: dict[str, Any]) -> Iterator[Any]:
             yield choice.get("finish_reason")
 
 
-def _is_abort(finish: Any) -> bool:
+def _is_abort_reason(finish: Any) -> bool:
     return finish == "abort" or (isinstance(finish, dict) and finish.get("type") == "abort")
 
 
-def _abort_error(reason: dict[str, Any]) -> EngineError:
-    status = _status(reason.get("status_code"))
+def _make_abort_error(reason: dict[str, Any]) -> EngineError:
+    status = _read_status(reason.get("status_code"))
     message = reason.get("message") or "the request was aborted"
     error = {"object": "error", "message": message, "type": reason.get("err_type") or "abort", "param": None}
     return EngineError(status, dumps({"error": {**error, "code": status}}))
 
 
-def _status(code: Any) -> int:
+def _read_status(code: Any) -> int:
     return code if isinstance(code, int) and 400 <= code < 600 else 500

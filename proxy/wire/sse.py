@@ -11,10 +11,10 @@ from typing import Final
 
 from proxy.wire.openai import NO_KV_PARAMS, names_engine_members
 
-_BLANK_LINE: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r|\n\r\n|\r\n\n|\r\n\r|\n\r(?!\n)")
-_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
-_LF: Final = 0x0A
-_CR: Final = 0x0D
+_BLANK_LINE_PATTERN: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r|\n\r\n|\r\n\n|\r\n\r|\n\r(?!\n)")
+_LINE_END_PATTERN: Final = re.compile(rb"\r\n|\n|\r")
+_LINE_FEED: Final = 0x0A
+_CARRIAGE_RETURN: Final = 0x0D
 
 
 class Event:
@@ -75,10 +75,10 @@ class EventSplitter:
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Add bytes of the stream, and return the events that they complete. Raises EventTooLong."""
-        has_cr = _CR in chunk
+        has_cr = _CARRIAGE_RETURN in chunk
         if self._parts:
             # A long event is not searched again at each read, because its end must include new bytes.
-            if not has_cr and self._tail[-1] != _CR and not _has_blank_line(self._tail[-1], chunk):
+            if not has_cr and self._tail[-1] != _CARRIAGE_RETURN and not _has_blank_line(self._tail[-1], chunk):
                 self._hold(chunk, has_cr=False)
                 return []
             chunk = b"".join((*self._parts, chunk))
@@ -93,15 +93,15 @@ class EventSplitter:
         start = searched = 0
         is_one_line = True
         # Searches for one byte, because Python searches for two, or splits, several times as slowly in a long event.
-        while 0 <= (line_end := chunk.find(_LF, searched)) < len(chunk) - 1:
+        while 0 <= (line_end := chunk.find(_LINE_FEED, searched)) < len(chunk) - 1:
             searched = line_end + 1
-            if chunk[searched] != _LF:
+            if chunk[searched] != _LINE_FEED:
                 is_one_line = False
                 continue
             if is_one_line and chunk[start : start + 6] == b"data: ":  # nearly all events
                 events.append(Event(chunk[start + 6 : line_end]))
             else:
-                events.append(Event(_data_of(chunk[start:line_end]), chunk[start : line_end + 2]))
+                events.append(Event(_event_data(chunk[start:line_end]), chunk[start : line_end + 2]))
             start = searched = line_end + 2
             is_one_line = True
         if start < len(chunk):
@@ -111,14 +111,14 @@ class EventSplitter:
     def _feed_any_line_end(self, chunk: bytes) -> list[Event]:
         events = []
         start = 0
-        for blank in _BLANK_LINE.finditer(chunk):
+        for blank in _BLANK_LINE_PATTERN.finditer(chunk):
             if blank.end() == len(chunk) and chunk.endswith(b"\n\r"):
                 break  # the lines end with LF, so the LF of this line end may arrive later
-            events.append(Event(_data_of(chunk[start : blank.start()]), chunk[start : blank.end()]))
+            events.append(Event(_event_data(chunk[start : blank.start()]), chunk[start : blank.end()]))
             start = blank.end()
         if start < len(chunk):
             rest = chunk[start:]
-            self._hold(rest, has_cr=_CR in rest)
+            self._hold(rest, has_cr=_CARRIAGE_RETURN in rest)
         return events
 
     def _hold(self, chunk: bytes, *, has_cr: bool) -> None:
@@ -135,20 +135,20 @@ def _has_blank_line(before: int, chunk: bytes) -> bool:
 
     Searching one byte is much faster than searching two.
     """
-    at = chunk.find(_LF)
-    if at == 0 and before == _LF:
+    at = chunk.find(_LINE_FEED)
+    if at == 0 and before == _LINE_FEED:
         return True
     while 0 <= at < len(chunk) - 1:
-        if chunk[at + 1] == _LF:
+        if chunk[at + 1] == _LINE_FEED:
             return True
-        at = chunk.find(_LF, at + 1)
+        at = chunk.find(_LINE_FEED, at + 1)
     return False
 
 
-def _data_of(text: bytes) -> bytes | None:
+def _event_data(text: bytes) -> bytes | None:
     """Return the data field of an event: its `data` lines, joined by LF. None if it has none."""
     data = []
-    for line in _LINE_END.split(text):
+    for line in _LINE_END_PATTERN.split(text):
         if line == b"data":
             data.append(b"")
         elif line.startswith(b"data:"):
@@ -165,12 +165,12 @@ def _data_of(text: bytes) -> bytes | None:
 # escaped, so these bytes are a member's name wherever they stand.
 _TEXT_BEGINS: Final = re.compile(rb'"(content|text|reasoning|reasoning_content)" ?: ?"(?=[^"])')
 _IDS_BEGIN: Final = re.compile(rb'"token_ids" ?: ?\[')
-_one_id: Final = re.compile(rb"[0-9]{1,9}(?=\])").match
-_END: Final = b"}\n\n"
+_match_token_id: Final = re.compile(rb"[0-9]{1,9}(?=\])").match
+_TEXT_END: Final = b"}\n\n"
 _plain_text: Final = re.compile(rb'[^"\\\x00-\x1f]+(?=")').match
 
 
-class Shape:
+class TokenShape:
     """The bytes that the events of a stream have in common: all bytes except the text and the token ID."""
 
     __slots__ = ("behind", "between", "head", "is_reasoning")
@@ -186,11 +186,11 @@ class Shape:
         """Whether the text is the reasoning of a chat."""
 
     @classmethod
-    def of(cls, raw: bytes) -> Shape | None:
+    def of(cls, raw: bytes) -> TokenShape | None:
         """Return the shape of an event with one text and at most one token ID; None for any other event."""
         texts, ids = [*_TEXT_BEGINS.finditer(raw)], [*_IDS_BEGIN.finditer(raw)]
         before, _, behind = raw.rpartition(NO_KV_PARAMS)
-        has_engine_members = names_engine_members(before if behind == _END else raw)
+        has_engine_members = names_engine_members(before if behind == _TEXT_END else raw)
         if len(texts) != 1 or len(ids) > 1 or has_engine_members:
             return None
         begin = texts[0].end()
@@ -200,7 +200,7 @@ class Shape:
         is_reasoning = texts[0][1].startswith(b"reasoning")
         if not ids:
             return cls(raw[:begin], None, raw[text.end() :], is_reasoning=is_reasoning)
-        number = _one_id(raw, ids[0].end())
+        number = _match_token_id(raw, ids[0].end())
         if number is None or number.start() < text.end():
             return None
         return cls(raw[:begin], raw[text.end() : number.start()], raw[number.end() :], is_reasoning=is_reasoning)

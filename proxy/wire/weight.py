@@ -21,19 +21,19 @@ MAX_ANSWER_ELEMENTS: Final = 8 * 1024 * 1024
 Log probabilities have the most: in the format of OpenAI 70 elements for a token with five alternatives.
 """
 
-SLIGHT_BYTES: Final = 1024
+ALWAYS_LIGHT_BYTES: Final = 1024
 """Maximum length in bytes of a text that is not weighed, because it takes no more memory than a connection."""
 # Texts are searched for the middles of long strings in steps of this size.
 _STEP_BYTES: Final = 64 * 1024
 # Characters of JSON outside of strings.
-_NO_STRING: Final = b"0123456789+-.eE,:[]{} \t\r\ntrufalsn"
+_CHARACTERS_OUTSIDE_STRINGS: Final = b"0123456789+-.eE,:[]{} \t\r\ntrufalsn"
 # How many values are searched for wide strings. The search takes a millisecond or two.
-_MAX_LOOKS: Final = 10_000
+_MAX_SEARCHED_VALUES: Final = 10_000
 # For a shorter text the garbage collector stays enabled, and the width of its strings is not checked.
 _MANY_BYTES: Final = 64 * 1024
 
 
-class Weight(NamedTuple):
+class JsonWeight(NamedTuple):
     """Upper bounds of how often a JSON text has the bytes that make it costly to parse."""
 
     commas: int
@@ -56,27 +56,27 @@ class Weight(NamedTuple):
         return 40 * self.commas + 30 * self.quotes + 120 * self.brackets
 
 
-def weigh(raw: bytes) -> Weight:
+def estimate_weight(raw: bytes) -> JsonWeight:
     """Return an upper bound of a JSON text's weight. Bytes in the middle of long strings are not counted."""
     commas = quotes = brackets = escapes = 0
     for start in range(0, len(raw), _STEP_BYTES):
         end = start + _STEP_BYTES
         if is_within_string(raw, start, end):
             continue
-        quotes += _count(raw, b'"', start, end)
-        escapes += _count(raw, b"\\", start, end)
+        quotes += _count_sign(raw, b'"', start, end)
+        escapes += _count_sign(raw, b"\\", start, end)
         commas += raw.count(b",", start, end)
-        brackets += _count(raw, b"[", start, end) + _count(raw, b"{", start, end)
-    return Weight(commas, quotes, brackets, escapes)
+        brackets += _count_sign(raw, b"[", start, end) + _count_sign(raw, b"{", start, end)
+    return JsonWeight(commas, quotes, brackets, escapes)
 
 
 def is_within_string(raw: bytes | bytearray, start: int, end: int) -> bool:
     """Return whether a part of a text is inside one long string or key."""
-    return raw.find(b'"', start, end) < 0 and bool(raw[start : min(start + 64, end)].strip(_NO_STRING))
+    return raw.find(b'"', start, end) < 0 and bool(raw[start : min(start + 64, end)].strip(_CHARACTERS_OUTSIDE_STRINGS))
 
 
-def upper_bounds(raw: bytes) -> tuple[int, int]:
-    """Return upper bounds of `elements` and `memory_bytes`. This is faster than `weigh`.
+def bound_element_counts(raw: bytes) -> tuple[int, int]:
+    """Return upper bounds of `elements` and `memory_bytes`. This is faster than `estimate_weight`.
 
     Quotes and escapes, which are frequent in prose, are not counted. Each byte may be a quote, and at most two strings
     are before each comma.
@@ -85,11 +85,11 @@ def upper_bounds(raw: bytes) -> tuple[int, int]:
     brackets = 0
     for start in range(0, len(raw), _STEP_BYTES):
         end = start + _STEP_BYTES
-        brackets += _count(raw, b"[", start, end) + _count(raw, b"{", start, end)
+        brackets += _count_sign(raw, b"[", start, end) + _count_sign(raw, b"{", start, end)
     return commas + 16 * brackets + 4 * len(raw), 100 * commas + 120 * brackets
 
 
-def is_light(raw: bytes, limit: int) -> bool:
+def is_light_json(raw: bytes, limit: int) -> bool:
     """Return whether a text is too short to have more than `limit` elements.
 
     The smallest text per element is an empty list, whose two bytes count as 16 elements.
@@ -97,36 +97,36 @@ def is_light(raw: bytes, limit: int) -> bool:
     return 8 * len(raw) <= limit
 
 
-def weigh_closely(raw: bytes, limit: int) -> Weight:
-    """Return the weight of a text. In strings, only escapes are counted. Slower than `weigh`.
+def count_weight(raw: bytes, limit: int) -> JsonWeight:
+    """Return the weight of a text. In strings, only escapes are counted. Slower than `estimate_weight`.
 
     Counting may stop when there are more elements than `limit`.
     """
     escapes = raw.count(b"\\")
     if escapes > limit:
-        return Weight(0, 0, 0, escapes)
-    text = without_escapes(raw)
-    weight = Weight(0, text.count(b'"'), 0, escapes)
+        return JsonWeight(0, 0, 0, escapes)
+    text = remove_escapes(raw)
+    weight = JsonWeight(0, text.count(b'"'), 0, escapes)
     if weight.elements > limit:
         return weight
     outside = b"".join(text.split(b'"')[::2])
     return weight._replace(commas=outside.count(b","), brackets=outside.count(b"[") + outside.count(b"{"))
 
 
-def is_heavier(raw: bytes, limit: int) -> bool:
+def is_heavier_json(raw: bytes, limit: int) -> bool:
     """Return whether a text has more elements than `limit`. A text of at most `LONG_BYTES` never counts as heavier.
 
     Callers that read many texts need not check short ones.
     """
-    return len(raw) > LONG_BYTES and weigh(raw).elements > limit and weigh_closely(raw, limit).elements > limit
+    return len(raw) > LONG_BYTES and estimate_weight(raw).elements > limit and count_weight(raw, limit).elements > limit
 
 
-def without_escapes(raw: bytes) -> bytes:
+def remove_escapes(raw: bytes) -> bytes:
     """Return a text of the same length in which every quote is the beginning or the end of a string."""
     return raw.replace(b"\\\\", b"  ").replace(b'\\"', b"  ") if b"\\" in raw else raw
 
 
-def load(raw: bytes | bytearray | memoryview) -> Any:
+def parse_weighed_json(raw: bytes | bytearray | memoryview) -> Any:
     """Read a text with `orjson.loads` while the garbage collector is disabled.
 
     Otherwise the collector would scan the growing number of new objects again and again, and find no garbage.
@@ -140,7 +140,7 @@ def load(raw: bytes | bytearray | memoryview) -> Any:
         gc.enable()
 
 
-def object_bytes(raw: bytes, value: Any) -> int:
+def count_object_bytes(raw: bytes, value: Any) -> int:
     """Return an upper bound of the memory of the Python objects of a text, without the text of strings.
 
     A text with too many objects to count is weighed instead.
@@ -151,13 +151,13 @@ def object_bytes(raw: bytes, value: Any) -> int:
         item = left.pop()
         containers += 1
         members += len(item)
-        if members > _MAX_LOOKS:
-            return weigh(raw).memory_bytes
+        if members > _MAX_SEARCHED_VALUES:
+            return estimate_weight(raw).memory_bytes
         left += [each for each in (item.values() if isinstance(item, dict) else item) if isinstance(each, dict | list)]
     return 100 * members + 120 * containers
 
 
-def wide_bytes(raw: bytes, value: Any) -> int:
+def count_wide_text_bytes(raw: bytes, value: Any) -> int:
     """Return the additional memory in bytes of strings whose characters need more than one byte.
 
     Python stores all characters of a string with the width of the widest one, so one emoji makes a string four times
@@ -166,7 +166,7 @@ def wide_bytes(raw: bytes, value: Any) -> int:
     if len(raw) < _MANY_BYTES:
         return 0
     wide = 0
-    looks_left = _MAX_LOOKS
+    looks_left = _MAX_SEARCHED_VALUES
     left = [value]
     while left:
         item = left.pop()
@@ -183,6 +183,6 @@ def wide_bytes(raw: bytes, value: Any) -> int:
     return wide
 
 
-def _count(raw: bytes, sign: bytes, start: int, end: int) -> int:
+def _count_sign(raw: bytes, sign: bytes, start: int, end: int) -> int:
     """Count how often a byte occurs in a part of a JSON text."""
     return raw.count(sign, start, end) if raw.find(sign, start, end) >= 0 else 0

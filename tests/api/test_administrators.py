@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from proxy.common.backend import Role
-from proxy.common.endpoints import client_address
+from proxy.common.endpoints import find_client_address
 from proxy.settings.load import ConfigChange
 from tests.api.operating import client_of
 from tests.asking import until
@@ -321,4 +321,4 @@ async def test_log_names_the_client_behind_a_trusted_proxy(gateway: Gateway) -> 
     ],
 )
 def test_client_is_the_last_address_that_is_no_trusted_proxy(peer: str, forwarded: list[str], client: str) -> None:
-    assert client_address(peer, forwarded, ["10.0.0.0/8"]) == client
+    assert find_client_address(peer, forwarded, ["10.0.0.0/8"]) == client

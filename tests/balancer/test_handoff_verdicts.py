@@ -16,14 +16,14 @@ from proxy.balancer.handoff_verdicts import (
     judge,
 )
 from proxy.balancer.shared.scoreboard import HandoffCount
-from proxy.wire.exposition import PromptTokens
+from proxy.wire.exposition import PromptTokenTotals
 
 TRANSFERRED, COMPUTED, UNKNOWN = HandoffVerdict
-BEFORE = PromptTokens(1000.0, 500.0, 200.0)
+BEFORE = PromptTokenTotals(1000.0, 500.0, 200.0)
 
 
-def grown(transferred: float = 0, computed: float = 0, cached: float = 0) -> PromptTokens:
-    return PromptTokens(BEFORE.transferred + transferred, BEFORE.computed + computed, BEFORE.cached + cached)
+def grown(transferred: float = 0, computed: float = 0, cached: float = 0) -> PromptTokenTotals:
+    return PromptTokenTotals(BEFORE.transferred + transferred, BEFORE.computed + computed, BEFORE.cached + cached)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def grown(transferred: float = 0, computed: float = 0, cached: float = 0) -> Pro
         (grown(computed=2000), HandoffCount(4, 400), COMPUTED),  # estimated too low, or others compute there
         (grown(computed=200), HandoffCount(2, 200), None),  # too few
         (grown(), HandoffCount(9, 900), UNKNOWN),  # the counters do not grow
-        (PromptTokens(0, 50, 0), HandoffCount(9, 900), UNKNOWN),  # the engine was restarted
-        (PromptTokens(1000, 400, 900), HandoffCount(9, 900), UNKNOWN),  # another one behind the same address
+        (PromptTokenTotals(0, 50, 0), HandoffCount(9, 900), UNKNOWN),  # the engine was restarted
+        (PromptTokenTotals(1000, 400, 900), HandoffCount(9, 900), UNKNOWN),  # another one behind the same address
     ],
 )
 def test_verdict_on_a_decoder_that_pulls_kv(
-    after: PromptTokens, sent: HandoffCount, verdict: HandoffVerdict | None
+    after: PromptTokenTotals, sent: HandoffCount, verdict: HandoffVerdict | None
 ) -> None:
     assert judge(BEFORE, after, sent, from_store=False) is verdict
 
@@ -59,7 +59,7 @@ def test_verdict_on_a_decoder_that_pulls_kv(
     ],
 )
 def test_verdict_on_a_decoder_that_reads_a_store(
-    after: PromptTokens, sent: HandoffCount, verdict: HandoffVerdict | None
+    after: PromptTokenTotals, sent: HandoffCount, verdict: HandoffVerdict | None
 ) -> None:
     assert judge(BEFORE, after, sent, from_store=True) is verdict
 
@@ -90,30 +90,48 @@ def test_verdict_is_unknown_without_counters_or_after_a_worker_died() -> None:
 # Pairs
 
 
-ZERO = PromptTokens(0.0, 0.0, 0.0)
+ZERO = PromptTokenTotals(0.0, 0.0, 0.0)
 SENT = {0: HandoffCount(3, 300), 1: HandoffCount(3, 300)}
 
 
 @pytest.mark.parametrize(
     ("grown", "sent", "involved", "attributed"),
     [
-        (PromptTokens(0, 300, 0), {1: HandoffCount(3, 300)}, {1}, {1: PromptTokens(0, 300, 0)}),
-        (PromptTokens(200, 9, 90), {1: HandoffCount(3, 300)}, {1}, {1: PromptTokens(200, 9, 90)}),
-        (PromptTokens(100, 300, 0), {1: HandoffCount(3, 300)}, {0, 1}, {}),  # the other's may have been counted already
-        (PromptTokens(0, 600, 60), SENT, {0, 1}, {0: PromptTokens(0, 300, 30), 1: PromptTokens(0, 300, 30)}),
-        (PromptTokens(590, 10, 0), SENT, {0, 1}, {0: PromptTokens(300, 0, 0), 1: PromptTokens(300, 0, 0)}),
-        (PromptTokens(300, 300, 0), SENT, {0, 1}, {}),
-        (PromptTokens(300, 0, 300), SENT, {0, 1}, {}),  # whose prompts did it have itself?
+        (PromptTokenTotals(0, 300, 0), {1: HandoffCount(3, 300)}, {1}, {1: PromptTokenTotals(0, 300, 0)}),
+        (PromptTokenTotals(200, 9, 90), {1: HandoffCount(3, 300)}, {1}, {1: PromptTokenTotals(200, 9, 90)}),
         (
-            PromptTokens(900, 30, 0),
+            PromptTokenTotals(100, 300, 0),
+            {1: HandoffCount(3, 300)},
+            {0, 1},
+            {},
+        ),  # the other's may have been counted already
+        (
+            PromptTokenTotals(0, 600, 60),
+            SENT,
+            {0, 1},
+            {0: PromptTokenTotals(0, 300, 30), 1: PromptTokenTotals(0, 300, 30)},
+        ),
+        (
+            PromptTokenTotals(590, 10, 0),
+            SENT,
+            {0, 1},
+            {0: PromptTokenTotals(300, 0, 0), 1: PromptTokenTotals(300, 0, 0)},
+        ),
+        (PromptTokenTotals(300, 300, 0), SENT, {0, 1}, {}),
+        (PromptTokenTotals(300, 0, 300), SENT, {0, 1}, {}),  # whose prompts did it have itself?
+        (
+            PromptTokenTotals(900, 30, 0),
             {0: HandoffCount(9, 900), 1: HandoffCount(1, 30)},
             {0, 1},
-            {0: PromptTokens(900, 0, 0)},
+            {0: PromptTokenTotals(900, 0, 0)},
         ),
     ],
 )
 def test_growth_is_attributed_to_lanes_only_without_doubt(
-    grown: PromptTokens, sent: dict[int, HandoffCount], involved: set[int], attributed: dict[int, PromptTokens]
+    grown: PromptTokenTotals,
+    sent: dict[int, HandoffCount],
+    involved: set[int],
+    attributed: dict[int, PromptTokenTotals],
 ) -> None:
     assert attribute(grown, sent, involved) == attributed
 
@@ -131,7 +149,7 @@ class Decoder:
         old = self.sent.get(lane, HandoffCount())
         self.sent[lane] = HandoffCount(old.count + 1, old.tokens + 100)
         grown = (100, 0, 0) if fetches else (0, 100, 0)
-        self.told = PromptTokens(*(a + b for a, b in zip(self.told, grown, strict=True)))
+        self.told = PromptTokenTotals(*(a + b for a, b in zip(self.told, grown, strict=True)))
 
     def read(self) -> dict[int, HandoffVerdict] | None:
         return self.watch.read(self.told, dict(self.sent), dict(self.sent))

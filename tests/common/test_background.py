@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from proxy.common.background import Background
+from proxy.common.background import BackgroundTasks
 from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger("proxy.test")
@@ -22,7 +22,7 @@ async def test_background_cancels_and_awaits_running_tasks_at_the_end() -> None:
         finally:
             ended.append("cleaned up")
 
-    async with Background(logger, "a test") as background:
+    async with BackgroundTasks(logger, "a test") as background:
         task = background.start(work())
         await asyncio.sleep(0)
         assert len(background) == 1
@@ -34,7 +34,7 @@ async def test_background_lets_tasks_end_within_the_grace_time() -> None:
         await asyncio.sleep(0)
         return "done"
 
-    async with Background(logger, "a test", grace_seconds=5.0) as background:
+    async with BackgroundTasks(logger, "a test", grace_seconds=5.0) as background:
         task = background.start(work())
     assert task.result() == "done"
 
@@ -43,7 +43,7 @@ async def test_background_logs_a_task_error_once_and_raises_it_to_awaiters(caplo
     async def work() -> None:
         raise RuntimeError("out of luck")
 
-    async with Background(logger, "a test") as background:
+    async with BackgroundTasks(logger, "a test") as background:
         with pytest.raises(RuntimeError, match="out of luck"):
             await background.start(work())
         background.start(work())
@@ -64,7 +64,7 @@ async def test_background_restarts_a_failed_loop_and_logs_it_once(caplog: pytest
         lives.set()
         await asyncio.Event().wait()
 
-    async with Background(logger, "a test") as background:
+    async with BackgroundTasks(logger, "a test") as background:
         background.keep(work, "canaries", restarts, restart_seconds=0.0)
         await lives.wait()
     assert restarts.labels("canaries")._value.get() == 3
@@ -75,6 +75,6 @@ async def test_background_does_not_restart_a_loop_that_returns() -> None:
     async def work() -> None:
         pass
 
-    async with Background(logger, "a test") as background:
+    async with BackgroundTasks(logger, "a test") as background:
         await background.keep(work, "canaries", Metrics().background_restarts_total)
         assert not background

@@ -33,12 +33,12 @@ def port() -> Iterator[int]:
 
 
 def test_get_returns_the_server_without_reading_the_body(port: int) -> None:
-    assert blocking_http.get("127.0.0.1", port, "/livez", 20) == (200, "other", b"")
+    assert blocking_http.get_blocking("127.0.0.1", port, "/livez", 20) == (200, "other", b"")
 
 
 def test_get_fails_when_a_requested_body_does_not_arrive(port: int) -> None:
     with pytest.raises(blocking_http.HttpRequestError):
-        blocking_http.get("127.0.0.1", port, "/metrics", 0.2, wants_body=True)
+        blocking_http.get_blocking("127.0.0.1", port, "/metrics", 0.2, wants_body=True)
 
 
 def test_answer_of_another_protocol_is_not_repeated_in_the_error() -> None:
@@ -53,5 +53,5 @@ def test_answer_of_another_protocol_is_not_repeated_in_the_error() -> None:
         thread = Thread(target=serve)
         thread.start()
         with pytest.raises(blocking_http.HttpRequestError, match=r"^the other side does not speak HTTP$"):
-            blocking_http.get("127.0.0.1", server.getsockname()[1], "/livez", 20)
+            blocking_http.get_blocking("127.0.0.1", server.getsockname()[1], "/livez", 20)
         thread.join(20)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model.tokenizer import END, SPACE, decode, encode, render_chat
-from proxy.sim.model.writer import Writer
+from proxy.sim.model.tokenizer import END, SPACE, decode_tokens, encode_text, render_chat
+from proxy.sim.model.writer import DeterministicWriter
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.deployment import deployed
@@ -80,8 +80,8 @@ def generated(body: Mapping[str, Any], **engine: Any) -> list[int]:
     if prompt is None:
         prompt = render_chat(dict(body))
     elif isinstance(prompt, str):
-        prompt = encode(prompt)
-    writer = Writer(prompt, eos_after={**ENGINE, **engine}["eos_after"])
+        prompt = encode_text(prompt)
+    writer = DeterministicWriter(prompt, eos_after={**ENGINE, **engine}["eos_after"])
     ids: list[int] = []
     while len(ids) < 400 and END not in ids[-1:]:
         ids.append(writer.next())
@@ -90,7 +90,7 @@ def generated(body: Mapping[str, Any], **engine: Any) -> list[int]:
 
 def text_of(body: Mapping[str, Any], begin: int, end: int) -> str:
     """Return the text of some generated tokens, without markers and incomplete characters."""
-    return decode(generated(body)[begin:end]).strip("\N{REPLACEMENT CHARACTER}")
+    return decode_tokens(generated(body)[begin:end]).strip("\N{REPLACEMENT CHARACTER}")
 
 
 def after(tokens: int) -> Place:

@@ -22,21 +22,21 @@ from tests.deployment import generations
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
     from tests.conftest import Deploy
 
 _NOTICED_WITHIN_SECONDS = 1.0
 
 
-def _is_asked(state: State) -> bool:
+def _is_asked(state: EngineState) -> bool:
     return state.live == 1
 
 
-def _waits(state: State) -> bool:
+def _waits(state: EngineState) -> bool:
     return state.waiting_rooms == 1
 
 
-def _has_generated(state: State) -> bool:
+def _has_generated(state: EngineState) -> bool:
     return state.tokens_generated >= 3
 
 
@@ -47,7 +47,7 @@ class Phase:
     name: str
     role: str
     fault: str
-    is_there: Callable[[State], bool] = _is_asked
+    is_there: Callable[[EngineState], bool] = _is_asked
     fields: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
     """Number of tokens that have reached the client of a stream."""

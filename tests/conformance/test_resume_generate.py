@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.sim.model.tokenizer import encode
+from proxy.sim.model.tokenizer import encode_text
 from tests.asking import read
 from tests.conformance.resuming import actions, serving, text_of
 from tests.deployment import generations
@@ -65,7 +65,7 @@ ROWS = [
     ("text", generate(**STREAM), 10, "completion_tokens"),
     ("first", generate(**STREAM), 1, "completion_tokens"),
     ("character", generate(**STREAM), 15, "completion_tokens"),
-    ("ids", generate(encode(TEXT), **STREAM), 20, "completion_tokens"),
+    ("ids", generate(encode_text(TEXT), **STREAM), 20, "completion_tokens"),
     ("logprobs", generate(**STREAM, **LOGPROBS), 20, "completion_tokens"),
     ("default", {"text": TEXT, **STREAM}, 100, "completion_tokens"),
     ("least", generate(**STREAM, sampling={"min_new_tokens": 30}), 20, "completion_tokens"),
@@ -123,7 +123,7 @@ async def test_next_decoder_gets_the_remaining_limits() -> None:
         gateway.decoders[0].faults.add("error_event", tokens=10, path="/generate")
         await ask(gateway, generate(**STREAM, sampling={"sampling_seed": 7, "min_new_tokens": 12}))
         second = gateway.decoders[1].requests[-1].body
-        assert second["input_ids"][: len(TEXT)] == encode(TEXT)
+        assert second["input_ids"][: len(TEXT)] == encode_text(TEXT)
         assert len(second["input_ids"]) == len(TEXT) + 10
         assert second["sampling_params"] == {"max_new_tokens": 30, "sampling_seed": 7, "min_new_tokens": 2}
         assert "text" not in second

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model.tokenizer import CALL_BEGIN, THINK_END, decode, render_chat
+from proxy.sim.model.tokenizer import CALL_BEGIN, THINK_END, decode_tokens, render_chat
 from tests.conformance.resuming import (
     WITH_USAGE,
     actions,
@@ -335,7 +335,7 @@ async def test_resumed_chat_continues_the_last_message() -> None:
         assert second.body["max_tokens"] == first.body["max_tokens"] - 60
         message = second.body["messages"][-1]
         assert (message["role"], second.body["continue_final_message"]) == ("assistant", True)
-        assert message["content"] == decode(generated(first.body)[:60], keep_markers=True)
+        assert message["content"] == decode_tokens(generated(first.body)[:60], keep_markers=True)
         assert "</think>" in message["content"]
         assert all("return_token_ids" not in seen.body for seen in generations(*gateway.prefillers))
 

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from proxy.sim.state import State
+from proxy.sim.state import EngineState
 from tests.canned import Received, data
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class PushEngine:
     host: str = "127.0.0.1"
     port: int = 0
     received: list[Received] = field(default_factory=list)
-    state: State = field(default_factory=State)
+    state: EngineState = field(default_factory=EngineState)
     pins: dict[str, Any] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)
     before: Callable[[], Awaitable[None]] | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from proxy.connectors.base import first_byte_seconds, prefill_seconds
+from proxy.connectors.base import first_byte_timeout_seconds, prefill_timeout_seconds
 from proxy.settings import Cost, Timeouts
 from proxy.wire.openai import Api
 from tests.asking import request
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def test_prefillers_deadline_grows_with_the_prompt(tokens: int, seconds: float) -> None:
     timeouts = Timeouts(prefill_seconds=10.0, prefill_seconds_per_1k_tokens=2.0)
     call = parse(Api.COMPLETIONS, orjson.dumps({"prompt": [7] * tokens}), Cost())
-    assert prefill_seconds(timeouts, call) == pytest.approx(seconds)
+    assert prefill_timeout_seconds(timeouts, call) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("stream", "seconds"), [(True, 3.0), (False, 60.0)])
 def test_answer_that_is_not_streamed_begins_at_its_end(stream: bool, seconds: float) -> None:
     timeouts = Timeouts(first_token_seconds=3.0, answer_seconds=60.0)
     call = parse(Api.COMPLETIONS, orjson.dumps({"prompt": "x", "stream": stream}), Cost())
-    assert first_byte_seconds(timeouts, call) == seconds
+    assert first_byte_timeout_seconds(timeouts, call) == seconds
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_answer_that_is_not_streamed_begins_at_its_end(stream: bool, seconds: fl
 )
 def test_answer_that_is_not_streamed_may_take_as_long_as_it_has_tokens(fields: dict[str, int], seconds: float) -> None:
     call = parse(Api.CHAT, orjson.dumps({"messages": [], **fields}), Cost())
-    assert first_byte_seconds(Timeouts(first_token_seconds=300, answer_seconds=3600), call) == seconds
+    assert first_byte_timeout_seconds(Timeouts(first_token_seconds=300, answer_seconds=3600), call) == seconds
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
-from proxy.connectors.bootstraps import Bootstraps, bootstrap_address, parse_engines
+from proxy.connectors.bootstraps import BootstrapServers, bootstrap_address, parse_engines
 from proxy.observe.metrics import Metrics
 from proxy.upstream import AddressRules, EngineClient, Names
 from tests.asking import until
@@ -32,12 +32,12 @@ TWO = ((0, "engine-0"), (1, "engine-1"))
 @asynccontextmanager
 async def asking(
     clock: Clock, networks: tuple[str, ...] = ("127.0.0.0/8",), addresses: Mapping[Backend, str] | None = None
-) -> AsyncIterator[Bootstraps]:
+) -> AsyncIterator[BootstrapServers]:
     async with Names(AddressRules(networks), (), Metrics()) as names, EngineClient(names) as client:
-        yield Bootstraps(client, clock, addresses=lambda: addresses or {})
+        yield BootstrapServers(client, clock, addresses=lambda: addresses or {})
 
 
-async def refused(bootstraps: Bootstraps, address: str) -> UpstreamError:
+async def refused(bootstraps: BootstrapServers, address: str) -> UpstreamError:
     with pytest.raises(UpstreamError) as caught:
         await bootstraps.engines(PREFILLER, address)
     assert caught.value.backend == PREFILLER
@@ -273,7 +273,7 @@ async def test_invalid_answer_of_a_bootstrap_server_is_the_prefillers_failure(
 async def test_server_that_hangs_is_waited_for_but_not_for_long(
     clock: Clock, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.connectors.bootstraps._ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.connectors.bootstraps._QUERY_TIMEOUT_SECONDS", 0.05)
     async with BootstrapServer(answer=answer) as server, asking(clock) as bootstraps:
         assert "did not answer" in (await refused(bootstraps, server.url)).message
 

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
-from proxy.connectors.concurrent import prefill_beside
+from proxy.connectors.concurrent import run_prefill_beside
 
 PREFILLER = Backend(Role.PREFILL, "p", 1)
 DECODER = Backend(Role.DECODE, "d", 1)
@@ -73,7 +73,7 @@ class Legs:
         self.task = asyncio.create_task(self._attempt())
 
     async def _attempt(self) -> None:
-        async with prefill_beside(self.prefill.run()) as leg:
+        async with run_prefill_beside(self.prefill.run()) as leg:
             with await leg.race(self.decode.run()):
                 await self.rest.run()
 

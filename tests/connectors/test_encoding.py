@@ -11,7 +11,7 @@ import pytest
 
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
-from proxy.connectors.encoding import media_parts
+from proxy.connectors.encoding import find_media_parts
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
@@ -430,7 +430,7 @@ async def test_answer_that_is_no_http_blames_the_encoder(encoders: Encoders) -> 
 )
 def test_media_is_what_an_encoder_works_on(messages: Any, items: list[Any]) -> None:
     call = parse(Api.CHAT, orjson.dumps({"messages": messages}), Cost())
-    assert list(media_parts(call)) == items
+    assert list(find_media_parts(call)) == items
 
 
 def _backend(gateway: Deployment, engine: Any) -> Any:

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from proxy.balancer.engines import parse_engine_version
-from proxy.connectors.releaser import KvTransfer, kv_params_in, pin_seconds, releases_rejected
+from proxy.connectors.releaser import KvTransfer, kv_pin_seconds, parse_kv_params, releases_kv_of_rejected_request
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.profile import PROFILES, ConnectorName
 from proxy.wire.openai import Api
@@ -29,10 +29,10 @@ async def test_engine_is_known_by_its_answer_and_version(profile: str, connector
         params = (await ask(session, engine.url, body)).json["kv_transfer_params"]
         async with session.get(f"{engine.url}/version") as answer:
             version = parse_engine_version(await answer.json())
-    transfer = kv_params_in(orjson.dumps(params)).transfer
+    transfer = parse_kv_params(orjson.dumps(params)).transfer
     assert transfer == TRANSFERS.get(connector, KvTransfer.OTHER)
-    assert pin_seconds(transfer, version) == PROFILES[profile].pin_seconds(connector)
-    if releases_rejected(transfer, version):
+    assert kv_pin_seconds(transfer, version) == PROFILES[profile].pin_seconds(connector)
+    if releases_kv_of_rejected_request(transfer, version):
         assert PROFILES[profile].releases_unused(connector)
 
 
@@ -51,8 +51,8 @@ RELEASES = [
 def test_only_decoders_known_to_do_it_are_asked_to_release(
     transfer: KvTransfer, version: tuple[int, int] | None, expected: bool
 ) -> None:
-    assert releases_rejected(transfer, version) is expected
+    assert releases_kv_of_rejected_request(transfer, version) is expected
 
 
 def test_unknown_version_is_taken_to_keep_kv_for_long() -> None:
-    assert [pin_seconds(transfer, None) for transfer in KvTransfer] == [480.0] * 4
+    assert [kv_pin_seconds(transfer, None) for transfer in KvTransfer] == [480.0] * 4

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.common.backend import Backend, Role
-from proxy.connectors.legs import RANK_HEADER, Ranks
+from proxy.connectors.legs import RANK_HEADER, RankCounts
 
 ONE = Backend(Role.DECODE, "10.0.0.1", 7100, slot=0)
 OTHER = Backend(Role.DECODE, "10.0.0.2", 7100, slot=1)
 
 
-def legs(ranks: Ranks, backend: Backend, count: int) -> list[int]:
+def legs(ranks: RankCounts, backend: Backend, count: int) -> list[int]:
     """How many are in flight on each rank; the look itself is over again."""
     in_flight, rank = ranks.take(backend, count)
     in_flight[rank] -= 1
@@ -21,7 +21,7 @@ def legs(ranks: Ranks, backend: Backend, count: int) -> list[int]:
 
 
 def test_ranks_take_turns_when_nothing_is_in_flight() -> None:
-    ranks = Ranks()
+    ranks = RankCounts()
     taken = []
     for _ in range(7):
         with ranks.claim() as claim:
@@ -31,7 +31,7 @@ def test_ranks_take_turns_when_nothing_is_in_flight() -> None:
 
 def test_every_backend_has_separate_turns() -> None:
     """Backends that are chosen in turn would otherwise get the same rank each time."""
-    ranks = Ranks()
+    ranks = RankCounts()
     taken = []
     for backend in (ONE, OTHER) * 3:
         with ranks.claim() as claim:
@@ -40,7 +40,7 @@ def test_every_backend_has_separate_turns() -> None:
 
 
 def test_rank_with_the_fewest_legs_is_taken() -> None:
-    ranks = Ranks()
+    ranks = RankCounts()
     with ranks.claim() as long:
         assert long.claim_rank(ONE, 2) == 0
         taken = []
@@ -51,7 +51,7 @@ def test_rank_with_the_fewest_legs_is_taken() -> None:
 
 
 def test_claim_that_moves_gives_back_what_it_left() -> None:
-    ranks = Ranks()
+    ranks = RankCounts()
     with ranks.claim() as claim:
         claim.claim_rank(ONE, 2)
         claim.claim_rank(OTHER, 2)
@@ -64,7 +64,7 @@ def test_claim_that_moves_gives_back_what_it_left() -> None:
 
 
 def test_leg_that_fails_gives_its_rank_back() -> None:
-    ranks = Ranks()
+    ranks = RankCounts()
 
     def leg() -> None:
         with ranks.claim() as claim:
@@ -78,14 +78,14 @@ def test_leg_that_fails_gives_its_rank_back() -> None:
 
 @pytest.mark.parametrize(("count", "header"), [(1, {}), (2, {RANK_HEADER: "0"})])
 def test_rank_header_is_sent_only_for_several_ranks(count: int, header: dict[str, str]) -> None:
-    with Ranks().claim() as claim:
+    with RankCounts().claim() as claim:
         assert claim.header(ONE, count) == header
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=60))
 def test_no_rank_is_out_of_range_or_overlooked_and_nothing_is_left(steps: list[tuple[int, int]]) -> None:
     """The number of ranks may change at a reload."""
-    ranks = Ranks()
+    ranks = RankCounts()
     claims = [ranks.claim() for _ in range(10)]
     for which, count in steps:
         claims[which].free()

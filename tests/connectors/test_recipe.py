@@ -14,15 +14,15 @@ from proxy.connectors import CONNECTORS
 from proxy.connectors.base import (
     Connector,
     check_status,
-    first_byte_seconds,
+    first_byte_timeout_seconds,
     new_attempt_id,
     parse_prefilled,
-    prefill_seconds,
+    prefill_timeout_seconds,
 )
-from proxy.connectors.disaggregated import prefill_body
+from proxy.connectors.disaggregated import make_prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import Attempt
-from proxy.connectors.releaser import PrefilledKv, kv_params_in
+from proxy.connectors.releaser import PrefilledKv, parse_kv_params
 from proxy.settings import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
@@ -53,9 +53,9 @@ class Example(Connector):
                 response, body = await upstream.fetch(
                     prefiller,
                     call.api.path,
-                    prefill_body(call, pools.prefill, prefiller, {"do_remote_decode": True}),
+                    make_prefill_body(call, pools.prefill, prefiller, {"do_remote_decode": True}),
                     headers,
-                    answer_seconds=prefill_seconds(timeouts, call),
+                    answer_seconds=prefill_timeout_seconds(timeouts, call),
                 )
                 told = bytes(parse_prefilled(response, body).kv_transfer_params)
             except UpstreamError as error:
@@ -65,7 +65,7 @@ class Example(Connector):
             if not isinstance(params, dict):
                 raise response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
             handoff.prefiller.free_compute()
-            handoff.kv = PrefilledKv(prefiller, told, kv_params_in(told).transfer, call.prompt_tokens, call.headers)
+            handoff.kv = PrefilledKv(prefiller, told, parse_kv_params(told).transfer, call.prompt_tokens, call.headers)
             handoff.note_kv_held()
             timeline.enter(Stage.HANDOFF)
             with await upstream.open(
@@ -73,7 +73,7 @@ class Example(Connector):
                 call.api.path,
                 call.body({"kv_transfer_params": {**params, **call.kv_params}}),
                 headers,
-                answer_seconds=first_byte_seconds(timeouts, call),
+                answer_seconds=first_byte_timeout_seconds(timeouts, call),
             ) as response:
                 await check_status(response)
                 yield Attempt(response, timeline, prefiller=prefiller, has_kv_from_prefiller=True, handoff=handoff)

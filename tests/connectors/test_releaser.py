@@ -11,7 +11,7 @@ from proxy.balancer.engines import EngineFacts
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError
-from proxy.connectors.releaser import RELEASE_MODEL, KvTransfer, PrefilledKv, may_have_pinned
+from proxy.connectors.releaser import RELEASE_MODEL, KvTransfer, PrefilledKv, may_have_pinned_kv
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import request, until
@@ -327,7 +327,7 @@ BACKEND = Backend(Role.PREFILL, "p", 1)
     ],
 )
 def test_answer_that_was_lost_may_have_pinned(failure: Failure, expected: bool) -> None:
-    assert may_have_pinned(UpstreamError(failure, BACKEND, "")) is expected
+    assert may_have_pinned_kv(UpstreamError(failure, BACKEND, "")) is expected
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_answer_that_was_lost_may_have_pinned(failure: Failure, expected: bool) 
 )
 def test_error_status_may_have_pinned_if_it_came_after_the_work(status: int, expected: bool) -> None:
     error = UpstreamError(Failure.STATUS, BACKEND, "", engine_status=status, body=orjson.dumps({}))
-    assert may_have_pinned(error) is expected
+    assert may_have_pinned_kv(error) is expected
 
 
 # At the end of the worker

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from proxy.common.backend import Backend, Load, Role
 from proxy.connectors import sglang_bootstrap
-from proxy.connectors.sglang_bootstrap import bootstrap, room_of_rank
+from proxy.connectors.sglang_bootstrap import bootstrap_members, choose_room_of_rank
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import api_of, request, until
 from tests.canned import data
@@ -115,7 +115,7 @@ async def test_every_sequence_has_a_separate_room(deploy: Deploy, stream: bool) 
 
 
 def test_ipv6_host_stands_in_brackets() -> None:
-    members = bootstrap(Backend(Role.PREFILL, "fd00::1", 1, bootstrap_port=5), "0" * 32, rank=0, dp_size=1)
+    members = bootstrap_members(Backend(Role.PREFILL, "fd00::1", 1, bootstrap_port=5), "0" * 32, rank=0, dp_size=1)
     assert members["bootstrap_host"] == "[fd00::1]"
     assert members["bootstrap_port"] == 5
 
@@ -123,13 +123,13 @@ def test_ipv6_host_stands_in_brackets() -> None:
 @given(st.integers(0, 2**64 - 1), st.integers(1, 64), st.data())
 def test_room_is_a_positive_number_of_63_bits_on_its_rank(drawn: int, dp_size: int, choice: st.DataObject) -> None:
     rank = choice.draw(st.integers(0, dp_size - 1))
-    number = room_of_rank(drawn, rank, dp_size)
+    number = choose_room_of_rank(drawn, rank, dp_size)
     assert 0 < number < 2**63
     assert number % dp_size == rank
 
 
 def test_rooms_are_as_different_as_what_they_are_drawn_from() -> None:
-    assert len({room_of_rank(drawn, 1, 4) for drawn in range(10_000)}) == 10_000
+    assert len({choose_room_of_rank(drawn, 1, 4) for drawn in range(10_000)}) == 10_000
 
 
 async def test_requests_are_spread_over_the_ranks_of_a_prefiller(deploy: Deploy) -> None:
@@ -216,7 +216,7 @@ async def test_defect_in_reading_the_prefill_ends_the_request_and_is_logged(
     def mistaken(_: bytes) -> None:
         raise ValueError("a mistake")
 
-    monkeypatch.setattr(sglang_bootstrap, "error_in_answer", mistaken)
+    monkeypatch.setattr(sglang_bootstrap, "find_answer_error", mistaken)
     pair = await start(deploy, decode=decode, listen={"fast_path": fast_path})
     answer = await pair.gateway.ask(request(Api.CHAT, stream=True))
     assert answer.status == 500 or not answer.is_done

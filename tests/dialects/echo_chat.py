@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import AnsweredAttempt, Rendering, Unit, UnitRendering, Whole
+    from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, Rendering, Unit, UnitRendering
     from proxy.dialects.call import Call
     from proxy.settings import Cost
 
@@ -46,7 +46,7 @@ class EchoChat(ChatCompletions):
         }
         return super().parse(Document(orjson.dumps(chat)), cost, headers)
 
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the text, the finish reason and the number of tokens."""
         (answer,) = answers
         values = answer.values()

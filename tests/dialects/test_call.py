@@ -10,9 +10,15 @@ import orjson
 import pytest
 
 from proxy.common.backend import Load
-from proxy.dialects.call import DECODE_OVERHEAD_TOKENS, MAX_OUTPUT_TOKENS, PREFILL_OVERHEAD_TOKENS, Call, text_tokens
+from proxy.dialects.call import (
+    DECODE_OVERHEAD_TOKENS,
+    MAX_OUTPUT_TOKENS,
+    PREFILL_OVERHEAD_TOKENS,
+    Call,
+    estimate_text_tokens,
+)
 from proxy.settings import Cost
-from proxy.wire.document import REMOVED, joined
+from proxy.wire.document import REMOVED, join_body
 from proxy.wire.openai import Api
 from tests.parsing import parse
 
@@ -101,9 +107,9 @@ def test_deeply_nested_prompts_are_counted_without_recursion() -> None:
 
 
 def test_replaced_prompt_is_counted_by_the_same_rule() -> None:
-    assert text_tokens("x" * 40, COST) == 10
-    assert text_tokens([1, 2, 3], COST) == 3
-    assert text_tokens("", COST) == 0
+    assert estimate_text_tokens("x" * 40, COST) == 10
+    assert estimate_text_tokens([1, 2, 3], COST) == 3
+    assert estimate_text_tokens("", COST) == 0
 
 
 @pytest.mark.parametrize(
@@ -150,12 +156,12 @@ def test_size_of_a_token_is_configurable() -> None:
 
 def test_leg_may_set_a_reserved_field_itself() -> None:
     call = chat(kv_transfer_params={"remote_host": "10.6.6.6"})
-    assert json.loads(joined(call.body({"kv_transfer_params": {"ours": 1}})))["kv_transfer_params"] == {"ours": 1}
+    assert json.loads(join_body(call.body({"kv_transfer_params": {"ours": 1}})))["kv_transfer_params"] == {"ours": 1}
 
 
 def test_changes_of_a_leg_count_more_than_those_of_the_call() -> None:
     call = chat(stream=True, max_tokens=7)
-    leg = json.loads(joined(call.body({"stream": False, "stream_options": REMOVED, "max_tokens": 1})))
+    leg = json.loads(join_body(call.body({"stream": False, "stream_options": REMOVED, "max_tokens": 1})))
     assert (leg["stream"], leg["max_tokens"]) == (False, 1)
     assert "stream_options" not in leg
 
@@ -163,9 +169,9 @@ def test_changes_of_a_leg_count_more_than_those_of_the_call() -> None:
 def test_changed_call_adds_to_the_changes_before() -> None:
     call = chat("x" * 40, request_id="mine", n=2)
     changed = call.changed({"n": REMOVED}, prompt_tokens=99).changed({"seed": 3})
-    assert json.loads(joined(changed.body({}))) == {"model": "m", "messages": call.values["messages"], "seed": 3}
+    assert json.loads(join_body(changed.body({}))) == {"model": "m", "messages": call.values["messages"], "seed": 3}
     assert changed.prompt_tokens == 99
-    assert (call.prompt_tokens, json.loads(joined(call.body({})))["n"]) == (10, 2)
+    assert (call.prompt_tokens, json.loads(join_body(call.body({})))["n"]) == (10, 2)
 
 
 # Members for a continuation
@@ -192,7 +198,7 @@ def test_whole_answer_may_be_requested_as_a_stream() -> None:
     streamed = call.changed({"stream": True, "seed": 3}, stream=True)
     assert streamed.stream
     assert not call.stream
-    assert json.loads(joined(streamed.body({}))) == {
+    assert json.loads(join_body(streamed.body({}))) == {
         "model": "m",
         "messages": call.values["messages"],
         "stream": True,

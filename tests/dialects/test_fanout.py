@@ -9,9 +9,9 @@ import orjson
 import pytest
 
 from proxy.common.errors import BadRequest
-from proxy.dialects.fanout import MergedStreams, is_single, merge_answers, merge_usage, split
+from proxy.dialects.fanout import MergedStreams, has_single_choice, merge_answers, merge_usage, split_into_units
 from proxy.settings import Cost
-from proxy.wire.document import joined
+from proxy.wire.document import join_body
 from proxy.wire.openai import Api
 from tests.parsing import parse
 
@@ -35,11 +35,11 @@ def completion(prompt: Any, **fields: Any) -> Call:
 
 
 def split_up(call: Call) -> list[Unit]:
-    return split(call, COST, max_units=100)
+    return split_into_units(call, COST, max_units=100)
 
 
 def bodies(units: list[Unit]) -> list[dict[str, Any]]:
-    return [json.loads(joined(unit.call.body({}))) for unit in units]
+    return [json.loads(join_body(unit.call.body({}))) for unit in units]
 
 
 # Split
@@ -166,7 +166,7 @@ def test_deeply_nested_prompt_is_refused() -> None:
     ],
 )
 def test_one_answer_with_one_sequence_of_tokens(call: Call, expected: bool) -> None:
-    assert is_single(call) is expected
+    assert has_single_choice(call) is expected
 
 
 # Merge

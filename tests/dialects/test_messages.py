@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from proxy.dialects.messages import Messages
-from proxy.dialects.messages import message as whole_message
-from proxy.dialects.requests import read
-from proxy.dialects.translated import Completion
+from proxy.dialects.messages import make_message as whole_message
+from proxy.dialects.requests import parse_body
+from proxy.dialects.translated import ChatCompletion
 from proxy.settings import Cost
 from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
@@ -94,10 +94,10 @@ async def test_stop_sequence_is_reported(deploy: Deploy, stream: bool) -> None:
 def test_tool_is_to_be_run_only_if_its_call_is_complete(
     finish_reason: str, matched: str | None, arguments: str, told: str
 ) -> None:
-    call = Messages().parse(read(orjson.dumps(question("Hi", stop_sequences=["END"]))), Cost(), {})
+    call = Messages().parse(parse_body(orjson.dumps(question("Hi", stop_sequences=["END"]))), Cost(), {})
     use = {"id": "functions.find:0", "function": {"name": "find", "arguments": arguments}}
     choice = {"message": {"tool_calls": [use]}, "finish_reason": finish_reason, "stop_reason": matched}
-    got = whole_message(call, Completion.read({"id": "chatcmpl-1", "choices": [choice]}))
+    got = whole_message(call, ChatCompletion.read({"id": "chatcmpl-1", "choices": [choice]}))
     assert (got["stop_reason"], got["stop_sequence"]) == (told, matched if told == "stop_sequence" else None)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import OmittedParts
-from proxy.dialects.messages_request import chat_of
+from proxy.dialects.messages_request import translate_to_chat
 
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
@@ -20,7 +20,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 def chat_and_left_out(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     left_out = OmittedParts()
-    told = chat_of({"model": "m", "max_tokens": 8, "messages": [user("Hi")], **fields}, left_out)
+    told = translate_to_chat({"model": "m", "max_tokens": 8, "messages": [user("Hi")], **fields}, left_out)
     return told, left_out.kinds
 
 

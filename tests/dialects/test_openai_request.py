@@ -10,10 +10,10 @@ import pytest
 from pydantic import BaseModel
 
 from proxy.common.errors import BadRequest
-from proxy.connectors.one_engine import RARE
+from proxy.connectors.one_engine import RARE_MEMBERS
 from proxy.dialects.openai import ChatCompletions, Completions
 from proxy.settings import Cost
-from proxy.wire.document import joined
+from proxy.wire.document import join_body
 from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api
 from tests.parsing import parse
 
@@ -126,13 +126,13 @@ def test_number_is_what_engines_take_it_for(name: str, spelled: Any, meant: int)
     for text in (raw, b" " + raw):
         call = parse(Api.CHAT, text, COST)
         assert (call.values[name], type(call.values[name])) == (meant, int)
-        assert b'"%b":%d' % (name.encode(), meant) in joined(call.body({})).replace(b": ", b":")
+        assert b'"%b":%d' % (name.encode(), meant) in join_body(call.body({})).replace(b": ", b":")
 
 
 @pytest.mark.parametrize("number", [1e19, 1e300, -1e19, "9" * 30])
 def test_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) -> None:
     call = chat(max_tokens=number)
-    assert json.loads(joined(call.body({})))["max_tokens"] == number
+    assert json.loads(join_body(call.body({})))["max_tokens"] == number
     assert call.output_limit is None
 
 
@@ -142,11 +142,11 @@ def test_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) ->
 def test_flag_is_what_engines_take_it_for(spelled: Any, meant: bool) -> None:
     call = chat(return_token_ids=spelled, logprobs=spelled)
     assert (call.values["return_token_ids"], call.shows_single_tokens) == (meant, meant)
-    assert json.loads(joined(call.body({})))["logprobs"] is meant
+    assert json.loads(join_body(call.body({})))["logprobs"] is meant
 
 
 def test_log_probabilities_of_a_completion_are_a_number_of_them() -> None:
-    assert json.loads(joined(completion(logprobs="2").body({})))["logprobs"] == 2
+    assert json.loads(join_body(completion(logprobs="2").body({})))["logprobs"] == 2
     assert completion(logprobs=0).shows_single_tokens
 
 
@@ -161,7 +161,7 @@ def test_unchanged_body_keeps_every_member_as_written() -> None:
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
 def test_fields_that_steer_engines_are_removed(name: str) -> None:
     body = chat(**{name: {"remote_host": "10.6.6.6"}}).body({})
-    assert name not in json.loads(joined(body))
+    assert name not in json.loads(join_body(body))
     assert b"10.6.6.6" not in body
 
 
@@ -173,36 +173,36 @@ def test_reserved_field_is_removed_however_its_name_is_spelled() -> None:
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
 def test_reserved_members_are_removed_from_vllm_xargs(name: str) -> None:
     extra = {name: "10.6.6.6", "mine": [1, "two"]}
-    assert json.loads(joined(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == {"mine": [1, "two"]}
-    assert json.loads(joined(completion(vllm_xargs={name: 1}).body({})))["vllm_xargs"] == {}
+    assert json.loads(join_body(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == {"mine": [1, "two"]}
+    assert json.loads(join_body(completion(vllm_xargs={name: 1}).body({})))["vllm_xargs"] == {}
 
 
 @pytest.mark.parametrize("extra", [None, "kv_transfer_params", ["kv_transfer_params"], {}, {"mine": 1}])
 def test_other_extra_arguments_are_the_engines_business(extra: Any) -> None:
-    assert json.loads(joined(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == extra
+    assert json.loads(join_body(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == extra
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
 def test_stream_always_reports_its_usage_to_the_gateway(options: dict[str, Any]) -> None:
     call = chat(stream=True, **options)
     assert not call.include_usage
-    assert json.loads(joined(call.body({})))["stream_options"] == {"include_usage": True}
+    assert json.loads(join_body(call.body({})))["stream_options"] == {"include_usage": True}
 
 
 def test_client_that_wants_usage_keeps_its_own_options() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     call = chat(stream=True, stream_options=options)
     assert call.include_usage
-    assert json.loads(joined(call.body({})))["stream_options"] == options
+    assert json.loads(join_body(call.body({})))["stream_options"] == options
 
 
 def test_members_that_need_checks_are_not_ordinary() -> None:
     read = {*ChatCompletions.readings, *Completions.readings} - {"max_tokens", "max_completion_tokens"}
-    rare = read | RESERVED_FIELDS | RARE | {"vllm_xargs", "include_reasoning", "echo", "prompt_logprobs"}
+    rare = read | RESERVED_FIELDS | RARE_MEMBERS | {"vllm_xargs", "include_reasoning", "echo", "prompt_logprobs"}
     assert ORDINARY_FIELDS.isdisjoint(rare)
     assert chat(temperature=1, max_tokens=3).is_ordinary
     assert not any(chat(**{name: None}).is_ordinary for name in sorted(rare))
 
 
 def test_answer_that_is_not_streamed_gets_no_stream_options() -> None:
-    assert "stream_options" not in json.loads(joined(chat().body({})))
+    assert "stream_options" not in json.loads(join_body(chat().body({})))

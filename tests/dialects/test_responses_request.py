@@ -8,7 +8,7 @@ import pytest
 
 from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import OmittedParts
-from proxy.dialects.responses_request import chat_of, sealed
+from proxy.dialects.responses_request import seal_reasoning, translate_to_chat
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 def chat_and_left_out(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     left_out = OmittedParts()
-    return chat_of({"model": "m", "input": "Hi", **fields}, left_out), left_out.kinds
+    return translate_to_chat({"model": "m", "input": "Hi", **fields}, left_out), left_out.kinds
 
 
 def messages(given: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -118,7 +118,10 @@ PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk=", 
             [reasoning("", summary=[{"type": "summary_text", "text": "s"}], content=[]), call()],
             [assistant(None, "s", [called()])],
         ),
-        ([reasoning("", content=None, encrypted_content=sealed("é")), call()], [assistant(None, "é", [called()])]),
+        (
+            [reasoning("", content=None, encrypted_content=seal_reasoning("é")), call()],
+            [assistant(None, "é", [called()])],
+        ),
         ([reasoning("", content=None, encrypted_content="gAAAA"), call()], [assistant(None, None, [called()])]),
         ([reasoning("", content=None, encrypted_content="pdproxy:%%"), call()], [assistant(None, None, [called()])]),
     ],

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.dialects.left_out import OmittedParts
-from proxy.dialects.messages_request import chat_of as chat_of_messages
-from proxy.dialects.responses_request import chat_of as chat_of_responses
-from proxy.dialects.responses_request import sealed
+from proxy.dialects.messages_request import translate_to_chat as chat_of_messages
+from proxy.dialects.responses_request import seal_reasoning
+from proxy.dialects.responses_request import translate_to_chat as chat_of_responses
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 NAME = st.from_regex(r"[a-z]{1,6}", fullmatch=True)
@@ -118,7 +118,7 @@ THOUGHT = st.builds(
         "type": "reasoning",
         "summary": [],
         **(
-            {"encrypted_content": sealed(words)}
+            {"encrypted_content": seal_reasoning(words)}
             if is_sealed
             else {"content": [{"type": "reasoning_text", "text": words}]}
         ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
-from proxy.dialects.adjustments import SystemFirst
+from proxy.dialects.adjustments import SystemMessageJoiner
 from proxy.settings import Settings
 from tests.deployment import generations
 from tests.dialects import messages, responses
@@ -33,8 +33,8 @@ JOINED = {"role": "system", "content": "ab"}
 )
 def test_later_system_messages_are_joined_to_the_first(given: list[Any], told: list[Any] | None) -> None:
     expected = {} if told is None else {"messages": told}
-    assert SystemFirst(["qwen*"]).changes({"model": "qwen-4", "messages": given}) == expected
-    assert SystemFirst(["qwen*"]).changes({"model": "kimi", "messages": given}) == {}
+    assert SystemMessageJoiner(["qwen*"]).changes({"model": "qwen-4", "messages": given}) == expected
+    assert SystemMessageJoiner(["qwen*"]).changes({"model": "kimi", "messages": given}) == {}
 
 
 @pytest.mark.parametrize("stream", [False, True])

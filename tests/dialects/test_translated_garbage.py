@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from proxy.common.errors import BadRequest
 from proxy.dialects.call import Call
 from proxy.dialects.messages import Messages
-from proxy.dialects.requests import read
+from proxy.dialects.requests import parse_body
 from proxy.dialects.responses import Responses
 from proxy.settings import Cost
 
@@ -171,7 +171,7 @@ def test_body_with_anything_in_it_is_a_chat_or_refused(
     changes = data.draw(st.lists(st.tuples(place, JSON), max_size=3))
     raw = orjson.dumps(spoilt(body, changes), option=orjson.OPT_NON_STR_KEYS)
     try:
-        call = dialect.parse(read(raw), Cost(), {})
+        call = dialect.parse(parse_body(raw), Cost(), {})
     except BadRequest as refused:
         assert refused.message  # noqa: PT017 either way is right
     else:

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 
 import orjson
 
-from proxy.wire.document import REMOVED, Document, InvalidDocument, joined
+from proxy.wire.document import REMOVED, Document, InvalidDocument, join_body
 from tests.fuzz.cutting import spelled, words
 
 WORDS: Final = words(
@@ -55,12 +55,12 @@ def check_documents(data: bytes) -> None:
         assert _spelled(found) == value
         assert found in raw
         assert repr(document.values[name]) == repr(json.loads(found)) or not _is_exact(found)
-    changed = joined(document.with_changes(changes))
+    changed = join_body(document.with_changes(changes))
     expected = _with_changes(values, changes)
     assert _spelled(changed) == expected
     assert list(_spelled(changed)) == list(expected)
     if _is_shallow(raw):
-        again = joined(Document(changed).with_changes({"stream": REMOVED}))
+        again = join_body(Document(changed).with_changes({"stream": REMOVED}))
         assert _spelled(again) == _with_changes(expected, {"stream": REMOVED})
 
 

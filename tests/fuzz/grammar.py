@@ -47,5 +47,5 @@ def _read(pieces: list[str], in_reasoning: bool, is_old: bool) -> Said:
 
 
 def _simulated(text: str, in_reasoning: bool, is_old: bool) -> Said:
-    parser = sim.KimiParser(sim.Phase.REASONING if in_reasoning else sim.Phase.CONTENT, is_engine=not is_old)
+    parser = sim.SimulatedKimiParser(sim.Phase.REASONING if in_reasoning else sim.Phase.CONTENT, is_engine=not is_old)
     return added_up([parser.feed(text), parser.feed("", finished=True)])

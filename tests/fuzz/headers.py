@@ -14,7 +14,7 @@ from aiohttp.http_writer import _serialize_headers
 
 from proxy.api.passthrough import client_headers
 from proxy.balancer.engines import EngineKeys
-from proxy.dialects.call import PASSED_ON
+from proxy.dialects.call import FORWARDED_HEADERS
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.upstream import Response
 from proxy.upstream.upstream import RequestHeads
@@ -76,7 +76,7 @@ def _messages(parser: HttpRequestParser | HttpResponseParser, raw: bytes) -> lis
 
 
 def _check_towards_engine(headers: Mapping[str, str]) -> None:
-    passed_on = {name: headers[name] for name in ("authorization", *PASSED_ON) if name in headers}
+    passed_on = {name: headers[name] for name in ("authorization", *FORWARDED_HEADERS) if name in headers}
     request_id = headers.get("X-Request-Id", "")
     if _is_acceptable_id(request_id):
         passed_on["x-request-id"] = request_id

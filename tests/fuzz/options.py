@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from proxy.settings import SettingsError, load, to_yaml
+from proxy.settings import SettingsError, load_settings, write_yaml
 from tests.fuzz.cutting import spelled, words
 
 WORDS: Final = words(
@@ -41,18 +41,18 @@ def check_options(data: bytes) -> None:
     is_told = _is_told(file, environ, argv)
     FILE.write_bytes(file)
     try:
-        loaded = load(["--config", str(FILE), *argv], environ, needs_backends=False)
+        loaded = load_settings(["--config", str(FILE), *argv], environ, needs_backends=False)
     except SettingsError as error:
         text = str(error)
         assert text.splitlines() == [text]
         assert is_told or CANARY not in text
         return
     assert is_told or CANARY not in repr(loaded.settings)
-    printed = to_yaml(loaded)
+    printed = write_yaml(loaded)
     assert is_told or CANARY not in printed
     FILE.write_text(printed, encoding="utf-8")
     if loaded.settings.auth.engine_api_key is loaded.settings.auth.admin_key is None:
-        assert load(["--config", str(FILE)], {}, needs_backends=False).settings == loaded.settings
+        assert load_settings(["--config", str(FILE)], {}, needs_backends=False).settings == loaded.settings
 
 
 def _lines(part: bytes) -> list[str]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import orjson
 
 from proxy.common.errors import BadRequest, GatewayError
-from proxy.dialects.requests import read
+from proxy.dialects.requests import parse_body
 from proxy.dialects.segment import Meaning
-from proxy.dialects.translated import Completion, Parts
+from proxy.dialects.translated import AnswerParts, ChatCompletion
 from proxy.settings import Cost
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.python_json import dumps, loads
@@ -22,7 +22,7 @@ from tests.fuzz.cutting import spelled, words
 if TYPE_CHECKING:
     from proxy.dialects.base import AnsweredAttempt
     from proxy.dialects.call import Call
-    from proxy.dialects.translated import Translated
+    from proxy.dialects.translated import TranslatedDialect
 
 WORDS: Final = words(
     r"""
@@ -40,31 +40,31 @@ WORDS: Final = words(
 _ATTEMPT: Final = cast("AnsweredAttempt", SimpleNamespace(prompt_tokens=7, prompt_details=None))
 
 
-def check_translated(dialect: Translated, question: bytes, data: bytes) -> None:
+def check_translated(dialect: TranslatedDialect, question: bytes, data: bytes) -> None:
     """Check that a body becomes a chat or a BadRequest, and an answer a valid one or an error."""
     kind, raw = data[0] if data else 0, spelled(data[1:], WORDS)
     if kind % 3 == 0:
         _check_request(dialect, raw)
         return
-    call = dialect.parse(read(question), Cost(), {})
+    call = dialect.parse(parse_body(question), Cost(), {})
     if kind % 3 == 1:
         _check_stream(dialect, call, raw)
     else:
         _check_whole(dialect, call, raw)
 
 
-def _check_request(dialect: Translated, raw: bytes) -> None:
+def _check_request(dialect: TranslatedDialect, raw: bytes) -> None:
     try:
-        call = dialect.parse(read(raw), Cost(), {})
+        call = dialect.parse(parse_body(raw), Cost(), {})
     except BadRequest as refused:
         assert refused.message  # noqa: PT017 both results are right
         return
     assert isinstance(call.values["messages"], list)
 
 
-def _check_stream(dialect: Translated, call: Call, raw: bytes) -> None:
+def _check_stream(dialect: TranslatedDialect, call: Call, raw: bytes) -> None:
     rendering = dialect.make_rendering(call, dialect.split(call, Cost(), 1))
-    assert isinstance(rendering, Parts)
+    assert isinstance(rendering, AnswerParts)
     rendering.begin(_ATTEMPT, goes_on=False)
     segment, output = dialect.make_segment(), []
     try:
@@ -85,7 +85,7 @@ def _check_stream(dialect: Translated, call: Call, raw: bytes) -> None:
     check(dialect.path, Answer(200, headers, b"".join(output), is_whole), streams=True)
 
 
-def _check_whole(dialect: Translated, call: Call, raw: bytes) -> None:
+def _check_whole(dialect: TranslatedDialect, call: Call, raw: bytes) -> None:
     try:
         values: Any = loads(raw)
     except orjson.JSONDecodeError:
@@ -93,7 +93,7 @@ def _check_whole(dialect: Translated, call: Call, raw: bytes) -> None:
     if not isinstance(values, dict):
         return
     try:
-        body = dumps(dialect.answer(call, Completion.read(values)))
+        body = dumps(dialect.answer(call, ChatCompletion.read(values)))
     except (UnreadableMember, GatewayError):
         return
     check(dialect.path, Answer(200, {}, body, is_whole=True), streams=False)

@@ -14,7 +14,7 @@ from tests.canned import data
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.wire.sse import Shape
+    from proxy.wire.sse import TokenShape
 
 
 class Client:
@@ -111,7 +111,7 @@ class PumpedEngine:
 
 
 def tokens_like(
-    shape: Shape, client: Client | None, transcript: Transcript | None = None, *, hides_ids: bool = False
+    shape: TokenShape, client: Client | None, transcript: Transcript | None = None, *, hides_ids: bool = False
 ) -> Tokens:
     """Tokens that are written to `client` and noted for `transcript`; None: they are not."""
     known = Transcript() if transcript is None else transcript

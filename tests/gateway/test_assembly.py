@@ -18,7 +18,7 @@ from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import Resumption
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.profile import ALL_PROFILES
-from proxy.wire.document import joined
+from proxy.wire.document import join_body
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, ask, request, until
 from tests.canned import CannedEngine, data, http, json_answer
@@ -193,7 +193,9 @@ async def test_assembled_answer_equals_that_of_an_engine(what: str, how: str, st
         aiohttp.ClientSession() as session,
     ):
         expected = await ask(session, engine.url, body)
-        stream = await ask(session, engine.url, orjson.loads(joined(VLLM.make_observable_call(call_of(body)).body({}))))
+        stream = await ask(
+            session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(body)).body({})))
+        )
     got = put_together(body, stream.body, profile)
     assert comparable(got) == comparable(expected.json)
     assert list(got["choices"][0]) == list(expected.json["choices"][0])
@@ -252,7 +254,7 @@ async def test_incomplete_tool_call_equals_that_of_an_engine() -> None:
             body = request(Api.CHAT, max_tokens=max_tokens, tools=TOOLS)
             expected = await ask(session, engine.url, body)
             stream = await ask(
-                session, engine.url, orjson.loads(joined(VLLM.make_observable_call(call_of(body)).body({})))
+                session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(body)).body({})))
             )
             choice = put_together(body, stream.body)["choices"][0]
             assert choice["message"] == expected.json["choices"][0]["message"]
@@ -264,7 +266,7 @@ async def test_assembled_empty_answer_equals_that_of_an_engine(api: Api) -> None
     async with SimulatedEngine(first_token_eos=True, **ENGINE) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))
         stream = await ask(
-            session, engine.url, orjson.loads(joined(VLLM.make_observable_call(call_of(request(api))).body({})))
+            session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(request(api))).body({})))
         )
     assert comparable(put_together(request(api), stream.body)) == comparable(expected.json)
 

@@ -14,12 +14,12 @@ from proxy.common.terms import Action
 from proxy.dialects.segment import Meaning, Segment
 from proxy.gateway.delivery import Delivery
 from proxy.resume.engines import VLLM
-from proxy.resume.overlap import Mismatch
+from proxy.resume.overlap import AnswerMismatch
 from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import Resumption
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
-from proxy.wire.document import Body, joined
+from proxy.wire.document import Body, join_body
 from proxy.wire.openai import NO_KV_PARAMS, OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import api_of, ask, request
@@ -86,7 +86,7 @@ def delivered(body: dict[str, Any], stream: bytes) -> bytes:
 
 async def said_by(engine: SimulatedEngine, body: dict[str, Any] | Body) -> bytes:
     """Return the stream of an engine without the members that differ each time."""
-    fields = body if isinstance(body, dict) else orjson.loads(joined(body))
+    fields = body if isinstance(body, dict) else orjson.loads(join_body(body))
     async with aiohttp.ClientSession() as session:
         answer = await ask(session, engine.url, fields, x_request_id="r")
     return re.sub(rb'"created":\d+', b'"created":1', answer.body)
@@ -449,7 +449,7 @@ def test_decoder_with_another_prompt_is_a_mismatch(body: dict[str, Any], told: A
     if is_right:
         assert take(delivery, stream)[0]
     else:
-        with pytest.raises(Mismatch):
+        with pytest.raises(AnswerMismatch):
             take(delivery, stream)
 
 
@@ -464,7 +464,7 @@ def test_resumed_chat_without_a_role_chunk_is_a_mismatch() -> None:
             b"[1,2,7]",
         )
     )
-    with pytest.raises(Mismatch):
+    with pytest.raises(AnswerMismatch):
         take(delivery, data(chunk([8], content="b")))
 
 

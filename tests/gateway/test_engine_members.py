@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from proxy.wire.document import Document
-from proxy.wire.openai import DONE_EVENT, OPENAI_APIS, Api, without_engine_members
+from proxy.wire.openai import DONE_EVENT, OPENAI_APIS, Api, cut_engine_members
 from tests.asking import read, request
 from tests.canned import CannedEngine, event_stream, json_answer
 from tests.dialects import messages, responses
@@ -146,12 +146,12 @@ async def test_unreadable_event_with_engine_members_does_not_pass(deploy: Deploy
 def test_text_that_quotes_the_member_is_kept() -> None:
     text = 'say ,"kv_transfer_params":null and {"kv_transfer_params": {"a": 1}}'
     written = orjson.dumps({"a": text, "kv_transfer_params": None})
-    assert without_engine_members(written) == orjson.dumps({"a": text})
-    assert Document(without_engine_members(orjson.dumps({"a": text, "b": 1, "kv_transfer_params": {}}))).values == {
+    assert cut_engine_members(written) == orjson.dumps({"a": text})
+    assert Document(cut_engine_members(orjson.dumps({"a": text, "b": 1, "kv_transfer_params": {}}))).values == {
         "a": text,
         "b": 1,
     }
 
 
 def test_repeated_engine_member_is_removed_twice() -> None:
-    assert without_engine_members(b'{"kv_transfer_params":{"a":1},"b":2,"kv_transfer_params":{}}') == b'{"b":2}'
+    assert cut_engine_members(b'{"kv_transfer_params":{"a":1},"b":2,"kv_transfer_params":{}}') == b'{"b":2}'

@@ -18,7 +18,7 @@ from proxy.resume.transcript import Transcript
 from proxy.settings import Cost
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import Api
-from proxy.wire.sse import Event, EventSplitter, Shape
+from proxy.wire.sse import Event, EventSplitter, TokenShape
 from tests.asking import api_of, request
 from tests.canned import data
 from tests.gateway.forwarding import Client, Engine, PumpedEngine, framed, tokens_like
@@ -56,7 +56,7 @@ def delivered(
     call = parse(api_of(body), orjson.dumps(body), Cost())
     whole = None if body["stream"] or not is_observed else Assembly()
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
-    delivery.transcript.prompt_ids = orjson.dumps([kimi.ASSISTANT_ID, kimi.MIDDLE_ID])
+    delivery.transcript.prompt_ids = orjson.dumps([kimi.ASSISTANT_ID, kimi.MESSAGE_MIDDLE_ID])
     segment, client, told = delivery.begin_stream(), Client(), 0
     engine = engine or Engine()
     tokens, like = None, None
@@ -192,7 +192,7 @@ def test_tokens_with_null_kv_params_bypass_the_delivery_without_them(
 @pytest.mark.parametrize("words", [*range(12, 32), 600])
 def test_only_chunks_of_the_announced_length_are_passed_on(words: int) -> None:
     event = chunk({"content": " wordy"}, [100])
-    shape = Shape.of(event)
+    shape = TokenShape.of(event)
     assert shape is not None
     engine, client = Engine(), Client()
     for size in range(6):
@@ -222,7 +222,7 @@ def test_attempts_to_learn_a_shape_are_limited(monkeypatch: pytest.MonkeyPatch) 
             nonlocal looks
             looks += 1
 
-    monkeypatch.setattr("proxy.gateway.delivery.Shape", Shape)
+    monkeypatch.setattr("proxy.gateway.delivery.Shape", TokenShape)
     events = [chunk({"content": "two "}, [1, 2])] * 50
     delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=True), forwards=True)
     assert looks == 8
@@ -235,7 +235,7 @@ def test_attempts_to_learn_a_shape_are_limited(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_pump_passes_on_the_chunks_of_one_read(pump: Any, texts: list[str], last: bytes, hides_ids: bool) -> None:
     events = [chunk({"content": text}, [100 + number]) for number, text in enumerate(texts)]
-    shape = Shape.of(chunk({"content": "a"}, [100]))
+    shape = TokenShape.of(chunk({"content": "a"}, [100]))
     assert shape is not None
     read, results = b"".join(map(framed, events)) + last, []
     with closing(PumpedEngine(pump)) as pumped:
@@ -249,7 +249,7 @@ def test_pump_passes_on_the_chunks_of_one_read(pump: Any, texts: list[str], last
 
 async def test_pump_gives_a_stream_back_when_its_client_reads_slowly(pump: Any) -> None:
     event = chunk({"content": " word" * 1000}, [100])
-    shape = Shape.of(event)
+    shape = TokenShape.of(event)
     assert shape is not None
     tokens = tokens_like(shape, Client(), Transcript())
     with closing(PumpedEngine(pump)) as engine:
@@ -266,7 +266,7 @@ async def test_pump_gives_a_stream_back_when_its_client_reads_slowly(pump: Any) 
 
 
 async def test_pump_gives_a_stream_back_when_its_engine_is_gone(pump: Any) -> None:
-    shape = Shape.of(chunk({"content": "a"}, [100]))
+    shape = TokenShape.of(chunk({"content": "a"}, [100]))
     assert shape is not None
     with closing(PumpedEngine(pump)) as engine:
         engine.add(tokens_like(shape, Client()))

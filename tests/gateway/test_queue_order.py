@@ -12,7 +12,7 @@ from proxy.common.backend import Load
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
-from proxy.wire.prefix import NO_KEYS
+from proxy.wire.prefix import NO_PREFIX_KEYS
 from tests.clock import Clock
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Wishes:
     """The priority and deadline that a client sets for a request."""
 
     prompt_tokens = output_tokens = 1
-    prefix_keys = NO_KEYS
+    prefix_keys = NO_PREFIX_KEYS
     session = None
 
     def __init__(self, priority: int | None, first_token_seconds: float | None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from proxy.sim.engine import SimulatedEngine
-    from proxy.sim.state import Seen
+    from proxy.sim.state import RecordedRequest
     from tests.asking import Answer
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -165,7 +165,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def legs(engine: SimulatedEngine) -> list[Seen]:
+def legs(engine: SimulatedEngine) -> list[RecordedRequest]:
     return [*generations(engine), *(seen for seen in engine.requests if seen.path == "/generate")]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.resume.transcript import Transcript
-from proxy.wire.sse import Shape
+from proxy.wire.sse import TokenShape
 from tests.gateway.forwarding import Client, Engine, PumpedEngine, framed, tokens_like
 from tests.selection.covering import values
 from tests.wire.test_token import event
@@ -35,7 +35,7 @@ class Forwarded:
         self.client = Client()
         self.transcript = Transcript()
         self.engine = engine or Engine()
-        shape = Shape.of(first)
+        shape = TokenShape.of(first)
         assert shape is not None
         self.tokens = tokens_like(shape, self.client, self.transcript if keeps else None, hides_ids=hides_ids)
 
@@ -192,7 +192,7 @@ IDS = st.one_of(st.none(), st.lists(st.integers(0, 2**31), max_size=2))
 def test_taken_tokens_equal_those_of_a_json_parser(
     first: str, text: str, ids: Sequence[int] | None, name: str, spaces: bool
 ) -> None:
-    if Shape.of(event(first, [3])) is None:
+    if TokenShape.of(event(first, [3])) is None:
         return
     raw = event(text, ids, field=name, spaces=spaces)
     taken = Forwarded(event(first, [3])).took(framed(raw))
@@ -218,7 +218,7 @@ def test_pump_and_python_take_the_same_part_of_arbitrary_bytes(
 
 @given(raw=st.binary(max_size=60), text=TEXT)
 def test_arbitrary_bytes_raise_no_error(raw: bytes, text: str) -> None:
-    Shape.of(raw)
+    TokenShape.of(raw)
     good = framed(event(text, [10]))
     for at in range(0, len(good), 7):
         data = good[:at] + raw + good[at + len(raw) :]

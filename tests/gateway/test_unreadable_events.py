@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from proxy.dialects.segment import Meaning
-from proxy.dialects.sglang_events import AnswerSoFar, WatchedEvents
+from proxy.dialects.sglang_events import GenerateAnswerAssembler, WatchedGenerateEvents
 from proxy.wire.openai import DONE_EVENT as DONE
 from proxy.wire.sse import Event
 from tests.asking import read
@@ -279,7 +279,7 @@ async def test_half_a_surrogate_pair_passes_in_a_native_stream(deploy: Deploy) -
 
 @pytest.mark.fault(120)
 def test_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
-    segment, so_far = WatchedEvents(), AnswerSoFar()
+    segment, so_far = WatchedGenerateEvents(), GenerateAnswerAssembler()
     for told in native(NATIVE % (b"Do not \\ud83d", b"7,8", 2, b'"finish_reason":null'))[:-1]:
         assert segment.read(Event(told[6:-2])) is Meaning.CONTENT
         so_far.add(segment.payload)
@@ -296,12 +296,12 @@ def test_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
     ],
 )
 def test_native_event_that_cannot_be_read_is_malformed(data: bytes) -> None:
-    assert WatchedEvents().read(Event(data, data)) is Meaning.MALFORMED
+    assert WatchedGenerateEvents().read(Event(data, data)) is Meaning.MALFORMED
 
 
 @pytest.mark.fault(121)
 def test_native_event_with_less_text_than_before_is_malformed() -> None:
-    segment, (first, *_) = WatchedEvents(), native()
+    segment, (first, *_) = WatchedGenerateEvents(), native()
     assert segment.read(Event(first[6:-2])) is Meaning.CONTENT
     less = b'{"text":"D","output_ids":[7],"meta_info":{}}'
     assert segment.read(Event(less, less)) is Meaning.MALFORMED
@@ -309,7 +309,7 @@ def test_native_event_with_less_text_than_before_is_malformed() -> None:
 
 @pytest.mark.fault(121)
 def test_native_answer_that_is_aborted_keeps_what_was_read() -> None:
-    segment, so_far, (first, *_) = WatchedEvents(), AnswerSoFar(), native()
+    segment, so_far, (first, *_) = WatchedGenerateEvents(), GenerateAnswerAssembler(), native()
     aborted = b'{"text":null,"meta_info":{"finish_reason":{"type":"abort"}}}'
     assert segment.read(Event(first[6:-2])) is Meaning.CONTENT
     so_far.add(segment.payload)

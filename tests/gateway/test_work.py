@@ -14,7 +14,7 @@ from tests.asking import answer_alone, ask, request, until
 from tests.deployment import generations
 
 if TYPE_CHECKING:
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -126,7 +126,7 @@ async def test_units_running_at_a_time_are_limited(deploy: Deploy) -> None:
     gateway = await deploy(fanout={"concurrency": 3}, engine={"decode_step_ms": 1.0})
     peak = 0
 
-    def watch(state: State) -> bool:
+    def watch(state: EngineState) -> bool:
         nonlocal peak
         peak = max(peak, state.live)
         return False

@@ -12,9 +12,9 @@ import pytest
 
 from proxy.process import takeover
 from proxy.process.shared import Listeners, share
-from proxy.process.supervisor.listening import create_listener, listen, take_systemd_sockets
+from proxy.process.supervisor.listening import create_listener, open_listeners, take_systemd_sockets
 from proxy.process.takeover import Predecessor, Successor
-from proxy.settings import Admin, Listen, Loaded, Settings, SettingsError
+from proxy.settings import Admin, Listen, LoadedSettings, Settings, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,7 @@ def test_all_workers_have_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_instances_that_cannot_be_read_are_missed_once(caplog: pytest.LogCaptureFixture) -> None:
-    loaded = Loaded(Settings.model_validate({"decode": ["127.0.0.1:1"], "connector": "plain"}), {})
+    loaded = LoadedSettings(Settings.model_validate({"decode": ["127.0.0.1:1"], "connector": "plain"}), {})
     channel, other = socket.socketpair()
     with channel, other, Listeners(create_listener("127.0.0.1", 0)) as listeners:
         share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [[], {"config": []}]))
@@ -140,7 +140,7 @@ def test_script_is_restarted_by_its_path_when_it_names_its_interpreter(
 def test_socket_that_is_given_is_listened_on() -> None:
     with create_listener("127.0.0.1", 0) as clients:
         settings = Settings(listen=Listen(port=clients.getsockname()[1]), admin=Admin(probe_port=0))
-        with listen(settings, {"clients": clients}) as listeners:
+        with open_listeners(settings, {"clients": clients}) as listeners:
             assert listeners.clients is clients
             assert listeners.probes is not None
             assert listeners.probes is not clients
@@ -149,7 +149,7 @@ def test_socket_that_is_given_is_listened_on() -> None:
 def test_passed_socket_without_a_configured_port_is_rejected() -> None:
     refused = pytest.raises(SettingsError, match="a socket for admin was passed, but no port is configured for it")
     with create_listener("127.0.0.1", 0) as unused, refused:
-        listen(Settings(listen=Listen(port=0)), {"admin": unused})
+        open_listeners(Settings(listen=Listen(port=0)), {"admin": unused})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
@@ -158,14 +158,14 @@ def test_inherited_socket_must_have_the_configured_address(host: str) -> None:
     with create_listener(host, 0) as given:
         port = given.getsockname()[1] + (host == "127.0.0.1")
         with pytest.raises(SettingsError, match=rf"listens at {host}:\d+, but 127\.0\.0\.1:{port} is configured"):
-            listen(Settings(listen=Listen(port=port)), {"clients": given})
+            open_listeners(Settings(listen=Listen(port=port)), {"clients": given})
 
 
 def test_inherited_socket_must_listen() -> None:
     with socket.socket() as given:
         given.bind(("127.0.0.1", 0))
         with pytest.raises(SettingsError, match="the socket for clients that this process was given does not listen"):
-            listen(Settings(listen=Listen(port=0)), {"clients": given})
+            open_listeners(Settings(listen=Listen(port=0)), {"clients": given})
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_inherited_socket_must_be_one_for_tcp(family: socket.AddressFamily, kind
         SettingsError, match="the socket for clients that this process was given is not a TCP socket"
     )
     with socket.socket(family, kind) as given, refused:
-        listen(Settings(listen=Listen(port=0)), {"clients": given})
+        open_listeners(Settings(listen=Listen(port=0)), {"clients": given})
 
 
 @pytest.mark.parametrize("names", ["clients:clients", "clients:other", "clients:admin:probes", ""])

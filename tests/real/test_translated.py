@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.dialects.left_out import OmittedParts
-from proxy.dialects.messages_request import chat_of as chat_of_message
-from proxy.dialects.responses_request import chat_of as chat_of_response
+from proxy.dialects.messages_request import translate_to_chat as chat_of_message
+from proxy.dialects.responses_request import translate_to_chat as chat_of_response
 from tests.real.answers import CHAT, late_piece, request
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from proxy.balancer import engines
 from proxy.balancer.engines import Capability
-from proxy.connectors.releaser import KvTransfer, pin_seconds, releases_rejected
+from proxy.connectors.releaser import KvTransfer, kv_pin_seconds, releases_kv_of_rejected_request
 from proxy.settings import CONNECTOR_TRAITS
 from proxy.sim.engine.control import KV_CONNECTORS
 from proxy.sim.profile import PROFILES, SGLANG_PROFILES
@@ -226,10 +226,10 @@ def _kv_rows() -> Iterator[str]:
         KvTransfer.OTHER: "others of `vllm_pull`",
     }
     for transfer, title in titles.items():
-        since = next((version for version in versions if releases_rejected(transfer, version)), None)
+        since = next((version for version in versions if releases_kv_of_rejected_request(transfer, version)), None)
         by_seconds: dict[float, EngineVersion] = {}
         for version in versions:
-            by_seconds.setdefault(pin_seconds(transfer, version), version)
+            by_seconds.setdefault(kv_pin_seconds(transfer, version), version)
         kept = ", ".join(
             f"{seconds:g} s{f' from {_from(version)} on' if any(version) else ''}"
             for seconds, version in by_seconds.items()

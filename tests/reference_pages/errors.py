@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from proxy.common.backend import Role
-from proxy.common.errors import _STATUS_OF_FAILURE, Failure
+from proxy.common.errors import _STATUS_BY_FAILURE, Failure
 from proxy.listener.replies import HTTP_ERRORS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _TEXTS: Final = Path(__file__).with_name("errors.yaml")
 _PRODUCT: Final = Path(__file__).parents[2] / "proxy"
 # Errors whose class sets the status.
-_STATUS_OF_CLASS: Final = {"BadRequest": 400, "LimitExceeded": 429, "Overloaded": 503, "overloaded": 503}
+_STATUS_OF_CLASS: Final = {"BadRequest": 400, "LimitExceeded": 429, "Overloaded": 503, "make_overloaded_error": 503}
 
 _HEAD: Final = """\
 # Errors
@@ -90,7 +90,7 @@ def _quoted(codes: list[str]) -> str:
 
 
 def _status_of(failure: Failure) -> str:
-    return "the engine's" if failure is Failure.STATUS else str(_STATUS_OF_FAILURE.get(failure, 502))
+    return "the engine's" if failure is Failure.STATUS else str(_STATUS_BY_FAILURE.get(failure, 502))
 
 
 def documented() -> dict[str, set[object]]:
@@ -119,7 +119,7 @@ def _codes_in(tree: ast.AST) -> Iterator[tuple[str, int | None]]:
     """Yield the codes of calls, classes and assignments, with their status or None."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Name(id="overloaded"), args=[ast.Constant(value=str(code)), *_]):
+            case ast.Call(func=ast.Name(id="make_overloaded_error"), args=[ast.Constant(value=str(code)), *_]):
                 yield code, 503
             case ast.Call(func=function, keywords=keywords):
                 constants = {word.arg: word.value.value for word in keywords if isinstance(word.value, ast.Constant)}

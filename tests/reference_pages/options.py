@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.process.configuration import FIXED
 from proxy.settings import Settings, cli
-from proxy.settings.kinds import section_of
-from proxy.settings.load import scalar
-from proxy.settings.reference import json_schema
-from proxy.settings.sources import OPTIONS, SECTIONS, variable
+from proxy.settings.kinds import find_section
+from proxy.settings.load import yaml_scalar
+from proxy.settings.reference import make_json_schema
+from proxy.settings.sources import OPTIONS, SECTION_NAMES, variable_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -63,15 +63,15 @@ _IS_NAME: Final = re.compile(
 
 def page() -> str:
     """Return the whole page."""
-    properties = json_schema()["properties"]
+    properties = make_json_schema()["properties"]
     defaults = Settings().model_dump(mode="json")
     lines = [_HEAD, "## Instances and processes", ""]
-    top = [name for name, field in Settings.model_fields.items() if section_of(field) is None]
+    top = [name for name, field in Settings.model_fields.items() if find_section(field) is None]
     for name in top:
         lines += _entry(name, properties[name], defaults[name])
     for section in Settings.model_fields:
-        if section in SECTIONS:
-            text = " ".join((section_of(Settings.model_fields[section]).__doc__ or "").split())
+        if section in SECTION_NAMES:
+            text = " ".join((find_section(Settings.model_fields[section]).__doc__ or "").split())
             lines += [f"## {section}", "", as_markdown(text), ""]
             for name, schema in properties[section]["properties"].items():
                 lines += _entry(f"{section}.{name}", schema, defaults[section][name])
@@ -88,7 +88,7 @@ def _entry(option: str, schema: Mapping[str, Any], default: object) -> Iterable[
         *([f"Unit: {unit}"] if unit and is_number else []),
         *(f"Range: {text}" for part in parts if (text := _range(part))),
         f"Default: {_default(default)}",
-        f"Environment: `{variable(option)}`",
+        f"Environment: `{variable_name(option)}`",
     ]
     if flags := [f"`{flag}`" for flag in flags_of(option)]:
         facts.append(f"{'Flag' if len(flags) == 1 else 'Flags'}: {', '.join(flags)}")
@@ -100,7 +100,7 @@ def _entry(option: str, schema: Mapping[str, Any], default: object) -> Iterable[
 def flags_of(option: str) -> list[str]:
     """Return the flags that set an option, without those that are accepted for users of other routers."""
     roles = {role: [f"--{role}", f"--{noun}-hosts", f"--{noun}-ports"] for role, noun, _ in cli._ROLES}
-    return roles.get(option) or [flag for flag, options in cli._FLAGS.items() if option in options]
+    return roles.get(option) or [flag for flag, options in cli._FLAG_OPTIONS.items() if option in options]
 
 
 def _type(schema: Mapping[str, Any]) -> str:
@@ -131,8 +131,8 @@ def _default(value: object) -> str:
     if value == []:
         return "empty"
     if isinstance(value, list):
-        return ", ".join(f"`{scalar(item)}`" for item in value)
-    return f"`{scalar(value)}`"
+        return ", ".join(f"`{yaml_scalar(item)}`" for item in value)
+    return f"`{yaml_scalar(value)}`"
 
 
 def as_markdown(text: str) -> str:

@@ -8,9 +8,9 @@ import orjson
 import pytest
 
 from proxy.common.terms import Action
-from proxy.resume.engines import CannotResume, output_limit
-from proxy.resume.situation import ChatTokens
-from proxy.sim.model.tokenizer import encode
+from proxy.resume.engines import CannotResume, read_output_limit
+from proxy.resume.situation import ChatTokenApi
+from proxy.sim.model.tokenizer import encode_text
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.gateway.test_delivery import TOOLS, call_of
@@ -33,7 +33,7 @@ from tests.resume.test_plan import (
     [(COMPLETION, "native"), (CHAT, "native"), (CHAT, "ascend_private"), (CHAT, "completions")],
 )
 def test_answer_stands_behind_the_prompt(body: dict[str, Any], chats: str) -> None:
-    resumption, _ = decided(situation(body, HELLO, chats=ChatTokens(chats)))
+    resumption, _ = decided(situation(body, HELLO, chats=ChatTokenApi(chats)))
     ids = PROMPT + HELLO
     assert resumption.prompt_ids == orjson.dumps(ids)
     assert resumption.kept == len(HELLO)
@@ -83,7 +83,7 @@ def test_chat_that_goes_on_as_a_completion_has_nothing_of_a_chat_left() -> None:
         "documents": [],
     }
     kept = {"temperature": 0.5, "top_p": 0.9, "stop": ["x"], "ignore_eos": True, "cache_salt": "s", "bad_words": ["y"]}
-    sent = body_of(decided(situation(CHAT | chat | kept, HELLO, chats=ChatTokens.COMPLETIONS))[0])
+    sent = body_of(decided(situation(CHAT | chat | kept, HELLO, chats=ChatTokenApi.COMPLETIONS))[0])
     assert sent == {
         "model": "sim",
         **kept,
@@ -111,7 +111,7 @@ def test_chat_that_goes_on_as_a_completion_has_nothing_of_a_chat_left() -> None:
     ],
 )
 def test_log_probabilities_are_asked_for_as_completions_do(fields: dict[str, Any], expected: int | None) -> None:
-    sent = body_of(decided(situation(CHAT | fields, HELLO, chats=ChatTokens.COMPLETIONS))[0])
+    sent = body_of(decided(situation(CHAT | fields, HELLO, chats=ChatTokenApi.COMPLETIONS))[0])
     assert sent.get("logprobs") == expected
     assert "top_logprobs" not in sent
 
@@ -139,7 +139,7 @@ def test_continuation_has_the_remaining_token_limit(
     body: dict[str, Any], facts: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     if "chats" in facts:
-        facts = {"chats": ChatTokens(facts["chats"])}
+        facts = {"chats": ChatTokenApi(facts["chats"])}
     sent = body_of(decided(situation(body, HELLO, **facts))[0])
     assert {name: sent[name] for name in ("max_tokens", "max_completion_tokens") if name in sent} == expected
 
@@ -160,12 +160,12 @@ def test_continuation_has_the_remaining_token_limit(
 )
 def test_limit_an_engine_would_see(body: dict[str, Any], limit: int | None) -> None:
     """Completions take null for the default as well (vLLM `CompletionRequest.normalize_null_max_tokens`)."""
-    assert output_limit(call_of(body)) == limit
+    assert read_output_limit(call_of(body)) == limit
 
 
 def test_chat_without_a_limit_is_not_cut_off_by_that_of_completions() -> None:
     """The context length is not known, and a completion without a limit stops after 16 tokens."""
-    here = situation(CHAT | {"max_tokens": None}, HELLO, chats=ChatTokens.COMPLETIONS, max_model_len=None)
+    here = situation(CHAT | {"max_tokens": None}, HELLO, chats=ChatTokenApi.COMPLETIONS, max_model_len=None)
     try:
         limit = body_of(decided(here)[0])["max_tokens"]
     except CannotResume:
@@ -189,7 +189,7 @@ def test_chat_without_a_limit_is_not_cut_off_by_that_of_completions() -> None:
     ],
 )
 def test_answer_for_which_there_is_no_room_is_over(body: dict[str, Any], facts: dict[str, Any], is_over: bool) -> None:
-    facts = facts | ({"chats": ChatTokens(facts["chats"])} if "chats" in facts else {})
+    facts = facts | ({"chats": ChatTokenApi(facts["chats"])} if "chats" in facts else {})
     resumption, _ = decided(situation(body, HELLO, **facts))
     assert (resumption.call is None) is is_over
     assert (resumption.action is Action.FINISH) is is_over
@@ -226,6 +226,6 @@ def test_continuation_has_the_remaining_thinking_budget(
     budget: int | None, in_reasoning: bool, sent: int | None, chats: str
 ) -> None:
     body = CHAT | {"thinking_token_budget": budget, "max_tokens": 50}
-    text = encode("Hello.")
-    here = situation(body, text, in_reasoning=in_reasoning, chats=ChatTokens(chats))
+    text = encode_text("Hello.")
+    here = situation(body, text, in_reasoning=in_reasoning, chats=ChatTokenApi(chats))
     assert body_of(decided(here)[0])["thinking_token_budget"] == sent

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.resume.overlap import Mismatch, new_part
+from proxy.resume.overlap import AnswerMismatch, cut_known_part
 from tests.resume.test_seam import choice, transcript_of
 
 
@@ -19,10 +19,10 @@ from tests.resume.test_seam import choice, transcript_of
     ],
 )
 def test_overlap_is_the_text_that_the_client_lacks(said: dict[str, Any], new: dict[str, Any]) -> None:
-    assert new_part(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said) == new
+    assert cut_known_part(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said) == new
 
 
 @pytest.mark.parametrize("said", [{}, {"reasoning": "Let."}, {"reasoning": "Let.", "content": "H"}, {"content": "Hi"}])
 def test_text_that_says_less_than_the_client_has_is_another(said: dict[str, Any]) -> None:
-    with pytest.raises(Mismatch):
-        new_part(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said)
+    with pytest.raises(AnswerMismatch):
+        cut_known_part(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said)

@@ -18,12 +18,12 @@ from proxy.dialects.grammars import KimiParser
 from proxy.dialects.segment import Meaning
 from proxy.gateway.delivery import Delivery
 from proxy.resume.engines import VLLM, CannotResume
-from proxy.resume.overlap import Mismatch
-from proxy.resume.plan import plan
-from proxy.resume.situation import ChatTokens, Resumption, Situation
+from proxy.resume.overlap import AnswerMismatch
+from proxy.resume.plan import plan_resumption
+from proxy.resume.situation import ChatTokenApi, Resumption, Situation
 from proxy.resume.transcript import Transcript
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
+from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode_tokens, encode_text
 from proxy.wire import document
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from tests.resume.test_seam import Found
 
-PROMPT = encode("<|im_user|>user<|im_middle|>Hi<|im_end|><|im_assistant|>assistant<|im_middle|>")
+PROMPT = encode_text("<|im_user|>user<|im_middle|>Hi<|im_end|><|im_assistant|>assistant<|im_middle|>")
 CHAT = request(Api.CHAT, stream=True, max_tokens=100)
 COMPLETION = request(Api.COMPLETIONS, stream=True, max_tokens=100)
 
@@ -71,7 +71,7 @@ def situation(body: dict[str, Any], ids: Sequence[int], *, in_reasoning: bool = 
             "shows_ids": False,
             "ahead": (),
             "segment": 1,
-            "chats": ChatTokens.NATIVE,
+            "chats": ChatTokenApi.NATIVE,
             "shows_blanks": False,
             "keeps_length": True,
             "max_model_len": 1000,
@@ -81,10 +81,11 @@ def situation(body: dict[str, Any], ids: Sequence[int], *, in_reasoning: bool = 
 
 
 def decided(
-    situation: Situation, text_of: Callable[[Sequence[int]], str | None] = lambda ids: decode(ids, keep_markers=True)
+    situation: Situation,
+    text_of: Callable[[Sequence[int]], str | None] = lambda ids: decode_tokens(ids, keep_markers=True),
 ) -> tuple[Resumption, int]:
     """Return the decision, and how often it needed the text of token IDs."""
-    steps, asked = plan(situation), 0
+    steps, asked = plan_resumption(situation), 0
     try:
         ids = next(steps)
         while True:
@@ -98,15 +99,15 @@ def body_of(resumption: Resumption) -> Any:
     """Return the members that the next engine receives on both legs."""
     assert resumption.call is not None
     changes = {"kv_transfer_params": dict(resumption.call.kv_params)} if resumption.call.kv_params else {}
-    return orjson.loads(document.joined(resumption.call.body(changes)))
+    return orjson.loads(document.join_body(resumption.call.body(changes)))
 
 
 def nobody_tells(ids: Sequence[int]) -> None:
     return None
 
 
-HELLO = encode("Hello ")
-LONG = encode("river " * 11)
+HELLO = encode_text("Hello ")
+LONG = encode_text("river " * 11)
 
 # Which way
 
@@ -126,7 +127,7 @@ def test_short_answer_continues_when_the_client_has_a_part() -> None:
     assert decided(situation(COMPLETION, HELLO[:1]))[0].action is Action.COMPLETION_TOKENS
 
 
-SECTION = [SECTION_BEGIN, CALL_BEGIN, *encode("functions.f:0"), ARGUMENT_BEGIN]
+SECTION = [SECTION_BEGIN, CALL_BEGIN, *encode_text("functions.f:0"), ARGUMENT_BEGIN]
 GREEDY: dict[str, Any] = {"temperature": 0}
 WAYS: list[tuple[str, dict[str, Any], list[int], dict[str, Any], Action | None]] = [
     ("a completion", COMPLETION, HELLO, {}, Action.COMPLETION_TOKENS),
@@ -146,18 +147,18 @@ WAYS: list[tuple[str, dict[str, Any], list[int], dict[str, Any], Action | None]]
         Action.RAW_TOKENS,
     ),
     ("a call is told", CHAT | {"tools": TOOLS}, HELLO + SECTION, {}, Action.SUFFIX),
-    ("arguments", CHAT | {"tools": TOOLS}, HELLO + SECTION + encode('{"a"'), {}, Action.SUFFIX),
+    ("arguments", CHAT | {"tools": TOOLS}, HELLO + SECTION + encode_text('{"a"'), {}, Action.SUFFIX),
     (
         "arguments, old engines",
         CHAT | {"tools": TOOLS},
-        HELLO + SECTION + encode("{"),
+        HELLO + SECTION + encode_text("{"),
         {"chats": "completions"},
         Action.SUFFIX,
     ),
     (
         "behind all calls",
         CHAT | {"tools": TOOLS},
-        HELLO + SECTION + encode("{}<|tool_call_end|><|tool_calls_section_end|>"),
+        HELLO + SECTION + encode_text("{}<|tool_call_end|><|tool_calls_section_end|>"),
         {},
         Action.RAW_TOKENS,
     ),
@@ -201,7 +202,7 @@ def test_action_depends_on_the_situation(
 ) -> None:
     facts = dict(facts)
     if "chats" in facts:
-        facts["chats"] = ChatTokens(facts["chats"])
+        facts["chats"] = ChatTokenApi(facts["chats"])
     forgets_prompt = "prompt_ids" in facts and facts.pop("prompt_ids") is None
     here = situation(body, ids, **facts)
     if forgets_prompt:
@@ -235,14 +236,14 @@ def test_unresumable_answer_restarts_when_the_client_has_nothing() -> None:
     ],
 )
 def test_most_answers_go_on_without_the_text_of_their_ids(body: dict[str, Any], ids: list[int], chats: str) -> None:
-    assert decided(situation(body, ids, chats=ChatTokens(chats)), nobody_tells)[0].kept == len(ids)
+    assert decided(situation(body, ids, chats=ChatTokenApi(chats)), nobody_tells)[0].kept == len(ids)
 
 
 @pytest.mark.parametrize(
     ("body", "facts"),
     [
         (COMPLETION | {"stop": ["STOP"]}, {}),
-        (CHAT, {"chats": ChatTokens.COMPLETIONS}),
+        (CHAT, {"chats": ChatTokenApi.COMPLETIONS}),
         (CHAT | {"tools": TOOLS}, {"ids": HELLO + SECTION}),
     ],
 )
@@ -255,16 +256,16 @@ def test_answer_that_needs_the_text_of_its_ids_cannot_go_on_without(
 
 
 def test_tools_need_a_grammar_that_is_known_here() -> None:
-    here = situation(CHAT | {"tools": TOOLS}, HELLO, chats=ChatTokens.COMPLETIONS)
-    here.transcript.prompt_ids = orjson.dumps(encode("<s>[INST] Hi [/INST]"))
+    here = situation(CHAT | {"tools": TOOLS}, HELLO, chats=ChatTokenApi.COMPLETIONS)
+    here.transcript.prompt_ids = orjson.dumps(encode_text("<s>[INST] Hi [/INST]"))
     with pytest.raises(CannotResume, match="not known here"):
         decided(here)
     for body in (CHAT, CHAT | {"tools": TOOLS, "tool_choice": "none"}, CHAT | {"tools": []}):
-        there = situation(body, HELLO, chats=ChatTokens.COMPLETIONS, transcript=here.transcript)
+        there = situation(body, HELLO, chats=ChatTokenApi.COMPLETIONS, transcript=here.transcript)
         assert decided(there)[0].action is Action.RAW_TOKENS
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, encode("<s>[INST] Hi [/INST]")], ids=["Kimi", "another"])
+@pytest.mark.parametrize("prompt", [PROMPT, encode_text("<s>[INST] Hi [/INST]")], ids=["Kimi", "another"])
 def test_tool_call_begins_where_the_models_own_marker_is(prompt: list[int]) -> None:
     """163595 begins tool calls in Kimi's vocabulary, and is a word in a larger one."""
     here = situation(CHAT, [])
@@ -277,7 +278,7 @@ def test_tool_call_begins_where_the_models_own_marker_is(prompt: list[int]) -> N
 
 
 def test_ids_that_showed_nothing_are_generated_again() -> None:
-    ids = encode("Hi 日")
+    ids = encode_text("Hi 日")
     for cut in (4, 5):
         resumption, _ = decided(situation(COMPLETION, ids[:cut]))
         assert resumption.kept == 3
@@ -287,30 +288,30 @@ def test_ids_that_showed_nothing_are_generated_again() -> None:
 
 def test_chat_as_completion_is_cut_before_an_unfinished_character() -> None:
     for cut in (4, 5):
-        resumption, _ = decided(situation(CHAT, encode("Hi 日")[:cut], chats=ChatTokens.COMPLETIONS))
+        resumption, _ = decided(situation(CHAT, encode_text("Hi 日")[:cut], chats=ChatTokenApi.COMPLETIONS))
         assert resumption.kept == 3
 
 
-@pytest.mark.parametrize("chats", list(ChatTokens))
-def test_unfinished_character_at_the_very_beginning_is_generated_again(chats: ChatTokens) -> None:
+@pytest.mark.parametrize("chats", list(ChatTokenApi))
+def test_unfinished_character_at_the_very_beginning_is_generated_again(chats: ChatTokenApi) -> None:
     """The client has seen no text, but its ids."""
-    here = situation(CHAT | {"return_token_ids": True}, encode("日")[:2], shows_ids=True, chats=chats)
+    here = situation(CHAT | {"return_token_ids": True}, encode_text("日")[:2], shows_ids=True, chats=chats)
     resumption, _ = decided(here)
     assert resumption.kept == 0
     assert resumption.seam is not None
-    assert resumption.seam.swallowed == encode("日")[:2]
+    assert resumption.seam.swallowed == encode_text("日")[:2]
 
 
 def test_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> None:
     """The prompt decides, not the answer."""
-    begun = PROMPT + encode("<think>")
-    transcript = answered(Api.CHAT, encode("日")[:2], in_reasoning=True, prompt=begun)
+    begun = PROMPT + encode_text("<think>")
+    transcript = answered(Api.CHAT, encode_text("日")[:2], in_reasoning=True, prompt=begun)
     here = situation(
-        CHAT | {"return_token_ids": True}, [], transcript=transcript, shows_ids=True, chats=ChatTokens.COMPLETIONS
+        CHAT | {"return_token_ids": True}, [], transcript=transcript, shows_ids=True, chats=ChatTokenApi.COMPLETIONS
     )
     resumption, _ = decided(here)
     assert resumption.seam is not None
-    choice = {"index": 0, "text": "日 then", "finish_reason": None, "token_ids": encode("日 then")}
+    choice = {"index": 0, "text": "日 then", "finish_reason": None, "token_ids": encode_text("日 then")}
     ((chunk, _),) = resumption.seam.rewrite({"choices": [choice]}, recomputed=False)
     assert chunk["choices"][0]["delta"] == {"reasoning": "日 then"}
 
@@ -319,7 +320,7 @@ def test_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> None
     ("shows_ids", "shown", "swallowed"), [(True, True, [0xE6, 0x97, 9]), (False, True, []), (True, False, [])]
 )
 def test_ids_that_the_client_has_are_not_sent_again(shows_ids: bool, shown: bool, swallowed: list[int]) -> None:
-    ids = LONG + encode("日")[:2]
+    ids = LONG + encode_text("日")[:2]
     here = situation(COMPLETION, ids, shows_ids=shows_ids, shown=shown, ahead=[9])
     resumption, _ = decided(here)
     assert resumption.seam is not None
@@ -334,7 +335,9 @@ def chunked(*chunks: tuple[str, str]) -> Transcript:
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
     for shown, said in chunks:
-        transcript.take({"text": shown}, [*encode(said[:-1]), 0xC3] if said.endswith("\xff") else encode(said))
+        transcript.take(
+            {"text": shown}, [*encode_text(said[:-1]), 0xC3] if said.endswith("\xff") else encode_text(said)
+        )
     return transcript
 
 
@@ -365,7 +368,7 @@ def test_answer_whose_text_lacks_special_tokens_goes_on(
     body: dict[str, Any], said: str, fields: dict[str, Any]
 ) -> None:
     """The last chunk has two ids, or a stop string may begin in it, so the text decides where it ends."""
-    ids = [*encode("word " * 100), *encode(said), *encode(" and more")]
+    ids = [*encode_text("word " * 100), *encode_text(said), *encode_text(" and more")]
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
     detokenizer = Detokenizer()
@@ -385,7 +388,9 @@ def test_plan_finds_the_text_that_a_lost_engine_held_back() -> None:
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
     for end in range(1, 10):
-        transcript.take({"text": "Hello wor"[max(0, end - 4) : max(0, end - 3)]}, encode("Hello wor"[end - 1 : end]))
+        transcript.take(
+            {"text": "Hello wor"[max(0, end - 4) : max(0, end - 3)]}, encode_text("Hello wor"[end - 1 : end])
+        )
     assert transcript.content == "Hello "
     resumption, asked = decided(situation(COMPLETION | {"stop": ["STOP"]}, [], transcript=transcript))
     assert asked == 1
@@ -399,8 +404,8 @@ def test_no_engine_holds_back_more_than_stop_strings_may_be_the_beginning_of(hel
     """Twice, because an answer that was joined before may be held back here, too; what is beyond is generated again."""
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
-    transcript.take({"text": "Hello"}, encode("Hello"))
-    transcript.take({"text": ""}, encode("x" * held))
+    transcript.take({"text": "Hello"}, encode_text("Hello"))
+    transcript.take({"text": ""}, encode_text("x" * held))
     resumption, _ = decided(situation(COMPLETION | {"stop": ["ab", "STOPS"]}, [], transcript=transcript))
     assert resumption.kept == kept
 
@@ -418,7 +423,7 @@ def test_mismatching_text_is_not_detokenized_forever(body: dict[str, Any]) -> No
 
     def text_of(ids: Sequence[int]) -> str:
         asked.append(ids)
-        return decode(ids, keep_markers=True)
+        return decode_tokens(ids, keep_markers=True)
 
     with pytest.raises(CannotResume, match="do not match"):
         decided(situation(body, [], transcript=chunked(("a" * 200, "b" * 200))), text_of)
@@ -428,7 +433,7 @@ def test_mismatching_text_is_not_detokenized_forever(body: dict[str, Any]) -> No
 def test_tokens_without_shown_text_are_not_detokenized() -> None:
     """If no text can be held back it was a marker, or half of a character."""
     transcript = chunked(("Hello", "Hello"))
-    transcript.take({"text": ""}, encode("日")[:2])
+    transcript.take({"text": ""}, encode_text("日")[:2])
     resumption, asked = decided(situation(COMPLETION, [], transcript=transcript))
     assert (resumption.kept, asked) == (5, 1)
 
@@ -437,7 +442,7 @@ def test_tokens_without_shown_text_are_not_detokenized() -> None:
 def test_half_a_character_that_was_shown_is_found_out(name: str) -> None:
     """Some engines write the replacement character for the bytes they have, and then the whole one."""
     transcript = answered(Api.CHAT, HELLO, in_reasoning=name == "reasoning")
-    transcript.take({"delta": {name: "\ufffd"}}, encode("日")[:1])
+    transcript.take({"delta": {name: "\ufffd"}}, encode_text("日")[:1])
     with pytest.raises(CannotResume, match="detokenized"):
         decided(situation(CHAT, [], transcript=transcript, shows_blanks=True), nobody_tells)
 
@@ -446,16 +451,16 @@ def test_half_a_character_that_was_shown_is_found_out(name: str) -> None:
 @pytest.mark.parametrize("already", [False, True])
 def test_client_that_wants_one_call_gets_no_second(value: bool | None, already: bool) -> None:
     """Only false is a wish (vLLM `maybe_filter_parallel_tool_calls`)."""
-    begin = HELLO + SECTION + encode("{")
+    begin = HELLO + SECTION + encode_text("{")
     second = "}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"
-    transcript = answered(Api.CHAT, begin + (encode(second) if already else []))
+    transcript = answered(Api.CHAT, begin + (encode_text(second) if already else []))
     if value is False:
         transcript.tools = transcript.tools[:1]
     body = CHAT | {"tools": TOOLS, "parallel_tool_calls": value}
     resumption, _ = decided(situation(body, [], transcript=transcript))
     assert resumption.seam is not None
     rest = "}" if already else second + "}"
-    choice = {"index": 0, "text": rest, "finish_reason": "stop", "token_ids": encode(rest)}
+    choice = {"index": 0, "text": rest, "finish_reason": "stop", "token_ids": encode_text(rest)}
     for chunk, ids in resumption.seam.rewrite({"choices": [choice]}, recomputed=False):
         transcript.take(chunk["choices"][0], ids)
     calls = [(call.id, call.arguments) for call in transcript.tools]
@@ -538,7 +543,7 @@ async def resumed(
     for segment, engine in enumerate(engines, 1):
         changes = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
         answer = await ask(
-            session, engine.url, orjson.loads(document.joined(call.body(changes))), x_request_id=f"{name}-{segment}"
+            session, engine.url, orjson.loads(document.join_body(call.body(changes))), x_request_id=f"{name}-{segment}"
         )
         assert answer.status == 200, answer.body
         part, ended = take(delivery, answer.body)
@@ -560,7 +565,7 @@ async def resumed(
             ahead=() if delivery.seam is None else delivery.seam.swallowed,
             segment=segment,
             keeps_length=not is_old,
-            chats=ChatTokens.COMPLETIONS if is_old else ChatTokens.NATIVE,
+            chats=ChatTokenApi.COMPLETIONS if is_old else ChatTokenApi.NATIVE,
             shows_blanks=is_old,
             max_model_len=engine.options.max_model_len,
         )
@@ -657,7 +662,7 @@ async def look_at(body: dict[str, Any], profile: str, cases_of: Callable[[Engine
             delivery = Delivery(call_of(body), is_observed=True)
             try:
                 got = pictured(await resumed(session, engines, delivery, profile, name))
-            except (CannotResume, Mismatch, Lost) as error:
+            except (CannotResume, AnswerMismatch, Lost) as error:
                 return [f"{name}: {error!r}"]
             return [f"{name}: {different}"] if (different := differences(got, expected, delivery)) else []
 

@@ -10,12 +10,12 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from proxy.dialects.grammars import KimiParser
-from proxy.resume.chat_as_completion import CompletionAsChat
-from proxy.resume.overlap import Mismatch
+from proxy.resume.chat_as_completion import CompletionToChat
+from proxy.resume.overlap import AnswerMismatch
 from proxy.resume.seam import Seam, SeamPlan, StopGuard
 from proxy.resume.transcript import Transcript
 from proxy.sim.dialects import vllm_answers as sim_logprobs
-from proxy.sim.dialects.vllm_answers import Speller
+from proxy.sim.dialects.vllm_answers import TokenSpeller
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def test_log_probabilities_of_repeated_ids_are_not_sent_again() -> None:
 
 @pytest.mark.parametrize("ids", [[6], [5, 4], [4, 6], [4, 6, 7]])
 def test_other_ids_than_the_client_has_are_no_continuation(ids: list[int]) -> None:
-    with pytest.raises(Mismatch):
+    with pytest.raises(AnswerMismatch):
         swallowing([4, 5], payload(choice(ids, content="x")))
 
 
@@ -271,7 +271,7 @@ def parsed(seam: Seam, *pieces: str, finish: str | None = None) -> list[dict[str
 def raw_seam(primed: str, *, in_reasoning: bool = False, pending: dict[str, Any] | None = None, **options: Any) -> Seam:
     parser = KimiParser(in_reasoning=in_reasoning)
     parser.feed(primed)
-    return chat_seam(pending=pending, as_chat=CompletionAsChat(parser, **options))
+    return chat_seam(pending=pending, as_chat=CompletionToChat(parser, **options))
 
 
 def test_text_of_a_completion_becomes_reasoning_and_content() -> None:
@@ -283,7 +283,7 @@ def test_completions_choice_becomes_a_chats() -> None:
     told = payload(
         choice([97], text="a")
         | {
-            "logprobs": sim_logprobs.completion_logprobs([97], 1, 0, Speller()),
+            "logprobs": sim_logprobs.make_completion_logprobs([97], 1, 0, TokenSpeller()),
             "stop_reason": None,
             "prompt_token_ids": [1, 2],
         }
@@ -293,7 +293,7 @@ def test_completions_choice_becomes_a_chats() -> None:
     assert chunk["choices"] == [
         {
             "index": 0,
-            "logprobs": sim_logprobs.chat_logprobs([97], 1, Speller()),
+            "logprobs": sim_logprobs.make_chat_logprobs([97], 1, TokenSpeller()),
             "finish_reason": None,
             "stop_reason": None,
             "token_ids": [97],
@@ -571,7 +571,7 @@ def test_different_answer_is_never_sent_as_a_replay(
     ids = list(map(ord, reasoning + content)) if tells_ids else []
     transcript = transcript_of((choice(reasoning=reasoning, content=content), ids))
     again = chunks_of(other_reasoning, other_content, cuts)
-    with pytest.raises(Mismatch):
+    with pytest.raises(AnswerMismatch):
         replayed(transcript, *(each if tells_ids else each | {"token_ids": None} for each in again))
 
 
@@ -587,7 +587,7 @@ def test_different_answer_is_never_sent_as_a_replay(
 def test_other_calls_than_the_client_has_are_no_replay(told: dict[str, Any]) -> None:
     call = {"index": 0, "id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": '{"a"'}}
     transcript = transcript_of((choice(content="so:", tool_calls=[call]), []))
-    with pytest.raises(Mismatch):
+    with pytest.raises(AnswerMismatch):
         replayed(transcript, choice(**told))
 
 

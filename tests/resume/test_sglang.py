@@ -10,11 +10,11 @@ import pytest
 from proxy.balancer.engines import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
 from proxy.common.terms import Action
 from proxy.resume.engines import SGLANG, WatchLevel
-from proxy.resume.overlap import Mismatch
-from proxy.resume.situation import ChatTokens
+from proxy.resume.overlap import AnswerMismatch
+from proxy.resume.situation import ChatTokenApi
 from proxy.resume.transcript import Transcript
 from proxy.sim.model.tokenizer import ASSISTANT, MIDDLE, THINK_END
-from proxy.wire.document import joined
+from proxy.wire.document import join_body
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.gateway.test_delivery import call_of
@@ -57,7 +57,7 @@ def test_sglang_answers_are_watched_by_token_ids(
 def test_chat_that_may_be_replayed_is_asked_for_as_ever() -> None:
     call = call_of(CHAT | GREEDY)
     assert SGLANG.watching[WatchLevel.TEXT].make_observable_call(call) is call
-    body = orjson.loads(joined(SGLANG.watching[WatchLevel.IDS].make_observable_call(call_of(COMPLETION)).body({})))
+    body = orjson.loads(join_body(SGLANG.watching[WatchLevel.IDS].make_observable_call(call_of(COMPLETION)).body({})))
     assert body["return_token_ids"] is body["stream"] is True
 
 
@@ -115,7 +115,7 @@ def test_text_of_half_a_token_is_sent_once_in_a_chat_sent_as_a_completion() -> N
     transcript.take({"delta": {}}, [THINK_END])
     for text, ids in [(" said", [2]), (" ", [3])]:
         transcript.take({"delta": {"content": text}}, ids)
-    facts: dict[str, Any] = {"chats": ChatTokens.COMPLETIONS, "chat_sampling": {"top_k": 20}}
+    facts: dict[str, Any] = {"chats": ChatTokenApi.COMPLETIONS, "chat_sampling": {"top_k": 20}}
 
     def tell(ids: Sequence[int]) -> str:
         markers = {MIDDLE: "<think>", THINK_END: "</think>"}
@@ -138,7 +138,7 @@ def _rewritten(seam: Seam, text: str, ids: list[int]) -> list[dict[str, Any]]:
 def test_engine_that_does_not_say_it_again_has_not_gone_on(text: str, finish: str | None) -> None:
     seam = resumed(shown(("He", [1]), (" said", [2]), (" ", [3]))).seam
     assert seam is not None
-    with pytest.raises(Mismatch):
+    with pytest.raises(AnswerMismatch):
         seam.rewrite(_chunk(text, [5], finish), recomputed=False)
 
 

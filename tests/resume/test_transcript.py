@@ -9,7 +9,7 @@ import pytest
 
 from proxy.dialects.segment import Meaning, Segment
 from proxy.resume.transcript import Transcript
-from proxy.sim.model.tokenizer import SECTION_BEGIN, THINK_END, encode
+from proxy.sim.model.tokenizer import SECTION_BEGIN, THINK_END, encode_text
 from proxy.wire.sse import Event
 
 DONE = b"[DONE]"
@@ -488,7 +488,7 @@ def test_log_probabilities_give_offsets_of_ids() -> None:
     assert transcript.offset_behind(2) is None
 
 
-KIMI_PROMPT = orjson.dumps(encode("<|im_assistant|>assistant<|im_middle|><think>"))
+KIMI_PROMPT = orjson.dumps(encode_text("<|im_assistant|>assistant<|im_middle|><think>"))
 
 
 @pytest.mark.parametrize("marker", [THINK_END, SECTION_BEGIN])

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 import pytest
 
-from proxy.settings import SettingsError, load
+from proxy.settings import SettingsError, load_settings
 from proxy.wire.openai import Api
 from tests.asking import ask, request, until
 from tests.connectors.pushing import TEXT, PushDecoder, PushPrefiller, SideChannel, callback, engine_id
@@ -155,7 +155,7 @@ EVERY_ADDRESS = "layerwise.advertised_host must be an address that decoders can 
 )
 def test_decoders_must_know_where_to_call_back(words: str, environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(SettingsError, match=f"^{re.escape(sentence)}$"):
-        load([*ENGINES.split(), *words.split()], environment)
+        load_settings([*ENGINES.split(), *words.split()], environment)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_decoders_must_know_where_to_call_back(words: str, environment: dict[str
     ],
 )
 def test_decoders_call_back_the_worker_of_their_request(words: str, environment: dict[str, str], host: str) -> None:
-    assert load([*ENGINES.split(), *words.split()], environment).settings.callback_host == host
+    assert load_settings([*ENGINES.split(), *words.split()], environment).settings.callback_host == host
 
 
 def test_gateway_without_callbacks_may_listen_everywhere() -> None:
     words = ENGINES.replace("ascend_layerwise", "vllm_pull")
-    assert load([*words.split(), "--host", "0.0.0.0"], {}).settings.listen.host == "0.0.0.0"
+    assert load_settings([*words.split(), "--host", "0.0.0.0"], {}).settings.listen.host == "0.0.0.0"

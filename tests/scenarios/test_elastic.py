@@ -20,7 +20,7 @@ from tests.scenarios.program import gateway
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
     from tests.scenarios.program import Program
 
 pytestmark = pytest.mark.fault(163)
@@ -100,7 +100,7 @@ class Fleet:
         return told
 
 
-def is_asked(state: State) -> bool:
+def is_asked(state: EngineState) -> bool:
     """Return whether an engine was asked to exchange its role."""
     return any(seen.path == "/pd_role_switch" for seen in state.requests)
 

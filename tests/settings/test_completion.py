@@ -11,7 +11,7 @@ import pytest
 from proxy.__main__ import main
 from proxy.settings.cli import COMMANDS
 from proxy.settings.kinds import DECODE_POLICIES
-from proxy.settings.other_routers import ACCEPTED
+from proxy.settings.other_routers import ACCEPTED_FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_bash_completes_sub_commands_flags_and_policies(complete: Callable[[str]
 
 
 def test_flags_in_the_prose_of_help_are_not_completed(complete: Callable[[str], set[str]]) -> None:
-    assert complete("pdproxy ").isdisjoint(("--pd-hosts", *ACCEPTED))
+    assert complete("pdproxy ").isdisjoint(("--pd-hosts", *ACCEPTED_FLAGS))
 
 
 def test_fish_script_has_every_sub_command_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:

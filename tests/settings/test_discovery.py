@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.settings import SettingsError, load
+from proxy.settings import SettingsError, load_settings
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
 def settings(line: str = "", **environ: str) -> Settings:
-    return load(shlex.split(line), environ).settings
+    return load_settings(shlex.split(line), environ).settings
 
 
 def test_relative_paths_of_files_begin_where_the_file_is_that_has_them(

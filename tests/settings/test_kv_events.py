@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from proxy.settings import SettingsError
-from proxy.settings.fleet import ASK, KvEvents, port_at
-from proxy.settings.load import load
+from proxy.settings.fleet import ASK_ENGINES, KvEvents, replace_port
+from proxy.settings.load import load_settings
 
 _ENGINES = ["--prefill", "a:7100", "--decode", "b:1"]
 
@@ -19,9 +19,9 @@ _ENGINES = ["--prefill", "a:7100", "--decode", "b:1"]
     [("tcp://*:5557", 5557), ("tcp://0.0.0.0:5557", 5557), ("tcp://[::]:1", 1), ("tcp://*:+1000", 8100)],
 )
 def test_endpoint_has_the_syntax_of_the_engines(endpoint: str, port: int) -> None:
-    settings = load([*_ENGINES, "--kv-events", endpoint], {}).settings.kv_events
+    settings = load_settings([*_ENGINES, "--kv-events", endpoint], {}).settings.kv_events
     assert settings.endpoint == endpoint
-    assert port_at(endpoint, 7100) == port
+    assert replace_port(endpoint, 7100) == port
 
 
 @pytest.mark.parametrize(
@@ -29,17 +29,17 @@ def test_endpoint_has_the_syntax_of_the_engines(endpoint: str, port: int) -> Non
 )
 def test_invalid_endpoints_of_kv_events_are_refused(endpoint: str) -> None:
     with pytest.raises(SettingsError, match=r"--kv-events must be like tcp://\*:5557"):
-        load([*_ENGINES, "--kv-events", endpoint], {})
+        load_settings([*_ENGINES, "--kv-events", endpoint], {})
 
 
 def test_invalid_replay_endpoint_is_refused_without_offering_auto() -> None:
     with pytest.raises(ValidationError, match=r"must be like tcp://\*:5557") as refused:
-        KvEvents(replay_endpoint=ASK)
+        KvEvents(replay_endpoint=ASK_ENGINES)
     assert "or auto" not in str(refused.value)
 
 
 def test_without_the_extra_events_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)  # as if it could not be imported
-    assert load(_ENGINES, {}).settings.kv_events.journal_rings == 0
+    assert load_settings(_ENGINES, {}).settings.kv_events.journal_rings == 0
     with pytest.raises(SettingsError, match=r"pip install '.\[events\]'"):
-        load([*_ENGINES, "--kv-events", "auto"], {})
+        load_settings([*_ENGINES, "--kv-events", "auto"], {})

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.settings import Loaded, SettingsError, load
+from proxy.settings import LoadedSettings, SettingsError, load_settings
 from proxy.settings import sources as otel_settings
 
 ENGINES = ["--prefill", "p:1", "--decode", "d:1"]
 BASE, FULL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 
-def loaded(**environ: str) -> Loaded:
-    return load(ENGINES, environ)
+def loaded(**environ: str) -> LoadedSettings:
+    return load_settings(ENGINES, environ)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_another_protocol_is_warned_about() -> None:
 def test_tracing_without_the_extra_is_an_error_for_options_and_a_warning_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(otel_settings, "_NEEDED", "opentelemetry.not_installed.at_all")
+    monkeypatch.setattr(otel_settings, "_OTEL_MODULES", "opentelemetry.not_installed.at_all")
     with pytest.raises(SettingsError) as refused:
         loaded(PROXY_TRACING__ENDPOINT="http://c:4318/v1/traces")
     assert str(refused.value) == (

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.settings import CONNECTOR_TRAITS, SettingsError, cli, load
-from proxy.settings.connectors import known_connector
-from proxy.settings.other_routers import ACCEPTED, ADVICE, WORKERS_FLAG, unknown_flag
+from proxy.settings import CONNECTOR_TRAITS, SettingsError, cli, load_settings
+from proxy.settings.connectors import read_connector_name
+from proxy.settings.other_routers import ACCEPTED_FLAGS, ADVICE_BY_FLAG, WORKERS_FLAG, describe_unknown_flag
 from proxy.settings.sources import OPTIONS
 
 if TYPE_CHECKING:
@@ -53,23 +53,23 @@ FLAGS = """
 
 
 def settings(line: str) -> Settings:
-    return load(shlex.split(line), {}).settings
+    return load_settings(shlex.split(line), {}).settings
 
 
 def test_every_flag_of_the_routers_is_accepted_or_explained() -> None:
-    assert set(FLAGS) - {*OWN, *ACCEPTED, *ADVICE, WORKERS_FLAG} == set()
+    assert set(FLAGS) - {*OWN, *ACCEPTED_FLAGS, *ADVICE_BY_FLAG, WORKERS_FLAG} == set()
 
 
 def test_accepted_and_explained_flags_are_disjoint() -> None:
-    assert ACCEPTED.keys() & ADVICE.keys() == set()
-    assert {option for flag in ACCEPTED.values() for option in flag.options} <= OPTIONS.keys()
+    assert ACCEPTED_FLAGS.keys() & ADVICE_BY_FLAG.keys() == set()
+    assert {option for flag in ACCEPTED_FLAGS.values() for option in flag.options} <= OPTIONS.keys()
 
 
-@pytest.mark.parametrize("flag", ADVICE)
+@pytest.mark.parametrize("flag", ADVICE_BY_FLAG)
 def test_explanation_names_options_that_exist(flag: str) -> None:
-    sentence = unknown_flag(flag, [])
+    sentence = describe_unknown_flag(flag, [])
     assert sentence.startswith(f"unknown flag {flag}: ")
-    assert set(re.findall(r"\b[a-z_]+\.[a-z_]+\b", ADVICE[flag])) <= OPTIONS.keys()
+    assert set(re.findall(r"\b[a-z_]+\.[a-z_]+\b", ADVICE_BY_FLAG[flag])) <= OPTIONS.keys()
 
 
 def test_table_of_the_manual_has_every_accepted_flag_with_its_options() -> None:
@@ -80,7 +80,7 @@ def test_table_of_the_manual_has_every_accepted_flag_with_its_options() -> None:
         for flags, options in rows.items()
         for flag in re.findall(r"`(--[a-z-]+)`", flags)
     }
-    assert documented == {flag: set(accepted.options) for flag, accepted in ACCEPTED.items()} | {
+    assert documented == {flag: set(accepted.options) for flag, accepted in ACCEPTED_FLAGS.items()} | {
         WORKERS_FLAG: {"decode", "connector"}
     }
 
@@ -119,7 +119,7 @@ def test_command_line_of_sglang_router_is_accepted() -> None:
 @pytest.mark.parametrize("flags", [("--tls-cert-path", "--tls-key-path"), ("--ssl-certfile", "--ssl-keyfile")])
 def test_certificate_of_the_server_is_accepted(flags: tuple[str, str]) -> None:
     certificate, key = flags
-    line = cli.parse(shlex.split(f"{certificate} server.crt {key} server.key"))
+    line = cli.parse_command_line(shlex.split(f"{certificate} server.crt {key} server.key"))
     found = {option: (value.value, value.origin) for option, value in line.values.items()}
     assert found == {"listen.tls_certificate": ("server.crt", certificate), "listen.tls_key": ("server.key", key)}
 
@@ -153,10 +153,10 @@ def test_connector_may_have_the_name_that_engines_have_for_it(name: str, connect
 def test_every_kv_connector_is_a_synonym_of_one_connector() -> None:
     for connector, traits in CONNECTOR_TRAITS.items():
         for name in traits.kv_connectors:
-            assert known_connector(name) == connector
+            assert read_connector_name(name) == connector
 
 
 def test_value_of_a_flag_of_another_router_is_not_printed() -> None:
     with pytest.raises(SettingsError) as error:
-        load(["--api-key", "hush", "--decode", "d:1"], {})
+        load_settings(["--api-key", "hush", "--decode", "d:1"], {})
     assert "hush" not in str(error.value)

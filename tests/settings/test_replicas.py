@@ -9,7 +9,7 @@ import pytest
 
 from proxy.process.configuration import secrets_of
 from proxy.settings import SettingsError
-from proxy.settings.load import load
+from proxy.settings.load import load_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ _ENGINES = ["--prefill", "a:1", "--decode", "b:1"]
     ["redis://10.0.0.9", "redis://me@store:6379/3", "rediss://[::1]:6380", "unix:///run/valkey.sock"],
 )
 def test_store_is_a_url(url: str) -> None:
-    assert load(_ENGINES, {"PROXY_REPLICAS__URL": url}).settings.replicas.url == url
+    assert load_settings(_ENGINES, {"PROXY_REPLICAS__URL": url}).settings.replicas.url == url
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_store_is_a_url(url: str) -> None:
 )
 def test_invalid_replicas_settings_are_rejected_without_showing_passwords(given: dict[str, str], sentence: str) -> None:
     with pytest.raises(SettingsError) as refused:
-        load(_ENGINES, {f"PROXY_REPLICAS__{name}": value for name, value in given.items()})
+        load_settings(_ENGINES, {f"PROXY_REPLICAS__{name}": value for name, value in given.items()})
     assert sentence in str(refused.value)
     assert "topsecret" not in str(refused.value)
 
@@ -47,13 +47,13 @@ def test_invalid_replicas_settings_are_rejected_without_showing_passwords(given:
 def test_password_may_be_in_a_file_and_is_a_secret(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("topsecret\n")
-    settings = load(_ENGINES, {"PROXY_REPLICAS__PASSWORD_FILE": str(file)}).settings
+    settings = load_settings(_ENGINES, {"PROXY_REPLICAS__PASSWORD_FILE": str(file)}).settings
     assert secrets_of(settings) == ["topsecret"]
     assert "topsecret" not in str(settings.model_dump(mode="json"))
 
 
 def test_without_the_extra_redis_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)  # as if it could not be imported
-    assert load(_ENGINES, {}).settings.replicas.guest_rows == 0
+    assert load_settings(_ENGINES, {}).settings.replicas.guest_rows == 0
     with pytest.raises(SettingsError, match=r"pip install '.\[redis\]'"):
-        load(_ENGINES, {"PROXY_REPLICAS__URL": "redis://a"})
+        load_settings(_ENGINES, {"PROXY_REPLICAS__URL": "redis://a"})

@@ -11,20 +11,20 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.settings import OPTIONS, Endpoint, Settings, SettingsError, load, parse_endpoints, to_yaml
-from proxy.settings.sources import near_misses
+from proxy.settings import OPTIONS, Endpoint, Settings, SettingsError, load_settings, parse_endpoints, write_yaml
+from proxy.settings.sources import find_misspelled_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from proxy.settings import Loaded
+    from proxy.settings import LoadedSettings
 
 ONE_PAIR = "--prefill p:1 --decode d:1"
 
 
-def loaded(line: str = ONE_PAIR, **environ: str) -> Loaded:
-    return load(shlex.split(line), environ)
+def loaded(line: str = ONE_PAIR, **environ: str) -> LoadedSettings:
+    return load_settings(shlex.split(line), environ)
 
 
 def settings(line: str = ONE_PAIR, **environ: str) -> Settings:
@@ -34,7 +34,7 @@ def settings(line: str = ONE_PAIR, **environ: str) -> Settings:
 def mistake(line: str = ONE_PAIR, environ: Mapping[str, str] | None = None) -> str:
     """Return the sentence about a mistake."""
     with pytest.raises(SettingsError) as error:
-        load(shlex.split(line), environ or {})
+        load_settings(shlex.split(line), environ or {})
     sentence = str(error.value)
     assert "\n" not in sentence
     return sentence
@@ -280,8 +280,8 @@ def test_models_of_an_instance_follow_its_address(file: Path) -> None:
 
 def test_models_of_instances_are_printed_as_written(file: Path) -> None:
     found = loaded("--prefill a:1 8998 model=x --decode d:1 model=y model=z")
-    assert {"  - a:1 8998 model=x", "  - d:1 model=y model=z"} <= {*to_yaml(found).splitlines()}
-    file.write_text(to_yaml(found))
+    assert {"  - a:1 8998 model=x", "  - d:1 model=y model=z"} <= {*write_yaml(found).splitlines()}
+    file.write_text(write_yaml(found))
     assert settings("", PROXY_CONFIG=str(file)) == found.settings
 
 
@@ -328,8 +328,8 @@ def test_bootstrap_port_stands_beside_the_address_everywhere(file: Path) -> None
 
 def test_bootstrap_port_is_printed_as_it_is_written(file: Path) -> None:
     found = loaded("--prefill [::1]:1 8998 --decode d:1")
-    assert "  - '[::1]:1 8998'" in to_yaml(found).splitlines()
-    file.write_text(to_yaml(found))
+    assert "  - '[::1]:1 8998'" in write_yaml(found).splitlines()
+    file.write_text(write_yaml(found))
     assert settings("", PROXY_CONFIG=str(file)) == found.settings
 
 
@@ -364,7 +364,7 @@ def test_decoder_has_no_bootstrap_port() -> None:
 @given(st.text())
 def test_no_text_leads_to_more_than_one_line(text: str) -> None:
     with pytest.raises(SettingsError) as error:
-        load([], {"PROXY_DECODE": text})
+        load_settings([], {"PROXY_DECODE": text})
     assert str(error.value).isprintable()
 
 
@@ -589,7 +589,7 @@ def test_one_typo_in_a_variable_is_noticed_whichever_it_is(option: str) -> None:
     for place in range(len("PROXY_"), len(name)):
         left, right = name[:place], name[place + 1 :]
         for misspelt in {left + right, f"{left}X{right}", f"{left}X{name[place:]}"} - {"PROXY_ENCODE", "PROXY_DECODE"}:
-            warnings = list(near_misses({misspelt: "x"}))
+            warnings = list(find_misspelled_variables({misspelt: "x"}))
             assert len(warnings) == 1, misspelt
 
 
@@ -829,7 +829,7 @@ def test_relative_path_in_a_file_begins_where_that_file_is(
     assert found.settings.auth.admin_key is not None
     assert found.settings.auth.admin_key.get_secret_value() == "right"
     assert [key.name for key in found.client_keys] == ["right"]
-    text = to_yaml(found)
+    text = write_yaml(found)
     (tmp_path / "other.yaml").write_text("\n".join(line for line in text.splitlines() if "_key: '*" not in line))
     assert settings(f"--config {tmp_path / 'other.yaml'}") == found.settings
 
@@ -877,7 +877,7 @@ def test_key_never_appears_in_a_sentence_or_a_representation(file: Path) -> None
     file.write_text("auth: {admin_key: [hush]}")
     assert "hush" not in mistake(f"{ONE_PAIR} --config {file}")
     found = loaded(OPENAI_API_KEY="hush", PROXY_AUTH__ADMIN_KEY="hush")
-    assert "hush" not in repr(found) + str(found.settings) + to_yaml(found)
+    assert "hush" not in repr(found) + str(found.settings) + write_yaml(found)
 
 
 # The model and its picture
@@ -895,7 +895,7 @@ def test_settings_can_be_made_in_code() -> None:
 def test_printed_settings_name_every_origin_and_load_as_the_same_settings(file: Path) -> None:
     environ = {"PROXY_KV__ON_MISSING": "local", "PROXY_LISTEN__HOST": "::"}
     found = loaded("--prefill [::1]:1-2 --decode d:1 --port 5", **environ)
-    text = to_yaml(found)
+    text = write_yaml(found)
     lines = text.splitlines()
     assert "  port: 5  # --port" in lines
     assert "  on_missing: local  # PROXY_KV__ON_MISSING" in lines
@@ -907,7 +907,7 @@ def test_printed_settings_name_every_origin_and_load_as_the_same_settings(file: 
 
 
 def test_printed_keys_are_masked() -> None:
-    text = to_yaml(loaded(OPENAI_API_KEY="hush"))
+    text = write_yaml(loaded(OPENAI_API_KEY="hush"))
     assert "  engine_api_key: '**********'  # OPENAI_API_KEY" in text.splitlines()
     assert yaml.safe_load(text)["auth"]["admin_key"] is None
 

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.settings import SettingsError, load
-from proxy.settings.tls import server_context
+from proxy.settings import SettingsError, load_settings
+from proxy.settings.tls import make_server_context
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from proxy.settings import Loaded
+    from proxy.settings import LoadedSettings
     from tests.certificates import Certificates
 
 DAY_SECONDS = 24 * 3600.0
 
 
-def _load(certificate: Path, key: Path | None = None, **options: str) -> Loaded:
+def _load(certificate: Path, key: Path | None = None, **options: str) -> LoadedSettings:
     environ = {"PROXY_LISTEN__TLS_CERTIFICATE": str(certificate), **options}
     if key is not None:
         environ["PROXY_LISTEN__TLS_KEY"] = str(key)
-    return load(["--connector", "plain", "--decode", "10.0.0.1:1"], environ)
+    return load_settings(["--connector", "plain", "--decode", "10.0.0.1:1"], environ)
 
 
 def _refusal(certificate: Path, key: Path | None = None, **options: str) -> str:
@@ -52,7 +52,7 @@ def test_key_may_be_in_the_file_of_the_certificate(certificates: Certificates) -
     certificate, key = certificates.issue("good")
     certificate.write_text(certificate.read_text() + key.read_text())
     loaded = _load(certificate)
-    assert server_context("listen", loaded.tls) is not None
+    assert make_server_context("listen", loaded.tls) is not None
 
 
 def test_expired_certificate_is_rejected(certificates: Certificates) -> None:
@@ -117,4 +117,6 @@ def test_authorities_that_are_no_certificates_are_rejected(certificates: Certifi
 )
 def test_option_without_its_partner_is_rejected(options: dict[str, str], refusal: str) -> None:
     with pytest.raises(SettingsError, match=refusal):
-        load(["--connector", "plain", "--decode", "h:1"], {f"PROXY_{name}": value for name, value in options.items()})
+        load_settings(
+            ["--connector", "plain", "--decode", "h:1"], {f"PROXY_{name}": value for name, value in options.items()}
+        )

@@ -15,18 +15,18 @@ from proxy.sim.model.tokenizer import (
     SECTION_BEGIN,
     THINK_END,
     Detokenizer,
-    decode,
-    encode,
+    decode_tokens,
+    encode_text,
     render_chat,
 )
-from proxy.sim.model.writer import Writer
+from proxy.sim.model.writer import DeterministicWriter
 
 ids = st.lists(st.one_of(st.integers(0, 255), st.just(0x20), st.sampled_from(sorted(MARKERS))), min_size=1, max_size=60)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}, "day": {}}}}}
 
 
 def out(prompt: list[int], count: int, *, eos_after: int | None = None) -> list[int]:
-    writer = Writer(prompt, eos_after=eos_after)
+    writer = DeterministicWriter(prompt, eos_after=eos_after)
     return [writer.next() for _ in range(count)]
 
 
@@ -64,16 +64,16 @@ def test_tools_are_called_if_the_prompt_declares_them() -> None:
     assert CALL_BEGIN not in out(render_chat(body | {"tool_choice": "none"}), 100)
     answered = [*body["messages"], {"role": "tool", "tool_call_id": "functions.weather:0", "content": "sun"}]
     assert CALL_BEGIN not in out(render_chat(body | {"messages": answered}), 100)
-    garbled = encode("<|im_system|>tool_declare<|im_middle|>[weather<think><|im_end|> go ")
+    garbled = encode_text("<|im_system|>tool_declare<|im_middle|>[weather<think><|im_end|> go ")
     assert CALL_BEGIN not in out(garbled, 100)
 
 
 def test_other_prompts_get_other_answers() -> None:
-    assert out(encode("one "), 60) != out(encode("two "), 60)
+    assert out(encode_text("one "), 60) != out(encode_text("two "), 60)
 
 
 def test_text_is_valid_and_has_characters_of_several_tokens() -> None:
-    text = decode(out(encode("Say something: "), 2000))
+    text = decode_tokens(out(encode_text("Say something: "), 2000))
     assert "\ufffd" not in text[:-1]
     assert any(ord(character) > 127 for character in text)
     assert len(text) < 2000

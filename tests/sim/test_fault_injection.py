@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.engine.faults import Faults, UnknownAction
+from proxy.sim.engine.faults import Faults, UnknownFaultAction
 
 if TYPE_CHECKING:
     from tests.sim.conftest import Client
@@ -48,9 +48,9 @@ async def test_rules_choose_their_requests() -> None:
     assert ["crlf" in plan for plan in plans] == [False, True, False, True]
     assert ["comments" in plan for plan in plans] == [False, True, True, True]
     assert ["refuse_status" in faults.plan("/v1/models", "") for _ in range(2)] == [True, False]
-    with pytest.raises(UnknownAction, match="unknown fault 'explode'"):
+    with pytest.raises(UnknownFaultAction, match="unknown fault 'explode'"):
         faults.add("explode")
-    with pytest.raises(UnknownAction, match="token"):
+    with pytest.raises(UnknownFaultAction, match="token"):
         faults.add("recompute", token=1)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.sim.model.parser import KimiParser, Phase, closing, parse_whole, start_phase
+from proxy.sim.model.parser import Phase, SimulatedKimiParser, closing_markers, parse_complete_text, start_phase
 from proxy.sim.model.tokenizer import ASSISTANT, CALL_BEGIN, SECTION_BEGIN, THINK, THINK_END
 
 TEXT = (
@@ -25,7 +25,7 @@ CALL = '<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_ca
 both_kinds = pytest.mark.parametrize("is_engine", [False, True], ids=["parsers", "engine"])
 
 
-def said(parser: KimiParser, text: str) -> list[dict[str, Any]]:
+def said(parser: SimulatedKimiParser, text: str) -> list[dict[str, Any]]:
     """Return the deltas of a text that arrives one character at a time and then ends."""
     deltas = [parser.feed(character) for character in text] + [parser.feed("", finished=True)]
     return [delta for delta in deltas if delta is not None]
@@ -39,9 +39,9 @@ def arguments(deltas: list[dict[str, Any]]) -> str:
 @both_kinds
 @given(cuts=st.lists(st.integers(0, len(TEXT)), max_size=12))
 def test_deltas_add_up_to_the_whole_message(is_engine: bool, cuts: list[int]) -> None:
-    whole, called = parse_whole(TEXT, is_thinking=True, is_engine=is_engine)
+    whole, called = parse_complete_text(TEXT, is_thinking=True, is_engine=is_engine)
     assert called
-    parser = KimiParser(Phase.REASONING, is_engine=is_engine)
+    parser = SimulatedKimiParser(Phase.REASONING, is_engine=is_engine)
     edges = [0, *sorted(cuts), len(TEXT)]
     pieces = [TEXT[begin:end] for begin, end in pairwise(edges)]
     deltas = [parser.feed(piece) for piece in pieces] + [parser.feed("", finished=True)]
@@ -67,62 +67,62 @@ def test_generation_starts_where_the_nearest_marker_of_its_prompt_says() -> None
 @both_kinds
 def test_markers_leak_when_resumed_inside_a_tool_section(is_engine: bool) -> None:
     rest = 'find:0<|tool_call_argument_begin|>{"a":"b"}<|tool_call_end|><|tool_calls_section_end|>'
-    deltas = said(KimiParser(start_phase([THINK, SECTION_BEGIN, CALL_BEGIN]), is_engine=is_engine), rest)
+    deltas = said(SimulatedKimiParser(start_phase([THINK, SECTION_BEGIN, CALL_BEGIN]), is_engine=is_engine), rest)
     assert "".join(delta["content"] for delta in deltas) == rest
 
 
 def test_indices_count_from_zero_in_every_parser() -> None:
-    resumed = said(KimiParser(Phase.CONTENT), CALL.replace("find:0", "find:1"))
+    resumed = said(SimulatedKimiParser(Phase.CONTENT), CALL.replace("find:0", "find:1"))
     assert [call["index"] for delta in resumed for call in delta["tool_calls"]][:1] == [0]
     assert resumed[0]["tool_calls"][0]["id"] == "functions.find:1"
 
 
 def test_engine_withholds_white_space_that_may_end_the_reasoning() -> None:
-    parser = KimiParser(Phase.REASONING)
+    parser = SimulatedKimiParser(Phase.REASONING)
     assert [parser.feed(text) for text in ("one ", " ", "two\n")] == [
         {"reasoning": "one"},
         None,
         {"reasoning": "  two"},
     ]
     assert parser.feed(" </think>so") == {"content": "so"}
-    cut = KimiParser(Phase.REASONING)
+    cut = SimulatedKimiParser(Phase.REASONING)
     cut.feed("one ")
     assert cut.feed("", finished=True) is None, "what is withheld is lost at the end"
-    older = KimiParser(Phase.REASONING, is_engine=False)
+    older = SimulatedKimiParser(Phase.REASONING, is_engine=False)
     assert older.feed("one ") == {"reasoning": "one "}
 
 
 def test_engine_drops_white_space_that_is_all_there_is_before_a_call() -> None:
-    assert [*said(KimiParser(Phase.CONTENT), "\n" + CALL)[0]] == ["tool_calls"]
-    assert said(KimiParser(Phase.CONTENT), " \n") == [{"content": " \n"}]
-    assert said(KimiParser(Phase.CONTENT), " a")[0] == {"content": " a"}
+    assert [*said(SimulatedKimiParser(Phase.CONTENT), "\n" + CALL)[0]] == ["tool_calls"]
+    assert said(SimulatedKimiParser(Phase.CONTENT), " \n") == [{"content": " \n"}]
+    assert said(SimulatedKimiParser(Phase.CONTENT), " a")[0] == {"content": " a"}
 
 
 def test_brace_that_ends_arguments_waits_for_the_next_text() -> None:
-    parser = KimiParser(Phase.CONTENT)
+    parser = SimulatedKimiParser(Phase.CONTENT)
     assert arguments([parser.feed(CALL) or {}]) == '{"a":"b"'
     assert parser.feed("", finished=True) == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
     whole = CALL + "<|tool_call_end|>"
-    assert arguments(said(KimiParser(Phase.CONTENT), whole)) == '{"a":"b"}'
+    assert arguments(said(SimulatedKimiParser(Phase.CONTENT), whole)) == '{"a":"b"}'
 
 
 def test_engine_tells_a_name_with_the_first_of_its_arguments() -> None:
     head = CALL[: CALL.index("{")]
     named = {"id": "functions.find:0", "type": "function", "index": 0}
-    parser = KimiParser(Phase.CONTENT)
+    parser = SimulatedKimiParser(Phase.CONTENT)
     assert parser.feed(head) is None
     assert parser.feed("{") == {"tool_calls": [named | {"function": {"name": "find", "arguments": "{"}}]}
-    older = KimiParser(Phase.CONTENT, is_engine=False)
+    older = SimulatedKimiParser(Phase.CONTENT, is_engine=False)
     assert older.feed(head) == {"tool_calls": [named | {"function": {"name": "find"}}]}
 
 
 def test_cut_name_is_reported_as_a_call_by_the_engine() -> None:
-    parser = KimiParser(Phase.CONTENT)
+    parser = SimulatedKimiParser(Phase.CONTENT)
     parser.feed(CALL[: CALL.index("ind:0")])
     function = {"name": "functions.f", "arguments": ""}
     call = {"id": "functions.functions.f:0", "type": "function", "index": 0, "function": function}
     assert parser.feed("", finished=True) == {"tool_calls": [call]}
-    older = KimiParser(Phase.CONTENT, is_engine=False)
+    older = SimulatedKimiParser(Phase.CONTENT, is_engine=False)
     older.feed(CALL[: CALL.index("ind:0")])
     assert older.feed("", finished=True) is None
 
@@ -131,7 +131,7 @@ def test_cut_name_is_reported_as_a_call_by_the_engine() -> None:
     ("told", "added"), [("", "{}"), ("{", "}"), ('{"a', '"}'), ('{"a":', "}"), ('{"a":"b', '"}'), ('{"a":"b"}', "")]
 )
 def test_older_parsers_complete_arguments_that_are_cut_off(told: str, added: str) -> None:
-    parser = KimiParser(Phase.CONTENT, is_engine=False)
+    parser = SimulatedKimiParser(Phase.CONTENT, is_engine=False)
     assert arguments([parser.feed(CALL[: CALL.index("{")] + told) or {}]) == told
     assert arguments([parser.feed("", finished=True) or {}]) == added
 
@@ -144,26 +144,26 @@ def test_older_parsers_complete_arguments_that_are_cut_off(told: str, added: str
 )
 def test_complete_document_has_no_missing_part(value: Any) -> None:
     text = orjson.dumps({"a": value}).decode()
-    assert closing(text) == ""
-    assert closing(text[:-1]) == "}"
+    assert closing_markers(text) == ""
+    assert closing_markers(text[:-1]) == "}"
 
 
 def test_whole_answers_keep_the_calls_their_parser_finds() -> None:
     broken = CALL[:-3]
-    engine, called = parse_whole(broken, is_thinking=False)
+    engine, called = parse_complete_text(broken, is_thinking=False)
     assert called
     assert engine["tool_calls"][0]["function"] == {"name": "find", "arguments": '{"a":"'}
-    older, called = parse_whole(broken, is_thinking=False, is_engine=False)
+    older, called = parse_complete_text(broken, is_thinking=False, is_engine=False)
     assert not called
     assert "tool_calls" not in older
 
 
 def test_whole_answers_take_resumed_content_for_reasoning() -> None:
-    fields, _ = parse_whole("so it is.", is_thinking=True)
+    fields, _ = parse_complete_text("so it is.", is_thinking=True)
     assert (fields["reasoning"], fields["content"]) == ("so it is.", None)
 
 
 def test_without_a_tool_parser_sections_are_content() -> None:
-    deltas = said(KimiParser(Phase.REASONING, reads_tools=False), "hm" + CALL)
+    deltas = said(SimulatedKimiParser(Phase.REASONING, reads_tools=False), "hm" + CALL)
     assert "".join(delta.get("reasoning", "") for delta in deltas) == "hm"
     assert "".join(delta.get("content", "") for delta in deltas) == CALL

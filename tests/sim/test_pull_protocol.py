@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model.tokenizer import encode
+from proxy.sim.model.tokenizer import encode_text
 from tests.sim.conftest import simulated_pair
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ async def test_kv_belongs_to_the_ids_a_chat_was_given(client: Client, profile_na
     key = "prompt_token_ids" if profile_name == "v0.30" else "_vllm_ascend_recompute_token_ids"
     is_private = profile_name == "v0.23"
     async with simulated_pair(profile_name=profile_name, private_prompt_ids=is_private) as (prefiller, decoder):
-        ids = encode("once upon ")
+        ids = encode_text("once upon ")
 
         async def decode(params: dict[str, Any]) -> str:
             _, answer = await client.post(decoder, CHAT, HELLO | {"kv_transfer_params": params})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model.tokenizer import CALL_BEGIN, END, SECTION_BEGIN, THINK_END, decode
+from proxy.sim.model.tokenizer import CALL_BEGIN, END, SECTION_BEGIN, THINK_END, decode_tokens
 
 if TYPE_CHECKING:
     from tests.sim.conftest import Client
@@ -67,7 +67,7 @@ async def test_answer_has_everything_that_can_be_resumed(client: Client) -> None
     assert [heard.ids.count(marker) for marker in (THINK_END, SECTION_BEGIN, CALL_BEGIN, END)] == [1, 1, 2, 1]
     assert heard.reasoning
     assert heard.content.endswith("so:")
-    assert decode(heard.ids, keep_markers=True).startswith(heard.reasoning + "</think>" + heard.content)
+    assert decode_tokens(heard.ids, keep_markers=True).startswith(heard.reasoning + "</think>" + heard.content)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ async def test_chat_continues_from_ids_at_every_token(client: Client, profile_na
 
 async def test_raw_completions_continue_a_chat_at_every_token(client: Client, engine: SimulatedEngine) -> None:
     expected = await whole(client)
-    text = decode(expected.ids[:-1], keep_markers=True)
+    text = decode_tokens(expected.ids[:-1], keep_markers=True)
     for cut in range(len(expected.ids)):
-        seen = decode(expected.ids[:cut], keep_markers=True)
+        seen = decode_tokens(expected.ids[:cut], keep_markers=True)
         if seen.endswith("\ufffd"):
             continue
         body = RAW | {"prompt": expected.prompt + expected.ids[:cut], "max_tokens": 300 - cut, "return_token_ids": True}
@@ -190,7 +190,7 @@ async def test_stop_string_that_never_came_is_let_go_with_the_finish(client: Cli
     body = CALLING | {"tools": None, "max_tokens": 20, "chat_template_kwargs": {}, "stop": [text[6:12] + "~"]}
     engine.faults.add("recompute", tokens=10)
     heard = await hear(client, engine, body)
-    assert heard.content == decode(heard.ids)
+    assert heard.content == decode_tokens(heard.ids)
     assert len(heard.last["delta"]["content"]) == 6
     assert heard.last["token_ids"] == []
 
@@ -215,7 +215,7 @@ async def test_several_ids_share_a_chunk_that_ends_within_a_character(client: Cl
     for choice in (chunk["choices"][0] for chunk in chunks[:-1]):
         ids += choice["token_ids"]
         text += choice["text"]
-        so_far = decode(ids)
+        so_far = decode_tokens(ids)
         broken += so_far.endswith("\ufffd")
         assert text == so_far.rstrip("\ufffd")
     assert broken

@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.sim.model.tokenizer import END, decode, render_chat
-from proxy.sim.model.writer import Writer, rest_of_turn
+from proxy.sim.model.tokenizer import END, decode_tokens, render_chat
+from proxy.sim.model.writer import DeterministicWriter, rest_of_turn
 
 PART = [
     {"say": "I look.", "calls": [{"name": "read", "arguments": {"path": "a [b]"}}]},
@@ -30,7 +30,7 @@ def prompt(*messages: dict[str, Any], thinking: bool = True, **fields: Any) -> l
 
 
 def written(ids: list[int]) -> list[int]:
-    writer = Writer(ids, eos_after=10)
+    writer = DeterministicWriter(ids, eos_after=10)
     said = [writer.next()]
     while said[-1] != END:
         said.append(writer.next())
@@ -39,8 +39,8 @@ def written(ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_each_turn_is_played(thinking: bool) -> None:
-    first = decode(written(prompt(thinking=thinking)), keep_markers=True)
-    second = decode(written(prompt(CALLED, RETURNED, thinking=thinking)), keep_markers=True)
+    first = decode_tokens(written(prompt(thinking=thinking)), keep_markers=True)
+    second = decode_tokens(written(prompt(CALLED, RETURNED, thinking=thinking)), keep_markers=True)
     assert first.removeprefix("I know my part.</think>") == (
         "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.read:0<|tool_call_argument_begin|>"
         '{"path":"a [b]"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'

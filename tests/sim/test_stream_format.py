@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model.tokenizer import encode, render_chat
-from proxy.sim.model.writer import Writer
+from proxy.sim.model.tokenizer import encode_text, render_chat
+from proxy.sim.model.writer import DeterministicWriter
 
 if TYPE_CHECKING:
     from tests.sim.conftest import Client
@@ -19,7 +19,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "ma
 
 
 def tokens(prompt: list[int], count: int) -> list[int]:
-    writer = Writer(prompt)
+    writer = DeterministicWriter(prompt)
     return [writer.next() for _ in range(count)]
 
 
@@ -78,7 +78,7 @@ async def test_usage_and_token_ids_have_their_places_in_a_chat_stream(client: Cl
 
 async def test_completion_chunks_of_two_versions(client: Client) -> None:
     body = {"prompt": "once ", "max_tokens": 1, "return_token_ids": True}
-    (token,) = tokens(encode("once "), 1)
+    (token,) = tokens(encode_text("once "), 1)
     chunk = (
         'data: {"id":"cmpl-R","object":"text_completion","created":1,"model":"sim","choices":[{"index":0,'
         f'"text":"{chr(token)}","logprobs":null,"finish_reason":"length","stop_reason":null,'

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model.grammar import Unsupported, instance
+from proxy.sim.model.grammar import UnsupportedSchema, make_instance
 
 if TYPE_CHECKING:
     from tests.sim.conftest import Client
@@ -67,7 +67,7 @@ SCHEMA = Everything.model_json_schema()
 
 
 def test_every_value_is_one_that_the_schema_allows() -> None:
-    values = [orjson.dumps(instance(SCHEMA, seed * 7919)) for seed in range(300)]
+    values = [orjson.dumps(make_instance(SCHEMA, seed * 7919)) for seed in range(300)]
     for value in values:
         Everything.model_validate_json(value)
         assert len(value) < 5000
@@ -92,7 +92,7 @@ def test_every_value_is_one_that_the_schema_allows() -> None:
     ids=str,
 )
 def test_schemas_may_be_short(schema: Any, value: Any) -> None:
-    assert isinstance(instance(schema, 12345), value)
+    assert isinstance(make_instance(schema, 12345), value)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_schemas_may_be_short(schema: Any, value: Any) -> None:
     ids=str,
 )
 def test_unsupported_schemas_produce_no_output(schema: Any) -> None:
-    with pytest.raises(Unsupported):
-        instance(schema, 1)
+    with pytest.raises(UnsupportedSchema):
+        make_instance(schema, 1)
 
 
 ASKED = [

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from proxy.settings import Settings, is_literal
+from proxy.settings import Settings, is_ip_address
 from proxy.upstream import AddressRules, is_odd_literal
 
 EVERYWHERE = AddressRules(["0.0.0.0/0", "::/0"])
@@ -95,7 +95,7 @@ ODD = ["2130706433", "0x7f000001", "0X7F000001", "127.1", "127.0.1", "0177.0.0.1
 @pytest.mark.parametrize("host", ODD)
 def test_unusual_spelling_of_an_ipv4_address_is_detected(host: str) -> None:
     assert is_odd_literal(host)
-    assert not is_literal(host)
+    assert not is_ip_address(host)
     # The reason: without a look-up, it is an address to the system.
     assert socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
 

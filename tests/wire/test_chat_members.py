@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.wire.chat_members import (
-    RAW_ARGUMENTS,
+    RAW_ARGUMENTS_MEMBER,
+    ControlCharacterEscaper,
     JsonNesting,
-    LegalStrings,
     ToolCalls,
     UnreadableMember,
-    as_object,
-    text_of,
-    whole_calls,
+    arguments_as_object,
+    read_complete_calls,
+    read_text,
 )
 
 JSON = st.recursive(
@@ -126,7 +126,7 @@ def test_tool_calls_are_bounded() -> None:
 @pytest.mark.parametrize("told", ["f", [7], [{"id": "a", "function": None}], [{"function": {"arguments": "{}"}}]])
 def test_whole_calls_need_a_name(told: Any) -> None:
     with pytest.raises(UnreadableMember):
-        whole_calls(told)
+        read_complete_calls(told)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def test_whole_calls_need_a_name(told: Any) -> None:
     ],
 )
 def test_text_of_joins_parts(told: Any, expected: str) -> None:
-    assert text_of(told, "content") == expected
+    assert read_text(told, "content") == expected
 
 
 @pytest.mark.parametrize("told", [7, True, {}, {"text": 7}, [{"type": "image_url"}]])
 def test_text_of_rejects_members_without_text(told: Any) -> None:
     with pytest.raises(UnreadableMember):
-        text_of(told, "content")
+        read_text(told, "content")
 
 
 @given(value=JSON, data=st.data())
@@ -168,7 +168,7 @@ def test_legal_strings_escape_control_characters_in_strings_alone(value: Any, da
     # As models write them: raw, where JSON wants an escape.
     raw = proper.replace("\\n", "\n").replace("\\t", "\t") if "\\\\" not in proper else proper
     written, strings, got, at = bytearray(), None, "", 0
-    strings = LegalStrings(written)
+    strings = ControlCharacterEscaper(written)
     while at < len(raw):
         end = data.draw(st.integers(at + 1, len(raw)))
         written += raw[at:end].encode()
@@ -185,16 +185,16 @@ def test_legal_strings_escape_control_characters_in_strings_alone(value: Any, da
         ('{"a":NaN,"b":-Infinity}', {"a": "NaN", "b": "-Infinity"}),
         ("", {}),
         ("null", {}),
-        ("[1]", {RAW_ARGUMENTS: "[1]"}),
-        ('{"a" "b"', {RAW_ARGUMENTS: '{"a" "b"'}),
-        ('{"a":1e999}', {RAW_ARGUMENTS: '{"a":1e999}'}),
+        ("[1]", {RAW_ARGUMENTS_MEMBER: "[1]"}),
+        ('{"a" "b"', {RAW_ARGUMENTS_MEMBER: '{"a" "b"'}),
+        ('{"a":1e999}', {RAW_ARGUMENTS_MEMBER: '{"a":1e999}'}),
         ('{"a":"\\ud83d"}', {"a": "\ud83d"}),
     ],
 )
 def test_arguments_as_object_lose_nothing(arguments: str, expected: dict[str, Any]) -> None:
-    assert json.loads(as_object(arguments)) == expected
+    assert json.loads(arguments_as_object(arguments)) == expected
 
 
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_arguments_as_object_are_always_an_object(text: str) -> None:
-    assert isinstance(orjson.loads(as_object(text)), dict)
+    assert isinstance(orjson.loads(arguments_as_object(text)), dict)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from proxy.wire.document import REMOVED, Document, InvalidDocument, joined, length_of, pieces_of
+from proxy.wire.document import REMOVED, Document, InvalidDocument, body_length, body_pieces, join_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +116,7 @@ def test_document_finds_every_member_with_its_exact_bytes(text: Text) -> None:
 @given(text=object_texts(), added=st.dictionaries(STRINGS, NEW_VALUES, max_size=3), data=st.data())
 def test_document_changes_equal_those_of_a_dictionary(text: Text, added: dict[str, Any], data: st.DataObject) -> None:
     changes = {name: data.draw(NEW_VALUES) for name in text.members if data.draw(st.booleans())} | added
-    changed = joined(Document(text.raw).with_changes(changes))
+    changed = join_body(Document(text.raw).with_changes(changes))
 
     expected = {**json.loads(text.raw), **changes}
     expected = {name: value for name, value in expected.items() if value is not REMOVED}
@@ -128,8 +128,8 @@ def test_document_changes_equal_those_of_a_dictionary(text: Text, added: dict[st
 
 @given(text=object_texts())
 def test_changed_document_can_be_changed_again(text: Text) -> None:
-    once = joined(Document(text.raw).with_changes({"stream": False}))
-    assert json.loads(joined(Document(once).with_changes({"stream": REMOVED}))) == {
+    once = join_body(Document(text.raw).with_changes({"stream": False}))
+    assert json.loads(join_body(Document(once).with_changes({"stream": REMOVED}))) == {
         name: value for name, value in json.loads(text.raw).items() if name != "stream"
     }
 
@@ -247,7 +247,7 @@ def test_object_of_very_many_elements_is_changed_like_any_other(raw: bytes) -> N
     name = next(iter(values))
     assert json.loads(document.raw_value(name) or b"") == values[name]
     assert document.raw_value("not there") is None
-    changed = json.loads(joined(document.with_changes({name: REMOVED, "new": orjson.Fragment(b'{"x" :1}')})))
+    changed = json.loads(join_body(document.with_changes({name: REMOVED, "new": orjson.Fragment(b'{"x" :1}')})))
     del values[name]
     assert changed == values | {"new": {"x": 1}}
 
@@ -266,7 +266,7 @@ def test_object_with_too_many_members_is_rejected() -> None:
 def test_megabytes_in_one_string_are_accepted(value: bytes, template: bytes) -> None:
     document = Document(template % value)
     assert document.raw_value("b") == b"1"
-    assert joined(document.with_changes({"b": REMOVED})) == (template % value).replace(b',"b":1', b"")
+    assert join_body(document.with_changes({"b": REMOVED})) == (template % value).replace(b',"b":1', b"")
 
 
 def test_long_list_of_token_ids_is_accepted() -> None:
@@ -285,7 +285,7 @@ MANY = ",".join(["[]"] * 20_000)
 @pytest.mark.parametrize("template", ['{ "n": %s, "x": [%s]}', '{ "x": [%s], "y": {"a": [%s]}}'])
 def test_number_reaches_the_engine_as_it_was_written(template: str, number: str) -> None:
     raw = (template % ((number, MANY) if template.startswith('{ "n"') else (MANY, number))).encode()
-    changed = joined(Document(raw).with_changes({"b": 1}))
+    changed = join_body(Document(raw).with_changes({"b": 1}))
     assert changed == b"{" + raw[2:-1] + b',"b":1}'
 
 
@@ -306,13 +306,13 @@ def test_number_beyond_float_range_passes_in_unread_members(number: str) -> None
 )
 def test_document_accepts_any_whitespace(template: bytes, space: bytes) -> None:
     document = Document(template.replace(b"%b", space))
-    assert json.loads(joined(document.with_changes({"c": 2}))) == {"a": 1, "b": [1], "c": 2}
+    assert json.loads(join_body(document.with_changes({"c": 2}))) == {"a": 1, "b": [1], "c": 2}
     assert json.loads(document.raw_value("b") or b"") == [1]
 
 
 def test_number_may_have_any_number_of_digits() -> None:
     raw = b'{"a": 0.' + b"1" * 200_000 + b',"b":[2.' + b"1" * 200_000 + b"]}"
-    assert joined(Document(raw).with_changes({})) == raw
+    assert join_body(Document(raw).with_changes({})) == raw
     assert dict(Document(raw).values) == {"a": 1 / 9, "b": [19 / 9]}
 
 
@@ -367,13 +367,13 @@ def test_long_object_is_sent_in_pieces_of_the_original() -> None:
     for kind in (bytes, bytearray):
         original = kind(raw)
         body = Document(original).with_changes({"stream": False, "n": 1})
-        assert joined(body) == raw.replace(b"true", b"false").replace(b"7}", b'7,"n":1}')
-        assert length_of(body) == len(joined(body))
-        longest = max(pieces_of(body), key=len)
+        assert join_body(body) == raw.replace(b"true", b"false").replace(b"7}", b'7,"n":1}')
+        assert body_length(body) == len(join_body(body))
+        longest = max(body_pieces(body), key=len)
         assert isinstance(longest, memoryview)
         assert longest.obj is original
     short = Document(bytearray(b'{"a":1}')).with_changes({"b": 2})
-    assert (short, type(short), pieces_of(short)) == (b'{"a":1,"b":2}', bytes, (short,))
+    assert (short, type(short), body_pieces(short)) == (b'{"a":1,"b":2}', bytes, (short,))
 
 
 def test_unused_members_are_not_read() -> None:
@@ -420,8 +420,8 @@ def test_short_and_long_objects_give_the_same_results(
         assert short.raw_value(name) == long.raw_value(name)
         assert short.is_list_of_prompts(name) == long.is_list_of_prompts(name)
         assert short.excerpt(name)[0] == long.excerpt(name)[0]
-    without = joined(long.with_changes({**changes, "long": REMOVED}))
-    assert orjson.loads(joined(short.with_changes(changes))) == orjson.loads(without)
+    without = join_body(long.with_changes({**changes, "long": REMOVED}))
+    assert orjson.loads(join_body(short.with_changes(changes))) == orjson.loads(without)
 
 
 @given(
@@ -431,7 +431,7 @@ def test_short_and_long_objects_give_the_same_results(
 def test_spelling_of_an_object_makes_no_difference(values: dict[str, Any], changes: dict[str, Any]) -> None:
     plain, spaced = orjson.dumps(values), json.dumps(values).encode()
     told, expected = Document(plain).with_changes(changes), Document(spaced).with_changes(changes)
-    assert orjson.loads(joined(told)) == orjson.loads(joined(expected))
+    assert orjson.loads(join_body(told)) == orjson.loads(join_body(expected))
     for name in values:
         assert orjson.loads(Document(plain).raw_value(name) or b"") == values[name]
         assert orjson.loads(Document(spaced).raw_value(name) or b"") == values[name]

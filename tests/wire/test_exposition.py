@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from proxy.wire.exposition import (
-    PromptTokens,
+    PromptTokenTotals,
     parse_expired_leases,
     parse_failed_transfers,
     parse_prompt_tokens,
-    parse_ranks,
+    parse_rank_count,
 )
 
 VLLM = b"""# HELP vllm:prompt_tokens_by_source_total Number of prompt tokens by source.
@@ -35,16 +35,16 @@ sglang:realtime_tokens_total{engine_type="decode",mode="decode",tp_rank="0"} 70.
 @pytest.mark.parametrize(
     ("exposition", "told"),
     [
-        (VLLM, PromptTokens(2268.0, 15.0, 32.0)),
-        (VLLM.replace(b"\n", b"\r\n").replace(b"\r", b" 1763793000"), PromptTokens(2268.0, 15.0, 32.0)),
-        (OLDER, PromptTokens(64.0, 20.0, 16.0)),
-        (SGLANG, PromptTokens(90.0, 10.0, 0.0)),
-        (SGLANG.replace(b"prefill_compute", b"other"), PromptTokens(100.0, 0.0, 0.0)),  # none was computed so far
-        (SGLANG.replace(b'mode="decode"', b'mode="other"'), PromptTokens(90.0, 10.0, 0.0)),
-        (b"x" * 100_000 + b"\n" + SGLANG, PromptTokens(90.0, 10.0, 0.0)),
+        (VLLM, PromptTokenTotals(2268.0, 15.0, 32.0)),
+        (VLLM.replace(b"\n", b"\r\n").replace(b"\r", b" 1763793000"), PromptTokenTotals(2268.0, 15.0, 32.0)),
+        (OLDER, PromptTokenTotals(64.0, 20.0, 16.0)),
+        (SGLANG, PromptTokenTotals(90.0, 10.0, 0.0)),
+        (SGLANG.replace(b"prefill_compute", b"other"), PromptTokenTotals(100.0, 0.0, 0.0)),  # none was computed so far
+        (SGLANG.replace(b'mode="decode"', b'mode="other"'), PromptTokenTotals(90.0, 10.0, 0.0)),
+        (b"x" * 100_000 + b"\n" + SGLANG, PromptTokenTotals(90.0, 10.0, 0.0)),
     ],
 )
-def test_prompt_tokens_are_summed_by_source(exposition: bytes, told: PromptTokens) -> None:
+def test_prompt_tokens_are_summed_by_source(exposition: bytes, told: PromptTokenTotals) -> None:
     assert parse_prompt_tokens(exposition) == told
 
 
@@ -86,7 +86,7 @@ vllm:num_requests_waiting{engine="2",model_name="tiny"} 3.0
     ],
 )
 def test_ranks_are_counted_by_their_gauges(exposition: bytes, ranks: int | None) -> None:
-    assert parse_ranks(exposition) == ranks
+    assert parse_rank_count(exposition) == ranks
 
 
 @pytest.mark.parametrize(

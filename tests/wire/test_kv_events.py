@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from proxy.wire.kv_events import (
-    AllCleared,
+    AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     EventPublisher,
-    Unreadable,
-    configured_sources,
-    decode,
-    parse_sources,
+    UnreadableEvent,
+    decode_batch,
+    parse_configured_publishers,
+    parse_publishers,
 )
 
 pack = msgspec.msgpack.encode
@@ -79,7 +79,7 @@ STORED = {
 def test_stored_blocks_are_decoded_in_every_format(name: str) -> None:
     event, expected = STORED[name]
     for batch in ([1.5, [event]], [1.5, [event], 0], {"ts": 1.5, "events": [event], "data_parallel_rank": 0}):
-        assert decode(pack(batch)) == [expected]
+        assert decode_batch(pack(batch)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_stored_blocks_are_decoded_in_every_format(name: str) -> None:
         (["BlockRemoved", [HASH]], BlocksRemoved([HASH], None, None)),
         (["BlockRemoved", [3], "GPU", 1], BlocksRemoved([3], "GPU", 1)),
         ({"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"}, BlocksRemoved([3], "GPU", None)),
-        (["AllBlocksCleared"], AllCleared()),
-        ({"type": "AllBlocksCleared"}, AllCleared()),
+        (["AllBlocksCleared"], AllBlocksCleared()),
+        ({"type": "AllBlocksCleared"}, AllBlocksCleared()),
     ],
 )
 def test_removed_blocks_are_decoded_in_every_format(event: Any, expected: Any) -> None:
-    assert decode(pack([1.5, [event], 0])) == [expected]
+    assert decode_batch(pack([1.5, [event], 0])) == [expected]
 
 
 def test_unreadable_kv_event_does_not_affect_others() -> None:
@@ -105,10 +105,10 @@ def test_unreadable_kv_event_does_not_affect_others() -> None:
         {"block_hashes": []},
         [],
     )
-    found = decode(pack([1.5, [*odd, ["AllBlocksCleared"]], 0]))
-    assert all(isinstance(event, Unreadable) for event in found[:-1])
+    found = decode_batch(pack([1.5, [*odd, ["AllBlocksCleared"]], 0]))
+    assert all(isinstance(event, UnreadableEvent) for event in found[:-1])
     assert len(found) == len(odd) + 1
-    assert found[-1] == AllCleared()
+    assert found[-1] == AllBlocksCleared()
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,17 @@ def test_unreadable_kv_event_does_not_affect_others() -> None:
 )
 def test_invalid_batch_raises_value_error(payload: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        decode(payload)
+        decode_batch(payload)
 
 
 def test_any_bytes_are_decoded_or_rejected() -> None:
     whole = pack([1.5, [event for event, _ in STORED.values()], 0])
     for cut in range(len(whole)):
         with pytest.raises(ValueError, match=r"."):
-            decode(whole[:cut])
+            decode_batch(whole[:cut])
     for _ in range(2000):
         try:
-            decode(os.urandom(40))
+            decode_batch(os.urandom(40))
         except ValueError:
             continue
 
@@ -168,7 +168,7 @@ OTHER_RANK = {"publisher": "zmq", "endpoint": "tcp://10.0.0.1:28558", "replay_en
     ],
 )
 def test_sources_are_read_from_the_answer_of_the_engine(answer: Any, expected: Any) -> None:
-    assert parse_sources(answer) == expected
+    assert parse_publishers(answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_sources_are_read_from_the_answer_of_the_engine(answer: Any, expected: A
 )
 def test_impossible_publisher_is_rejected(answer: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
-        parse_sources(answer)
+        parse_publishers(answer)
 
 
 def sglang(config: str, ranks: int = 1) -> dict[str, Any]:
@@ -224,7 +224,7 @@ TOP_REPLAY = '{"publisher":"zmq","endpoint":"tcp://*:1","replay_endpoint":"tcp:/
     ],
 )
 def test_sources_follow_from_how_an_engine_was_started(info: Any, expected: Any) -> None:
-    assert configured_sources(info) == expected
+    assert parse_configured_publishers(info) == expected
 
 
 @pytest.mark.parametrize(
@@ -232,4 +232,4 @@ def test_sources_follow_from_how_an_engine_was_started(info: Any, expected: Any)
 )
 def test_engine_cannot_have_been_started_with_more_ranks_than_ports(info: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
-        configured_sources(info)
+        parse_configured_publishers(info)

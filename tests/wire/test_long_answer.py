@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.wire.document import REMOVED, Document, InvalidDocument, LongAnswer, joined
+from proxy.wire.document import REMOVED, Document, InvalidDocument, LongAnswer, join_body
 
 USAGE = b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}'
 
@@ -52,7 +52,7 @@ def test_long_answer_changes_its_end_as_a_document_would(answer: bytes, changes:
     whole = LongAnswer(answer)
     written = whole.with_changes(changes)
 
-    expected = joined(Document(answer).with_changes(changes))
+    expected = join_body(Document(answer).with_changes(changes))
     assert written is None or orjson.loads(written) == orjson.loads(expected)
     if written is not None and orjson.dumps(whole.values) == answer:
         assert written == expected

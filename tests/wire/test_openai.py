@@ -13,11 +13,11 @@ from proxy.wire.openai import (
     DONE_EVENT,
     Api,
     data_event,
-    engine_words,
+    engine_error_text,
     error_body,
     error_event,
-    error_type,
-    with_prompt_details,
+    error_type_of_status,
+    replace_prompt_details,
 )
 from proxy.wire.sse import EventSplitter
 
@@ -53,7 +53,7 @@ def test_each_api_has_its_route() -> None:
     ],
 )
 def test_type_of_an_error_follows_its_status(status: int, expected: str) -> None:
-    assert error_type(status) == expected
+    assert error_type_of_status(status) == expected
 
 
 def test_gateway_error_has_the_openai_format() -> None:
@@ -117,12 +117,12 @@ def test_splitter_reads_the_events_of_the_gateway() -> None:
 )
 def test_prefillers_details_replace_the_decoders(decoders: Any, prefillers: Any, expected: Any) -> None:
     usage = {"prompt_tokens": 10, "prompt_tokens_details": decoders}
-    assert with_prompt_details(usage, prefillers) == {"prompt_tokens": 10, "prompt_tokens_details": expected}
+    assert replace_prompt_details(usage, prefillers) == {"prompt_tokens": 10, "prompt_tokens_details": expected}
 
 
 def test_usage_without_details_stays_as_it_is() -> None:
     for usage in ({"prompt_tokens": 10}, {"prompt_tokens": 10, "prompt_tokens_details": None}):
-        assert with_prompt_details(usage, None) is usage
+        assert replace_prompt_details(usage, None) is usage
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_usage_without_details_stays_as_it_is() -> None:
 )
 def test_words_of_an_engine_contain_no_quotation(message: str, words: str) -> None:
     for body in ({"error": {"message": message}}, {"object": "error", "message": message}, {"detail": message}):
-        found = engine_words(orjson.dumps(body))
+        found = engine_error_text(orjson.dumps(body))
         assert found.startswith(words)
         assert "secret" not in found
         assert found.isprintable()
@@ -149,4 +149,4 @@ def test_words_of_an_engine_contain_no_quotation(message: str, words: str) -> No
     "body", [b"", b"<html>", b"[]", b'{"error":{"message":7}}', b'{"error":true}', b'{"error":null}']
 )
 def test_body_without_a_message_has_no_words(body: bytes) -> None:
-    assert engine_words(body) == ""
+    assert engine_error_text(body) == ""

@@ -13,7 +13,7 @@ import pytest
 from proxy.dialects.call import measure_prompt
 from proxy.settings.model import Cost
 from proxy.wire.document import REMOVED, Document
-from proxy.wire.prefix import PrefixKeys, Prompt
+from proxy.wire.prefix import PrefixKeys, PromptPrefixes
 
 TEXT = "".join(f"sentence number {number}. " for number in range(1000))
 
@@ -125,16 +125,16 @@ def test_requests_without_a_single_prompt_have_no_keys(values: dict[str, Any]) -
 
 def test_keys_are_computed_once_and_again_after_changes() -> None:
     document = Document(orjson.dumps({"model": "m", "prompt": ["a", "b"], "n": 2}))
-    part = Prompt(document).changed({"prompt": "b", "n": REMOVED})
+    part = PromptPrefixes(document).changed({"prompt": "b", "n": REMOVED})
     assert part.keys is part.keys
     assert part.keys == prefix_keys({"model": "m", "prompt": "b"})
-    assert Prompt(document).changed({"n": REMOVED}).keys == PrefixKeys()
+    assert PromptPrefixes(document).changed({"n": REMOVED}).keys == PrefixKeys()
 
 
 def test_keys_are_equal_in_another_process() -> None:
     code = """
 from proxy.wire.document import Document
-from proxy.wire.prefix import Prompt
-print(Prompt(Document(b'{"prompt":"%b"}' % (b"x" * 5000))).keys.keys)"""
+from proxy.wire.prefix import PromptPrefixes
+print(PromptPrefixes(Document(b'{"prompt":"%b"}' % (b"x" * 5000))).keys.keys)"""
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(prefix_keys({"prompt": "x" * 5000}).keys)

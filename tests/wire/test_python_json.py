@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.wire.document import Document, InvalidDocument, joined
+from proxy.wire.document import Document, InvalidDocument, join_body
 from proxy.wire.python_json import dumps, loads
 
 ANY_TEXT = st.text(st.characters(), max_size=6)
@@ -110,7 +110,7 @@ def test_members_beside_half_a_pair_keep_their_bytes(
     assert dict(document.values) == members
     for name, text in spelled.items():
         assert document.raw_value(name) == text.encode()
-    changed = joined(document.with_changes({"\ud83d": "\ud83d", "new": 1}))
+    changed = join_body(document.with_changes({"\ud83d": "\ud83d", "new": 1}))
     assert json.loads(changed) == {**members, "\ud83d": "\ud83d", "new": 1}
 
 

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from proxy.common.errors import BadRequest
 from proxy.wire.sglang import (
-    PrefilledParts,
-    embeddings,
-    is_batch,
-    items_of,
-    output_limit,
-    prompt_of,
-    samples_of,
-    usage_of,
-    wants_prefillers_answer,
+    PrefillerMeta,
+    count_embeddings,
+    is_batch_request,
+    needs_prefill_answer,
+    read_output_limit,
+    read_prompt,
+    read_sample_count,
+    split_into_items,
+    usage_of_event,
 )
 
 
 def changes(values: dict[str, Any]) -> list[dict[str, object]]:
-    return [item.changes for item in items_of(values, 100)]
+    return [item.changes for item in split_into_items(values, 100)]
 
 
 # Requests
@@ -48,7 +48,7 @@ def changes(values: dict[str, Any]) -> list[dict[str, object]]:
     ],
 )
 def test_is_batch_matches_answers_that_are_lists(values: dict[str, Any], expected: bool) -> None:
-    assert is_batch(values) is expected
+    assert is_batch_request(values) is expected
 
 
 def test_single_prompt_is_left_as_it_is() -> None:
@@ -73,7 +73,7 @@ def test_lists_beside_a_list_of_prompts_are_shared_out() -> None:
 
 
 def test_items_have_the_samples_of_each_prompt_in_order() -> None:
-    items = items_of({"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 1}}, 4)
+    items = split_into_items({"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 1}}, 4)
     assert [item.changes["text"] for item in items] == ["a", "a", "b", "b"]
     assert all(item.changes["sampling_params"] == {"n": 1, "top_k": 1} for item in items)
     assert [item.is_first for item in items] == [True, False, True, False]
@@ -91,7 +91,7 @@ def test_items_have_the_samples_of_each_prompt_in_order() -> None:
 )
 def test_lists_of_another_length_than_the_prompts_are_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
-        items_of(values, 4)
+        split_into_items(values, 4)
 
 
 _ANY = st.recursive(
@@ -107,25 +107,25 @@ _NAMES = st.sampled_from(
 @given(st.dictionaries(_NAMES, _ANY))
 def test_any_request_is_split_or_rejected(values: dict[str, Any]) -> None:
     try:
-        items = items_of(values, 8)
+        items = split_into_items(values, 8)
     except BadRequest:
         return
     assert 1 <= len(items) <= 8
-    assert len(items) == 1 or is_batch(values)
-    assert wants_prefillers_answer(values) in (True, False)
-    assert output_limit(values.get("sampling_params")) >= 0
-    assert samples_of(values.get("sampling_params")) >= 1
+    assert len(items) == 1 or is_batch_request(values)
+    assert needs_prefill_answer(values) in (True, False)
+    assert read_output_limit(values.get("sampling_params")) >= 0
+    assert read_sample_count(values.get("sampling_params")) >= 1
 
 
 def test_answer_has_128_tokens_unless_asked_otherwise() -> None:
-    assert [output_limit(params) for params in (None, {}, {"max_new_tokens": 5}, [{"max_new_tokens": 0}])] == [
+    assert [read_output_limit(params) for params in (None, {}, {"max_new_tokens": 5}, [{"max_new_tokens": 0}])] == [
         *(128, 128, 5, 0)
     ]
 
 
 def test_first_prompt_that_is_there_counts() -> None:
-    assert prompt_of({"text": None, "input_ids": [1], "input_embeds": [[0.1]]}) == [1]
-    assert prompt_of({}) is None
+    assert read_prompt({"text": None, "input_ids": [1], "input_embeds": [[0.1]]}) == [1]
+    assert read_prompt({}) is None
 
 
 # Answers
@@ -133,7 +133,7 @@ def test_first_prompt_that_is_there_counts() -> None:
 
 def test_parts_of_the_prefiller_come_first() -> None:
     answer = {"text": "x", "meta_info": {"input_token_logprobs": [1, 2], "input_top_logprobs": [[3]], "id": "p"}}
-    parts = PrefilledParts(orjson.dumps(answer))
+    parts = PrefillerMeta(orjson.dumps(answer))
     told = {"text": "y", "meta_info": {"input_token_logprobs": [9], "output_token_logprobs": [8], "id": "d"}}
     assert parts.complete(told) == {
         "text": "y",
@@ -145,17 +145,17 @@ def test_parts_of_the_prefiller_come_first() -> None:
 def test_first_event_of_a_stream_has_the_parts_of_the_prefiller() -> None:
     events = b"".join(b"data: %b\n\n" % told for told in (b'{"meta_info":{"input_token_logprobs":[1]}}', b"[DONE]"))
     told: dict[str, Any] = {"meta_info": {"input_token_logprobs": []}}
-    assert PrefilledParts(events).complete(told) == {"meta_info": {"input_token_logprobs": [1]}}
+    assert PrefillerMeta(events).complete(told) == {"meta_info": {"input_token_logprobs": [1]}}
 
 
 def test_usage_has_the_openai_format() -> None:
     told: dict[str, Any] = {"meta_info": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 3}}
-    assert usage_of(told) == {
+    assert usage_of_event(told) == {
         "prompt_tokens": 5,
         "completion_tokens": 2,
         "prompt_tokens_details": {"cached_tokens": 3},
     }
-    assert usage_of({"text": "x"}) is usage_of([]) is None
+    assert usage_of_event({"text": "x"}) is usage_of_event([]) is None
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_usage_has_the_openai_format() -> None:
     ],
 )
 def test_embeddings_count_where_they_are_the_prompt(fields: dict[str, Any], count: int | None) -> None:
-    assert embeddings(fields) == count
+    assert count_embeddings(fields) == count

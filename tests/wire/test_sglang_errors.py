@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.wire.sglang import error_in_answer, error_of
+from proxy.wire.sglang import find_answer_error, find_event_error
 
 ABORT = {"type": "abort", "message": "lost", "status_code": 503, "err_type": None}
 WISH = {"type": "abort", "message": "Abort", "status_code": None}
@@ -29,7 +29,10 @@ WISH = {"type": "abort", "message": "Abort", "status_code": None}
     ],
 )
 def test_error_has_a_status_and_a_body(payload: dict[str, Any], status: int, message: str) -> None:
-    for error in (error_of(payload), error_in_answer(b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(payload))):
+    for error in (
+        find_event_error(payload),
+        find_answer_error(b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(payload)),
+    ):
         assert error is not None
         assert error.status == status
         assert orjson.loads(error.body)["error"]["message"] == message
@@ -49,18 +52,18 @@ def test_error_has_a_status_and_a_body(payload: dict[str, Any], status: int, mes
 )
 def test_answers_without_error_have_none(payload: Any) -> None:
     raw = orjson.dumps(payload)
-    assert error_of(payload) is error_in_answer(raw) is error_in_answer(b"data: %b\n\n" % raw) is None
+    assert find_event_error(payload) is find_answer_error(raw) is find_answer_error(b"data: %b\n\n" % raw) is None
 
 
 @pytest.mark.parametrize("payload", [{"meta_info": {"finish_reason": WISH}}, {"choices": [{"finish_reason": "abort"}]}])
 def test_requested_abort_is_an_error_of_prefillers_only(payload: dict[str, Any]) -> None:
-    assert error_of(payload) is None
-    error = error_in_answer(orjson.dumps(payload))
+    assert find_event_error(payload) is None
+    error = find_answer_error(orjson.dumps(payload))
     assert error is not None
     assert (error.status, error.is_wish) == (500, True)
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=30).map(lambda raw: b'data: {"error":' + raw + b"}\n\n"))
 def test_error_in_answer_accepts_any_bytes(answer: bytes) -> None:
-    error = error_in_answer(answer)
+    error = find_answer_error(answer)
     assert error is None or 400 <= error.status < 600

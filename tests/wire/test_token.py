@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.wire.sse import Shape
+from proxy.wire.sse import TokenShape
 
 
 def event(text: str, token: Any, *, field: str = "content", spaces: bool = False, **more: Any) -> bytes:
@@ -18,7 +18,7 @@ def event(text: str, token: Any, *, field: str = "content", spaces: bool = False
     return b"data: " + json.dumps(payload, separators=separators, ensure_ascii=False).encode() + b"\n\n"
 
 
-def pieces(shape: Shape | None) -> tuple[bytes | None, ...]:
+def pieces(shape: TokenShape | None) -> tuple[bytes | None, ...]:
     assert shape is not None
     return shape.head, shape.between, shape.behind
 
@@ -29,8 +29,8 @@ def test_shape_has_the_bytes_around_text_and_id(field: str, spaces: bool) -> Non
     raw = event("words", [123], field=field, spaces=spaces)
     begin, rest = raw.split(b"words")
     between, end = rest.split(b"123")
-    assert pieces(Shape.of(raw)) == (begin, between, end)
-    shape = Shape.of(raw)
+    assert pieces(TokenShape.of(raw)) == (begin, between, end)
+    shape = TokenShape.of(raw)
     assert shape is not None
     assert shape.is_reasoning is field.startswith("reasoning")
 
@@ -38,7 +38,7 @@ def test_shape_has_the_bytes_around_text_and_id(field: str, spaces: bool) -> Non
 def test_shape_without_id_has_the_bytes_around_the_text() -> None:
     raw = event("words", None)
     begin, end = raw.split(b"words")
-    assert pieces(Shape.of(raw)) == (begin, None, end)
+    assert pieces(TokenShape.of(raw)) == (begin, None, end)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_shape_without_id_has_the_bytes_around_the_text() -> None:
     ],
 )
 def test_shape_matches_events_with_other_text_and_id(raw: bytes, is_like: bool) -> None:
-    shape = Shape.of(event("words", [123]))
+    shape = TokenShape.of(event("words", [123]))
     assert shape is not None
     assert shape.has_same_frame(raw) is is_like
 
@@ -71,4 +71,4 @@ def test_shape_matches_events_with_other_text_and_id(raw: bytes, is_like: bool) 
     ids=lambda raw: str(raw[40:90]),
 )
 def test_event_without_one_text_has_no_shape(raw: bytes) -> None:
-    assert Shape.of(raw) is None
+    assert TokenShape.of(raw) is None

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from proxy.wire.weight import (
     LONG_BYTES,
-    is_heavier,
-    is_light,
-    load,
-    object_bytes,
-    upper_bounds,
-    weigh,
-    weigh_closely,
-    wide_bytes,
-    without_escapes,
+    bound_element_counts,
+    count_object_bytes,
+    count_weight,
+    count_wide_text_bytes,
+    estimate_weight,
+    is_heavier_json,
+    is_light_json,
+    parse_weighed_json,
+    remove_escapes,
 )
 
 VALUES = st.recursive(
@@ -50,10 +50,10 @@ def _is_scalar(value: Any) -> bool:
 @given(value=st.dictionaries(st.text(max_size=3), VALUES, max_size=5), spaces=st.booleans())
 def test_weigh_closely_ignores_the_content_of_strings(value: dict[str, Any], spaces: bool) -> None:
     raw = orjson.dumps(value, option=orjson.OPT_INDENT_2 if spaces else None)
-    weight = weigh_closely(raw, 1 << 40)
+    weight = count_weight(raw, 1 << 40)
     assert weight.elements == elements(value) + raw.count(b"\\")
-    assert weigh(raw).elements >= weight.elements - raw.count(b"\\")
-    text = without_escapes(raw)
+    assert estimate_weight(raw).elements >= weight.elements - raw.count(b"\\")
+    text = remove_escapes(raw)
     assert len(text) == len(raw)
     assert text.count(b'"') == weight.quotes
 
@@ -79,50 +79,50 @@ SMALL = {
 def test_weigh_bounds_memory_before_reading(unit: bytes) -> None:
     raw = filled(unit)
     tracemalloc.start()
-    value = load(raw)
+    value = parse_weighed_json(raw)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert value
-    assert taken <= 1.25 * (len(raw) + weigh(raw).memory_bytes)
-    assert weigh(raw).memory_bytes <= 3 * taken
+    assert taken <= 1.25 * (len(raw) + estimate_weight(raw).memory_bytes)
+    assert estimate_weight(raw).memory_bytes <= 3 * taken
 
 
 @pytest.mark.parametrize("unit", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("size", [2_000, 20_000, 200_000])
 def test_object_bytes_bound_memory_after_reading(unit: bytes, size: int) -> None:
     raw = filled(unit, size)
-    assert is_light(raw, 8 * len(raw))
-    assert weigh_closely(raw, 10**9).elements <= 8 * len(raw)
+    assert is_light_json(raw, 8 * len(raw))
+    assert count_weight(raw, 10**9).elements <= 8 * len(raw)
     tracemalloc.start()
-    value = load(raw)
+    value = parse_weighed_json(raw)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert taken <= 1.25 * (len(raw) + object_bytes(raw, value))
-    assert object_bytes(raw, value) <= 4 * taken
+    assert taken <= 1.25 * (len(raw) + count_object_bytes(raw, value))
+    assert count_object_bytes(raw, value) <= 4 * taken
 
 
 def test_weight_counts_names_that_are_all_different() -> None:
     raw = b"{" + b",".join(b'"%x":0' % number for number in range(50_000)) + b"}"
     tracemalloc.start()
-    value = load(raw)
+    value = parse_weighed_json(raw)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(value) == 50_000
-    assert taken <= 1.25 * (len(raw) + weigh(raw).memory_bytes)
+    assert taken <= 1.25 * (len(raw) + estimate_weight(raw).memory_bytes)
 
 
 @pytest.mark.parametrize("text", [b"QUJD" * 500_000, b"a, [b] {c}" * 300_000, "日本".encode() * 500_000])
 def test_long_text_weighs_little(text: bytes) -> None:
     raw = b'{"messages":[{"role":"user","content":"' + text + b'"}]}'
-    assert weigh(raw).elements < 1_000_000
-    assert weigh_closely(raw, 1 << 40).elements == 16 * 3 + 4 * 10 + 1
+    assert estimate_weight(raw).elements < 1_000_000
+    assert count_weight(raw, 1 << 40).elements == 16 * 3 + 4 * 10 + 1
 
 
 def test_text_of_many_quotes_is_weighed_closely() -> None:
     raw = orjson.dumps({"prompt": orjson.dumps([{"a": 1}] * 100_000).decode()})
-    assert weigh(raw).elements > 2_000_000
-    assert weigh_closely(raw, 4_000_000).elements == 16 + 4 * 4 + raw.count(b"\\")
-    assert weigh_closely(raw, 100).elements > 100
+    assert estimate_weight(raw).elements > 2_000_000
+    assert count_weight(raw, 4_000_000).elements == 16 + 4 * 4 + raw.count(b"\\")
+    assert count_weight(raw, 100).elements > 100
 
 
 WIDE = {
@@ -138,31 +138,31 @@ WIDE = {
 def test_wide_bytes_count_wide_characters(text: str) -> None:
     raw = f'{{"x":[{{"y":["{text}"]}}]}}'.encode()
     tracemalloc.start()
-    value = load(raw)
+    value = parse_weighed_json(raw)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    told = len(raw) + weigh(raw).memory_bytes + wide_bytes(raw, value)
+    told = len(raw) + estimate_weight(raw).memory_bytes + count_wide_text_bytes(raw, value)
     assert taken <= told * 1.01
     assert told <= len(raw) + taken + 2_000
 
 
 def test_text_with_too_many_values_counts_as_wide() -> None:
     raw = '{"x":["🙂",'.encode() + b"1," * 40_000 + b"0]}"
-    assert wide_bytes(raw, load(raw)) == 3 * len(raw)
+    assert count_wide_text_bytes(raw, parse_weighed_json(raw)) == 3 * len(raw)
     for spelled, wide in ((b"a", 0), (b"a\\n", 0), (b"\\u00e9", 3)):
         other = raw.replace("🙂".encode(), spelled)
-        assert wide_bytes(other, load(other)) == wide * len(other)
+        assert count_wide_text_bytes(other, parse_weighed_json(other)) == wide * len(other)
 
 
 def test_every_array_and_object_costs_memory_also_if_it_is_empty() -> None:
     raw = b'{"x":[' + b",".join([b"[]"] * 1_000) + b"]}"
-    assert object_bytes(raw, load(raw)) == 100 * 1_001 + 120 * 1_002
+    assert count_object_bytes(raw, parse_weighed_json(raw)) == 100 * 1_001 + 120 * 1_002
 
 
 def test_only_long_texts_are_heavier_than_a_limit() -> None:
-    assert not is_heavier(filled(b"[],", LONG_BYTES - 100), 1000)
-    assert is_heavier(filled(b"[],", LONG_BYTES + 100), 1000)
-    assert not is_heavier(b'{"x":"' + b"[],{}" * LONG_BYTES + b'"}', 1000)
+    assert not is_heavier_json(filled(b"[],", LONG_BYTES - 100), 1000)
+    assert is_heavier_json(filled(b"[],", LONG_BYTES + 100), 1000)
+    assert not is_heavier_json(b'{"x":"' + b"[],{}" * LONG_BYTES + b'"}', 1000)
 
 
 def test_garbage_collector_is_disabled_only_while_reading() -> None:
@@ -174,7 +174,7 @@ def test_garbage_collector_is_disabled_only_while_reading() -> None:
     raw = filled(b"[],")
     gc.callbacks.append(note)
     try:
-        value = load(raw)
+        value = parse_weighed_json(raw)
         while_reading = len(looks)
     finally:
         gc.callbacks.remove(note)
@@ -182,7 +182,7 @@ def test_garbage_collector_is_disabled_only_while_reading() -> None:
     assert while_reading == 0
     assert gc.isenabled()
     with pytest.raises(orjson.JSONDecodeError):
-        load(raw[:-1])
+        parse_weighed_json(raw[:-1])
     assert gc.isenabled()
 
 
@@ -191,6 +191,6 @@ def test_garbage_collector_is_disabled_only_while_reading() -> None:
 )
 def test_bounds_are_no_less_than_what_a_text_weighs(unit: bytes) -> None:
     raw = filled(unit, 200_000)
-    elements, memory_bytes = upper_bounds(raw)
-    assert elements >= weigh(raw).elements
-    assert memory_bytes + 140 >= weigh_closely(raw, 10**9).memory_bytes
+    elements, memory_bytes = bound_element_counts(raw)
+    assert elements >= estimate_weight(raw).elements
+    assert memory_bytes + 140 >= count_weight(raw, 10**9).memory_bytes

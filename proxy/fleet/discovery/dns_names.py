@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.backend import Backend, Role
-from proxy.settings import parse_dns_name, parse_endpoints, plain_host
+from proxy.settings import parse_dns_name, parse_endpoints, strip_host_brackets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -104,4 +104,4 @@ def _of_services(answer: Answer) -> set[tuple[str, int]]:
     highest = min(record.priority for record in answer)
     first = [record for record in answer if record.priority == highest]
     hosts = [(record.target.to_text(omit_final_dot=True), record.port) for record in first]
-    return {(plain_host(host), port) for host, port in hosts if host != "."}
+    return {(strip_host_brackets(host), port) for host, port in hosts if host != "."}

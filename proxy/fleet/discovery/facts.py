@@ -119,7 +119,7 @@ def with_ranks(facts: EngineFacts, metrics: BufferedResponse | None) -> EngineFa
     """Return the facts with the number of ranks in an engine's gauges. `metrics` None: there was no answer."""
     if metrics is None or metrics.status != 200:
         return facts
-    return replace(facts, ranks=exposition.parse_ranks(metrics.body))
+    return replace(facts, ranks=exposition.parse_rank_count(metrics.body))
 
 
 def needs_chat_ids_question(facts: EngineFacts) -> bool:

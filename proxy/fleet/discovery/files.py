@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.common.backend import Backend, Role
-from proxy.settings import SettingsError, parse_endpoints, parse_models, read_yaml
+from proxy.settings import SettingsError, parse_endpoints, parse_model_names, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -118,7 +118,7 @@ def _is_elastic(labels: Any, where: str) -> bool:
 def _models(labels: Any, where: str) -> tuple[str, ...]:
     """Return the models in the label `model`, separated by commas; empty without it: then engines are asked."""
     try:
-        return parse_models(str(labels.get("model", "")))
+        return parse_model_names(str(labels.get("model", "")))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

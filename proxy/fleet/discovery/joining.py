@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.backend import Backend
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.upstream import EngineRequestError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Joiner(BackgroundOwner):
         self._client = client
         self._engine_headers = engine_headers
         self._on_joined = on_joined
-        self._background = Background(logger, "waiting for an instance")
+        self._background = BackgroundTasks(logger, "waiting for an instance")
         self._waits: dict[Backend, asyncio.Task[None]] = {}
 
     def join(self, candidate: Backend) -> bool:

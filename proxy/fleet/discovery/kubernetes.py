@@ -22,7 +22,7 @@ import aiohttp
 import orjson
 
 from proxy.common.backend import Backend, Role
-from proxy.settings import parse_models
+from proxy.settings import parse_model_names
 from proxy.upstream import read_bounded
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ def _bootstrap_port(one: Slice) -> int | None:
 def _models(one: Slice) -> tuple[str, ...]:
     """Return the served models. Raises ValueError."""
     try:
-        return parse_models(_annotation(one, MODEL_KEY) or "")
+        return parse_model_names(_annotation(one, MODEL_KEY) or "")
     except ValueError as error:
         raise ValueError(f"{MODEL_KEY} of EndpointSlice {one['metadata']['name']}: {error}") from None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.health import ProbeFailure
 from proxy.common.backend import Role
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.common.errors import Failure
 from proxy.fleet.discovery.facts import (
     CHAT_IDS_PATH,
@@ -119,7 +119,7 @@ class Prober(BackgroundOwner):
         self._on_transition = parts.on_transition
         self._on_removed = parts.on_removed
         self._pool_of = parts.pool_of
-        self._background = Background(logger, "a health check")
+        self._background = BackgroundTasks(logger, "a health check")
         self._due: dict[Backend, float] = {}
         """Loop time of the next probe; infinity during a probe."""
         self._incomplete: set[Backend] = set()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.roster import ADMIN, CONFIG
 from proxy.common.backend import Role
-from proxy.common.background import Background, BackgroundOwner
-from proxy.settings import canonical_host, is_literal
+from proxy.common.background import BackgroundOwner, BackgroundTasks
+from proxy.settings import canonical_host, is_ip_address
 from proxy.upstream.names import AddressRules, is_odd_literal
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Watcher(BackgroundOwner):
         """Running watches by origin."""
         self._pending: set[str] = set()
         """Origins of watched sources without a first result."""
-        self._background = Background(logger, "discovery")
+        self._background = BackgroundTasks(logger, "discovery")
 
     def _begin(self) -> None:
         self.configure(self._settings)
@@ -186,7 +186,7 @@ class Watcher(BackgroundOwner):
 
 def _is_allowed(host: str, rules: AddressRules) -> bool:
     """Return whether a source may name this host. The addresses of a name are checked when it is resolved."""
-    return rules.allows(host) if is_literal(host) else not is_odd_literal(host)
+    return rules.allows(host) if is_ip_address(host) else not is_odd_literal(host)
 
 
 class OwnAddresses:
@@ -211,7 +211,7 @@ def _is_any(host: str) -> bool:
 
 def _is_of_this_host(host: str) -> bool:
     """Return whether an interface of this host has this address: sockets can be bound only to such addresses."""
-    if not is_literal(host):
+    if not is_ip_address(host):
         return False
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

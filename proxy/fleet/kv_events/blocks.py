@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.policies.prefixes import CacheCount
-from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored
+from proxy.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -88,7 +88,7 @@ class Blocks:
                     self._store(event)
                 case BlocksRemoved():
                     self._remove(event)
-                case AllCleared():
+                case AllBlocksCleared():
                     self._forget()
                     self.cleared += 1
 

@@ -24,7 +24,7 @@ import zmq
 
 from proxy.fleet.kv_events.blocks import MAX_BLOCKS, MAX_BLOCKS_OF_ALL, Blocks, sum_of_ranks
 from proxy.fleet.kv_events.messages import EventSource, Gap, InstanceReport, SubscribeTo
-from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Unreadable, decode
+from proxy.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, UnreadableEvent, decode_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ _RECONNECT_MS: Final = (100, 10_000)
 # Interval and timeout. Without heartbeats, a peer that vanished would never be noticed.
 _HEARTBEAT_MS: Final = (5_000, 15_000)
 _REPLAY_SECONDS: Final = 2.0
-_KINDS: Final = {BlocksStored: "stored", BlocksRemoved: "removed", AllCleared: "cleared"}
+_KINDS: Final = {BlocksStored: "stored", BlocksRemoved: "removed", AllBlocksCleared: "cleared"}
 
 
 class CannotOpen(Exception):
@@ -113,12 +113,12 @@ class Subscription:
     def _read(self, number: int, batch: bytes) -> None:
         self._next = number + 1
         try:
-            events = decode(batch)
+            events = decode_batch(batch)
         except ValueError as error:
             self._cannot_read(str(error))
             return
         for event in events:
-            if isinstance(event, Unreadable):
+            if isinstance(event, UnreadableEvent):
                 self._cannot_read(event.why)
             else:
                 self.events[_KINDS[type(event)]] += 1

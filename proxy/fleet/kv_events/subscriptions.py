@@ -20,15 +20,15 @@ import msgspec
 import proxy
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.common.errors import Failure
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
 from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
 from proxy.observe import logs
-from proxy.settings.fleet import ASK, port_at
+from proxy.settings.fleet import ASK_ENGINES, replace_port
 from proxy.upstream import AddressProblem, EngineRequestError
-from proxy.wire.kv_events import configured_sources, of_ranks, parse_sources
+from proxy.wire.kv_events import parse_configured_publishers, parse_publishers, publishers_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -115,8 +115,8 @@ _SOURCES_PATH: Final = "/kv_event_sources"
 def configured_publishers(settings: KvEvents, backend: Backend) -> list[EventPublisher]:
     """Return the publishers that the settings name. Raises ValueError for an impossible port."""
     assert settings.endpoint is not None
-    replay = None if settings.replay_endpoint is None else port_at(settings.replay_endpoint, backend.port)
-    return of_ranks(settings.ranks, port_at(settings.endpoint, backend.port), replay, settings.topic)
+    replay = None if settings.replay_endpoint is None else replace_port(settings.replay_endpoint, backend.port)
+    return publishers_of_ranks(settings.ranks, replace_port(settings.endpoint, backend.port), replay, settings.topic)
 
 
 async def reported_publishers(client: EngineClient, keys: EngineKeys, backend: Backend) -> list[EventPublisher]:
@@ -124,9 +124,9 @@ async def reported_publishers(client: EngineClient, keys: EngineKeys, backend: B
 
     Raises EngineRequestError, and ValueError for an address at which no engine can publish.
     """
-    publishers = parse_sources(await _answer(client, keys, backend, _SOURCES_PATH))
+    publishers = parse_publishers(await _answer(client, keys, backend, _SOURCES_PATH))
     if publishers is None:
-        publishers = configured_sources(await _answer(client, keys, backend, SERVER_INFO_PATH))
+        publishers = parse_configured_publishers(await _answer(client, keys, backend, SERVER_INFO_PATH))
     return publishers or []
 
 
@@ -241,7 +241,7 @@ class Subscriptions(BackgroundOwner):
         self._settings = parts.settings
         self._metrics = parts.metrics
         self._instances: dict[Backend, _InstanceState] = {}
-        self._background = Background(logger, "the subscription to KV events")
+        self._background = BackgroundTasks(logger, "the subscription to KV events")
 
     def _begin(self) -> None:
         self._background.keep(self._keep_subscribing, "kv_events", self._metrics.background_restarts_total)
@@ -260,7 +260,10 @@ class Subscriptions(BackgroundOwner):
     async def _subscribe(self) -> str:
         """Subscribe until the process ends, and return the reason."""
         try:
-            async with subscriber_process() as process, Background(logger, "an update of subscriptions") as background:
+            async with (
+                subscriber_process() as process,
+                BackgroundTasks(logger, "an update of subscriptions") as background,
+            ):
                 background.start(self._keep_updating(process))
                 async for report in process.reports():
                     self._take(report)
@@ -286,7 +289,7 @@ class Subscriptions(BackgroundOwner):
             state = self._instances.get(backend)
             if state is None:
                 state = self._instances[backend] = _InstanceState()
-                if self._settings.endpoint == ASK:
+                if self._settings.endpoint == ASK_ENGINES:
                     self._background.start(self._ask(backend, state))
                 else:
                     self._take_configured(backend, state)

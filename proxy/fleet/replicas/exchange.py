@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.common.background import Background, BackgroundOwner
+from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.fleet.replicas.peers import Peers
 from proxy.fleet.replicas.state import decode_news, encode, encode_news
 from proxy.fleet.replicas.store import StoreFailed, StoreRefused
@@ -75,7 +75,7 @@ class StateExchange(BackgroundOwner):
         self._rng = parts.rng
         self._answered_at = parts.clock()
         self._is_gone = False
-        self._background = Background(logger, "the exchange with other gateways")
+        self._background = BackgroundTasks(logger, "the exchange with other gateways")
 
     def _begin(self) -> None:
         self._guests.erase()  # a worker that died may have left rows

@@ -7,6 +7,6 @@ The supervisor serves no requests and has no event loop. It waits for signals, p
 and checks the others. If the supervisor dies, its pipe to the workers closes, and they stop.
 """
 
-from proxy.process.supervisor.supervisor import RestartPolicy, serve
+from proxy.process.supervisor.supervisor import RestartPolicy, run_supervisor
 
-__all__ = ["RestartPolicy", "serve"]
+__all__ = ["RestartPolicy", "run_supervisor"]

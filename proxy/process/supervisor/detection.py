@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.common.backend import Backend
-    from proxy.settings import Loaded
+    from proxy.settings import LoadedSettings
     from proxy.settings.tls import TlsFiles
     from proxy.upstream import BufferedResponse
 
@@ -37,7 +37,7 @@ _INFO_PATHS: Final = ("/server_info?config_format=json", "/get_server_info")
 _INFO_TIMEOUT_SECONDS: Final = 30.0
 
 
-def find_connector(loaded: Loaded) -> str:
+def detect_connector(loaded: LoadedSettings) -> str:
     """Return the configured connector, or for `auto` that of the engines, and log the reason.
 
     Raises SettingsError if no connector fits all engines, and ConnectionError, in one sentence, if no engine of a role
@@ -49,14 +49,14 @@ def find_connector(loaded: Loaded) -> str:
     if not settings.instances_of(Role.PREFILL):
         logger.info("connector: auto selects plain: there are no prefillers")
         return "plain"
-    engines, silent = asyncio.run(_ask_all(settings, loaded.tls))
+    engines, silent = asyncio.run(_query_all_engines(settings, loaded.tls))
     finding = recognise(engines)
     left_out = "".join(f"; {name} did not say ({problem})" for name, problem in silent.items())
     logger.info("connector: auto selects %s: %s%s", finding.connector, finding.reason, left_out)
     return finding.connector
 
 
-def with_connector(loaded: Loaded, connector: str) -> Loaded:
+def replace_connector(loaded: LoadedSettings, connector: str) -> LoadedSettings:
     """Return the settings with the detected connector, which cannot change later.
 
     Raises SettingsError if other options do not fit this connector.
@@ -71,12 +71,12 @@ def with_connector(loaded: Loaded, connector: str) -> Loaded:
     return replace(loaded, settings=settings)
 
 
-async def _ask_all(settings: Settings, files: TlsFiles) -> tuple[list[EngineReport], Mapping[str, str]]:
+async def _query_all_engines(settings: Settings, files: TlsFiles) -> tuple[list[EngineReport], Mapping[str, str]]:
     """Return the reports of engines, and the problems of engines without an answer. Raises ConnectionError."""
     engines = [backend for backend in configured_instances(settings) if backend.role is not Role.ENCODE]
     key = settings.auth.engine_api_key
     client = EngineClient(tls=EngineTls(lambda: (settings.engines, files)))
-    asker = _Asker(client, EngineKeys(key.get_secret_value() if key else None), settings.health.timeout_seconds)
+    asker = EngineQuerier(client, EngineKeys(key.get_secret_value() if key else None), settings.health.timeout_seconds)
     async with asker:
         for attempt in range(settings.joining.max_attempts):
             if attempt:
@@ -95,7 +95,7 @@ async def _ask_all(settings: Settings, files: TlsFiles) -> tuple[list[EngineRepo
     )
 
 
-class _Asker:
+class EngineQuerier:
     """Asks engines, inside `async with`."""
 
     def __init__(self, client: EngineClient, keys: EngineKeys, timeout_seconds: float) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy import SERVER
 from proxy.common import blocking_http
 from proxy.process.shared import Listeners
-from proxy.settings import SettingsError, reachable
+from proxy.settings import SettingsError, connectable_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 _ADMIN_BACKLOG: Final = 128
-_NONE: Final[Mapping[str, socket.socket]] = MappingProxyType({})
+_NO_SOCKETS: Final[Mapping[str, socket.socket]] = MappingProxyType({})
 
 
 class PortInUse(OSError):
@@ -35,7 +35,7 @@ class PortInUse(OSError):
         self.port = port
 
 
-def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Listeners:
+def open_listeners(settings: Settings, given: Mapping[str, socket.socket] = _NO_SOCKETS) -> Listeners:
     """Return the listening sockets. `given`: open sockets by their names in Listeners.
 
     Raises OSError with one sentence for the operator, and SettingsError, also if a given socket has another address
@@ -76,7 +76,7 @@ def _callback_listeners(settings: Settings) -> Iterator[socket.socket]:
         yield create_listener(host, first and first + worker, settings.listen.backlog)
 
 
-def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+def _resolve_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
     return family, address
@@ -94,7 +94,7 @@ def _check_given_socket(name: str, listener: socket.socket, host: str, port: int
         raise SettingsError(f"{what} does not listen; of a systemd socket, Accept= has to be no")
     bound = listener.getsockname()
     try:
-        _, wanted = _address(host, port)
+        _, wanted = _resolve_address(host, port)
     except OSError:
         wanted = (host, port)
     if bound[0] != wanted[0] or port not in (0, bound[1]):
@@ -110,7 +110,7 @@ def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> sock
     on IPv4, too.
     """
     try:
-        family, address = _address(host, port)
+        family, address = _resolve_address(host, port)
         return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=host == "::")
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
@@ -124,9 +124,9 @@ def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> sock
 # Listening sockets that systemd has opened for this process (sd_listen_fds(3), systemd.socket(5)).
 
 
-_FIRST_FD: Final = 3
-CLIENTS: Final = "clients"
-NAMES: Final = (CLIENTS, "admin", "probes")
+_FIRST_PASSED_FD: Final = 3
+CLIENT_SOCKET: Final = "clients"
+SOCKET_NAMES: Final = (CLIENT_SOCKET, "admin", "probes")
 """Names of such sockets (FileDescriptorName=). A single socket needs no name."""
 
 
@@ -139,15 +139,15 @@ def take_systemd_sockets(environ: MutableMapping[str, str]) -> Mapping[str, sock
     if pid != str(os.getpid()) or not count.isdecimal():
         return {}
     names = called.split(":") if called else [""] * int(count)
-    if len(names) == 1 and names[0] not in NAMES:
-        names = [CLIENTS]
-    if len(names) != int(count) or len(set(names)) < len(names) or not set(names) <= set(NAMES):
+    if len(names) == 1 and names[0] not in SOCKET_NAMES:
+        names = [CLIENT_SOCKET]
+    if len(names) != int(count) or len(set(names)) < len(names) or not set(names) <= set(SOCKET_NAMES):
         raise SettingsError(
             f"systemd passes sockets called {', '.join(map(repr, names))}: FileDescriptorName= has to be one of "
-            f"{', '.join(NAMES)}, each at most once"
+            f"{', '.join(SOCKET_NAMES)}, each at most once"
         )
     sockets = {}
-    for fd, name in enumerate(names, _FIRST_FD):
+    for fd, name in enumerate(names, _FIRST_PASSED_FD):
         os.set_inheritable(fd, False)
         sockets[name] = socket.socket(fileno=fd)
     return sockets
@@ -158,52 +158,52 @@ def take_systemd_sockets(environ: MutableMapping[str, str]) -> Mapping[str, sock
 
 logger = logging.getLogger("proxy.supervisor.succession")
 
-_LOOK_AGAIN_SECONDS: Final = 0.1
-_ANSWER_SECONDS: Final = 1.0
+_PREDECESSOR_POLL_SECONDS: Final = 0.1
+_PROBE_TIMEOUT_SECONDS: Final = 1.0
 # Time from the end of a drain, or of a part of it, until the port is free.
-_LETTING_GO_SECONDS: Final = 3.0
+_PORT_RELEASE_SECONDS: Final = 3.0
 
 
-def listen_in_succession(
+def listen_after_predecessor(
     settings: Settings,
     given: Mapping[str, socket.socket] = MappingProxyType({}),
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Listeners:
-    """Listen like `listen`, but wait for ports that are in use.
+    """Listen like `open_listeners`, but wait for ports that are in use.
 
     The limit is the time of a drain, if a draining gateway has the ports. Another process has the time that a gateway
-    needs to free its clients' port after a signal. Raises as `listen`.
+    needs to free its clients' port after a signal. Raises as `open_listeners`.
     """
     drain = settings.drain
     began = clock()
-    seconds = drain.not_ready_seconds + _LETTING_GO_SECONDS
+    seconds = drain.not_ready_seconds + _PORT_RELEASE_SECONDS
     is_told = is_drain = False
     while True:
         try:
-            return listen(settings, given)
+            return open_listeners(settings, given)
         except PortInUse as error:
             if not is_told:
                 is_told = True
                 told = "listener: waiting for port %d, which is in use: %g s, or as long as a gateway drains there"
                 logger.info(told, error.port, seconds)
             if clock() - began >= seconds:
-                if is_drain or not _drains(settings, error.host, error.port):
+                if is_drain or not _is_predecessor_draining(settings, error.host, error.port):
                     raise
                 is_drain = True
                 seconds += drain.streams_seconds
-        sleep(_LOOK_AGAIN_SECONDS)
+        sleep(_PREDECESSOR_POLL_SECONDS)
 
 
-def _drains(settings: Settings, host: str, port: int) -> bool:
+def _is_predecessor_draining(settings: Settings, host: str, port: int) -> bool:
     """Return whether the listening process is a gateway that is not ready, as during a drain.
 
     A port for callbacks has no such route, but answers with the gateway's name.
     """
     try:
         tls = blocking_http.local_tls(settings.has_tls(port))
-        answer = blocking_http.get(reachable(host), port, "/readyz", _ANSWER_SECONDS, tls=tls)
+        answer = blocking_http.get_blocking(connectable_host(host), port, "/readyz", _PROBE_TIMEOUT_SECONDS, tls=tls)
     except blocking_http.HttpRequestError:
         return False
     return answer.server == SERVER and answer.status != HTTPStatus.OK

@@ -16,11 +16,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from proxy.common.build_info import BUILD, IS_COMPILED
+from proxy.common.build_info import BUILD_KIND, IS_COMPILED
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
 from proxy.process.shared import share, start_successor
-from proxy.process.supervisor.listening import listen_in_succession, take_systemd_sockets
+from proxy.process.supervisor.listening import listen_after_predecessor, take_systemd_sockets
 from proxy.process.takeover import Predecessor
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from proxy.process.shared import RunWorker, Shared
     from proxy.process.takeover import Successor
-    from proxy.settings import Loaded
+    from proxy.settings import LoadedSettings
 
 logger = logging.getLogger("proxy.supervisor.supervisor")
 
 # Directory in which workers keep their metrics for each other.
 _METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
-_SUCCESSOR_LOOK_SECONDS: Final = 0.05
+_SUCCESSOR_POLL_SECONDS: Final = 0.05
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 # A worker ends after its drain, or at once after a second signal. A hanging worker is killed this much later.
 _STOP_GRACE_SECONDS = 10.0
@@ -56,7 +56,9 @@ class RestartPolicy:
         return min(self.first_delay_seconds * 2.0 ** (deaths - 1), self.max_delay_seconds)
 
 
-def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: RestartPolicy | None = None) -> int:
+def run_supervisor(
+    load: Callable[[], LoadedSettings], run: RunWorker | None = None, restarts: RestartPolicy | None = None
+) -> int:
     """Listen and serve until a signal to stop; return the exit code. Raises SettingsError.
 
     `run` None: `worker.run`. `load` reads the configuration, now and at each reload.
@@ -70,7 +72,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     loaded = load()
     settings = loaded.settings
     logs.setup(settings.log, secrets=secrets_of(settings))
-    logger.info("%s is starting", BUILD)
+    logger.info("%s is starting", BUILD_KIND)
     if not IS_COMPILED:
         logger.info(
             "build: interpreted, not compiled: a request takes about 1.8 times the CPU time; pip installs the compiled"
@@ -79,14 +81,14 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     # late, because it takes longer than everything before, and the operator waits for the first line
-    from proxy.process.supervisor.detection import find_connector, with_connector
+    from proxy.process.supervisor.detection import detect_connector, replace_connector
 
     with ExitStack() as stack:
         try:
-            connector = find_connector(loaded)
-            loaded = with_connector(loaded, connector)
+            connector = detect_connector(loaded)
+            loaded = replace_connector(loaded, connector)
             settings = loaded.settings
-            listeners = stack.enter_context(listen_in_succession(settings, given))
+            listeners = stack.enter_context(listen_after_predecessor(settings, given))
         except OSError as error:
             print(f"pdproxy: error: {error}", file=sys.stderr)
             return 1
@@ -97,10 +99,10 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
             from proxy.process import worker
 
             run = worker.run
-        shared = share(loaded, lambda: with_connector(load(), connector), listeners, predecessor)
+        shared = share(loaded, lambda: replace_connector(load(), connector), listeners, predecessor)
         if settings.workers == 1:
             return run(shared, 0, None)
-        return _Supervisor(shared, run, restarts or RestartPolicy()).keep_alive()
+        return _WorkerSupervisor(shared, run, restarts or RestartPolicy()).keep_alive()
 
 
 def _raise_fd_limit() -> None:
@@ -134,7 +136,7 @@ class _WorkerSlot:
     deaths: list[float] = field(default_factory=list)
 
 
-class _Supervisor:
+class _WorkerSupervisor:
     """Owns the slots. All times are monotonic seconds."""
 
     def __init__(self, shared: Shared, run: RunWorker, restarts: RestartPolicy) -> None:
@@ -188,7 +190,7 @@ class _Supervisor:
         if self._watchdog is not None:
             deadlines.append(self._watchdog.next_look)
         if self._successor is not None:
-            deadlines.append(time.monotonic() + _SUCCESSOR_LOOK_SECONDS)
+            deadlines.append(time.monotonic() + _SUCCESSOR_POLL_SECONDS)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
 
     def _pass_on(self, number: signal.Signals) -> None:
@@ -351,7 +353,7 @@ class _Supervisor:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedWorker:
     count: int
     since: float
 
@@ -366,7 +368,7 @@ class Watchdog:
     def __init__(self, timeout_seconds: float, now: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._look_seconds = min(1.0, timeout_seconds / 4)
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, _WatchedWorker] = {}
         self.next_look = now + self._look_seconds
 
     def look(self, now: float, counts: Mapping[int, int]) -> list[int]:
@@ -383,7 +385,7 @@ class Watchdog:
         for worker, count in counts.items():
             watched = self._watched.get(worker)
             if watched is None or watched.count != count:
-                self._watched[worker] = _Watched(count, now)
+                self._watched[worker] = _WatchedWorker(count, now)
                 continue
             watched.since += lost_seconds
             if now - watched.since > self._timeout_seconds:

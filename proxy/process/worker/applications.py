@@ -10,7 +10,7 @@ from proxy.api.credentials import Administrators
 from proxy.listener import replies
 from proxy.listener.http_listener import HttpListener
 from proxy.process.configuration import text_of
-from proxy.settings.tls import server_context
+from proxy.settings.tls import make_server_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ def http_listener(
         made.configure(limits(new))
         if tls_section is not None and basis.live.current.tls != files:
             files = basis.live.current.tls
-            made.tls = server_context(tls_section, files)
+            made.tls = make_server_context(tls_section, files)
 
     on_change(basis.settings)
     basis.live.on_change(on_change)

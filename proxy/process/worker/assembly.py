@@ -13,7 +13,7 @@ from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.openapi import OpenApi
 from proxy.api.roles import RolesApi
 from proxy.api.status_page import StatusPage
-from proxy.connectors.releaser import SETTLE_SECONDS
+from proxy.connectors.releaser import TRANSFER_SETTLE_SECONDS
 from proxy.fleet.discovery.prober import PeerVerdicts
 from proxy.fleet.roles import RoleController, RoleControllerParts, RoleMover, RoleMoverParts
 from proxy.gateway.lanes import Evacuation
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pools
     from proxy.balancer.shared.scoreboard import PinnedKv
-    from proxy.connectors.releaser import Releaser
+    from proxy.connectors.releaser import KvReleaser
     from proxy.fleet.discovery.joining import Joiner
     from proxy.fleet.discovery.prober import Prober
     from proxy.gateway.lanes import Lanes
@@ -73,7 +73,7 @@ class Worker:
     prober: Prober
     joiner: Joiner
     upstream: Upstream
-    releaser: Releaser
+    releaser: KvReleaser
     lanes: Lanes
     service: RequestService
     """The service of the lane with all instances."""
@@ -120,7 +120,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTLE_SECONDS) -> AsyncIterator[Worker]:
+async def build(
+    shared: Shared, index: int = 0, *, settle_seconds: float = TRANSFER_SETTLE_SECONDS
+) -> AsyncIterator[Worker]:
     """Build the parts of one worker on the running loop. Leaving the context stops them.
 
     `settle_seconds`: time before KV that no decoder fetches is released; see `connectors/releaser.py`.

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from proxy.balancer.backend_health import HealthState
 from proxy.common.backend import Role
-from proxy.common.background import Background
+from proxy.common.background import BackgroundTasks
 from proxy.common.endpoints import engine_url
 from proxy.connectors import CONNECTORS
 from proxy.connectors.base import ConnectorContext
-from proxy.connectors.encoding import Encoding
-from proxy.connectors.releaser import SETTLE_SECONDS, KvTransfer, Releaser, ReleaserParts
+from proxy.connectors.encoding import EncodingConnector
+from proxy.connectors.releaser import TRANSFER_SETTLE_SECONDS, KvReleaser, KvTransfer, ReleaserParts
 from proxy.fleet.canary import CanaryWatch
 from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.prober import Prober, ProberParts
@@ -55,7 +55,7 @@ class Link:
 
     connector: Connector
     context: ConnectorContext
-    releaser: Releaser
+    releaser: KvReleaser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class EngineParts:
     """The parts of a worker on the engine side of a call."""
 
     lines: Lines
-    releaser: Releaser
+    releaser: KvReleaser
     connector: Connector
     connect: Callable[[Pools], Connector]
     """Creates another connector, for these pools."""
@@ -171,7 +171,7 @@ def _silence_checks(balancing: Balancing, client: EngineClient) -> SilenceChecks
 
 @asynccontextmanager
 async def build_link(
-    basis: Basis, balancing: Balancing, lines: Lines, settle_seconds: float = SETTLE_SECONDS
+    basis: Basis, balancing: Balancing, lines: Lines, settle_seconds: float = TRANSFER_SETTLE_SECONDS
 ) -> AsyncIterator[Link]:
     """Build the connector of the settings. Leaving ends its tasks."""
     settings, pools = basis.settings, balancing.pools
@@ -185,8 +185,8 @@ async def build_link(
         settle_seconds=settle_seconds,
     )
     async with (
-        Releaser(parts, basis.live) as releaser,
-        Background(logging.getLogger("proxy.worker.engines"), "a message to an engine") as background,
+        KvReleaser(parts, basis.live) as releaser,
+        BackgroundTasks(logging.getLogger("proxy.worker.engines"), "a message to an engine") as background,
     ):
         context = ConnectorContext(
             pools=pools,
@@ -212,7 +212,7 @@ def _connector(context: ConnectorContext) -> Connector:
 
 def _with_encoders(connector: Connector, context: ConnectorContext) -> Connector:
     encoders = context.pools.encode
-    return connector if encoders is None else Encoding(connector, encoders, context)
+    return connector if encoders is None else EncodingConnector(connector, encoders, context)
 
 
 def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:
@@ -249,7 +249,7 @@ def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
 
 
 def _inspector(
-    basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], releaser: Releaser
+    basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], releaser: KvReleaser
 ) -> Inspector:
     lease = KvTransfer.OTHER if basis.settings.connector_traits.meets_at_bootstrap else KvTransfer.NIXL
     parts = InspectorParts(

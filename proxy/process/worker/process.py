@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import uvloop
 
-from proxy.common.build_info import BUILD
-from proxy.common.terms import counted
+from proxy.common.build_info import BUILD_KIND
+from proxy.common.terms import format_count
 from proxy.listener.http_listener import connections_for_fds
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
@@ -23,7 +23,7 @@ from proxy.process.monitor import ProbeServer
 from proxy.process.shared import start_successor
 from proxy.process.worker.assembly import build
 from proxy.process.worker.tuning import tune
-from proxy.settings import Endpoint, is_loopback, reachable
+from proxy.settings import Endpoint, connectable_host, is_loopback_host
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -107,7 +107,7 @@ async def _log_when_ready(worker: Worker, shared: Shared, manager: ServiceManage
     await worker.monitor.became_ready.wait()
     host, port = shared.listeners.clients.getsockname()[:2]
     scheme = "http" if worker.settings.listen.tls_certificate is None else "https"
-    told = f"ready: {scheme}://{Endpoint(host=reachable(host), port=port)}"
+    told = f"ready: {scheme}://{Endpoint(host=connectable_host(host), port=port)}"
     manager.notify("", told)
     if shared.log_once.is_news("gateway", "ready"):
         logger.info("%s", told)
@@ -203,12 +203,12 @@ def _banner(settings: Settings, listeners: Listeners) -> str:
     ]
     is_any_users = settings.admin.trust_local or settings.admin.port is not None
     here = "from this host only" if is_any_users else "from this user's programs only"
-    if not is_loopback(settings.administration_host):
+    if not is_loopback_host(settings.administration_host):
         here = "closed"
     admin = "with the admin key" if settings.auth.admin_key else here
     return (
-        f"{BUILD} on {', '.join(ports)}, connector {settings.connector}, "
-        f"{settings.fleet}, {counted(settings.workers, 'worker')}, "
+        f"{BUILD_KIND} on {', '.join(ports)}, connector {settings.connector}, "
+        f"{settings.fleet}, {format_count(settings.workers, 'worker')}, "
         f"administration {admin}"
     )
 

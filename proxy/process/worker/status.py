@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
-from proxy.common.background import SLICE_SECONDS
+from proxy.common.background import MAX_SLICE_SECONDS
 from proxy.observe.history import History, Traffic
 from proxy.observe.key_usage import RESULTS
 from proxy.observe.verdict import (
@@ -112,7 +112,7 @@ class StatusReporter:
             self._judge_at = now + _JUDGE_SECONDS
             self._steps = self._judgement.steps(now)
         for _ in self._steps:
-            if self._clock() - now >= SLICE_SECONDS:
+            if self._clock() - now >= MAX_SLICE_SECONDS:
                 break
 
     def _report(self, now: float) -> dict[str, Any]:

@@ -7,23 +7,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.sim.dialects.sglang_answers import GenerateAnswer, SglangChat, SglangCompletion
-from proxy.sim.dialects.sglang_requests import read_generate, read_openai
+from proxy.sim.dialects.sglang_requests import read_generate_request, read_openai_request
 from proxy.sim.dialects.vllm_answers import ChatAnswer, CompletionAnswer
-from proxy.sim.dialects.vllm_requests import read_ask
+from proxy.sim.dialects.vllm_requests import read_vllm_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.sim.dialects.vllm_answers import Answer
-    from proxy.sim.model.request import Ask, EngineError
+    from proxy.sim.model.request import EngineError, GenerationRequest
     from proxy.sim.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class GenerationEndpoint:
     """How the requests to one path are read, and how they are answered."""
 
-    read: Callable[..., Ask]
+    read: Callable[..., GenerationRequest]
     """Reads the body of a request. The options and headers are passed by name. Raises EngineError."""
     answer: type[Answer]
     id_prefix: str = ""
@@ -39,15 +39,15 @@ def _make_vllm_error_body(error: EngineError) -> dict[str, Any]:
     return error.body()
 
 
-def flat(error: EngineError) -> dict[str, Any]:
+def flat_error_body(error: EngineError) -> dict[str, Any]:
     """Return an error in SGLang's flat form (`entrypoints/openai/protocol.py`, ErrorResponse)."""
     kind = "BadRequestError" if error.status == 400 else error.kind
     return {"object": "error", "message": error.message, "type": kind, "param": error.param, "code": error.status}
 
 
-def _native(error: EngineError) -> dict[str, Any]:
+def _native_error_body(error: EngineError) -> dict[str, Any]:
     if error.status >= 500:
-        return flat(error)
+        return flat_error_body(error)
     told = {"message": error.message, "type": "invalid_request_error", "code": error.status, "retryable": False}
     return {"error": told}
 
@@ -57,46 +57,48 @@ def _make_abort_event(error: EngineError, answer_id: str) -> dict[str, Any]:
     return {"text": "", "output_ids": [], "meta_info": {"id": answer_id, "finish_reason": reason}}
 
 
-_VLLM: Final[dict[str, Endpoint]] = {
-    "/v1/chat/completions": Endpoint(
-        read=partial(read_ask, is_chat=True),
+_VLLM_ENDPOINTS: Final[dict[str, GenerationEndpoint]] = {
+    "/v1/chat/completions": GenerationEndpoint(
+        read=partial(read_vllm_request, is_chat=True),
         answer=ChatAnswer,
         id_prefix="chatcmpl-",
         refusal=_make_vllm_error_body,
         error_event=lambda error, _: error.body(),
     ),
-    "/v1/completions": Endpoint(
-        read=partial(read_ask, is_chat=False),
+    "/v1/completions": GenerationEndpoint(
+        read=partial(read_vllm_request, is_chat=False),
         answer=CompletionAnswer,
         id_prefix="cmpl-",
         refusal=_make_vllm_error_body,
         error_event=lambda error, _: error.body(),
     ),
 }
-_SGLANG: Final[dict[str, Endpoint]] = {
-    "/v1/chat/completions": Endpoint(
-        read=partial(read_openai, is_chat=True),
+_SGLANG_ENDPOINTS: Final[dict[str, GenerationEndpoint]] = {
+    "/v1/chat/completions": GenerationEndpoint(
+        read=partial(read_openai_request, is_chat=True),
         answer=SglangChat,
-        refusal=flat,
-        error_event=lambda error, _: {"error": flat(error)},
+        refusal=flat_error_body,
+        error_event=lambda error, _: {"error": flat_error_body(error)},
         opens_late=True,
     ),
-    "/v1/completions": Endpoint(
-        read=partial(read_openai, is_chat=False),
+    "/v1/completions": GenerationEndpoint(
+        read=partial(read_openai_request, is_chat=False),
         answer=SglangCompletion,
-        refusal=flat,
-        error_event=lambda error, _: {"error": flat(error)},
+        refusal=flat_error_body,
+        error_event=lambda error, _: {"error": flat_error_body(error)},
         opens_late=True,
     ),
-    "/generate": Endpoint(read=read_generate, answer=GenerateAnswer, refusal=_native, error_event=_make_abort_event),
+    "/generate": GenerationEndpoint(
+        read=read_generate_request, answer=GenerateAnswer, refusal=_native_error_body, error_event=_make_abort_event
+    ),
 }
 
 
-def endpoints(profile: Profile) -> Mapping[str, Endpoint]:
+def endpoints_of_profile(profile: Profile) -> Mapping[str, GenerationEndpoint]:
     """Return the endpoints that generate, by path."""
-    return _SGLANG if profile.is_sglang else _VLLM
+    return _SGLANG_ENDPOINTS if profile.is_sglang else _VLLM_ENDPOINTS
 
 
 def error_body(error: EngineError, profile: Profile) -> dict[str, Any]:
     """Return an error in the form that all other routes use."""
-    return flat(error) if profile.is_sglang else error.body()
+    return flat_error_body(error) if profile.is_sglang else error.body()

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from proxy.sim.dialects.vllm_answers import DONE, Answer, ChatAnswer, CompletionAnswer, event, native_logprobs
+from proxy.sim.dialects.vllm_answers import DONE, Answer, ChatAnswer, CompletionAnswer, make_event, make_native_logprobs
 from proxy.sim.model.tokenizer import END
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.sim.model.request import Ask, Delta, TokenSequence
+    from proxy.sim.model.request import Delta, GenerationRequest, TokenSequence
     from proxy.sim.options import Options
 
-_METADATA = {"weight_version": "default"}
+_WEIGHTS_METADATA = {"weight_version": "default"}
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def _sglang_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -35,30 +35,30 @@ def _find_stop_cause(delta: Delta) -> int | str | None:
     return END if delta.finish_reason == "stop" and delta.stop_reason is None else delta.stop_reason
 
 
-def _says_nothing(delta: Delta) -> bool:
+def _is_empty_delta(delta: Delta) -> bool:
     return delta.finish_reason == "error" or delta.fault is not None
 
 
 class SglangChat(ChatAnswer):
     """The answers of `/v1/chat/completions`."""
 
-    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+    def __init__(self, ask: GenerationRequest, options: Options, answer_id: str) -> None:
         super().__init__(ask, options, answer_id)
         self._begun: set[int] = set()
         self._ends: list[dict[str, Any]] = []
 
     def events(self, delta: Delta) -> list[bytes]:
-        if _says_nothing(delta):
+        if _is_empty_delta(delta):
             return []
         self.sent_tokens[delta.index] += len(delta.token_ids)
         is_first = delta.index not in self._begun
         parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}] if is_first else []
         self._begun.add(delta.index)
-        parts += _parts(self._message(delta) or {})
+        parts += _message_parts(self._message(delta) or {})
         if self.ask.return_token_ids and not parts and delta.token_ids:
             parts.append({})  # what a parser keeps to itself has its ids told all the same
         chunks = [
-            {"index": delta.index, "delta": part | _reasoning(part), "logprobs": None, "finish_reason": None}
+            {"index": delta.index, "delta": part | _reasoning_members(part), "logprobs": None, "finish_reason": None}
             | {"matched_stop": None}
             for part in parts
         ]
@@ -81,12 +81,12 @@ class SglangChat(ChatAnswer):
     def _event(self, choice: dict[str, Any]) -> bytes:
         chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice]}
         if self.ask.continuous_usage:
-            chunk["usage"] = _usage(len(self.ask.prompts[0]), self.sent_tokens[choice["index"]])
-        return event(chunk)
+            chunk["usage"] = _sglang_usage(len(self.ask.prompts[0]), self.sent_tokens[choice["index"]])
+        return make_event(chunk)
 
     def closing(self, cached_tokens: int) -> list[bytes]:
         ends = [self._event(choice) for choice in self._ends]
-        return [*ends, *_last(self, self.chunk_kind)]
+        return [*ends, *_final_events(self, self.chunk_kind)]
 
     def whole(
         self,
@@ -109,22 +109,22 @@ class SglangChat(ChatAnswer):
                     "matched_stop": _find_stop_cause(delta),
                 }
             )
-        return _whole(self, choices, sequences)
+        return _complete_answer(self, choices, sequences)
 
 
 class SglangCompletion(CompletionAnswer):
     """The answers of `/v1/completions`."""
 
     def events(self, delta: Delta) -> list[bytes]:
-        if _says_nothing(delta):
+        if _is_empty_delta(delta):
             return []
         choice = self._of_sglang(delta)
         self.sent_tokens[delta.index] += len(delta.token_ids)
         chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice], "usage": None}
         if self.ask.continuous_usage:
             prompt = self.ask.prompts[delta.index // self.ask.samples]
-            chunk["usage"] = _usage(len(prompt), self.sent_tokens[delta.index])
-        return [event(chunk)]
+            chunk["usage"] = _sglang_usage(len(prompt), self.sent_tokens[delta.index])
+        return [make_event(chunk)]
 
     def _of_sglang(self, delta: Delta) -> dict[str, Any]:
         choice = self._choice(delta)
@@ -135,7 +135,7 @@ class SglangCompletion(CompletionAnswer):
         return shown | {"matched_stop": _find_stop_cause(delta)} | ids
 
     def closing(self, cached_tokens: int) -> list[bytes]:
-        return _last(self, self.chunk_kind)
+        return _final_events(self, self.chunk_kind)
 
     def whole(
         self,
@@ -144,7 +144,7 @@ class SglangCompletion(CompletionAnswer):
         cached_tokens: int,
         kv_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        return _whole(self, [self._of_sglang(delta) for delta in texts], sequences)
+        return _complete_answer(self, [self._of_sglang(delta) for delta in texts], sequences)
 
 
 class GenerateAnswer(Answer):
@@ -153,17 +153,17 @@ class GenerateAnswer(Answer):
     Every chunk has the answer so far. Only the engine that computed a prompt has its logprobs.
     """
 
-    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+    def __init__(self, ask: GenerationRequest, options: Options, answer_id: str) -> None:
         super().__init__(ask, options, answer_id)
         self._texts = [""] * len(self.sent_tokens)
         self._ids: list[list[int]] = [[] for _ in self.sent_tokens]
 
     def events(self, delta: Delta) -> list[bytes]:
-        if _says_nothing(delta):
+        if _is_empty_delta(delta):
             return []
         self.sent_tokens[delta.index] += len(delta.token_ids)
         said = self._so_far(delta)
-        return [event(said | {"index": delta.index} if self.ask.is_batch else said)]
+        return [make_event(said | {"index": delta.index} if self.ask.is_batch else said)]
 
     def closing(self, cached_tokens: int) -> list[bytes]:
         return [DONE]
@@ -188,7 +188,7 @@ class GenerateAnswer(Answer):
         meta: dict[str, Any] = {
             "id": f"{self.answer_id}_{index}" if self.ask.is_batch else self.answer_id,
             # A prefiller does not count the token that it gives for its decoder's.
-            "finish_reason": _finish(delta, 0 if self.options.role == "prefill" else len(ids)),
+            "finish_reason": _finish_reason(delta, 0 if self.options.role == "prefill" else len(ids)),
             "prompt_tokens": len(prompt),
             "weight_version": "default",
             "completion_tokens": len(ids),
@@ -197,12 +197,12 @@ class GenerateAnswer(Answer):
         if self.ask.logprobs is not None:
             first = self.ask.prompt_logprobs_from
             knows_prompt = self.options.role != "decode" and first >= 0
-            meta["input_token_logprobs"] = native_logprobs(prompt[first:]) if knows_prompt else []
-            meta["output_token_logprobs"] = native_logprobs(ids)
+            meta["input_token_logprobs"] = make_native_logprobs(prompt[first:]) if knows_prompt else []
+            meta["output_token_logprobs"] = make_native_logprobs(ids)
         return {"text": self._texts[index], "output_ids": list(ids), "meta_info": meta}
 
 
-def _finish(delta: Delta, tokens: int) -> dict[str, Any] | None:
+def _finish_reason(delta: Delta, tokens: int) -> dict[str, Any] | None:
     match delta.finish_reason:
         case None:
             return None
@@ -213,7 +213,7 @@ def _finish(delta: Delta, tokens: int) -> dict[str, Any] | None:
     return {"type": "stop", "matched": _find_stop_cause(delta)}
 
 
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _message_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one delta for each kind of content in the additions of a step."""
     parts: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning"):
@@ -225,19 +225,21 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def _reasoning(part: dict[str, Any]) -> dict[str, Any]:
+def _reasoning_members(part: dict[str, Any]) -> dict[str, Any]:
     """Return the delta's member for reasoning. It is present even if it is null."""
     return {"reasoning_content": part.get("reasoning_content")}
 
 
-def _last(answer: Answer, kind: str) -> list[bytes]:
+def _final_events(answer: Answer, kind: str) -> list[bytes]:
     if not answer.ask.include_usage:
         return [DONE]
-    counts = _usage(answer.prompt_tokens, sum(answer.sent_tokens))
-    return [event(answer.head(kind) | {"choices": [], "usage": counts}), DONE]
+    counts = _sglang_usage(answer.prompt_tokens, sum(answer.sent_tokens))
+    return [make_event(answer.head(kind) | {"choices": [], "usage": counts}), DONE]
 
 
-def _whole(answer: Answer, choices: list[dict[str, Any]], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
+def _complete_answer(
+    answer: Answer, choices: list[dict[str, Any]], sequences: Sequence[TokenSequence]
+) -> dict[str, Any]:
     tokens = sum(len(sequence.output) for sequence in sequences)
-    counts = _usage(answer.prompt_tokens, tokens)
-    return answer.head(answer.kind) | {"choices": choices, "usage": counts, "metadata": _METADATA}
+    counts = _sglang_usage(answer.prompt_tokens, tokens)
+    return answer.head(answer.kind) | {"choices": choices, "usage": counts, "metadata": _WEIGHTS_METADATA}

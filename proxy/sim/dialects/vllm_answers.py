@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from proxy.sim.model.parser import KimiParser, Phase, parse_whole, start_phase
+from proxy.sim.model.parser import Phase, SimulatedKimiParser, parse_complete_text, start_phase
 from proxy.sim.model.request import Delta
-from proxy.sim.model.tokenizer import MARKERS, SECTION_BEGIN, THINK_END, Detokenizer, decode
+from proxy.sim.model.tokenizer import MARKERS, SECTION_BEGIN, THINK_END, Detokenizer, decode_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.sim.model.request import Ask, TokenSequence
+    from proxy.sim.model.request import GenerationRequest, TokenSequence
     from proxy.sim.options import Options
 
 
 DONE = b"data: [DONE]\n\n"
 
 
-def event(payload: Any) -> bytes:
+def make_event(payload: Any) -> bytes:
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
     counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -40,11 +40,11 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None 
     return counts
 
 
-def fingerprint(options: Options) -> str | None:
+def make_fingerprint(options: Options) -> str | None:
     return f"vllm-{options.profile.version}-sim" if options.profile.has_fingerprint else None
 
 
-class Collector:
+class DeltaCollector:
     """Merges the deltas of an answer that is not streamed into one delta for each choice."""
 
     def __init__(self, choices: int) -> None:
@@ -60,7 +60,7 @@ class Answer:
     kind = ""
     chunk_kind = ""
 
-    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+    def __init__(self, ask: GenerationRequest, options: Options, answer_id: str) -> None:
         self.ask = ask
         self.options = options
         self.answer_id = answer_id
@@ -109,19 +109,19 @@ class Answer:
         """Return the events after the last choice: the usage if requested, then the end mark."""
         if not self.ask.include_usage:
             return [DONE]
-        counts = usage(self.prompt_tokens, sum(self.sent_tokens), self._details(cached_tokens))
+        counts = make_usage(self.prompt_tokens, sum(self.sent_tokens), self._details(cached_tokens))
         counts |= {name: details for name, details in self.completion_details().items() if details is not None}
         chunk = self.head(self.chunk_kind) | {"choices": [], "usage": counts}
-        if name := fingerprint(self.options):
+        if name := make_fingerprint(self.options):
             chunk["system_fingerprint"] = name
-        return [event(chunk), DONE]
+        return [make_event(chunk), DONE]
 
     def _details(self, cached_tokens: int) -> int | None:
         return cached_tokens if self.options.prompt_tokens_details else None
 
     def _whole_usage(self, sequences: Sequence[TokenSequence], cached_tokens: int) -> dict[str, Any]:
         tokens = sum(len(sequence.output) for sequence in sequences)
-        counts = usage(self.prompt_tokens, tokens, self._details(cached_tokens))
+        counts = make_usage(self.prompt_tokens, tokens, self._details(cached_tokens))
         counts.setdefault("prompt_tokens_details", None)
         return counts | self.completion_details()
 
@@ -135,18 +135,18 @@ class Answer:
         chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice]}
         if self.ask.continuous_usage:
             prompt = self.ask.prompts[index // self.ask.samples]
-            chunk["usage"] = usage(len(prompt), self.sent_tokens[index]) | self.completion_details(index)
+            chunk["usage"] = make_usage(len(prompt), self.sent_tokens[index]) | self.completion_details(index)
         elif self.options.profile.explicit_nulls and not self.ask.is_chat:
             chunk["usage"] = None
-        name = fingerprint(self.options)
+        name = make_fingerprint(self.options)
         if name and choice["finish_reason"] and not self.ask.include_usage:
             chunk["system_fingerprint"] = name
         if self.options.profile.streams_kv_params:
             chunk["kv_transfer_params"] = self.kept_params if choice["finish_reason"] else None
-        return event(chunk)
+        return make_event(chunk)
 
 
-class Speller:
+class TokenSpeller:
     """Returns the texts of one choice's tokens.
 
     A token within a character has no text, and the last token of the character has all of it (vLLM
@@ -160,17 +160,17 @@ class Speller:
         return [self._detokenizer.feed(token) for token in token_ids]
 
 
-def chat_logprobs(token_ids: Sequence[int], top: int, speller: Speller) -> dict[str, Any]:
+def make_chat_logprobs(token_ids: Sequence[int], top: int, speller: TokenSpeller) -> dict[str, Any]:
     return {
         "content": [
-            _entry(token, text, 0) | {"top_logprobs": _alternatives(token, text, top)}
+            _logprob_entry(token, text, 0) | {"top_logprobs": _alternative_tokens(token, text, top)}
             for token, text in zip(token_ids, speller.spell(token_ids), strict=True)
         ]
     }
 
 
-def completion_logprobs(
-    token_ids: Sequence[int], top: int, text_offset: int, speller: Speller, *, unknown: int = 0
+def make_completion_logprobs(
+    token_ids: Sequence[int], top: int, text_offset: int, speller: TokenSpeller, *, unknown: int = 0
 ) -> dict[str, Any]:
     """Return the logprobs of a completion.
 
@@ -182,10 +182,10 @@ def completion_logprobs(
         offsets.append(text_offset)
         text_offset += len(token)
     known = list(zip(token_ids, tokens, strict=True))[unknown:]
-    alternatives = [_alternatives(token, text, top + 1) for token, text in known]
+    alternatives = [_alternative_tokens(token, text, top + 1) for token, text in known]
     return {
         "text_offset": offsets,
-        "token_logprobs": [None] * unknown + [_logprob(token, 0) for token, _ in known],
+        "token_logprobs": [None] * unknown + [_made_up_logprob(token, 0) for token, _ in known],
         "tokens": tokens,
         "top_logprobs": [None] * unknown
         + [{entry["token"]: entry["logprob"] for entry in entries} for entries in alternatives],
@@ -199,46 +199,50 @@ def prompt_logprobs(prompt: Sequence[int], top: int, *, unknown: int) -> list[di
         ranked = {token: 0} | {(token + rank) % 256: rank for rank in range(1, top)}
         told.append(
             {
-                str(rival): {"logprob": _logprob(token, rank), "rank": rank + 1, "decoded_token": decode([rival])}
+                str(rival): {
+                    "logprob": _made_up_logprob(token, rank),
+                    "rank": rank + 1,
+                    "decoded_token": decode_tokens([rival]),
+                }
                 for rival, rank in ranked.items()
             }
         )
     return told
 
 
-def _alternatives(token: int, text: str, count: int) -> list[dict[str, Any]]:
+def _alternative_tokens(token: int, text: str, count: int) -> list[dict[str, Any]]:
     """Return the sampled token, and alternatives whose text is printable."""
-    rivals = [_entry(token, decode([97 + (token + rank) % 26]), rank) for rank in range(1, count)]
-    return [_entry(token, text, 0), *rivals][:count]
+    rivals = [_logprob_entry(token, decode_tokens([97 + (token + rank) % 26]), rank) for rank in range(1, count)]
+    return [_logprob_entry(token, text, 0), *rivals][:count]
 
 
-def _logprob(token: int, rank: int) -> float:
+def _made_up_logprob(token: int, rank: int) -> float:
     return -(token * 37 % 97 + 1) / 1000 - rank
 
 
-def _entry(token: int, text: str, rank: int) -> dict[str, Any]:
-    return {"token": text, "logprob": _logprob(token, rank), "bytes": list(text.encode())}
+def _logprob_entry(token: int, text: str, rank: int) -> dict[str, Any]:
+    return {"token": text, "logprob": _made_up_logprob(token, rank), "bytes": list(text.encode())}
 
 
-def native_logprobs(token_ids: Sequence[int]) -> list[list[Any]]:
+def make_native_logprobs(token_ids: Sequence[int]) -> list[list[Any]]:
     """Return SGLang's triples of logprob, ID and text. The text is null, because it was not requested."""
-    return [[_logprob(token, 0), token, None] for token in token_ids]
+    return [[_made_up_logprob(token, 0), token, None] for token in token_ids]
 
 
 class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+    def __init__(self, ask: GenerationRequest, options: Options, answer_id: str) -> None:
         super().__init__(ask, options, answer_id)
         self._started = False
         is_engine = options.profile.has_parser_engine
         start = start_phase(ask.phase_prompt or ask.prompts[0])
         self._parsers = [
-            KimiParser(start, reads_tools=ask.calls_tools, is_engine=is_engine)
+            SimulatedKimiParser(start, reads_tools=ask.calls_tools, is_engine=is_engine)
             for _ in range(ask.samples if ask.is_parsed else 0)
         ]
-        self._spellers = [Speller() for _ in range(ask.samples if ask.logprobs is not None else 0)]
+        self._spellers = [TokenSpeller() for _ in range(ask.samples if ask.logprobs is not None else 0)]
         self._thinks = [start is Phase.REASONING and ask.is_thinking] * ask.samples
         self._reasoning_tokens = [0] * ask.samples
         # Without a parser there is no reasoning to hide; the older parsers show it in streams all the same.
@@ -273,11 +277,11 @@ class ChatAnswer(Answer):
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             chunk = self.head(self.chunk_kind) | {"choices": [choice]}
             if self.ask.continuous_usage:
-                chunk["usage"] = usage(self.prompt_tokens, 0) | self.completion_details(index)
+                chunk["usage"] = make_usage(self.prompt_tokens, 0) | self.completion_details(index)
             chunk["prompt_token_ids"] = self.ask.prompts[0] if self.ask.return_token_ids else None
             if self.options.profile.has_prompt_text:
                 chunk["prompt_text"] = None
-            chunks.append(event(chunk))
+            chunks.append(make_event(chunk))
         return chunks
 
     def _message(self, delta: Delta) -> dict[str, Any] | None:
@@ -300,7 +304,7 @@ class ChatAnswer(Answer):
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if self.ask.logprobs is None or self._hides_reasoning:
             return None
-        return chat_logprobs(delta.token_ids, self.ask.logprobs, self._spellers[delta.index])
+        return make_chat_logprobs(delta.token_ids, self.ask.logprobs, self._spellers[delta.index])
 
     def _count_reasoning(self, delta: Delta) -> None:
         if not self._thinks[delta.index]:
@@ -342,7 +346,7 @@ class ChatAnswer(Answer):
         return self.head(self.kind) | {
             "choices": choices,
             "service_tier": None,
-            "system_fingerprint": fingerprint(self.options),
+            "system_fingerprint": make_fingerprint(self.options),
             "usage": self._whole_usage(sequences, cached_tokens),
             "prompt_logprobs": self.prompt_logprobs(self.ask.prompts[0]),
             "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
@@ -368,7 +372,7 @@ class ChatAnswer(Answer):
         self._thinks[delta.index] = self.ask.is_thinking
         self._count_reasoning(delta)
         if self._parsers:
-            fields, calls_tools = parse_whole(
+            fields, calls_tools = parse_complete_text(
                 delta.text,
                 is_thinking=self.ask.is_thinking,
                 reads_tools=self.ask.calls_tools,
@@ -395,11 +399,11 @@ class CompletionAnswer(Answer):
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+    def __init__(self, ask: GenerationRequest, options: Options, answer_id: str) -> None:
         super().__init__(ask, options, answer_id)
         self._has_begun = [False] * len(self.sent_tokens)
         self._text_offsets = [0] * len(self.sent_tokens)
-        self._spellers = [Speller() for _ in self.sent_tokens] if ask.logprobs is not None else []
+        self._spellers = [TokenSpeller() for _ in self.sent_tokens] if ask.logprobs is not None else []
 
     def events(self, delta: Delta) -> list[bytes]:
         if self._is_swallowed(delta) or delta.finish_reason == "error" or delta.fault:
@@ -416,7 +420,7 @@ class CompletionAnswer(Answer):
         logprobs = None if self.ask.logprobs is None else self._logprobs(delta, self.ask.logprobs, echoed)
         return {
             "index": delta.index,
-            "text": decode(echoed, keep_markers=True) + ("" if self.ask.echo_only else delta.text),
+            "text": decode_tokens(echoed, keep_markers=True) + ("" if self.ask.echo_only else delta.text),
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -429,9 +433,9 @@ class CompletionAnswer(Answer):
         shown = echoed + ([] if self.ask.echo_only else delta.token_ids)
         unknown = min(self.unknown_tokens, len(echoed))
         offset, speller = self._text_offsets[index], self._spellers[index]
-        logprobs = completion_logprobs(shown, top, offset, speller, unknown=unknown)
+        logprobs = make_completion_logprobs(shown, top, offset, speller, unknown=unknown)
         if echoed:
-            self._text_offsets[index] += len(decode(echoed, keep_markers=True))
+            self._text_offsets[index] += len(decode_tokens(echoed, keep_markers=True))
         if self.options.profile.offsets_follow_tokens:
             self._text_offsets[index] = offset + sum(map(len, logprobs["tokens"]))
         else:
@@ -458,7 +462,7 @@ class CompletionAnswer(Answer):
         return self.head(self.kind) | {
             "choices": choices,
             "service_tier": None,
-            "system_fingerprint": fingerprint(self.options),
+            "system_fingerprint": make_fingerprint(self.options),
             "usage": self._whole_usage(sequences, cached_tokens),
             "kv_transfer_params": self.kept_params if kv_params is None else kv_params,
             **({"metrics": None} if self.options.profile.has_routed_experts else {}),

@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any, TypeGuard
 from zlib import crc32
 
-from proxy.sim.model.grammar import Unsupported, read_grammar
-from proxy.sim.model.request import Ask, EngineError
-from proxy.sim.model.tokenizer import encode, render_chat, thinking_asked
+from proxy.sim.model.grammar import UnsupportedSchema, read_grammar
+from proxy.sim.model.request import EngineError, GenerationRequest
+from proxy.sim.model.tokenizer import asks_for_thinking, encode_text, render_chat
 
 if TYPE_CHECKING:
     from proxy.sim.model.grammar import Grammar
@@ -18,11 +18,11 @@ COMPLETION_DEFAULT_TOKENS = 16
 PRIVATE_PROMPT_IDS = "_vllm_ascend_recompute_token_ids"
 
 
-def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, str]) -> Ask:
+def read_vllm_request(body: Any, *, is_chat: bool, options: Options, headers: dict[str, str]) -> GenerationRequest:
     """Read and check a request. Raises EngineError with the engine's answer."""
     _check_schema(body, is_chat)
     _check_model(body, options)
-    prompts = _chat_prompt(body, options) if is_chat else _completion_prompts(body["prompt"])
+    prompts = _render_chat_prompt(body, options) if is_chat else _read_completion_prompts(body["prompt"])
     for prompt in prompts:
         if len(prompt) >= options.max_model_len:
             raise _make_late_error(
@@ -32,17 +32,17 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
                 "input_tokens",
             )
     echo_only = bool(body.get("echo")) and not is_chat and body.get("max_tokens") == 0
-    max_tokens, min_tokens = _token_limits(body | {"max_tokens": 1} if echo_only else body, is_chat)
-    logprobs = _logprobs(body, is_chat)
-    dp_rank = _dp_rank(headers, options)
+    max_tokens, min_tokens = _read_token_limits(body | {"max_tokens": 1} if echo_only else body, is_chat)
+    logprobs = _read_logprobs(body, is_chat)
+    dp_rank = _read_dp_rank(headers, options)
     stop = body.get("stop") or ()
     stream_options = body.get("stream_options") or {}
     tools = is_chat and bool(body.get("tools")) and body.get("tool_choice") != "none"
-    thinking = is_chat and thinking_asked(body) and bool(options.reasoning_parser)
+    thinking = is_chat and asks_for_thinking(body) and bool(options.reasoning_parser)
     calls_tools = tools and bool(options.tool_call_parser)
     # The parser engine asks for special tokens in every chat (vLLM 0.32 `parser/engine/parser_engine.py`).
     is_read = is_chat and bool(options.reasoning_parser) and options.profile.has_parser_engine
-    return Ask(
+    return GenerationRequest(
         is_chat=is_chat,
         model=body.get("model") or options.model,
         prompts=prompts,
@@ -62,29 +62,29 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
         return_token_ids=bool(body.get("return_token_ids")),
         echo=bool(body.get("echo")),
         echo_only=echo_only,
-        prompt_logprobs=_prompt_logprobs(body, logprobs),
+        prompt_logprobs=_read_prompt_logprobs(body, logprobs),
         kv_params=body.get("kv_transfer_params") or {},
-        media=_media(body) if is_chat else (),
+        media=_read_media(body) if is_chat else (),
         ec_params=body.get("ec_transfer_params") or {},
         is_thinking=thinking,
         include_reasoning=body.get("include_reasoning") is not False,
         calls_tools=calls_tools,
         names_tool=isinstance(body.get("tool_choice"), dict),
-        grammar=_grammar(body),
+        grammar=_read_grammar(body),
         one_call=body.get("parallel_tool_calls") is False,
         dp_rank=dp_rank,
         cache_salt=body.get("cache_salt") or "",
     )
 
 
-def _grammar(body: dict[str, Any]) -> Grammar | None:
+def _read_grammar(body: dict[str, Any]) -> Grammar | None:
     try:
         return read_grammar(body)
-    except Unsupported as problem:
+    except UnsupportedSchema as problem:
         raise _make_late_error(f"The grammar cannot be kept to here: {problem}.", "structured_outputs") from None
 
 
-def _dp_rank(headers: dict[str, str], options: Options) -> int | None:
+def _read_dp_rank(headers: dict[str, str], options: Options) -> int | None:
     given = headers.get("x-data-parallel-rank", "")
     if not given.lstrip("-").isdigit():
         return None
@@ -97,29 +97,37 @@ def _make_late_error(message: str, param: str | None = None) -> EngineError:
     return EngineError(400, message, "BadRequestError", param, late=True)
 
 
-def _invalid(message: str, param: str | None) -> EngineError:
+def _make_invalid_error(message: str, param: str | None) -> EngineError:
     """Return an error of the schema check, which precedes the handler."""
     return EngineError(400, f"1 validation error:\n  {message}", "Bad Request", param)
 
 
 def _check_schema(body: Any, is_chat: bool) -> None:
     if not isinstance(body, dict):
-        raise _invalid("Input should be a valid dictionary", "body")
+        raise _make_invalid_error("Input should be a valid dictionary", "body")
     if is_chat and not (isinstance(body.get("messages"), list) and all(isinstance(m, dict) for m in body["messages"])):
-        raise _invalid("Field required" if "messages" not in body else "Input should be a valid list", "body.messages")
+        raise _make_invalid_error(
+            "Field required" if "messages" not in body else "Input should be a valid list", "body.messages"
+        )
     if not is_chat and body.get("prompt") in (None, "", []):
-        raise _invalid("Value error, Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        raise _make_invalid_error(
+            "Value error, Either prompt or prompt_embeds must be provided and non-empty.", "prompt"
+        )
     for name in ("max_tokens", "max_completion_tokens", "min_tokens", "n"):
         if not isinstance(body.get(name, 0), int | None):
-            raise _invalid("Input should be a valid integer", f"body.{name}")
+            raise _make_invalid_error("Input should be a valid integer", f"body.{name}")
     if body.get("stream_options") and not body.get("stream"):
-        raise _invalid("Value error, Stream options can only be defined when `stream=True`.", "stream_options")
+        raise _make_invalid_error(
+            "Value error, Stream options can only be defined when `stream=True`.", "stream_options"
+        )
     if body.get("stream") and (body.get("prompt_logprobs") or 0) != 0:
-        raise _invalid("Value error, `prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+        raise _make_invalid_error(
+            "Value error, `prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
+        )
     if body.get("continue_final_message") and body.get("add_generation_prompt", True):
-        raise _invalid("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
+        raise _make_invalid_error("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
     if not isinstance(body.get("kv_transfer_params"), dict | None):
-        raise _invalid("Input should be a valid dictionary", "body.kv_transfer_params")
+        raise _make_invalid_error("Input should be a valid dictionary", "body.kv_transfer_params")
 
 
 def _check_model(body: dict[str, Any], options: Options) -> None:
@@ -129,7 +137,7 @@ def _check_model(body: dict[str, Any], options: Options) -> None:
         raise EngineError(404, message, "NotFoundError", "model", late=True)
 
 
-def _token_limits(body: dict[str, Any], is_chat: bool) -> tuple[int | None, int]:
+def _read_token_limits(body: dict[str, Any], is_chat: bool) -> tuple[int | None, int]:
     max_tokens = body.get("max_tokens")
     if is_chat and body.get("max_completion_tokens") is not None:
         max_tokens = body["max_completion_tokens"]
@@ -145,14 +153,14 @@ def _token_limits(body: dict[str, Any], is_chat: bool) -> tuple[int | None, int]
     return max_tokens, min_tokens
 
 
-def _logprobs(body: dict[str, Any], is_chat: bool) -> int | None:
+def _read_logprobs(body: dict[str, Any], is_chat: bool) -> int | None:
     if not is_chat:
         count = body.get("logprobs")
         return count if isinstance(count, int) and not isinstance(count, bool) else None
     return (body.get("top_logprobs") or 0) if body.get("logprobs") else None
 
 
-def _prompt_logprobs(body: dict[str, Any], logprobs: int | None) -> int | None:
+def _read_prompt_logprobs(body: dict[str, Any], logprobs: int | None) -> int | None:
     """Return the number of logprobs for each token of an echoed prompt. The answer has the same number."""
     count = body.get("prompt_logprobs")
     if count is None:
@@ -160,28 +168,28 @@ def _prompt_logprobs(body: dict[str, Any], logprobs: int | None) -> int | None:
     return int(count)
 
 
-def _completion_prompts(prompt: Any) -> list[list[int]]:
+def _read_completion_prompts(prompt: Any) -> list[list[int]]:
     match prompt:
         case str():
-            return [encode(prompt)]
+            return [encode_text(prompt)]
         case [int(), *_]:
             return [list(prompt)]
         case [list() | str(), *_]:
-            return [encode(one) if isinstance(one, str) else list(one) for one in prompt]
-    raise _invalid("Input should be a valid string or list", "body.prompt")
+            return [encode_text(one) if isinstance(one, str) else list(one) for one in prompt]
+    raise _make_invalid_error("Input should be a valid string or list", "body.prompt")
 
 
-def _chat_prompt(body: dict[str, Any], options: Options) -> list[list[int]]:
+def _render_chat_prompt(body: dict[str, Any], options: Options) -> list[list[int]]:
     params = body.get("kv_transfer_params") or {}
-    if options.private_prompt_ids and _are_ids(private := params.get(PRIVATE_PROMPT_IDS)):
+    if options.private_prompt_ids and _are_token_ids(private := params.get(PRIVATE_PROMPT_IDS)):
         return [private]
     given = params.get("prompt_token_ids")
     rule = options.profile.chat_prompt_ids
     if given is None or rule == "ignored":
         return [render_chat(body)]
-    if rule == "text_only" and (body.get("echo") or _media(body)):
+    if rule == "text_only" and (body.get("echo") or _read_media(body)):
         return [render_chat(body)]
-    if not _are_ids(given):
+    if not _are_token_ids(given):
         if rule == "replace":
             return [render_chat(body)]
         message = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
@@ -189,11 +197,11 @@ def _chat_prompt(body: dict[str, Any], options: Options) -> list[list[int]]:
     return [given]
 
 
-def _are_ids(given: Any) -> TypeGuard[list[int]]:
+def _are_token_ids(given: Any) -> TypeGuard[list[int]]:
     return isinstance(given, list) and bool(given) and all(type(token) is int and token >= 0 for token in given)
 
 
-def _media(body: dict[str, Any]) -> tuple[str, ...]:
+def _read_media(body: dict[str, Any]) -> tuple[str, ...]:
     contents = (message.get("content") for message in body["messages"])
     parts = (part for content in contents if isinstance(content, list) for part in content)
     media = (part for part in parts if isinstance(part, dict) and "text" not in part)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, get_args
 
 from proxy.settings.mistakes import Parser
-from proxy.sim.engine.faults import ACTIONS
+from proxy.sim.engine.faults import FAULT_ACTIONS
 from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.options import AtSigterm, LoadFailurePolicy, Options, ProtocolName, SimRole
 from proxy.sim.profile import ALL_PROFILES, ConnectorName
@@ -33,11 +33,11 @@ fault rules: {"action": NAME, conditions, parameters}
 """
 
 
-def _epilog() -> str:
-    return _EPILOG + "\n".join(f"    {name:22} {text}" for name, text in ACTIONS.items())
+def _make_epilog() -> str:
+    return _EPILOG + "\n".join(f"    {name:22} {text}" for name, text in FAULT_ACTIONS.items())
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not (text.isdecimal() and int(text) <= 65535):
         raise argparse.ArgumentTypeError("must be between 0 and 65535")
     return int(text)
@@ -48,13 +48,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="pdproxy mock-engine",
         description=_DESCRIPTION,
-        epilog=_epilog(),
+        epilog=_make_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="Address to listen on. Default: %(default)s.")
-    add("--port", type=_port, default=0, help="TCP port to listen on. 0 selects a free port and prints it. Default: 0.")
+    add(
+        "--port",
+        type=_parse_port,
+        default=0,
+        help="TCP port to listen on. 0 selects a free port and prints it. Default: 0.",
+    )
     add("--role", choices=get_args(SimRole), default=default.role, help="Role of the engine. Default: %(default)s.")
     add("--model", default=default.model, help="Name of the served model. Default: %(default)s.")
     add(
@@ -242,7 +247,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--kv-host", metavar="HOST", help="Announced address for KV transfers. Default: --host.")
     add(
         "--unreachable-ports",
-        type=_ports,
+        type=_parse_ports,
         default=default.unreachable_ports,
         metavar="PORT[,PORT…]",
         help="Ports of prefillers that this decoder cannot reach for KV transfers.",
@@ -250,8 +255,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ports(text: str) -> frozenset[int]:
-    return frozenset(map(_port, text.split(",")))
+def _parse_ports(text: str) -> frozenset[int]:
+    return frozenset(map(_parse_port, text.split(",")))
 
 
 def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
@@ -263,7 +268,7 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
     )
     add(
         "--bootstrap-port",
-        type=_port,
+        type=_parse_port,
         default=default.bootstrap_port,
         metavar="PORT",
         help="TCP port of a prefiller's bootstrap server, with the protocols bootstrap and transfer. 0 selects a free "

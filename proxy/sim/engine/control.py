@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from proxy.sim.dialects.endpoints import endpoints, error_body
-from proxy.sim.dialects.vllm_requests import read_ask
-from proxy.sim.engine.faults import UnknownAction
-from proxy.sim.engine.stream import hang, json_response, read_json, refusal
+from proxy.sim.dialects.endpoints import endpoints_of_profile, error_body
+from proxy.sim.dialects.vllm_requests import read_vllm_request
+from proxy.sim.engine.faults import UnknownFaultAction
+from proxy.sim.engine.stream import hang_forever, json_response, read_json, refuse_request
 from proxy.sim.model.request import EngineError
-from proxy.sim.model.tokenizer import decode, encode, render_chat
+from proxy.sim.model.tokenizer import decode_tokens, encode_text, render_chat
 
 if TYPE_CHECKING:
-    from proxy.sim.engine.core import Core
+    from proxy.sim.engine.core import EngineCore
 
 KV_CONNECTORS: Final = {
     "push": "NixlPushConnector",
@@ -41,10 +41,10 @@ _SCALING_PATHS: Final = ("/health", "/is_scaling_elastic_ep")
 class ControlRoutes:
     """The control routes of one engine. They read its state, and change only fault rules, prefix cache and adapters."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._started_at = int(time.time())
-        self._generation_paths = endpoints(core.options.profile)
+        self._generation_paths = endpoints_of_profile(core.options.profile)
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -98,7 +98,7 @@ class ControlRoutes:
         if rule := plan.get("slow_headers"):
             await asyncio.sleep(rule.seconds)
         if "hang_before_headers" in plan:
-            await hang()
+            await hang_forever()
         if rule := plan.get("refuse_status"):
             error = EngineError(rule.status, "simulated fault", "InternalServerError")
             said = error_body(error, self._core.options.profile)
@@ -219,7 +219,9 @@ class ControlRoutes:
         """Add an adapter to the list at once, as vLLM does with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
         body, _ = await read_json(request)
         if not isinstance(body, dict) or not isinstance(body.get("lora_name"), str):
-            return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.lora_name"))
+            return refuse_request(
+                EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.lora_name")
+            )
         self._core.options.adapters.append(body["lora_name"])
         return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
 
@@ -227,10 +229,10 @@ class ControlRoutes:
         body, _ = await read_json(request)
         profile = self._core.options.profile
         if not isinstance(body, dict) or not ("prompt" in body or (profile.tokenizes_chats and "messages" in body)):
-            return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body"))
+            return refuse_request(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body"))
         if profile.is_sglang and body.get("stream"):
-            return refusal(EngineError(501, "does not support streaming requests", "NotImplementedError"))
-        tokens = render_chat(body) if "messages" in body else encode(str(body["prompt"]))
+            return refuse_request(EngineError(501, "does not support streaming requests", "NotImplementedError"))
+        tokens = render_chat(body) if "messages" in body else encode_text(str(body["prompt"]))
         max_model_len = self._core.options.max_model_len
         return json_response(
             {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": None}
@@ -239,20 +241,22 @@ class ControlRoutes:
     async def _detokenize(self, request: web.Request) -> web.Response:
         body, _ = await read_json(request)
         if not isinstance(body, dict) or not isinstance(body.get("tokens"), list):
-            return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.tokens"))
+            return refuse_request(
+                EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.tokens")
+            )
         if self._core.options.profile.is_sglang:
             keeps = body.get("skip_special_tokens") is False
-            return json_response({"text": decode(body["tokens"], keep_markers=keeps)})
-        return json_response({"prompt": decode(body["tokens"], keep_markers=True)})
+            return json_response({"text": decode_tokens(body["tokens"], keep_markers=keeps)})
+        return json_response({"prompt": decode_tokens(body["tokens"], keep_markers=True)})
 
     async def _render(self, request: web.Request) -> web.Response:
         """Return the request in the engine's form: one object for a chat, a list for completions."""
         body, _ = await read_json(request)
         is_chat = request.path == "/v1/chat/completions/render"
         try:
-            ask = read_ask(body, is_chat=is_chat, options=self._core.options, headers={})
+            ask = read_vllm_request(body, is_chat=is_chat, options=self._core.options, headers={})
         except EngineError as error:
-            return refusal(error)
+            return refuse_request(error)
         request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request.headers.get('X-Request-Id') or uuid.uuid4().hex}"
         rendered = [{"request_id": request_id, "token_ids": prompt, "model": ask.model} for prompt in ask.prompts]
         return json_response(rendered[0] if is_chat else rendered)
@@ -272,10 +276,10 @@ class ControlRoutes:
         try:
             for rule in body if isinstance(body, list) else [body]:
                 if not isinstance(rule, dict):
-                    raise UnknownAction("a fault rule is a JSON object")
+                    raise UnknownFaultAction("a fault rule is a JSON object")
                 fields = dict(rule)
                 self._core.faults.add(fields.pop("action", ""), **fields)
-        except UnknownAction as error:
+        except UnknownFaultAction as error:
             return json_response({"error": str(error)}, 400)
         return json_response(self._core.faults.describe())
 

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from proxy.sim.kv.cache import PrefixCache
     from proxy.sim.kv.protocol import KvProtocol
     from proxy.sim.options import Options
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
+class EngineCore:
     """The parts of a simulated engine that its requests share. Each start makes new ones, with a new `engine_id`."""
 
     options: Options
-    state: State
+    state: EngineState
     faults: Faults
     scheduler: Scheduler | MachineScheduler
     cache: PrefixCache | MachineCache
@@ -62,30 +62,47 @@ class Core:
         return given if isinstance(given, str) and given else uuid.uuid4().hex
 
 
-_SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
-_SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PROMPT_TOKEN_SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
+_BUCKET_BOUNDS_SECONDS: Final = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
 
 
-class Histogram:
+class SecondsHistogram:
     """Counts durations in buckets, in seconds."""
 
     __slots__ = ("counts", "sum", "total")
 
     def __init__(self) -> None:
-        self.counts = [0] * len(_SECONDS)
+        self.counts = [0] * len(_BUCKET_BOUNDS_SECONDS)
         self.sum = 0.0
         self.total = 0
 
     def observe(self, seconds: float) -> None:
         self.sum += seconds
         self.total += 1
-        for index, bound in enumerate(_SECONDS):
+        for index, bound in enumerate(_BUCKET_BOUNDS_SECONDS):
             if seconds <= bound:
                 self.counts[index] += 1
 
     def lines(self, name: str, labels: str) -> list[str]:
         lines = [f"# TYPE {name} histogram"]
-        for bound, count in zip(_SECONDS, self.counts, strict=True):
+        for bound, count in zip(_BUCKET_BOUNDS_SECONDS, self.counts, strict=True):
             lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {count}')
         lines.append(f'{name}_bucket{{{labels},le="+Inf"}} {self.total}')
         lines.append(f"{name}_sum{{{labels}}} {self.sum}")
@@ -99,11 +116,13 @@ class EngineMetrics:
 
     model: str
     started_at: float = field(default_factory=time.time)
-    prompt_tokens_by_source: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SOURCES, 0)))
+    prompt_tokens_by_source: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(_PROMPT_TOKEN_SOURCES, 0))
+    )
     requests_by_reason: Counter[str] = field(default_factory=Counter)
-    time_to_first_token: Histogram = field(default_factory=Histogram)
-    request_seconds: Histogram = field(default_factory=Histogram)
-    token_seconds: Histogram = field(default_factory=Histogram)
+    time_to_first_token: SecondsHistogram = field(default_factory=SecondsHistogram)
+    request_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
+    token_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
 
     def count_prompt(self, *, computed: int = 0, cached: int = 0, transferred: int = 0) -> None:
         self.prompt_tokens_by_source["local_compute"] += computed
@@ -130,14 +149,14 @@ class EngineMetrics:
             lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{all_labels}}} {value}"]
         for name, value in counters.items():
             lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{{{labels}}} {value}"]
-        lines += _by_label("prompt_tokens_by_source", "source", self.prompt_tokens_by_source, labels)
-        lines += _by_label("request_success", "finished_reason", self.requests_by_reason, labels)
+        lines += _lines_by_label("prompt_tokens_by_source", "source", self.prompt_tokens_by_source, labels)
+        lines += _lines_by_label("request_success", "finished_reason", self.requests_by_reason, labels)
         lines += self.time_to_first_token.lines("vllm:time_to_first_token_seconds", labels)
         lines += self.request_seconds.lines("vllm:e2e_request_latency_seconds", labels)
         lines += self.token_seconds.lines("vllm:request_time_per_output_token_seconds", labels)
         return "\n".join(lines) + "\n"
 
 
-def _by_label(name: str, label: str, values: Counter[str], labels: str) -> list[str]:
+def _lines_by_label(name: str, label: str, values: Counter[str], labels: str) -> list[str]:
     lines = [f"# TYPE vllm:{name}_total counter"]
     return lines + [f'vllm:{name}_total{{{labels},{label}="{key}"}} {value}' for key, value in values.items()]

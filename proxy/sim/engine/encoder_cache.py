@@ -19,15 +19,15 @@ from proxy.sim.kv.protocol import Peers
 from proxy.sim.model.request import EngineError
 
 if TYPE_CHECKING:
-    from proxy.sim.model.request import Ask
+    from proxy.sim.model.request import GenerationRequest
     from proxy.sim.options import Options
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
 
 
 class EncoderCache:
     """The encoded media of one engine, by their hashes."""
 
-    def __init__(self, options: Options, state: State) -> None:
+    def __init__(self, options: Options, state: EngineState) -> None:
         self._options = options
         self._state = state
         self._peers = Peers()
@@ -35,7 +35,7 @@ class EncoderCache:
         self._arrived: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Whether a transfer has arrived, by its id. An entry lasts until the request that waits for it has ended."""
 
-    async def encode(self, ask: Ask) -> None:
+    async def encode(self, ask: GenerationRequest) -> None:
         """Encode the media of a request, or get them from an encoder. Raises EngineError if they do not arrive."""
         if self._options.ec_role and self._options.ec_connector == "ECMooncakeConnector":
             await (self._receive(ask) if self._options.ec_role == "consumer" else self._send(ask))
@@ -45,7 +45,7 @@ class EncoderCache:
             is_remote = self._options.ec_role == "consumer" and isinstance(place, dict) and "peer_host" in place
             self._add(name, is_fetched=is_remote)
 
-    async def _send(self, ask: Ask) -> None:
+    async def _send(self, ask: GenerationRequest) -> None:
         receiver = str(ask.ec_params.get("consumer_zmq", "")).replace("tcp://", "http://")
         for index, name in enumerate(ask.media):
             self._add(name, is_fetched=False)
@@ -53,7 +53,7 @@ class EncoderCache:
             if receiver and transfer is not None:
                 await self._peers.delivers(f"{receiver}/_mock/encoded", {"transfer_id": transfer})
 
-    async def _receive(self, ask: Ask) -> None:
+    async def _receive(self, ask: GenerationRequest) -> None:
         for index, name in enumerate(ask.media):
             if self._options.role == "decode" or name in self._names:
                 continue  # a decoder gets the KV cache of the media
@@ -85,7 +85,7 @@ class EncoderCache:
         return web.Response()
 
 
-def _transfer_of(ask: Ask, index: int) -> str | None:
+def _transfer_of(ask: GenerationRequest, index: int) -> str | None:
     """Return the id of the transfer of one item (`_request_transfer_id` in vLLM)."""
     items = ask.ec_params.get("ec_items") or []
     return str(items[index]["transfer_id"]) if index < len(items) else None

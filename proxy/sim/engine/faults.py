@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-ACTIONS: Final[dict[str, str]] = {
+FAULT_ACTIONS: Final[dict[str, str]] = {
     "refuse_status": "answer `status` with `body` (an OpenAI-style error unless given)",
     "retired": "answer 503 on every path but the health check, as a rank that left a group of elastic EP (vLLM 0.33)",
     "scaling": "the same, as a rank of a group that is being scaled",
@@ -48,7 +48,7 @@ ACTIONS: Final[dict[str, str]] = {
 }
 
 
-class UnknownAction(ValueError):
+class UnknownFaultAction(ValueError):
     """A fault rule named an action or a field that does not exist."""
 
 
@@ -109,12 +109,12 @@ class Faults:
         self._fired: list[int] = []
 
     def add(self, action: str, **fields: Any) -> Rule:
-        if action not in ACTIONS:
-            raise UnknownAction(f"unknown fault {action!r}; known are {', '.join(sorted(ACTIONS))}")
+        if action not in FAULT_ACTIONS:
+            raise UnknownFaultAction(f"unknown fault {action!r}; known are {', '.join(sorted(FAULT_ACTIONS))}")
         try:
             rule = Rule(action=action, **fields)
         except TypeError as error:
-            raise UnknownAction(str(error)) from None
+            raise UnknownFaultAction(str(error)) from None
         self._rules.append(rule)
         self._matched.append(0)
         self._fired.append(0)

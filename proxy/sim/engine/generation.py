@@ -7,28 +7,28 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.sim.kv.protocol import Child, Leg, Loaded
+from proxy.sim.kv.protocol import ChildRequest, KvLoadResult, Leg
 from proxy.sim.model.grammar import GrammarWriter
 from proxy.sim.model.parser import Phase, start_phase
 from proxy.sim.model.request import (
     Delta,
     EngineError,
     GarbageWriter,
-    Strike,
+    StreamStrike,
     TokenSequence,
     TokenSource,
-    internal_error,
+    make_internal_error,
 )
-from proxy.sim.model.writer import Writer
+from proxy.sim.model.writer import DeterministicWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.sim.engine.core import Core
+    from proxy.sim.engine.core import EngineCore
     from proxy.sim.engine.faults import Plan
-    from proxy.sim.model.request import Ask
+    from proxy.sim.model.request import GenerationRequest
 
-_STRIKES = (
+_STRIKE_ACTIONS = (
     "recompute",
     "abort",
     "reset_after_tokens",
@@ -40,7 +40,7 @@ _STRIKES = (
     "kill",
 )
 # SGLang 0.5.21 and later, `managers/schedule_batch.py`.
-_OUT_OF_MEMORY = {
+_OUT_OF_MEMORY_ERROR = {
     "retract": EngineError(
         503, "Retracted under decode memory pressure. Retry the request.", "ServiceUnavailableError"
     ),
@@ -50,10 +50,12 @@ _OUT_OF_MEMORY = {
 }
 
 
-class Generation:
-    """Serves one `Ask`. `run` returns when every sequence has ended. Cancelling `run` aborts all sequences."""
+class GenerationRun:
+    """Serves one `GenerationRequest`. `run` returns when all sequences have ended. Cancelling it aborts them."""
 
-    def __init__(self, core: Core, ask: Ask, answer_id: str, plan: Plan, on_delta: Callable[[Delta], None]) -> None:
+    def __init__(
+        self, core: EngineCore, ask: GenerationRequest, answer_id: str, plan: Plan, on_delta: Callable[[Delta], None]
+    ) -> None:
         self.kv_params: dict[str, Any] | None = None
         self.kept_params: dict[str, Any] | None = None
         """The parameters of a decoder's own KV cache after the answer; None if it keeps none."""
@@ -169,14 +171,14 @@ class Generation:
         """Fetch the KV of an earlier answer, and compute the rest of the prompt."""
         core = self._core
         loaded = await core.protocol.read_back(self._child(sequence))
-        if loaded is Loaded.FAILED and core.options.kv_load_failure_policy == "fail":
+        if loaded is KvLoadResult.FAILED and core.options.kv_load_failure_policy == "fail":
             sequence.fail()
             core.scheduler.drop(sequence)
             return
-        if loaded is Loaded.FAILED:
+        if loaded is KvLoadResult.FAILED:
             self._prefill(sequence)
         else:
-            self._is_foreign = loaded is Loaded.FOREIGN
+            self._is_foreign = loaded is KvLoadResult.FOREIGN
             cached = core.cache_prompt(sequence.prompt, self._ask.cache_salt)
             sequence.cached_tokens = max(cached, int(self._ask.kv_params["remote_num_tokens"]))
             sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
@@ -192,7 +194,7 @@ class Generation:
         limit = options.default_max_tokens if ask.max_tokens is None else ask.max_tokens
         # One set of params names the KV of one prompt, and its blocks are gone after the first pull.
         is_garbage = self._leg is Leg.DECODE and index > 0 and not self._core.protocol.serves_each_child
-        writer: TokenSource = Writer(prompt, eos_after=options.eos_after)
+        writer: TokenSource = DeterministicWriter(prompt, eos_after=options.eos_after)
         if ask.grammar is not None:
             # For a grammar, hidden reasoning counts as no reasoning (vLLM `resolve_reasoning_ended`).
             reasons = ask.is_thinking and ask.include_reasoning and start_phase(prompt) is Phase.REASONING
@@ -209,11 +211,11 @@ class Generation:
             strike=self._strike() if index == 0 else None,
         )
 
-    def _strike(self) -> Strike | None:
-        for kind in _STRIKES:
+    def _strike(self) -> StreamStrike | None:
+        for kind in _STRIKE_ACTIONS:
             rule = self._plan.get(kind)
             if rule is not None and (kind != "kill" or rule.tokens):
-                return Strike(kind, rule.tokens, rule.merged)
+                return StreamStrike(kind, rule.tokens, rule.merged)
         return None
 
     def _prefill(self, sequence: TokenSequence) -> None:
@@ -234,17 +236,17 @@ class Generation:
             self._end(error)
             return
         if "load_failure" in self._plan:
-            loaded = Loaded.FAILED
-        if "corrupt_kv" in self._plan and loaded is Loaded.YES:
-            loaded = Loaded.FOREIGN
-        if loaded is Loaded.FAILED and self._core.options.kv_load_failure_policy == "fail":
+            loaded = KvLoadResult.FAILED
+        if "corrupt_kv" in self._plan and loaded is KvLoadResult.YES:
+            loaded = KvLoadResult.FOREIGN
+        if loaded is KvLoadResult.FAILED and self._core.options.kv_load_failure_policy == "fail":
             sequence.fail()
             self._core.scheduler.drop(sequence)
             return
-        if loaded in (Loaded.FAILED, Loaded.ABSENT):
+        if loaded in (KvLoadResult.FAILED, KvLoadResult.ABSENT):
             self._prefill(sequence)
         else:
-            if loaded is Loaded.FOREIGN:
+            if loaded is KvLoadResult.FOREIGN:
                 sequence.source = GarbageWriter()
             # A decoder that got the KV calls all but the last token, which it runs again, cached.
             sequence.cached_tokens = len(sequence.prompt) - 1
@@ -267,10 +269,10 @@ class Generation:
             self._on_delta(delta)
         else:
             self._withheld.append(delta)
-        if (lament := _OUT_OF_MEMORY.get(delta.fault or "")) is not None:
+        if (lament := _OUT_OF_MEMORY_ERROR.get(delta.fault or "")) is not None:
             self._end(lament)
         elif delta.fault == "error_event" or (delta.finish_reason == "error" and not self._is_swallowed(delta)):
-            self._end(internal_error())
+            self._end(make_internal_error())
         elif delta.finish_reason is not None or delta.fault == "end_without_finish":
             self._count(delta)
             self._live -= 1
@@ -322,7 +324,7 @@ class Generation:
                     if sequence.index == 0:
                         self.kv_params = params
             if self._ask.names_tool and self._ask.is_thinking and core.options.profile.named_tool_choice_fails:
-                raise internal_error()
+                raise make_internal_error()
             if "lost_response" not in self._plan and not self._ask.stream and self.kv_params is not None:
                 core.protocol.announce(self.kv_params)
         withheld, self._withheld = self._withheld, None
@@ -337,11 +339,13 @@ class Generation:
         does_not_look = self._core.options.connector == "nixl" or self._core.protocol.meets
         return sequence.finish_reason == "length" or (does_not_look and sequence.finish_reason == "stop")
 
-    def _child(self, sequence: TokenSequence) -> Child:
+    def _child(self, sequence: TokenSequence) -> ChildRequest:
         request_id = self._child_id(sequence.index)
         ask = self._ask
         prompt_index = sequence.index // ask.samples
-        return Child(request_id, sequence.prompt, prompt_index, ask.samples, ask.kv_params, ask.dp_rank, ask.cache_salt)
+        return ChildRequest(
+            request_id, sequence.prompt, prompt_index, ask.samples, ask.kv_params, ask.dp_rank, ask.cache_salt
+        )
 
     def _child_id(self, index: int) -> str:
         prompt_index, sample = divmod(index, self._ask.samples)

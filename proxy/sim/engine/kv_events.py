@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from proxy.sim.options import Options
 
-_END = (-1).to_bytes(8, "big", signed=True)
-_MEDIUM = "GPU"
+_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_GPU_MEDIUM = "GPU"
 
 
 class KvEventPublisher(Watcher):
@@ -50,10 +50,10 @@ class KvEventPublisher(Watcher):
         self._replaying: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self.endpoint = _bound(self._pub, self.endpoint)
+        self.endpoint = _bound_endpoint(self._pub, self.endpoint)
         if self.replay_endpoint is not None:
             self._router = self._context.socket(zmq.ROUTER)
-            self.replay_endpoint = _bound(self._router, self.replay_endpoint)
+            self.replay_endpoint = _bound_endpoint(self._router, self.replay_endpoint)
             self._replaying = asyncio.create_task(self._replay(self._router))
 
     async def stop(self) -> None:
@@ -89,13 +89,13 @@ class KvEventPublisher(Watcher):
             "token_ids": ids,
             "block_size": self._block_size,
             "lora_id": None,
-            "medium": _MEDIUM,
+            "medium": _GPU_MEDIUM,
         }
         later = {"lora_name": None, "extra_keys": [None] * len(names), "group_idx": 0}
         self._add("BlockStored", fields, later | {"kv_cache_spec_kind": "full_attention"})
 
     def removed(self, name: Hashable) -> None:
-        self._add("BlockRemoved", {"block_hashes": [self._hash(name)], "medium": _MEDIUM}, {"group_idx": 0})
+        self._add("BlockRemoved", {"block_hashes": [self._hash(name)], "medium": _GPU_MEDIUM}, {"group_idx": 0})
 
     def cleared(self) -> None:
         self._add("AllBlocksCleared", {}, {})
@@ -133,10 +133,10 @@ class KvEventPublisher(Watcher):
             for number, payload in list(self._buffer):
                 if number >= int.from_bytes(first, "big"):
                     await router.send_multipart((client, b"", *topic, number.to_bytes(8, "big"), payload))
-            await router.send_multipart((client, b"", *none, _END, b""))
+            await router.send_multipart((client, b"", *none, _END_OF_REPLAY, b""))
 
 
-def _bound(socket: Any, endpoint: str) -> str:
+def _bound_endpoint(socket: Any, endpoint: str) -> str:
     """Bind a socket and return its endpoint. Port 0 means any port."""
     socket.bind(endpoint)
     return str(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())

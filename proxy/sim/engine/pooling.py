@@ -15,28 +15,28 @@ from zlib import crc32
 
 from aiohttp import web
 
-from proxy.sim.dialects.vllm_requests import read_ask
-from proxy.sim.engine.stream import json_response, read_json, refusal
+from proxy.sim.dialects.vllm_requests import read_vllm_request
+from proxy.sim.engine.stream import json_response, read_json, refuse_request
 from proxy.sim.model.request import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from proxy.sim.engine.core import Core
+    from proxy.sim.engine.core import EngineCore
 
-_WIDTH: Final = 16
-_LABELS: Final = ("LABEL_0", "LABEL_1", "LABEL_2")
+_VECTOR_LENGTH: Final = 16
+_CLASS_LABELS: Final = ("LABEL_0", "LABEL_1", "LABEL_2")
 # Members of a pair: each has a text, or a list of texts.
-_PAIRS: Final = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+_PAIR_MEMBERS: Final = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
-_Answer = tuple[str, dict[str, Any], int]
+_PoolingAnswer = tuple[str, dict[str, Any], int]
 """The prefix of the ID, the members of the answer, and the number of prompt tokens."""
 
 
 class PoolingRoutes:
     """The routes of one engine that generate no text."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
 
     def routes(self) -> list[web.RouteDef]:
@@ -53,16 +53,16 @@ class PoolingRoutes:
         ]
 
     def _make_handler(
-        self, make: Callable[[Mapping[str, Any]], _Answer]
+        self, make: Callable[[Mapping[str, Any]], _PoolingAnswer]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def answer(request: web.Request) -> web.Response:
             body, _ = await read_json(request)
             try:
                 if not isinstance(body, dict):
-                    raise _invalid("Input should be a valid dictionary", "body")
+                    raise _make_invalid_error("Input should be a valid dictionary", "body")
                 prefix, members, tokens = make(body)
             except EngineError as error:
-                return refusal(error)
+                return refuse_request(error)
             request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
             usage: dict[str, Any] = {"prompt_tokens": tokens, "total_tokens": tokens}
             if "results" not in members:
@@ -73,58 +73,58 @@ class PoolingRoutes:
 
         return answer
 
-    def _embed(self, body: Mapping[str, Any]) -> _Answer:
+    def _embed(self, body: Mapping[str, Any]) -> _PoolingAnswer:
         return self._vectors(body, "embd", "embedding", "embedding")
 
-    def _pool(self, body: Mapping[str, Any]) -> _Answer:
+    def _pool(self, body: Mapping[str, Any]) -> _PoolingAnswer:
         return self._vectors(body, "pool", "pooling", "data")
 
-    def _vectors(self, body: Mapping[str, Any], prefix: str, kind: str, member: str) -> _Answer:
+    def _vectors(self, body: Mapping[str, Any], prefix: str, kind: str, member: str) -> _PoolingAnswer:
         encoding = body.get("encoding_format", "float")
         if encoding not in ("float", "base64"):
-            raise _invalid("Input should be 'float' or 'base64'", "body.encoding_format")
+            raise _make_invalid_error("Input should be 'float' or 'base64'", "body.encoding_format")
         prompts = self._prompts(body, body.get("input"))
         data = [
-            {"index": index, "object": kind, member: _encode_vector(embedding(prompt), encoding)}
+            {"index": index, "object": kind, member: _encode_vector(make_embedding(prompt), encoding)}
             for index, prompt in enumerate(prompts)
         ]
         return prefix, {"data": data}, sum(map(len, prompts))
 
-    def _classify(self, body: Mapping[str, Any]) -> _Answer:
+    def _classify(self, body: Mapping[str, Any]) -> _PoolingAnswer:
         prompts = self._prompts(body, body.get("input"))
         data = []
         for index, prompt in enumerate(prompts):
-            weights = [1 + _similarity(prompt, list(label.encode())) for label in _LABELS]
+            weights = [1 + _vector_similarity(prompt, list(label.encode())) for label in _CLASS_LABELS]
             probs = [weight / sum(weights) for weight in weights]
-            label = _LABELS[probs.index(max(probs))]
-            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(_LABELS)})
+            label = _CLASS_LABELS[probs.index(max(probs))]
+            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(_CLASS_LABELS)})
         return "classify", {"data": data}, sum(map(len, prompts))
 
-    def _score(self, body: Mapping[str, Any]) -> _Answer:
-        names = next((pair for pair in _PAIRS if all(body.get(name) for name in pair)), None)
+    def _score(self, body: Mapping[str, Any]) -> _PoolingAnswer:
+        names = next((pair for pair in _PAIR_MEMBERS if all(body.get(name) for name in pair)), None)
         if names is None:
-            raise _invalid("Field required", "body.queries")
+            raise _make_invalid_error("Field required", "body.queries")
         firsts, seconds = (self._prompts(body, body[name]) for name in names)
         if len(firsts) not in (1, len(seconds)):
-            raise _invalid("Input lengths must be either 1:1, 1:N or N:N", None)
+            raise _make_invalid_error("Input lengths must be either 1:1, 1:N or N:N", None)
         pairs = list(zip(repeat(firsts[0]) if len(firsts) == 1 else firsts, seconds, strict=False))
         data = [
-            {"index": index, "object": "score", "score": _similarity(first, second)}
+            {"index": index, "object": "score", "score": _vector_similarity(first, second)}
             for index, (first, second) in enumerate(pairs)
         ]
         return "score", {"data": data}, sum(len(first) + len(second) for first, second in pairs)
 
-    def _rerank(self, body: Mapping[str, Any]) -> _Answer:
+    def _rerank(self, body: Mapping[str, Any]) -> _PoolingAnswer:
         query, given = body.get("query"), body.get("documents")
         if not isinstance(query, str) or not isinstance(given, list) or not given:
-            raise _invalid("Field required", "body.documents" if isinstance(query, str) else "body.query")
+            raise _make_invalid_error("Field required", "body.documents" if isinstance(query, str) else "body.query")
         texts = [document.get("text") if isinstance(document, dict) else document for document in given]
         (asked,), documents = self._prompts(body, query), self._prompts(body, texts)
         results: list[dict[str, Any]] = [
             {
                 "index": index,
                 "document": {"text": text, "multi_modal": None},
-                "relevance_score": _similarity(asked, document),
+                "relevance_score": _vector_similarity(asked, document),
             }
             for index, (text, document) in enumerate(zip(texts, documents, strict=True))
         ]
@@ -138,13 +138,13 @@ class PoolingRoutes:
         Checks the model's name, too. Raises EngineError.
         """
         as_completion = {"prompt": given, "model": body.get("model"), "max_tokens": 1}
-        return read_ask(as_completion, is_chat=False, options=self._core.options, headers={}).prompts
+        return read_vllm_request(as_completion, is_chat=False, options=self._core.options, headers={}).prompts
 
 
-def embedding(prompt: list[int]) -> list[float]:
+def make_embedding(prompt: list[int]) -> list[float]:
     """Return the vector of a text."""
     seed = crc32(bytes(token % 256 for token in prompt))
-    return [crc32(bytes((index,)), seed) / 2**31 - 1.0 for index in range(_WIDTH)]
+    return [crc32(bytes((index,)), seed) / 2**31 - 1.0 for index in range(_VECTOR_LENGTH)]
 
 
 def _encode_vector(vector: list[float], encoding: str) -> list[float] | str:
@@ -152,11 +152,11 @@ def _encode_vector(vector: list[float], encoding: str) -> list[float] | str:
     return vector if encoding == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def _similarity(first: list[int], second: list[int]) -> float:
+def _vector_similarity(first: list[int], second: list[int]) -> float:
     """Return the similarity of two texts, between 0 and 1."""
-    product = sum(a * b for a, b in zip(embedding(first), embedding(second), strict=True))
-    return (1 + product / _WIDTH) / 2
+    product = sum(a * b for a, b in zip(make_embedding(first), make_embedding(second), strict=True))
+    return (1 + product / _VECTOR_LENGTH) / 2
 
 
-def _invalid(message: str, param: str | None) -> EngineError:
+def _make_invalid_error(message: str, param: str | None) -> EngineError:
     return EngineError(400, f"1 validation error:\n  {message}", "Bad Request", param)

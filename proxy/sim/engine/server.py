@@ -11,11 +11,20 @@ from weakref import WeakSet
 import orjson
 from aiohttp import web
 
-from proxy.sim.dialects.endpoints import Endpoint, endpoints, error_body
-from proxy.sim.dialects.vllm_answers import DONE, Collector, event
+from proxy.sim.dialects.endpoints import GenerationEndpoint, endpoints_of_profile, error_body
+from proxy.sim.dialects.vllm_answers import DONE, DeltaCollector, make_event
 from proxy.sim.dialects.vllm_requests import PRIVATE_PROMPT_IDS
-from proxy.sim.engine.generation import Generation
-from proxy.sim.engine.stream import WAS_CUT, EventStream, hang, json_response, read_json, refusal, reset, reset_soon
+from proxy.sim.engine.generation import GenerationRun
+from proxy.sim.engine.stream import (
+    CUT_CONNECTION_KEY,
+    EventStream,
+    hang_forever,
+    json_response,
+    read_json,
+    refuse_request,
+    reset_connection,
+    reset_connection_soon,
+)
 from proxy.sim.model.request import EngineError
 from proxy.sim.model.tokenizer import BOS
 
@@ -23,18 +32,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.sim.dialects.vllm_answers import Answer
-    from proxy.sim.engine.core import Core
+    from proxy.sim.engine.core import EngineCore
     from proxy.sim.engine.faults import Plan
-    from proxy.sim.model.request import Ask, Delta
+    from proxy.sim.model.request import Delta, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class GenerationExchange:
     """A request that the engine has accepted, and all that is needed to answer it."""
 
     request: web.Request
-    endpoint: Endpoint
-    ask: Ask
+    endpoint: GenerationEndpoint
+    ask: GenerationRequest
     answer: Answer
     plan: Plan
     headers: dict[str, str]
@@ -44,11 +53,11 @@ class Exchange:
 class GenerationRoutes:
     """The routes that generate text. `kill` ends the whole engine; the fault of the same name calls it."""
 
-    def __init__(self, core: Core, kill: Callable[[], None]) -> None:
+    def __init__(self, core: EngineCore, kill: Callable[[], None]) -> None:
         self._core = core
         self._kill = kill
         self._live_ids: set[str] = set()
-        self._generations: dict[str, Generation] = {}
+        self._generations: dict[str, GenerationRun] = {}
         self._heedless: set[asyncio.Task[None]] = set()
         self._served: WeakSet[asyncio.Transport] = WeakSet()
         """Connections on which at least one request has begun."""
@@ -56,7 +65,7 @@ class GenerationRoutes:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.post(path, partial(self._count_live_request, endpoint=endpoint))
-            for path, endpoint in endpoints(self._core.options.profile).items()
+            for path, endpoint in endpoints_of_profile(self._core.options.profile).items()
         ]
 
     async def stop(self, app: web.Application) -> None:
@@ -76,7 +85,7 @@ class GenerationRoutes:
         for generation in list(self._generations.values()):
             generation.fail()
 
-    async def _count_live_request(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
+    async def _count_live_request(self, request: web.Request, *, endpoint: GenerationEndpoint) -> web.StreamResponse:
         """Count a request as live until its answer has ended in any way."""
         state = self._core.state
         body, body_bytes = await read_json(request)
@@ -88,14 +97,14 @@ class GenerationRoutes:
             state.finished += 1
             return response
         except (asyncio.CancelledError, ConnectionError):
-            state.disconnects += WAS_CUT not in request
+            state.disconnects += CUT_CONNECTION_KEY not in request
             raise
         finally:
             state.live -= 1
             state.changed()
 
     async def _answer(
-        self, request: web.Request, headers: dict[str, str], body: Any, endpoint: Endpoint
+        self, request: web.Request, headers: dict[str, str], body: Any, endpoint: GenerationEndpoint
     ) -> web.StreamResponse:
         core = self._core
         request_id = core.new_request_id(headers, body)
@@ -107,29 +116,31 @@ class GenerationRoutes:
             self._served.add(request.transport)
         if (reason := self._find_capacity_error()) is not None:
             core.state.refused += 1
-            return refusal(reason, endpoint)
+            return refuse_request(reason, endpoint)
         try:
             ask = endpoint.read(_drop_unknown_members(body, plan), options=core.options, headers=headers)
         except EngineError as error:
             await self._release_rejected(error, body)
-            return refusal(error, endpoint)
+            return refuse_request(error, endpoint)
         if "other_tokenizer" in plan:
             ask = replace(ask, prompts=[[BOS, *prompt] for prompt in ask.prompts])
         if core.protocol.is_deadly(ask.kv_params):
             self._kill()
-            await hang()
+            await hang_forever()
         try:
             await core.encoder_cache.encode(ask)
         except EngineError as error:
-            return refusal(error, endpoint)
+            return refuse_request(error, endpoint)
         answer_id = endpoint.id_prefix + request_id
         if answer_id in self._live_ids and not core.options.request_id_randomization:
-            return refusal(EngineError(400, f"Request id {answer_id} already running.", "BadRequestError"), endpoint)
+            return refuse_request(
+                EngineError(400, f"Request id {answer_id} already running.", "BadRequestError"), endpoint
+            )
         extra = {"X-Request-Id": request_id} if core.options.request_id_headers else {}
         if not ask.stream:
             extra |= self._load_report(headers)
         answer = endpoint.answer(ask, core.options, answer_id)
-        exchange = Exchange(request, endpoint, ask, answer, plan, extra)
+        exchange = GenerationExchange(request, endpoint, ask, answer, plan, extra)
         self._live_ids.add(answer_id)
         try:
             return await (self._stream(exchange) if ask.stream else self._whole(exchange))
@@ -149,17 +160,17 @@ class GenerationRoutes:
         if rule := plan.get("slow_headers"):
             await asyncio.sleep(rule.seconds)
         if "hang_before_headers" in plan:
-            await hang()
+            await hang_forever()
         if "reset_before_headers" in plan:
-            reset(request)
-            await hang()
+            reset_connection(request)
+            await hang_forever()
         if "close_reused" in plan and (transport := request.transport) is not None and transport in self._served:
-            request[WAS_CUT] = True
+            request[CUT_CONNECTION_KEY] = True
             transport.close()
-            await hang()
+            await hang_forever()
         if (rule := plan.get("kill")) and not rule.tokens:
             self._kill()
-            await hang()
+            await hang_forever()
         if rule := plan.get("refuse_status"):
             error = EngineError(rule.status, "simulated fault", "InternalServerError")
             said = error_body(error, self._core.options.profile)
@@ -184,7 +195,7 @@ class GenerationRoutes:
                 return {"endpoint-load-metrics": f"JSON {orjson.dumps(report).decode()}"}
         return {}
 
-    async def _stream(self, exchange: Exchange) -> web.StreamResponse:
+    async def _stream(self, exchange: GenerationExchange) -> web.StreamResponse:
         request, endpoint, answer, plan = exchange.request, exchange.endpoint, exchange.answer, exchange.plan
         stream = EventStream(request, answer, plan, exchange.headers)
         if not endpoint.opens_late or plan.has_any("reset_after_headers", "hang_after_headers"):
@@ -197,20 +208,20 @@ class GenerationRoutes:
             self._core.state.tokens_sent += len(delta.token_ids)
             self._strike(request, delta)
 
-        generation = Generation(self._core, exchange.ask, answer.answer_id, plan, on_delta)
+        generation = GenerationRun(self._core, exchange.ask, answer.answer_id, plan, on_delta)
         try:
             try:
                 await self._run(generation, answer, plan)
                 await stream.settle()
                 closing = self._closing(answer, plan, generation.cached_tokens)
             except EngineError as error:
-                closing = [event(endpoint.error_event(error, answer.answer_id)), DONE]
+                closing = [make_event(endpoint.error_event(error, answer.answer_id)), DONE]
             await stream.close(closing)
         finally:
             stream.stop()
         return stream.response
 
-    async def _run(self, generation: Generation, answer: Answer, plan: Plan) -> None:
+    async def _run(self, generation: GenerationRun, answer: Answer, plan: Plan) -> None:
         """Run a handler. `abort` can end it."""
         if "ignore_leaving" in plan:
             task = asyncio.create_task(self._named(generation, answer))
@@ -220,7 +231,7 @@ class GenerationRoutes:
         else:
             await self._named(generation, answer)
 
-    async def _named(self, generation: Generation, answer: Answer) -> None:
+    async def _named(self, generation: GenerationRun, answer: Answer) -> None:
         self._generations[answer.answer_id] = generation
         try:
             await generation.run()
@@ -233,22 +244,22 @@ class GenerationRoutes:
             return answer.closing(cached_tokens)
         return [DONE] if rule.done else []
 
-    async def _whole(self, exchange: Exchange) -> web.StreamResponse:
+    async def _whole(self, exchange: GenerationExchange) -> web.StreamResponse:
         ask, answer, plan = exchange.ask, exchange.answer, exchange.plan
-        collector = Collector(len(ask.prompts) * ask.samples)
+        collector = DeltaCollector(len(ask.prompts) * ask.samples)
 
         def on_delta(delta: Delta) -> None:
             collector.on_delta(delta)
             self._strike(exchange.request, delta)
 
-        generation = Generation(self._core, ask, answer.answer_id, plan, on_delta)
+        generation = GenerationRun(self._core, ask, answer.answer_id, plan, on_delta)
         try:
             await self._run(generation, answer, plan)
         except EngineError as error:
-            return refusal(error, exchange.endpoint)
+            return refuse_request(error, exchange.endpoint)
         if "lost_response" in plan:
-            reset(exchange.request)
-            await hang()
+            reset_connection(exchange.request)
+            await hang_forever()
         answer.kept_params = generation.kept_params
         body = orjson.dumps(
             answer.whole(generation.sequences, collector.deltas, generation.cached_tokens, generation.kv_params)
@@ -256,7 +267,7 @@ class GenerationRoutes:
         self._core.state.tokens_sent += generation.completion_tokens
         return await self._send_whole(exchange, body)
 
-    async def _send_whole(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+    async def _send_whole(self, exchange: GenerationExchange, body: bytes) -> web.StreamResponse:
         request, plan, headers = exchange.request, exchange.plan, exchange.headers
         if not plan.has_any("truncated_json", "invalid_json", "hang_after_headers", "reset_after_headers"):
             return web.Response(body=body, headers=headers, content_type="application/json")
@@ -268,22 +279,22 @@ class GenerationRoutes:
         await response.prepare(request)
         await self._break_after_headers(request, plan)
         await response.write(body[: len(body) // 2])
-        request[WAS_CUT] = True
+        request[CUT_CONNECTION_KEY] = True
         if request.transport is not None:
             request.transport.close()
-        await hang()
+        await hang_forever()
         return response
 
     async def _break_after_headers(self, request: web.Request, plan: Plan) -> None:
         if "reset_after_headers" in plan:
-            reset_soon(request)
-            await hang()
+            reset_connection_soon(request)
+            await hang_forever()
         if "hang_after_headers" in plan:
-            await hang()
+            await hang_forever()
 
     def _strike(self, request: web.Request, delta: Delta) -> None:
         if delta.fault == "reset_after_tokens":
-            reset_soon(request)
+            reset_connection_soon(request)
         elif delta.fault == "kill":
             self._kill()
 

@@ -13,18 +13,18 @@ from proxy.sim.model.tokenizer import render_chat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.sim.engine.core import Core
+    from proxy.sim.engine.core import EngineCore
     from proxy.sim.engine.server import GenerationRoutes
 
-_MODES = {"prefill": "prefill", "decode": "decode", "both": "null"}
+_ROLE_MODES = {"prefill": "prefill", "decode": "decode", "both": "null"}
 
 
 class SglangRoutes:
     """The routes of SGLang's `entrypoints/http_server.py`, including deprecated ones."""
 
-    def __init__(self, core: Core, generations: GenerationRoutes, bootstrap_port: Callable[[], int]) -> None:
+    def __init__(self, core: EngineCore, generations: GenerationRoutes, bootstrap_port: Callable[[], int]) -> None:
         self._core = core
-        self._mode_at_start = _MODES[core.options.role]
+        self._mode_at_start = _ROLE_MODES[core.options.role]
         self._bootstrap_port = bootstrap_port
         self._generations = generations
 
@@ -98,7 +98,7 @@ class SglangRoutes:
         options = self._core.options
         return {
             "dp_rank": rank,
-            "disaggregation_mode": _MODES[options.role],
+            "disaggregation_mode": _ROLE_MODES[options.role],
             "num_running_reqs": 0 if rank else scheduler.running,
             "num_waiting_reqs": 0 if rank else scheduler.waiting,
             "num_total_reqs": 0 if rank else scheduler.running + scheduler.waiting,

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from proxy.sim.engine.cli import parse_arguments
 from proxy.sim.engine.control import ControlRoutes
-from proxy.sim.engine.core import Core, EngineMetrics
+from proxy.sim.engine.core import EngineCore, EngineMetrics
 from proxy.sim.engine.encoder_cache import EncoderCache
 from proxy.sim.engine.faults import Faults
 from proxy.sim.engine.pooling import PoolingRoutes
@@ -35,7 +35,7 @@ from proxy.sim.kv.pull import PullProtocol
 from proxy.sim.kv.push import PushProtocol
 from proxy.sim.kv.transfer import TransferProtocol
 from proxy.sim.options import AtSigterm, Options, ProtocolName
-from proxy.sim.state import Condition, Seen, State
+from proxy.sim.state import Condition, EngineState, RecordedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from proxy.sim.engine.kv_events import KvEventPublisher
     from proxy.sim.kv.protocol import KvProtocol
 
-PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, int]]], KvProtocol]] = {
+PROTOCOLS: dict[ProtocolName, Callable[[Options, EngineState, Callable[[], tuple[str, int]]], KvProtocol]] = {
     "pull": PullProtocol,
     "bootstrap": BootstrapProtocol,
     "layerwise": LayerwiseProtocol,
@@ -56,7 +56,7 @@ PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, 
 """The KV transfer protocols by name. To add a protocol, add a file and a line here."""
 
 _MAX_BODY_BYTES = 256 * 1024 * 1024
-_ENDING_SECONDS = 10.0
+_SHUTDOWN_SECONDS = 10.0
 """Time limit in seconds for running answers after SIGTERM."""
 
 
@@ -81,13 +81,13 @@ class SimulatedEngine:
         self.options = dataclasses.replace(options or Options(), **fields)
         self.bootstrap_port: int | None = None
         """The port at which decoders ask this prefiller while it runs; None if its protocol has none."""
-        self.state = State()
+        self.state = EngineState()
         self.faults = Faults()
         self._role_at_start = self.options.role
         self.kv_events: KvEventPublisher | None = None
         """The publisher of KV events while the engine runs; None if the engine publishes none."""
         self._runner: web.AppRunner | None = None
-        self._core: Core | None = None
+        self._core: EngineCore | None = None
         self._generations: GenerationRoutes | None = None
         self._killing: asyncio.Task[None] | None = None
         self._reserved: dict[int, socket.socket] = {}
@@ -98,7 +98,7 @@ class SimulatedEngine:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
-    def core(self) -> Core:
+    def core(self) -> EngineCore:
         assert self._core is not None, "the engine is not running"
         return self._core
 
@@ -109,7 +109,7 @@ class SimulatedEngine:
         return protocol.pins if protocol is not None else {}
 
     @property
-    def requests(self) -> list[Seen]:
+    def requests(self) -> list[RecordedRequest]:
         return list(self.state.requests)
 
     @property
@@ -141,7 +141,7 @@ class SimulatedEngine:
         if self.kv_events is not None:
             self.kv_events.start()
             cache.watch(self.kv_events)
-        self._core = Core(
+        self._core = EngineCore(
             options=self.options,
             state=self.state,
             faults=self.faults,
@@ -179,7 +179,7 @@ class SimulatedEngine:
 
         return KvEventPublisher(self.options, self.kv_events)
 
-    def _app(self, core: Core) -> web.Application:
+    def _app(self, core: EngineCore) -> web.Application:
         control = ControlRoutes(core)
         generations = self._generations = GenerationRoutes(core, self._on_kill)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[control.guard])
@@ -313,7 +313,7 @@ class SimulatedEngine:
         self.state.changed()
 
 
-async def serve(host: str, port: int, options: Options) -> None:
+async def serve_engine(host: str, port: int, options: Options) -> None:
     """Run one engine until SIGINT or SIGTERM. If the options say so, SIGTERM lets running answers end first."""
     stopped, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -331,7 +331,7 @@ async def serve(host: str, port: int, options: Options) -> None:
                 loop.add_signal_handler(signal.SIGTERM, stopped.set)
                 await engine.stop(options.at_sigterm)
                 if options.at_sigterm != "silent":
-                    await engine.wait_until(lambda state: not state.live, _ENDING_SECONDS)
+                    await engine.wait_until(lambda state: not state.live, _SHUTDOWN_SECONDS)
                     return
         await stopped.wait()
 
@@ -339,7 +339,7 @@ async def serve(host: str, port: int, options: Options) -> None:
 def main(argv: list[str]) -> int:
     host, port, options = parse_arguments(argv)
     try:
-        uvloop.run(serve(host, port, options))
+        uvloop.run(serve_engine(host, port, options))
     except OSError as error:
         print(f"cannot listen on {host}:{port}: {error}", file=sys.stderr)
         return 1

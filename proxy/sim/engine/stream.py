@@ -19,7 +19,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
 
-    from proxy.sim.dialects.endpoints import Endpoint
+    from proxy.sim.dialects.endpoints import GenerationEndpoint
     from proxy.sim.dialects.vllm_answers import Answer
     from proxy.sim.engine.faults import Plan
     from proxy.sim.model.request import Delta, EngineError
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 _HIGH_WATER_BYTES = 64 * 1024
 _RESET_AFTER_SECONDS = 0.02
 
-WAS_CUT = web.RequestKey("was_cut", bool)
+CUT_CONNECTION_KEY = web.RequestKey("was_cut", bool)
 """Marks a request whose connection the engine has broken on purpose."""
 
 
-def reset(request: web.Request) -> None:
+def reset_connection(request: web.Request) -> None:
     """Close the connection with a TCP reset, so that the client sees an error instead of an end."""
-    request[WAS_CUT] = True
+    request[CUT_CONNECTION_KEY] = True
     if request.transport is not None:
         reset_transport(request.transport)
 
 
-def reset_soon(request: web.Request) -> None:
+def reset_connection_soon(request: web.Request) -> None:
     """Reset the connection a little later.
 
     An immediate reset would discard sent data that the client has not read yet.
     """
-    asyncio.get_running_loop().call_later(_RESET_AFTER_SECONDS, reset, request)
+    asyncio.get_running_loop().call_later(_RESET_AFTER_SECONDS, reset_connection, request)
 
 
 def reset_transport(transport: asyncio.WriteTransport) -> None:
@@ -54,7 +54,7 @@ def reset_transport(transport: asyncio.WriteTransport) -> None:
         transport.abort()
 
 
-async def hang() -> None:
+async def hang_forever() -> None:
     """Wait until the client gives up, which cancels the handler."""
     await asyncio.get_running_loop().create_future()
 
@@ -195,7 +195,7 @@ def json_response(payload: Any, status: int = 200, headers: dict[str, str] | Non
     return web.Response(body=orjson.dumps(payload), status=status, headers=headers, content_type="application/json")
 
 
-def refusal(error: EngineError, endpoint: Endpoint | None = None) -> web.Response:
+def refuse_request(error: EngineError, endpoint: GenerationEndpoint | None = None) -> web.Response:
     return json_response(error.body() if endpoint is None else endpoint.refusal(error), error.status)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _StepRun:
     """Consecutive steps of one batch. The first takes `first_seconds`; each next one takes `growth_seconds` longer."""
 
     began: float
@@ -38,7 +38,7 @@ class _Run:
     def seconds(self, steps: int) -> float:
         return steps * self.first_seconds + self.growth_seconds * steps * (steps - 1) / 2
 
-    def until(self, now: float) -> _Run:
+    def until(self, now: float) -> _StepRun:
         """Return the same run, shortened so that it ends with the step that is under way at `now`."""
         wanted = now - self.began
         first, growth = self.first_seconds, self.growth_seconds
@@ -47,7 +47,7 @@ class _Run:
             steps = math.ceil((math.sqrt(half * half + 2 * growth * max(0.0, wanted)) - half) / growth)
         else:
             steps = math.ceil(wanted / first) if first else self.steps
-        return _Run(self.began, min(self.steps, max(1, steps)), first, growth, self.decoding, self.chunks)
+        return _StepRun(self.began, min(self.steps, max(1, steps)), first, growth, self.decoding, self.chunks)
 
 
 class Batch:
@@ -78,7 +78,7 @@ class Batch:
         self._stepwise = stepwise
         self._waiting: deque[Work] = deque()
         self._running: dict[Work, None] = {}  # in the order of their admission; some may await KV
-        self._run: _Run | None = None
+        self._run: _StepRun | None = None
 
     @property
     def running(self) -> int:
@@ -156,7 +156,7 @@ class Batch:
         elif self._run.steps > 1:
             self._run = self._run.until(now)
 
-    def _settle(self, run: _Run) -> None:
+    def _settle(self, run: _StepRun) -> None:
         self.busy_seconds += run.seconds(run.steps)
         told: list[tuple[Work, int]] = []
         for work in run.decoding:
@@ -200,7 +200,7 @@ class Batch:
             seconds += cost.prompt  # once for all prompts that begin together
         growth = cost.decode(len(decoding), kv_tokens + len(decoding)) - seconds if decoding and not chunks else 0.0
         steps = 1 if chunks or is_short or self._stepwise else self._steps(decoding)
-        self._run = _Run(now, steps, seconds, growth, decoding, chunks)
+        self._run = _StepRun(now, steps, seconds, growth, decoding, chunks)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._shape.max_num_seqs:

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import orjson
 from aiohttp import web
 
-from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded, Peers, address
+from proxy.sim.kv.protocol import ChildRequest, KvLoadResult, KvProtocol, Leg, Peers, format_address
 from proxy.sim.model.request import EngineError
-from proxy.sim.model.writer import digest
+from proxy.sim.model.writer import digest_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.sim.options import Options
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
 
 DEFAULT_PORT = 8998
 _HANDSHAKE_INTERVAL_SECONDS = 1.0
 
 
-class Room:
+class BootstrapRoom:
     """One bootstrap room at the prefiller. If two prefill legs or two decode legs enter it, all its legs fail."""
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class BootstrapProtocol(KvProtocol):
     has_bootstrap_port = True
     meets = True
 
-    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, options: Options, state: EngineState, address: Callable[[], tuple[str, int]]) -> None:
         self._options = options
         self._state = state
-        self._rooms: dict[tuple[int, int], Room] = {}
+        self._rooms: dict[tuple[int, int], BootstrapRoom] = {}
         self._in_rooms: dict[str, tuple[int, int]] = {}
         self._ranks: Counter[int] = Counter()
         self._peers = Peers()
@@ -74,7 +74,7 @@ class BootstrapProtocol(KvProtocol):
             return Leg.ALONE
         return {"prefill": Leg.PREFILL, "decode": Leg.DECODE}.get(self._options.role, Leg.ALONE)
 
-    async def meet(self, child: Child) -> None:
+    async def meet(self, child: ChildRequest) -> None:
         number = child.params["rooms"][child.prompt_index]["bootstrap_room"]
         key = number, self._rank(child, number)
         self._ranks[key[1]] += 1
@@ -84,28 +84,28 @@ class BootstrapProtocol(KvProtocol):
         with self._state.waiting_room():
             await self._wait_until(lambda: room.decoders or room.is_broken, number)
         if room.is_broken:
-            raise _collision(number)
+            raise _make_collision_error(number)
 
-    async def keep(self, child: Child) -> dict[str, Any] | None:
+    async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         """Hand the KV to the decoder that is in the room, or wait for a decoder to enter."""
         key = self._in_rooms[child.request_id]
         room = self._rooms[key]
         with self._state.waiting_room():
             await self._wait_until(lambda: room.decoders or room.is_broken, key[0])
         if room.is_broken:
-            raise _collision(key[0])
+            raise _make_collision_error(key[0])
         decoder = room.decoders[0]
         if not decoder.done():
-            decoder.set_result(digest(child.prompt))
+            decoder.set_result(digest_token_ids(child.prompt))
         return None
 
-    def leave(self, child: Child) -> None:
+    def leave(self, child: ChildRequest) -> None:
         key = self._in_rooms.pop(child.request_id, None)
         if key is not None:
             self._rooms[key].prefills -= 1
             self._tidy(key)
 
-    async def load(self, child: Child) -> Loaded:
+    async def load(self, child: ChildRequest) -> KvLoadResult:
         place = child.params["rooms"][child.prompt_index]
         number = place["bootstrap_room"]
         self._ranks[self._rank(child, number)] += 1
@@ -122,9 +122,9 @@ class BootstrapProtocol(KvProtocol):
         if answer is None:
             self._reached.discard(server)
             self._state.pull_failures += 1
-            raise _failure(f"Decode transfer failed for request rank=0 bootstrap_room={number}")
+            raise _make_failure_error(f"Decode transfer failed for request rank=0 bootstrap_room={number}")
         self._state.pulls += 1
-        return Loaded.YES if answer["prompt_digest"] == digest(child.prompt) else Loaded.FOREIGN
+        return KvLoadResult.YES if answer["prompt_digest"] == digest_token_ids(child.prompt) else KvLoadResult.FOREIGN
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/_mock/room", self._admit), web.get("/_mock/bootstrap", self._answer_prefiller)]
@@ -145,7 +145,7 @@ class BootstrapProtocol(KvProtocol):
         number = body["room"]
         rank = number % self._options.dp_size if body["dp_rank"] is None else body["dp_rank"]
         key = number, rank
-        room = self._rooms.setdefault(key, Room())
+        room = self._rooms.setdefault(key, BootstrapRoom())
         decoder = asyncio.get_running_loop().create_future()
         room.decoders.append(decoder)
         room.note_leg_entered()
@@ -158,19 +158,19 @@ class BootstrapProtocol(KvProtocol):
             room.decoders.remove(decoder)
             self._tidy(key)
 
-    def _enter(self, key: tuple[int, int], name: str) -> Room:
-        room = self._rooms.setdefault(key, Room())
+    def _enter(self, key: tuple[int, int], name: str) -> BootstrapRoom:
+        room = self._rooms.setdefault(key, BootstrapRoom())
         room.prefills += 1
         self._in_rooms[name] = key
         room.note_leg_entered()
         self._fail_if_broken(room)
         return room
 
-    def _fail_if_broken(self, room: Room) -> None:
+    def _fail_if_broken(self, room: BootstrapRoom) -> None:
         if room.is_broken:
             for decoder in room.decoders:
                 if not decoder.done():
-                    decoder.set_exception(_collision(0))
+                    decoder.set_exception(_make_collision_error(0))
         self._state.changed()
 
     def _tidy(self, key: tuple[int, int]) -> None:
@@ -178,15 +178,17 @@ class BootstrapProtocol(KvProtocol):
             del self._rooms[key]
         self._state.changed()
 
-    def _rank(self, child: Child, number: int) -> int:
+    def _rank(self, child: ChildRequest, number: int) -> int:
         """Return the rank that the request names, or otherwise the rank of its room (`follow_bootstrap_room`)."""
         named = child.params["routed_dp_rank"]
         return number % self._options.dp_size if named is None else int(named)
 
     def _server(self, place: Mapping[str, Any]) -> str:
-        return address(place["bootstrap_host"], place["bootstrap_port"] or self._options.bootstrap_port or DEFAULT_PORT)
+        return format_address(
+            place["bootstrap_host"], place["bootstrap_port"] or self._options.bootstrap_port or DEFAULT_PORT
+        )
 
-    async def _shake_hands(self, server: str, child: Child, number: int) -> None:
+    async def _shake_hands(self, server: str, child: ChildRequest, number: int) -> None:
         """Connect to a bootstrap server for the first time. Raises EngineError if no server answers."""
         try:
             async with asyncio.timeout(self._options.handshake_seconds):
@@ -196,7 +198,7 @@ class BootstrapProtocol(KvProtocol):
                     else:
                         await asyncio.sleep(_HANDSHAKE_INTERVAL_SECONDS)
         except TimeoutError:
-            raise _failure(
+            raise _make_failure_error(
                 f"Decode handshake failed for request rank=0 decode_req.req.rid={child.request_id!r} "
                 f"decode_req.req.bootstrap_room={number} with exception "
                 f"KVTransferError(bootstrap_room={number}): Aborted by AbortReq."
@@ -206,7 +208,7 @@ class BootstrapProtocol(KvProtocol):
         """Answer a decoder that asks whether this is a bootstrap server."""
         return web.json_response({})
 
-    def _question(self, child: Child, number: int) -> dict[str, Any]:
+    def _question(self, child: ChildRequest, number: int) -> dict[str, Any]:
         return {"room": number, "dp_rank": child.params["disagg_prefill_dp_rank"]}
 
     async def _wait_until(self, condition: Callable[[], object], number: int) -> None:
@@ -224,12 +226,12 @@ class BootstrapProtocol(KvProtocol):
 
 def _raise_timeout(number: int, seconds: float) -> NoReturn:
     message = f"KVTransferError(bootstrap_room={number}): timed out after {seconds:.1f}s"
-    raise _failure(message) from None
+    raise _make_failure_error(message) from None
 
 
-def _collision(number: int) -> EngineError:
-    return _failure(f"KVTransferError(bootstrap_room={number}): the room is taken")
+def _make_collision_error(number: int) -> EngineError:
+    return _make_failure_error(f"KVTransferError(bootstrap_room={number}): the room is taken")
 
 
-def _failure(message: str) -> EngineError:
+def _make_failure_error(message: str) -> EngineError:
     return EngineError(500, message, "500")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.sim.hardware.work import Watcher
 
 
-def blocks_of(tokens: int, block_size: int) -> int:
+def count_blocks(tokens: int, block_size: int) -> int:
     """Return the number of blocks for this number of tokens. The last block may be partly filled."""
     return -(-tokens // block_size)
 
@@ -55,7 +55,7 @@ class PinTable:
     _next_block: int = 1
 
     def pin(self, request_id: str, prompt_tokens: int, prompt_digest: int, block_size: int, now: float) -> Pin:
-        count = blocks_of(prompt_tokens, block_size)
+        count = count_blocks(prompt_tokens, block_size)
         blocks = [(self._next_block + offset) % self.num_blocks for offset in range(count)]
         self._next_block += count
         pin = Pin(request_id, blocks, prompt_tokens, prompt_digest, now + self.lease_seconds)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded, Peers, address
-from proxy.sim.model.writer import digest
+from proxy.sim.kv.protocol import ChildRequest, KvLoadResult, KvProtocol, Leg, Peers, format_address
+from proxy.sim.model.writer import digest_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.sim.options import Options
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
 
-_MAX_CALLS = 3
+_MAX_CALLBACKS = 3
 
 
 class LayerwiseProtocol(KvProtocol):
@@ -33,7 +33,7 @@ class LayerwiseProtocol(KvProtocol):
     It owns the decode legs that wait for KV, by the IDs of their requests.
     """
 
-    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, options: Options, state: EngineState, address: Callable[[], tuple[str, int]]) -> None:
         self.engine_id = str(uuid.uuid4())
         self._options = options
         self._state = state
@@ -53,16 +53,16 @@ class LayerwiseProtocol(KvProtocol):
         """Return whether the request crashes the engine, whose scheduler reads this member without a check."""
         return bool(params.get("do_remote_decode")) and "remote_cached_tokens" not in params
 
-    async def keep(self, child: Child) -> dict[str, Any] | None:
+    async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         """Tell the decoder that all KV is sent."""
-        url = address(child.params["remote_host"], child.params["remote_port"]) + "/_mock/done"
+        url = format_address(child.params["remote_host"], child.params["remote_port"]) + "/_mock/done"
         named = {"request_id": child.request_id, "engine_id": child.params["remote_engine_id"]}
-        await self._peers.post(url, named | {"prompt_digest": digest(child.prompt)})
+        await self._peers.post(url, named | {"prompt_digest": digest_token_ids(child.prompt)})
         return None
 
-    async def load(self, child: Child) -> Loaded:
+    async def load(self, child: ChildRequest) -> KvLoadResult:
         if child.params.get("do_virtual"):
-            return Loaded.YES
+            return KvLoadResult.YES
         with self._state.waiting_room():
             await asyncio.sleep(self._options.metaserver_delay_seconds)
             done = self._expected[child.request_id] = asyncio.get_running_loop().create_future()
@@ -73,7 +73,7 @@ class LayerwiseProtocol(KvProtocol):
                 if self._expected.get(child.request_id) is done:
                     del self._expected[child.request_id]
         self._state.pulls += 1
-        return Loaded.YES if prompt_digest == digest(child.prompt) else Loaded.FOREIGN
+        return KvLoadResult.YES if prompt_digest == digest_token_ids(child.prompt) else KvLoadResult.FOREIGN
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/_mock/done", self._take)]
@@ -89,20 +89,20 @@ class LayerwiseProtocol(KvProtocol):
         await asyncio.gather(*calls, return_exceptions=True)
         await self._peers.close()
 
-    def _call_back(self, child: Child) -> None:
+    def _call_back(self, child: ChildRequest) -> None:
         """Send the callback in a thread that continues after the end of the request."""
         call = asyncio.create_task(self._post(str(child.params.get("metaserver")), self._make_callback(child)))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
     async def _post(self, url: str, message: dict[str, Any]) -> None:
-        for _ in range(_MAX_CALLS):
+        for _ in range(_MAX_CALLBACKS):
             if await self._peers.delivers(url, message):
                 return
         self._calls_failed += 1
         self._state.changed()
 
-    def _make_callback(self, child: Child) -> dict[str, Any]:
+    def _make_callback(self, child: ChildRequest) -> dict[str, Any]:
         host, port = self._address()
         block_size = self._options.block_size
         return {

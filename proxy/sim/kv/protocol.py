@@ -10,7 +10,7 @@ from zlib import crc32
 
 import aiohttp
 
-from proxy.sim.model.writer import digest
+from proxy.sim.model.writer import digest_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from proxy.sim.kv.cache import Pin
     from proxy.sim.options import Options
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
 
 
 class Leg(Enum):
@@ -32,7 +32,7 @@ class Leg(Enum):
     """The request gets its KV from another engine."""
 
 
-class Loaded(Enum):
+class KvLoadResult(Enum):
     """The result of fetching a prompt's KV from another engine."""
 
     YES = auto()
@@ -44,7 +44,7 @@ class Loaded(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class ChildRequest:
     """One sample of one prompt of a request. Engines exchange messages about it."""
 
     request_id: str
@@ -78,10 +78,10 @@ class KvProtocol:
         """Return whether these parameters crash the engine."""
         return False
 
-    async def meet(self, child: Child) -> None:
+    async def meet(self, child: ChildRequest) -> None:
         """Wait for the decoder if the protocol `meets`. Raises EngineError if no decoder comes."""
 
-    async def keep(self, child: Child) -> dict[str, Any] | None:
+    async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         """Keep or send the KV of a computed prompt. Return the parameters for a decoder, or None if there are none.
 
         Raises EngineError if the KV should have been sent and was not.
@@ -91,7 +91,7 @@ class KvProtocol:
     def announce(self, params: Mapping[str, Any]) -> None:
         """Record that the client gets these parameters."""
 
-    def keep_answer(self, child: Child, ids: Sequence[int]) -> dict[str, Any] | None:
+    def keep_answer(self, child: ChildRequest, ids: Sequence[int]) -> dict[str, Any] | None:
         """Keep the KV of an answer for a prefiller. Return its parameters; None: the engine keeps none.
 
         `ids`: the token IDs whose KV the decoder has.
@@ -102,15 +102,15 @@ class KvProtocol:
         """Return whether a prefill leg reads the KV of an earlier answer from a decoder."""
         return False
 
-    async def read_back(self, child: Child) -> Loaded:
+    async def read_back(self, child: ChildRequest) -> KvLoadResult:
         """Fetch the KV of an earlier answer."""
         raise NotImplementedError
 
-    async def load(self, child: Child) -> Loaded:
+    async def load(self, child: ChildRequest) -> KvLoadResult:
         """Fetch the KV of a prompt. Raises EngineError if the protocol has its own error for a failure."""
         raise NotImplementedError
 
-    def leave(self, child: Child) -> None:
+    def leave(self, child: ChildRequest) -> None:
         """Record the end of a request that has a leg. Called for every end: success, failure and abort."""
 
     async def release(self, params: Mapping[str, Any]) -> None:
@@ -184,7 +184,7 @@ class Peers:
         return self._session
 
 
-def address(host: object, port: object) -> str:
+def format_address(host: object, port: object) -> str:
     """Return the beginning of a URL. The host may be an IPv6 address in brackets."""
     name = str(host)
     return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{port}"
@@ -197,7 +197,7 @@ class NoProtocol(KvProtocol):
     KVTransfer for this request."; its answer does not show it.
     """
 
-    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, options: Options, state: EngineState, address: Callable[[], tuple[str, int]]) -> None:
         pass
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
@@ -212,7 +212,7 @@ class StoreProtocol(KvProtocol):
     missing KV. The engine's role decides whether it is a decoder, because requests do not show it.
     """
 
-    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, options: Options, state: EngineState, address: Callable[[], tuple[str, int]]) -> None:
         self._directory = None if options.store is None else Path(options.store)
         self._options = options
         self._state = state
@@ -221,21 +221,24 @@ class StoreProtocol(KvProtocol):
     def leg(self, params: Mapping[str, Any]) -> Leg:
         return {"prefill": Leg.PREFILL, "decode": Leg.DECODE}.get(self._options.role, Leg.ALONE)
 
-    async def keep(self, child: Child) -> dict[str, Any] | None:
+    async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         if self._directory is not None:
             self._place(self._directory, child).touch()
             self._stored += 1
         return None
 
-    async def load(self, child: Child) -> Loaded:
+    async def load(self, child: ChildRequest) -> KvLoadResult:
         if self._directory is None or not self._place(self._directory, child).exists():
-            return Loaded.ABSENT
+            return KvLoadResult.ABSENT
         self._state.pulls += 1
-        return Loaded.YES
+        return KvLoadResult.YES
 
     def describe(self) -> dict[str, Any]:
         return {"stored": self._stored}
 
     @staticmethod
-    def _place(directory: Path, child: Child) -> Path:
-        return directory / f"{digest(child.prompt):08x}-{crc32(child.cache_salt.encode()):08x}-{len(child.prompt)}"
+    def _place(directory: Path, child: ChildRequest) -> Path:
+        return (
+            directory
+            / f"{digest_token_ids(child.prompt):08x}-{crc32(child.cache_salt.encode()):08x}-{len(child.prompt)}"
+        )

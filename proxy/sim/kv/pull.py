@@ -15,18 +15,18 @@ import orjson
 from aiohttp import web
 
 from proxy.sim.kv.cache import Pin, PinTable
-from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded, Peers, address
-from proxy.sim.model.writer import digest
+from proxy.sim.kv.protocol import ChildRequest, KvLoadResult, KvProtocol, Leg, Peers, format_address
+from proxy.sim.model.writer import digest_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from proxy.sim.options import Options
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
 
-_ANSWER_SECONDS = 480.0
+_ANSWER_KV_SECONDS = 480.0
 """`decoder_kv_blocks_ttl`, the time for which a decoder keeps the KV of an answer."""
-_NEEDED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
+_REQUIRED_PARAMS = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
 
 
 class PullProtocol(KvProtocol):
@@ -37,7 +37,7 @@ class PullProtocol(KvProtocol):
 
     serves_each_child = False
 
-    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, options: Options, state: EngineState, address: Callable[[], tuple[str, int]]) -> None:
         self.engine_id = str(uuid.uuid4())
         """The ID of this engine, which changes at every start."""
         self.table = PinTable(options.lease_seconds, options.kv_blocks)
@@ -69,7 +69,7 @@ class PullProtocol(KvProtocol):
         """
         return self._has_roles and self._options.role == "prefill" and self.leg(params) is Leg.DECODE
 
-    async def keep(self, child: Child) -> dict[str, Any] | None:
+    async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         remote_id = child.request_id
         if self._options.request_id_randomization:
             remote_id = f"{remote_id}-{uuid.uuid4().hex[:8]}"
@@ -77,16 +77,16 @@ class PullProtocol(KvProtocol):
 
     def _pin(self, remote_id: str, prompt: Sequence[int]) -> Pin:
         now = asyncio.get_running_loop().time()
-        pin = self.table.pin(remote_id, len(prompt), digest(prompt), self._options.block_size, now)
+        pin = self.table.pin(remote_id, len(prompt), digest_token_ids(prompt), self._options.block_size, now)
         self._changed()
         return pin
 
-    def keep_answer(self, child: Child, ids: Sequence[int]) -> dict[str, Any] | None:
+    def keep_answer(self, child: ChildRequest, ids: Sequence[int]) -> dict[str, Any] | None:
         """See KvProtocol, and `request_finished` in vLLM 0.32 `nixl/pull_scheduler.py`."""
         if not self._options.bidirectional_kv_xfer:
             return None
         pin = self._pin(f"{child.request_id}-{uuid.uuid4().hex[:8]}", ids)
-        pin.expires_at = asyncio.get_running_loop().time() + _ANSWER_SECONDS
+        pin.expires_at = asyncio.get_running_loop().time() + _ANSWER_KV_SECONDS
         pin.announced = True
         return self._params(pin, ids) | {
             "do_remote_prefill": False,
@@ -98,7 +98,7 @@ class PullProtocol(KvProtocol):
     def reads_back(self, params: Mapping[str, Any]) -> bool:
         return bool(params.get("do_remote_decode") and params.get("remote_block_ids"))
 
-    async def read_back(self, child: Child) -> Loaded:
+    async def read_back(self, child: ChildRequest) -> KvLoadResult:
         """Fetch the KV of an earlier answer.
 
         Without the option, the request waits for KV that nothing fetches (`pull_scheduler.py`).
@@ -107,8 +107,10 @@ class PullProtocol(KvProtocol):
             await asyncio.Event().wait()
         answer = await self._ask_prefiller(child.params, "pull")
         self._state.read_backs += answer is not None
-        same = answer is not None and answer["prompt_digest"] == digest(child.prompt[: answer["prompt_tokens"]])
-        return Loaded.FAILED if answer is None else Loaded.YES if same else Loaded.FOREIGN
+        same = answer is not None and answer["prompt_digest"] == digest_token_ids(
+            child.prompt[: answer["prompt_tokens"]]
+        )
+        return KvLoadResult.FAILED if answer is None else KvLoadResult.YES if same else KvLoadResult.FOREIGN
 
     def announce(self, params: Mapping[str, Any]) -> None:
         if pin := self.table.pins.get(params["remote_request_id"]):
@@ -119,19 +121,19 @@ class PullProtocol(KvProtocol):
 
         See vllm-ascend `mooncake_connector.py`.
         """
-        return bool(params.get("remote_block_ids")) and all(params.get(name) is not None for name in _NEEDED)
+        return bool(params.get("remote_block_ids")) and all(params.get(name) is not None for name in _REQUIRED_PARAMS)
 
-    async def load(self, child: Child) -> Loaded:
+    async def load(self, child: ChildRequest) -> KvLoadResult:
         return self._pulled(await self._ask_prefiller(child.params, "pull"), child)
 
-    def _pulled(self, answer: Any, child: Child) -> Loaded:
+    def _pulled(self, answer: Any, child: ChildRequest) -> KvLoadResult:
         if answer is None:
             self._state.pull_failures += 1
             self._state.changed()
-            return Loaded.FAILED
+            return KvLoadResult.FAILED
         self._state.pulls += 1
         self._state.changed()
-        return Loaded.YES if answer["prompt_digest"] == digest(child.prompt) else Loaded.FOREIGN
+        return KvLoadResult.YES if answer["prompt_digest"] == digest_token_ids(child.prompt) else KvLoadResult.FOREIGN
 
     async def release(self, params: Mapping[str, Any]) -> None:
         if self._is_complete(params) and await self._ask_prefiller(params, "release") is not None:
@@ -171,7 +173,7 @@ class PullProtocol(KvProtocol):
         """Send the prefiller a message and return its answer; None if it has no such KV or cannot be reached."""
         if params["remote_port"] in self._options.unreachable_ports:
             return None
-        url = address(params["remote_host"], params["remote_port"]) + "/_mock/pull"
+        url = format_address(params["remote_host"], params["remote_port"]) + "/_mock/pull"
         body = {name: params[name] for name in ("remote_request_id", "remote_engine_id")} | {"verb": verb}
         return await self._peers.post(url, body)
 
@@ -254,7 +256,7 @@ def _nixl_extras(profile_name: str, prompt_tokens: int) -> dict[str, Any]:
 class RankedPullProtocol(PullProtocol):
     """A pull protocol whose prefiller has an engine ID for each data-parallel rank."""
 
-    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, options: Options, state: EngineState, address: Callable[[], tuple[str, int]]) -> None:
         super().__init__(options, state, address)
         self._ranks: Counter[int] = Counter()
         self._served = 0
@@ -264,7 +266,7 @@ class RankedPullProtocol(PullProtocol):
         ranks = {str(rank): count for rank, count in sorted(self._ranks.items())}
         return super().describe() | {"dp_ranks": ranks}
 
-    def _rank(self, child: Child) -> int:
+    def _rank(self, child: ChildRequest) -> int:
         """Return the rank that the request names. Without one, ranks take turns."""
         self._served += 1
         rank = (self._served - 1) % self._options.dp_size if child.dp_rank is None else child.dp_rank

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from proxy.sim.kv.protocol import Child, Leg, Loaded, address
+from proxy.sim.kv.protocol import ChildRequest, KvLoadResult, Leg, format_address
 from proxy.sim.kv.pull import RankedPullProtocol
 
 if TYPE_CHECKING:
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from proxy.sim.kv.cache import Pin
     from proxy.sim.options import Options
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
 
 # Without one of these members the engine ends with a KeyError (vllm-project/vllm#56585).
-_NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
+_REQUIRED_PARAMS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
 
 
 class PushProtocol(RankedPullProtocol):
     """Simulates both the prefiller's and the decoder's side. Pins have the prefiller's id of the request."""
 
-    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, options: Options, state: EngineState, address: Callable[[], tuple[str, int]]) -> None:
         super().__init__(options, state, address)
         self._finished: dict[tuple[str, str], str] = {}
         """Prompts that wait for a decoder: the id of the pin, by engine and by the request's id without suffix."""
@@ -45,9 +45,9 @@ class PushProtocol(RankedPullProtocol):
 
     def is_deadly(self, params: Mapping[str, Any]) -> bool:
         """Return whether the parameters lack a member that the engine reads without a check."""
-        return self.leg(params) is Leg.DECODE and any(params.get(name) is None for name in _NEEDED)
+        return self.leg(params) is Leg.DECODE and any(params.get(name) is None for name in _REQUIRED_PARAMS)
 
-    async def keep(self, child: Child) -> dict[str, Any] | None:
+    async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         params = await super().keep(child)
         assert params is not None
         engine = self._engine_of(self._rank(child))
@@ -67,11 +67,11 @@ class PushProtocol(RankedPullProtocol):
         if pin is not None:
             del self._registered[key]
 
-    async def load(self, child: Child) -> Loaded:
+    async def load(self, child: ChildRequest) -> KvLoadResult:
         params = child.params
         if params["remote_port"] in self._options.unreachable_ports:
             return self._pulled(None, child)
-        url = address(params["remote_host"], params["remote_port"]) + "/_mock/register"
+        url = format_address(params["remote_host"], params["remote_port"]) + "/_mock/register"
         body = {"request_id": child.request_id, "remote_engine_id": params["remote_engine_id"]}
         with self._state.waiting_room():
             return self._pulled(await self._peers.post(url, body), child)

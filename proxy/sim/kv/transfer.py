@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from proxy.sim.kv.cache import blocks_of
-from proxy.sim.kv.protocol import Child, Leg, Loaded, address
+from proxy.sim.kv.cache import count_blocks
+from proxy.sim.kv.protocol import ChildRequest, KvLoadResult, Leg, format_address
 from proxy.sim.kv.pull import RankedPullProtocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.sim.options import Options
-    from proxy.sim.state import State
+    from proxy.sim.state import EngineState
 
-_NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
-_MAX_UNWANTED = 1000
+_REQUIRED_PARAMS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+_MAX_UNWANTED_TRANSFERS = 1000
 
 
 class TransferProtocol(RankedPullProtocol):
@@ -34,7 +34,7 @@ class TransferProtocol(RankedPullProtocol):
 
     has_bootstrap_port = True
 
-    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, options: Options, state: EngineState, address: Callable[[], tuple[str, int]]) -> None:
         super().__init__(options, state, address)
         self._engines: dict[str, str] = {}
         self._unwanted: OrderedDict[str, None] = OrderedDict()
@@ -43,7 +43,7 @@ class TransferProtocol(RankedPullProtocol):
         """
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
-        if params.get("do_remote_prefill") and all(params.get(name) for name in _NEEDED):
+        if params.get("do_remote_prefill") and all(params.get(name) for name in _REQUIRED_PARAMS):
             return Leg.DECODE
         return Leg.PREFILL if params.get("do_remote_decode") and params.get("transfer_id") else Leg.ALONE
 
@@ -55,7 +55,7 @@ class TransferProtocol(RankedPullProtocol):
         wrong = {"prefill": Leg.DECODE, "decode": Leg.PREFILL}.get(self._options.role)
         return wrong is not None and self.leg(params) is wrong
 
-    async def keep(self, child: Child) -> dict[str, Any] | None:
+    async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         name = str(child.params["transfer_id"])
         if child.prompt_index or child.samples > 1:
             name = f"{name} {child.request_id}"
@@ -66,8 +66,8 @@ class TransferProtocol(RankedPullProtocol):
             self._take(name, "release")
         return None
 
-    async def load(self, child: Child) -> Loaded:
-        blocks = blocks_of(len(child.prompt), self._options.block_size)
+    async def load(self, child: ChildRequest) -> KvLoadResult:
+        blocks = count_blocks(len(child.prompt), self._options.block_size)
         with self._state.waiting_room():
             return self._pulled(await self._ask_prefiller(child.params, "pull", blocks), child)
 
@@ -81,7 +81,7 @@ class TransferProtocol(RankedPullProtocol):
         return [*super().routes(), web.get("/query", self._tell)]
 
     async def _tell(self, request: web.Request) -> web.Response:
-        worker = address(*self._address())
+        worker = format_address(*self._address())
         return web.json_response(
             {
                 str(rank): {"engine_id": self._engine_of(rank), "worker_addr": {"0": {"0": worker}}}
@@ -110,7 +110,7 @@ class TransferProtocol(RankedPullProtocol):
         name, engine_id, verb = body["transfer_id"], body["engine_id"], body["verb"]
         if verb == "release" and name not in self.table.pins:
             self._unwanted[name] = None
-            while len(self._unwanted) > _MAX_UNWANTED:
+            while len(self._unwanted) > _MAX_UNWANTED_TRANSFERS:
                 self._unwanted.popitem(last=False)
             return web.json_response({})
         try:

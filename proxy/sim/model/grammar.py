@@ -16,8 +16,8 @@ from zlib import crc32
 
 import orjson
 
-from proxy.sim.model.tokenizer import END, SPACE, THINK_END, encode
-from proxy.sim.model.writer import Writer, digest
+from proxy.sim.model.tokenizer import END, SPACE, THINK_END, encode_text
+from proxy.sim.model.writer import DeterministicWriter, digest_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ Schema = Any
 """A JSON schema. The values true and false are schemas, too."""
 
 # Below this depth, and beyond this number of values, only required members are generated.
-_SHALLOW: Final = 5
-_MANY: Final = 500
+_SHALLOW_DEPTH: Final = 5
+_MANY_ITEMS: Final = 500
 # A schema that goes deeper all the same has no end.
-_DEEPEST: Final = 40
-_WORDS: Final = (
+_MAX_DEPTH: Final = 40
+_VOCABULARY: Final = (
     "amber",
     "birch",
     "cedar",
@@ -45,7 +45,7 @@ _WORDS: Final = (
     "krill",
     "lotus",
 )
-_FORMATS: Final = {
+_FORMAT_EXAMPLES: Final = {
     "date": "2026-01-{:02}",
     "time": "10:00:{:02}Z",
     "date-time": "2026-01-01T10:00:{:02}Z",
@@ -57,38 +57,40 @@ _FORMATS: Final = {
     "uri": "https://example.com/{}",
     "uuid": "00000000-0000-4000-8000-0000000000{:02}",
 }
-_UNKNOWN: Final = frozenset({"pattern", "not", "if", "patternProperties", "propertyNames", "contains", "$dynamicRef"})
-_COUNTS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_UNSUPPORTED_KEYWORDS: Final = frozenset(
+    {"pattern", "not", "if", "patternProperties", "propertyNames", "contains", "$dynamicRef"}
+)
+_COUNT_KEYWORDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
-class Unsupported(ValueError):
+class UnsupportedSchema(ValueError):
     """The program knows no value that the schema allows."""
 
 
-def instance(schema: Schema, seed: int) -> Any:
+def make_instance(schema: Schema, seed: int) -> Any:
     """Return a value that `schema` allows. Raises Unsupported."""
-    return _Maker(schema).make(schema, seed, 0)
+    return _InstanceMaker(schema).make(schema, seed, 0)
 
 
-class _Maker:
+class _InstanceMaker:
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._made = 0
 
     def make(self, schema: Schema, seed: int, depth: int) -> Any:
         self._made += 1
-        if self._made > _MANY:
-            depth = max(depth, _SHALLOW + 1)
+        if self._made > _MANY_ITEMS:
+            depth = max(depth, _SHALLOW_DEPTH + 1)
         if schema is True or schema == {}:
-            return _word(seed)
-        if not isinstance(schema, dict) or depth > _DEEPEST:
-            raise Unsupported("no value fits, or it would have no end")
-        if unknown := _UNKNOWN & schema.keys():
-            raise Unsupported(f"{min(unknown)} is not understood")
+            return _pick_word(seed)
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            raise UnsupportedSchema("no value fits, or it would have no end")
+        if unknown := _UNSUPPORTED_KEYWORDS & schema.keys():
+            raise UnsupportedSchema(f"{min(unknown)} is not understood")
         if "const" in schema:
             return schema["const"]
         if "enum" in schema:
-            return _pick(schema["enum"], seed)
+            return _pick_option(schema["enum"], seed)
         if "$ref" in schema:
             rest = {name: value for name, value in schema.items() if name != "$ref"}
             return self.make(self._merge([self._target(schema["$ref"]), rest]), seed, depth + 1)
@@ -104,33 +106,33 @@ class _Maker:
     def _typed(self, schema: dict[str, Any], seed: int, depth: int) -> Any:
         kind = schema.get("type") or _implied_type(schema)
         if isinstance(kind, list):
-            kind = "null" if depth > _SHALLOW and "null" in kind else _pick(kind, seed)
+            kind = "null" if depth > _SHALLOW_DEPTH and "null" in kind else _pick_option(kind, seed)
         match kind:
             case "object":
                 return self._object(schema, seed, depth)
             case "array":
                 return self._array(schema, seed, depth)
             case "string":
-                return _string(schema, seed)
+                return _make_string(schema, seed)
             case "integer" | "number":
-                return _number(schema, seed, is_whole=kind == "integer")
+                return _make_number(schema, seed, is_whole=kind == "integer")
             case "boolean":
                 return bool(seed & 1)
             case "null":
                 return None
-        raise Unsupported(f"{kind} is no type")
+        raise UnsupportedSchema(f"{kind} is no type")
 
     def _object(self, schema: dict[str, Any], seed: int, depth: int) -> dict[str, Any]:
         properties, required = schema.get("properties") or {}, schema.get("required") or []
-        names = [name for name in properties if name in required or depth <= _SHALLOW]
+        names = [name for name in properties if name in required or depth <= _SHALLOW_DEPTH]
         names += [name for name in required if name not in properties]
         others = schema.get("additionalProperties", True)
         missing = range(max(0, (schema.get("minProperties") or 0) - len(names)))
         if missing and others is False:
-            raise Unsupported("there are too few properties")
-        if not properties and depth <= _SHALLOW and others is not False:  # a mapping shows what it is of
+            raise UnsupportedSchema("there are too few properties")
+        if not properties and depth <= _SHALLOW_DEPTH and others is not False:  # a mapping shows what it is of
             missing = range(max(1, len(missing)))
-        names += [f"{_word(seed + number)}_{number}" for number in missing]
+        names += [f"{_pick_word(seed + number)}_{number}" for number in missing]
         return {name: self.make(properties.get(name, others), crc32(name.encode(), seed), depth + 1) for name in names}
 
     def _array(self, schema: dict[str, Any], seed: int, depth: int) -> list[Any]:
@@ -138,7 +140,7 @@ class _Maker:
         items = schema.get("items", True)
         least = max(schema.get("minItems") or 0, len(first))
         most = schema.get("maxItems", max(least, 2))
-        count = least if depth > _SHALLOW or items is False else min(most, max(least, 1 + seed % 2))
+        count = least if depth > _SHALLOW_DEPTH or items is False else min(most, max(least, 1 + seed % 2))
         values: list[Any] = []
         for index in range(count):
             each = first[index] if index < len(first) else items
@@ -147,23 +149,23 @@ class _Maker:
                 if not schema.get("uniqueItems") or value not in values:
                     break
             else:
-                raise Unsupported("there are too few different items")
+                raise UnsupportedSchema("there are too few different items")
             values.append(value)
         return values
 
     def _option(self, options: list[Schema], seed: int, depth: int) -> Schema:
         """Return one of several schemas; at a great depth, one that does not nest further."""
         flat = [option for option in options if isinstance(option, dict) and not {"$ref", "items"} & option.keys()]
-        return _pick(flat if flat and depth > _SHALLOW else options, seed)
+        return _pick_option(flat if flat and depth > _SHALLOW_DEPTH else options, seed)
 
     def _target(self, reference: Any) -> Schema:
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise Unsupported("a reference leads out of the schema")
+            raise UnsupportedSchema("a reference leads out of the schema")
         found = self._root
         for part in reference[1:].split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, dict) or name not in found:
-                raise Unsupported("a reference leads nowhere")
+                raise UnsupportedSchema("a reference leads nowhere")
             found = found[name]
         return found
 
@@ -182,7 +184,7 @@ class _Maker:
         return merged
 
     def _resolve(self, schema: Any) -> dict[str, Any]:
-        for _ in range(_DEEPEST):
+        for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict):
                 break
             if "$ref" not in schema:
@@ -190,7 +192,7 @@ class _Maker:
             rest = {name: value for name, value in schema.items() if name != "$ref"}
             target = self._target(schema["$ref"])
             schema = {**target, **rest} if isinstance(target, dict) else target
-        raise Unsupported("a part of the schema is no schema")
+        raise UnsupportedSchema("a part of the schema is no schema")
 
 
 def _implied_type(schema: dict[str, Any]) -> str:
@@ -199,21 +201,21 @@ def _implied_type(schema: dict[str, Any]) -> str:
         return "object"
     if {"items", "prefixItems", "minItems"} & schema.keys():
         return "array"
-    return "number" if schema.keys() & set(_COUNTS) else "string"
+    return "number" if schema.keys() & set(_COUNT_KEYWORDS) else "string"
 
 
-def _string(schema: dict[str, Any], seed: int) -> str:
+def _make_string(schema: dict[str, Any], seed: int) -> str:
     form = schema.get("format")
-    if form in _FORMATS:
-        return _FORMATS[form].format(10 + seed % 18)
+    if form in _FORMAT_EXAMPLES:
+        return _FORMAT_EXAMPLES[form].format(10 + seed % 18)
     least, most = schema.get("minLength") or 0, schema.get("maxLength")
-    text = _word(seed)
+    text = _pick_word(seed)
     while len(text) < least:
-        text += " " + _word(crc32(text.encode(), seed))
+        text += " " + _pick_word(crc32(text.encode(), seed))
     return text if most is None else text[:most]
 
 
-def _number(schema: dict[str, Any], seed: int, *, is_whole: bool) -> float:
+def _make_number(schema: dict[str, Any], seed: int, *, is_whole: bool) -> float:
     """Return a number within bounds, which may be open, and may be booleans as in older drafts."""
     low, high = schema.get("minimum"), schema.get("maximum")
     step = schema.get("multipleOf") or (1 if is_whole else 0.5)
@@ -232,26 +234,26 @@ def _number(schema: dict[str, Any], seed: int, *, is_whole: bool) -> float:
     least, most = ceil(low / step), floor((low + 100 * step if high is None else high) / step)
     if least > most:
         if is_whole or "multipleOf" in schema:
-            raise Unsupported("no number is within the bounds of the schema")
+            raise UnsupportedSchema("no number is within the bounds of the schema")
         return float(low)
     value = (least + seed % (most - least + 1)) * step
     return int(value) if is_whole else value
 
 
-def _pick(options: Any, seed: int) -> Any:
+def _pick_option(options: Any, seed: int) -> Any:
     if not isinstance(options, list) or not options:
-        raise Unsupported("there is nothing to choose from")
+        raise UnsupportedSchema("there is nothing to choose from")
     return options[seed % len(options)]
 
 
-def _word(seed: int) -> str:
-    return _WORDS[seed * 2654435761 % 2**32 % len(_WORDS)]
+def _pick_word(seed: int) -> str:
+    return _VOCABULARY[seed * 2654435761 % 2**32 % len(_VOCABULARY)]
 
 
 Grammar = Any
 """A JSON schema, whose values are written as JSON; or a tuple of texts, one of which is written."""
 
-_OBJECT: Grammar = {"type": "object"}
+_OBJECT_GRAMMAR: Grammar = {"type": "object"}
 
 
 def read_grammar(body: Mapping[str, Any]) -> Grammar | None:
@@ -260,12 +262,12 @@ def read_grammar(body: Mapping[str, Any]) -> Grammar | None:
     Raises Unsupported for a grammar that the writer cannot follow.
     """
     try:
-        return _read(body)
+        return _find_grammar(body)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:  # a schema may have any shape
-        raise Unsupported(str(problem)) from None
+        raise UnsupportedSchema(str(problem)) from None
 
 
-def _read(body: Mapping[str, Any]) -> Grammar | None:
+def _find_grammar(body: Mapping[str, Any]) -> Grammar | None:
     form = body.get("response_format") or {}
     outputs = body.get("structured_outputs") or {}
     grammar: Grammar | None = None
@@ -275,11 +277,11 @@ def _read(body: Mapping[str, Any]) -> Grammar | None:
         grammar = orjson.loads(given) if isinstance(given, str) else given
     elif form.get("type") == "json_schema":
         named = form.get("json_schema") or {}
-        grammar = named.get("schema", named.get("json_schema", _OBJECT))
+        grammar = named.get("schema", named.get("json_schema", _OBJECT_GRAMMAR))
     elif form.get("type") == "json_object" or outputs.get("json_object"):
-        grammar = _OBJECT
+        grammar = _OBJECT_GRAMMAR
     if grammar is not None and not isinstance(grammar, tuple):
-        instance(grammar, 0)
+        make_instance(grammar, 0)
     return grammar
 
 
@@ -289,7 +291,7 @@ class GrammarWriter:
     def __init__(self, ids: Sequence[int], grammar: Grammar, *, reasons: bool) -> None:
         """Create a writer. `reasons`: whether `ids` end within reasoning."""
         self._grammar = grammar
-        self._reasoning = Writer(ids) if reasons else None
+        self._reasoning = DeterministicWriter(ids) if reasons else None
         self._ids = list(ids)
         self._queue: deque[int] = deque()
         if not reasons:
@@ -309,17 +311,17 @@ class GrammarWriter:
         return END if may_end else SPACE
 
     def _begin(self) -> None:
-        seed = digest(self._ids)
+        seed = digest_token_ids(self._ids)
         if isinstance(self._grammar, tuple):
             text = self._grammar[seed % len(self._grammar)]
         else:
-            text = orjson.dumps(_instance(self._grammar, seed)).decode()
-        self._queue.extend(encode(text))
+            text = orjson.dumps(_make_grammar_instance(self._grammar, seed)).decode()
+        self._queue.extend(encode_text(text))
 
 
-def _instance(grammar: Grammar, seed: int) -> Any:
+def _make_grammar_instance(grammar: Grammar, seed: int) -> Any:
     """Return the value for a seed; the value for seed 0 if no value is found for this seed."""
     try:
-        return instance(grammar, seed)
-    except Unsupported:
-        return instance(grammar, 0)
+        return make_instance(grammar, seed)
+    except UnsupportedSchema:
+        return make_instance(grammar, 0)

@@ -36,12 +36,12 @@ class Phase(Enum):
     ARGUMENTS = auto()
 
 
-_THINKING: Final[dict[tuple[Phase, str], Phase]] = {
+_TRANSITIONS_WITH_REASONING: Final[dict[tuple[Phase, str], Phase]] = {
     (Phase.REASONING, MARKERS[THINK]): Phase.REASONING,
     (Phase.REASONING, MARKERS[THINK_END]): Phase.CONTENT,
     (Phase.CONTENT, MARKERS[THINK_END]): Phase.CONTENT,
 }
-_CALLING: Final[dict[tuple[Phase, str], Phase]] = {
+_TRANSITIONS_OF_TOOL_CALLS: Final[dict[tuple[Phase, str], Phase]] = {
     (Phase.REASONING, MARKERS[SECTION_BEGIN]): Phase.SECTION,
     (Phase.CONTENT, MARKERS[SECTION_BEGIN]): Phase.SECTION,
     (Phase.SECTION, MARKERS[CALL_BEGIN]): Phase.NAME,
@@ -50,8 +50,8 @@ _CALLING: Final[dict[tuple[Phase, str], Phase]] = {
     (Phase.ARGUMENTS, MARKERS[SECTION_END]): Phase.SECTION,
     (Phase.SECTION, MARKERS[SECTION_END]): Phase.SECTION,
 }
-_MARKERS: Final = tuple(sorted({marker for _, marker in (*_THINKING, *_CALLING)}))
-_HEADER: Final = re.compile(r"(.+:\d+)")
+_MARKERS: Final = tuple(sorted({marker for _, marker in (*_TRANSITIONS_WITH_REASONING, *_TRANSITIONS_OF_TOOL_CALLS)}))
+_CALL_HEADER_PATTERN: Final = re.compile(r"(.+:\d+)")
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class _MessageAdditions:
         return {name: part for name, part in parts.items() if part} or None
 
 
-class KimiParser:
+class SimulatedKimiParser:
     """Parses one choice piece by piece. Each `feed` returns the next delta, or None if there is nothing to report.
 
     `reads_tools` False: the engine has no tool-call parser, and tool sections are content.
@@ -76,7 +76,9 @@ class KimiParser:
     def __init__(self, start: Phase, *, reads_tools: bool = True, is_engine: bool = True) -> None:
         self.phase = start
         self.called_tools = False
-        self._transitions = _THINKING | _CALLING if reads_tools else _THINKING
+        self._transitions = (
+            _TRANSITIONS_WITH_REASONING | _TRANSITIONS_OF_TOOL_CALLS if reads_tools else _TRANSITIONS_WITH_REASONING
+        )
         self._reads_tools = reads_tools
         self._is_engine = is_engine
         self._buffer = ""
@@ -150,13 +152,13 @@ class KimiParser:
                 self._arguments += text
                 if not self._is_named:
                     self._tell_name(said)
-                withheld = self._is_engine and text[-1] in "}]" and not closing(self._arguments)
+                withheld = self._is_engine and text[-1] in "}]" and not closing_markers(self._arguments)
                 self._tell_arguments(said, len(self._arguments) - withheld)
             case Phase.SECTION:
                 pass
 
     def _tell_name(self, said: _MessageAdditions, **function: str) -> None:
-        if header := _HEADER.match(self._name.strip()):
+        if header := _CALL_HEADER_PATTERN.match(self._name.strip()):
             call_id = header[1]
             if name := call_id.split(":")[0].removeprefix("functions."):
                 self._tell_call(said, call_id, name, **function)
@@ -199,7 +201,7 @@ class KimiParser:
             else:
                 # Many older parsers hold arguments as an object, read from partial JSON, and send at the end what they
                 # have not sent of it (`get_remaining_unstreamed_args`). It was never generated.
-                self._arguments += closing(self._arguments)
+                self._arguments += closing_markers(self._arguments)
                 self._tell_arguments(said, len(self._arguments))
         elif self.phase is Phase.NAME and self._is_engine and self._name.strip():
             self._tell_name(said, arguments="")
@@ -222,7 +224,7 @@ class KimiParser:
             self._before_content = "" if self._begun_calls else text
 
 
-def parse_whole(
+def parse_complete_text(
     text: str, *, is_thinking: bool, reads_tools: bool = True, is_engine: bool = True
 ) -> tuple[dict[str, Any], bool]:
     """Return the message of an answer that is not streamed, and whether it calls tools.
@@ -230,7 +232,7 @@ def parse_whole(
     The prompt is not read, so the content of a generation that was resumed after its reasoning counts as reasoning.
     """
     start = Phase.REASONING if is_thinking else Phase.CONTENT
-    parser = KimiParser(start, reads_tools=reads_tools, is_engine=is_engine)
+    parser = SimulatedKimiParser(start, reads_tools=reads_tools, is_engine=is_engine)
     delta = parser.feed(text, finished=True) or {}
     calls: dict[int, dict[str, Any]] = {}
     for part in delta.get("tool_calls", ()):
@@ -262,7 +264,7 @@ def start_phase(prompt: Sequence[int]) -> Phase:
     return Phase.CONTENT
 
 
-def closing(text: str) -> str:
+def closing_markers(text: str) -> str:
     """Return the text that completes a cut JSON text: the end of a string, and brackets.
 
     For an empty text, an object.

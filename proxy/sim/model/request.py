@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """One validated generation request. Its prompts are token IDs."""
 
     is_chat: bool
@@ -91,11 +91,11 @@ class EngineError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
 
 
-def internal_error() -> EngineError:
+def make_internal_error() -> EngineError:
     return EngineError(500, "Internal server error", "InternalServerError")
 
 
-_GARBAGE: Final = b"[KV of another prompt] "
+_FOREIGN_KV_TEXT: Final = b"[KV of another prompt] "
 
 
 class TokenSource(Protocol):
@@ -112,8 +112,8 @@ class GarbageWriter:
         self._at = -1
 
     def next(self, *, may_end: bool = True) -> int:
-        self._at = (self._at + 1) % len(_GARBAGE)
-        return _GARBAGE[self._at]
+        self._at = (self._at + 1) % len(_FOREIGN_KV_TEXT)
+        return _FOREIGN_KV_TEXT[self._at]
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class StreamStrike:
     """A fault that happens when `tokens` tokens exist. The chunk with its finish also has the last `merged` of them."""
 
     kind: str
@@ -157,14 +157,14 @@ class TokenSequence:
         self,
         index: int,
         prompt: list[int],
-        ask: Ask,
+        ask: GenerationRequest,
         source: TokenSource,
         emit: Callable[[Delta], None],
         *,
         max_tokens: int,
         stream_interval: int = 1,
         ends_at_once: bool = False,
-        strike: Strike | None = None,
+        strike: StreamStrike | None = None,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -266,7 +266,7 @@ class TokenSequence:
         self._pending.finish_reason = finish_reason
         self._pending.stop_reason = stop_reason
 
-    def _struck(self, strike: Strike) -> bool:
+    def _struck(self, strike: StreamStrike) -> bool:
         if strike.kind == "recompute":
             self._finish("stop", "recomputed")
             self._flush()

@@ -53,15 +53,15 @@ MEDIA_TOKENS: Final = 64
 """The number of placeholder tokens for one image, video or audio part."""
 
 _ROLES: Final = {"user": USER, "assistant": ASSISTANT}
-_IDS: Final = {text: token for token, text in MARKERS.items()}
-_MARKER: Final = re.compile("(" + "|".join(map(re.escape, _IDS)) + ")")
+_MARKER_IDS: Final = {text: token for token, text in MARKERS.items()}
+_MARKER_PATTERN: Final = re.compile("(" + "|".join(map(re.escape, _MARKER_IDS)) + ")")
 
 
-def encode(text: str) -> list[int]:
+def encode_text(text: str) -> list[int]:
     """Convert text to token IDs. A marker in the text becomes its ID, as with Hugging Face's tokenizers."""
     ids: list[int] = []
-    for part in _MARKER.split(text):
-        ids += [_IDS[part]] if part in _IDS else part.encode("utf-8", "surrogatepass")
+    for part in _MARKER_PATTERN.split(text):
+        ids += [_MARKER_IDS[part]] if part in _MARKER_IDS else part.encode("utf-8", "surrogatepass")
     return ids
 
 
@@ -101,7 +101,7 @@ class Detokenizer:
         return text
 
 
-def decode(ids: Iterable[int], *, keep_markers: bool = False) -> str:
+def decode_tokens(ids: Iterable[int], *, keep_markers: bool = False) -> str:
     """Convert all token IDs to text. An incomplete last character becomes U+FFFD."""
     detokenizer = Detokenizer(keep_markers=keep_markers)
     text = "".join([detokenizer.feed(token) for token in ids])
@@ -123,37 +123,37 @@ def render_chat(body: dict[str, Any], *, media: bool = True) -> list[int]:
         return ids[:-1]
     if body.get("add_generation_prompt", True):
         ids += [ASSISTANT, *b"assistant", MIDDLE, THINK]
-        if not thinking_asked(body):
+        if not asks_for_thinking(body):
             ids.append(THINK_END)
     return ids
 
 
-def thinking_asked(body: dict[str, Any]) -> bool:
+def asks_for_thinking(body: dict[str, Any]) -> bool:
     kwargs = body.get("chat_template_kwargs") or {}
     return bool(kwargs.get("thinking") or kwargs.get("enable_thinking"))
 
 
 def _render_message(message: dict[str, Any], media: bool) -> list[int]:
     role = str(message.get("role", "user"))
-    ids = [_ROLES.get(role, SYSTEM), *encode(role), MIDDLE]
+    ids = [_ROLES.get(role, SYSTEM), *encode_text(role), MIDDLE]
     if role == "tool":
-        ids += encode(f"## Return of {message.get('tool_call_id')}\n")
+        ids += encode_text(f"## Return of {message.get('tool_call_id')}\n")
     content = message.get("content")
     if isinstance(content, str):
-        ids += encode(content)
+        ids += encode_text(content)
     for part in content if isinstance(content, list) else ():
         if isinstance(part, str):
-            ids += encode(part)
+            ids += encode_text(part)
         elif "text" in part:
-            ids += encode(str(part["text"]))
+            ids += encode_text(str(part["text"]))
         elif media:
             ids += [MEDIA] * MEDIA_TOKENS
     if calls := message.get("tool_calls"):
         ids.append(SECTION_BEGIN)
         for call in calls:
             function = call["function"]
-            ids += [CALL_BEGIN, *encode(str(call.get("id"))), ARGUMENT_BEGIN]
-            ids += [*encode(str(function.get("arguments", ""))), CALL_END]
+            ids += [CALL_BEGIN, *encode_text(str(call.get("id"))), ARGUMENT_BEGIN]
+            ids += [*encode_text(str(function.get("arguments", ""))), CALL_END]
         ids.append(SECTION_END)
     ids.append(END)
     return ids

@@ -33,8 +33,8 @@ from proxy.sim.model.tokenizer import (
     SYSTEM,
     THINK,
     THINK_END,
-    decode,
-    encode,
+    decode_tokens,
+    encode_text,
     pack,
 )
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-_CUE: Final = "play: ["
-_PACKED_CUE: Final = pack(encode(_CUE))
-_TOOLS: Final = pack([SYSTEM, *b"tool_declare"])
+_SCRIPT_CUE: Final = "play: ["
+_PACKED_CUE: Final = pack(encode_text(_SCRIPT_CUE))
+_TOOL_DECLARATION_START: Final = pack([SYSTEM, *b"tool_declare"])
 _ID_BYTES: Final = 4
 
 
@@ -53,22 +53,22 @@ def rest_of_turn(ids: Sequence[int]) -> list[int] | None:
     if SYSTEM not in ids:
         return None
     packed = pack(ids)
-    if _TOOLS not in packed or (found := packed.rfind(_PACKED_CUE)) < 0:
+    if _TOOL_DECLARATION_START not in packed or (found := packed.rfind(_PACKED_CUE)) < 0:
         return None
     start = found // _ID_BYTES
-    turns = _turns(ids[start + len(_CUE) - 1 :])
+    turns = _parse_turns(ids[start + len(_SCRIPT_CUE) - 1 :])
     told = ids[start:].count(ASSISTANT) - 1
     if not 0 <= told < len(turns):
         return None
     begun = list(ids[len(ids) - 1 - ids[::-1].index(ASSISTANT) :])
     begun = begun[begun.index(MIDDLE) + 1 :]
     calls = sum(len(turn.get("calls") or ()) for turn in turns[:told])
-    turn = _written(turns[told], calls, thinks=THINK_END not in begun[:2])
+    turn = _write_turn(turns[told], calls, thinks=THINK_END not in begun[:2])
     return turn[len(begun) :] if turn[: len(begun)] == begun else None
 
 
-def _turns(ids: Sequence[int]) -> list[dict[str, Any]]:
-    text = decode(ids[: ids.index(END)] if END in ids else ids)
+def _parse_turns(ids: Sequence[int]) -> list[dict[str, Any]]:
+    text = decode_tokens(ids[: ids.index(END)] if END in ids else ids)
     try:
         turns, _ = JSONDecoder(strict=False).raw_decode(text)
     except JSONDecodeError:
@@ -76,14 +76,14 @@ def _turns(ids: Sequence[int]) -> list[dict[str, Any]]:
     return [turn for turn in turns if isinstance(turn, dict)]
 
 
-def _written(turn: dict[str, Any], first_call: int, *, thinks: bool) -> list[int]:
+def _write_turn(turn: dict[str, Any], first_call: int, *, thinks: bool) -> list[int]:
     """Return the tokens of a whole turn, beginning with its reasoning. Kimi numbers the calls of a conversation."""
-    ids = [THINK, *(encode(turn.get("think") or "I know my part.") if thinks else ()), THINK_END]
-    ids += encode(turn.get("say") or "")
+    ids = [THINK, *(encode_text(turn.get("think") or "I know my part.") if thinks else ()), THINK_END]
+    ids += encode_text(turn.get("say") or "")
     if calls := turn.get("calls"):
         ids.append(SECTION_BEGIN)
         for number, call in enumerate(calls, first_call):
-            ids += [CALL_BEGIN, *encode(f"functions.{call['name']}:{number}"), ARGUMENT_BEGIN]
+            ids += [CALL_BEGIN, *encode_text(f"functions.{call['name']}:{number}"), ARGUMENT_BEGIN]
             ids += [*orjson.dumps(call["arguments"]), CALL_END]
         ids.append(SECTION_END)
     return [*ids, END]
@@ -92,10 +92,10 @@ def _written(turn: dict[str, Any], first_call: int, *, thinks: bool) -> list[int
 THINKING_TOKENS: Final = 40
 """The minimum number of reasoning tokens. Reasoning ends with the next complete word."""
 PREAMBLE_TOKENS: Final = 16
-"""The number of content tokens that precede a section of tool calls. `LEAD` follows them."""
-LEAD: Final = b"so:"
+"""The number of content tokens that precede a section of tool calls. `LEADING_WORDS` follows them."""
+LEADING_WORDS: Final = b"so:"
 
-_WORDS: Final = tuple(
+_VOCABULARY: Final = tuple(
     (*word.encode(), SPACE)
     for word in (
         "river stone bright morning under seven small lantern carry window slow copper garden north paper quiet winter "
@@ -103,17 +103,17 @@ _WORDS: Final = tuple(
         "café naïve señor über 日本 語 🙂 Ωmega, then however. because, again; first second third"
     ).split()
 )
-_DECLARATION: Final = [*b"tool_declare", MIDDLE]
-_RESULT: Final = [*b"tool", MIDDLE]
-_STRUCTURED: Final = frozenset({CALL_BEGIN, ARGUMENT_BEGIN, SECTION_BEGIN, CALL_END, SECTION_END})
+_DECLARATION_HEADER: Final = [*b"tool_declare", MIDDLE]
+_RESULT_HEADER: Final = [*b"tool", MIDDLE]
+_TOOL_MARKERS: Final = frozenset({CALL_BEGIN, ARGUMENT_BEGIN, SECTION_BEGIN, CALL_END, SECTION_END})
 
 
-def digest(ids: Sequence[int]) -> int:
+def digest_token_ids(ids: Sequence[int]) -> int:
     """Return the digest of a token sequence. Two engines with the same prompt compute the same digest."""
     return crc32(pack(ids))
 
 
-class Writer:
+class DeterministicWriter:
     """Writes the continuation of a token sequence. Each `next()` returns one token.
 
     A *decision* is made after every space of plain text and after every marker. The ids since the last decision are
@@ -130,7 +130,7 @@ class Writer:
         decided = _last_decision(ids, last_marker)
         self._marker = ids[last_marker] if last_marker >= 0 else None
         self._since = decided - last_marker
-        self._calls = _calls_since_section(ids) if self._marker in _STRUCTURED else 0
+        self._calls = _calls_since_section(ids) if self._marker in _TOOL_MARKERS else 0
         self._hash = crc32(pack(ids[: decided + 1]))
         self._queue: deque[int] = deque(rest_of_turn(ids) or ())
         if self._queue:
@@ -171,7 +171,7 @@ class Writer:
             return (CALL_BEGIN,)
         if marker == CALL_BEGIN:
             name = self._tool(self._calls - 1).get("name", "tool")
-            return (*encode(f"functions.{name}:{self._calls - 1}"), ARGUMENT_BEGIN)
+            return (*encode_text(f"functions.{name}:{self._calls - 1}"), ARGUMENT_BEGIN)
         if marker == ARGUMENT_BEGIN:
             return (*orjson.dumps(self._arguments()), CALL_END)
         if marker == CALL_END:
@@ -179,7 +179,7 @@ class Writer:
         if marker == THINK and self._since >= THINKING_TOKENS:
             return (THINK_END,)
         if self._tools and marker in (MIDDLE, THINK_END) and self._since >= PREAMBLE_TOKENS:
-            return (*LEAD, SECTION_BEGIN)
+            return (*LEADING_WORDS, SECTION_BEGIN)
         if may_end and self._ends():
             return (END,)
         return self._word()
@@ -195,7 +195,7 @@ class Writer:
         return self._since >= self._eos_after
 
     def _word(self, salt: int = 0) -> tuple[int, ...]:
-        return _WORDS[(self._hash * 2654435761 + salt * 40503 >> 13) % len(_WORDS)]
+        return _VOCABULARY[(self._hash * 2654435761 + salt * 40503 >> 13) % len(_VOCABULARY)]
 
     def _tool(self, index: int) -> dict[str, Any]:
         return self._tools[index % len(self._tools)] if self._tools else {}
@@ -214,7 +214,7 @@ def _last_marker(ids: Sequence[int]) -> int:
 
 
 def _last_decision(ids: Sequence[int], last_marker: int) -> int:
-    if last_marker >= 0 and ids[last_marker] in _STRUCTURED - {SECTION_END}:
+    if last_marker >= 0 and ids[last_marker] in _TOOL_MARKERS - {SECTION_END}:
         return last_marker
     for index in range(len(ids) - 1, last_marker, -1):
         if ids[index] == SPACE:
@@ -237,14 +237,14 @@ def _declared_tools(ids: Sequence[int]) -> tuple[dict[str, Any], ...]:
     begin = 0
     for _ in range(ids.count(SYSTEM)):
         begin = ids.index(SYSTEM, begin) + 1
-        if list(ids[begin : begin + len(_RESULT)]) == _RESULT:
+        if list(ids[begin : begin + len(_RESULT_HEADER)]) == _RESULT_HEADER:
             return ()
-        if list(ids[begin : begin + len(_DECLARATION)]) == _DECLARATION:
-            tools = _functions(takewhile(END.__ne__, ids[begin + len(_DECLARATION) :]))
+        if list(ids[begin : begin + len(_DECLARATION_HEADER)]) == _DECLARATION_HEADER:
+            tools = _read_functions(takewhile(END.__ne__, ids[begin + len(_DECLARATION_HEADER) :]))
     return tools
 
 
-def _functions(declared: Iterable[int]) -> tuple[dict[str, Any], ...]:
+def _read_functions(declared: Iterable[int]) -> tuple[dict[str, Any], ...]:
     try:
         return tuple(tool["function"] for tool in orjson.loads(bytes(declared)) if "function" in tool)[:2]
     except (ValueError, TypeError):

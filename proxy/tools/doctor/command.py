@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from proxy import SERVER
 from proxy.common import blocking_http
 from proxy.observe import logs
-from proxy.settings import load, reachable
+from proxy.settings import connectable_host, load_settings
 from proxy.settings.mistakes import Parser
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
 from proxy.tools.doctor.findings import as_json, as_table, exit_code
@@ -43,7 +43,7 @@ The exit code is 0 without problems, 1 with warnings, and 2 with failures."""
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the doctor and return the exit code. Raises SettingsError."""
     flags, rest = _parser().parse_known_args(argv)
-    loaded = load(rest, environ)
+    loaded = load_settings(rest, environ)
     cores = os.cpu_count() or 1
     host = Host(
         loaded=loaded,
@@ -134,7 +134,9 @@ def _is_gateway(settings: Settings, host: str, port: int) -> bool:
     """Return whether a pdproxy gateway answers at this address."""
     try:
         tls = blocking_http.local_tls(settings.has_tls(port))
-        return blocking_http.get(reachable(host), port, "/livez", _LOOK_SECONDS, tls=tls).server == SERVER
+        return (
+            blocking_http.get_blocking(connectable_host(host), port, "/livez", _LOOK_SECONDS, tls=tls).server == SERVER
+        )
     except blocking_http.HttpRequestError:
         return False
 
@@ -143,7 +145,9 @@ def _learned_limits(settings: Settings, host: str, port: int) -> dict[str, int]:
     """Return the request limits that a running gateway has learned, by instance address; empty if unavailable."""
     try:
         tls = blocking_http.local_tls(settings.has_tls(port))
-        page = blocking_http.get(reachable(host), port, "/metrics", _LOOK_SECONDS, wants_body=True, tls=tls).body
+        page = blocking_http.get_blocking(
+            connectable_host(host), port, "/metrics", _LOOK_SECONDS, wants_body=True, tls=tls
+        ).body
     except blocking_http.HttpRequestError:
         return {}
     return {match[1].decode(): int(float(match[2])) for match in _LEARNED.finditer(page)}

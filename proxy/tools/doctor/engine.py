@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.recognition import EngineReport, find_connector_mismatch
 from proxy.common.backend import Role
-from proxy.common.terms import counted
-from proxy.connectors.releaser import KvTransfer, pin_seconds
+from proxy.common.terms import format_count
+from proxy.connectors.releaser import KvTransfer, kv_pin_seconds
 from proxy.tools.doctor.examined import IDLE_SECONDS
 from proxy.tools.doctor.findings import Finding, Severity
 
@@ -202,7 +202,7 @@ def check_ranks(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
         # With 1 the gateway names no rank, and the engine distributes the requests.
         if engine.backend.role is role and ranks > 1 and its is not None and its != ranks:
             result = "some ranks get no requests" if its > ranks else "the engine rejects requests to other ranks"
-            words = f"has {counted(its, 'data-parallel rank')}, but {option} is {ranks}: {result}"
+            words = f"has {format_count(its, 'data-parallel rank')}, but {option} is {ranks}: {result}"
             severity = Severity.WARNING if its > ranks else Severity.FAILURE
             yield Finding(severity, "ranks", engine.subject, words, f"set {option} to {its}")
 
@@ -229,7 +229,7 @@ def check_lease(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
         words = f"keeps KV cache for {its:g} s until it is fetched, but kv.pin_seconds is {believed:g}"
         hint = "remove kv.pin_seconds or lower it: a late decode instance could fetch the KV cache of another request"
         yield Finding(Severity.FAILURE, "lease", engine.subject, words, hint)
-    elif believed is None and its < (assumed := pin_seconds(KvTransfer.NIXL, engine.facts.version)):
+    elif believed is None and its < (assumed := kv_pin_seconds(KvTransfer.NIXL, engine.facts.version)):
         words = f"keeps KV cache for {its:g} s until it is fetched, but pdproxy assumes {assumed:g} s"
         yield Finding(Severity.WARNING, "lease", engine.subject, words, f"set kv.pin_seconds to {its:g}")
 

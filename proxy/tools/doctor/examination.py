@@ -27,7 +27,7 @@ from proxy.fleet.discovery.watcher import look_once
 from proxy.fleet.inspector import scrape
 from proxy.observe.metrics import Metrics
 from proxy.process.shared import Listeners, share
-from proxy.process.supervisor.detection import with_connector
+from proxy.process.supervisor.detection import replace_connector
 from proxy.process.supervisor.listening import PortInUse, create_listener
 from proxy.process.worker.applications import application, callback_limits, http_listener
 from proxy.process.worker.balancing import build_balancing
@@ -41,9 +41,9 @@ from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.doctor.fleet import by_model, check_fleet
 from proxy.tools.doctor.pair import Canaries, check_pairs
 from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, connect_problem
-from proxy.wire.exposition import parse_prompt_tokens, parse_ranks, parse_start, parse_work
-from proxy.wire.ids import new_id
-from proxy.wire.openai import Api, engine_words
+from proxy.wire.exposition import parse_completed_work, parse_prompt_tokens, parse_rank_count, parse_start_time
+from proxy.wire.ids import make_request_id
+from proxy.wire.openai import Api, engine_error_text
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from proxy.fleet.canary import CanaryResult
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.engines import Lines, Link
-    from proxy.settings import Loaded, Settings
+    from proxy.settings import LoadedSettings, Settings
     from proxy.upstream import BufferedResponse, Names
 
 _T = TypeVar("_T")
@@ -83,7 +83,7 @@ class Examination:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedSettings,
         options: ExaminationOptions,
         *,
         more: Callable[[Fleet], Iterable[Finding]] = lambda _: (),
@@ -168,7 +168,7 @@ class Examination:
             if has_prefillers and {report.role for report in reports} != {Role.PREFILL, Role.DECODE}:
                 raise SettingsError("connector auto: not every role has an instance that reports its software")
             connector = recognise(reports).connector if has_prefillers else "plain"
-            settings = with_connector(self._loaded, connector).settings
+            settings = replace_connector(self._loaded, connector).settings
         except SettingsError as error:
             hint = "correct the instances, or set connector explicitly"
             return fleet, [Finding(Severity.FAILURE, "connector", "gateway", str(error), hint)]
@@ -188,7 +188,7 @@ class Examination:
         prompt = CanaryPrompt.of(min(fit[0].serves), size)
         canary = Canary(link.connector, link.context, prompt, self._canary_seconds)
         pairs = [(p.backend, d.backend) for p in prefillers for d in decoders] if takes_prefillers else []
-        firsts = {prefiller: (decoder, new_id()) for prefiller, decoder in reversed(pairs)}
+        firsts = {prefiller: (decoder, make_request_id()) for prefiller, decoder in reversed(pairs)}
         """The first decoder of each prefiller, and the salt of the prompt that the prefiller gets again at the end."""
         salts = dict.fromkeys(pairs) | {(prefiller, decoder): salt for prefiller, (decoder, salt) in firsts.items()}
         total = len(pairs) * self._canaries_per_pair + len(firsts) + len(decoders)
@@ -383,15 +383,15 @@ class Asker:
         info = _answer_or_none(await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS))
         facts = with_setup(facts_of(version, _answer_or_none(models)), info)
         if facts.ranks is None and exposition is not None:
-            facts = replace(facts, ranks=parse_ranks(exposition))
+            facts = replace(facts, ranks=parse_rank_count(exposition))
         return replace(
             examined,
             version=_reported_version(version, info),
             models=_status_or_problem(models),
             facts=facts,
             keeps_alive=keeps_alive,
-            started_at=None if exposition is None else parse_start(exposition),
-            served_tokens=None if exposition is None else parse_work(exposition),
+            started_at=None if exposition is None else parse_start_time(exposition),
+            served_tokens=None if exposition is None else parse_completed_work(exposition),
             options=compared_options(None if info is None else info.json_or_none),
             has_metrics=exposition is not None,
             counts_prompts=exposition is not None and parse_prompt_tokens(exposition) is not None,
@@ -467,7 +467,7 @@ def _status_or_problem(models: BufferedResponse | str) -> int | str:
     """Return the status of /v1/models, or the problem. The problem of an engine that fails has its own words."""
     if isinstance(models, str) or models.status < 500:
         return models if isinstance(models, str) else models.status
-    words = engine_words(models.body)
+    words = engine_error_text(models.body)
     return f"{MODELS_PATH} answered with status {models.status}" + (f": {words}" if words else "")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from proxy.common.terms import counted
+from proxy.common.terms import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -121,5 +121,5 @@ def _summarized(findings: Sequence[Finding]) -> list[Finding]:
 
 def _summary(findings: Sequence[Finding]) -> str:
     counts = {s: sum(finding.severity is s for finding in findings) for s in (Severity.FAILURE, Severity.WARNING)}
-    told = [counted(count, severity.word) for severity, count in counts.items() if count]
+    told = [format_count(count, severity.word) for severity, count in counts.items() if count]
     return " and ".join(told) or "no problems found"

@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.common.terms import counted
+from proxy.common.terms import format_count
 from proxy.process.supervisor.listening import PortInUse, create_listener
 from proxy.process.worker.process import shortages
 from proxy.tools.doctor.findings import Finding, Severity
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from proxy.settings import Loaded
+    from proxy.settings import LoadedSettings
 
 _SUBJECT: Final = "gateway"
 
@@ -25,7 +25,7 @@ _SUBJECT: Final = "gateway"
 class Host:
     """Input of the checks. `is_gateway` returns whether a pdproxy gateway answers at a host and port."""
 
-    loaded: Loaded
+    loaded: LoadedSettings
     is_gateway: Callable[[str, int], bool]
     cores: int
     learned_limits: Callable[[str, int], Mapping[str, int]] = lambda host, port: {}
@@ -37,7 +37,7 @@ def check_gateway(host: Host) -> list[Finding]:
     found = [finding for check in GATEWAY_CHECKS for finding in check(host)]
     if not any(finding.severity > Severity.NOTE for finding in found):
         settings = host.loaded.settings
-        workers = counted(settings.workers, "worker")
+        workers = format_count(settings.workers, "worker")
         words = f"connector {settings.connector}, {settings.fleet}, {workers}, configuration is valid"
         found.insert(0, Finding(Severity.OK, "configuration", _SUBJECT, words))
     return found
@@ -122,7 +122,7 @@ def check_workers(host: Host) -> Iterator[Finding]:
     """Check that this host has a core for each worker."""
     workers = host.loaded.settings.workers
     if workers > host.cores:
-        words = f"{counted(workers, 'worker')} share {counted(host.cores, 'core')}"
+        words = f"{format_count(workers, 'worker')} share {format_count(host.cores, 'core')}"
         hint = "set workers to the number of cores or to auto: additional workers only compete for them"
         yield Finding(Severity.WARNING, "workers", _SUBJECT, words, hint)
 

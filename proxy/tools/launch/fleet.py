@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from proxy.settings import canonical_host, load
+from proxy.settings import canonical_host, load_settings
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
 from proxy.tools.doctor.examined import IDLE_SECONDS
 from proxy.tools.doctor.findings import Finding, Severity
@@ -15,7 +15,7 @@ from proxy.tools.launch.gateway import NAME, gateway_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from proxy.settings import Loaded
+    from proxy.settings import LoadedSettings
     from proxy.tools.doctor.examined import Examined, Fleet
     from proxy.tools.launch.plan import Launch, Plan
 
@@ -24,7 +24,7 @@ _LENGTHS: Final = ("max-model-len", "context-length")
 
 async def compared(
     plan: Plan,
-    loaded: Loaded,
+    loaded: LoadedSettings,
     *,
     idle_seconds: float = IDLE_SECONDS,
     progress: Callable[[str, int, int], None] = lambda *_: None,
@@ -38,7 +38,7 @@ async def compared(
     return await examination.run()
 
 
-def load_gateway(plan: Plan, environ: Mapping[str, str], directory: Path) -> Loaded:
+def load_gateway(plan: Plan, environ: Mapping[str, str], directory: Path) -> LoadedSettings:
     """Return the settings of the rendered gateway, with the environment's values such as the key of engines.
 
     Raises SettingsError. `directory`: start of relative paths, such as those of keys.
@@ -46,7 +46,7 @@ def load_gateway(plan: Plan, environ: Mapping[str, str], directory: Path) -> Loa
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / NAME
         file.write_text(gateway_file(plan), encoding="utf-8")
-        return load(["--config", str(file)], environ, paths_begin=directory)
+        return load_settings(["--config", str(file)], environ, paths_begin=directory)
 
 
 def differences(plan: Plan, fleet: Fleet) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from proxy.settings import CONNECTOR_TRAITS, Settings, SettingsError
-from proxy.settings.mistakes import explain
+from proxy.settings.mistakes import explain_mistakes
 
 if TYPE_CHECKING:
     from proxy.tools.launch.plan import Launch, Plan
@@ -34,7 +34,7 @@ def gateway_tree(plan: Plan) -> dict[str, Any]:
     try:
         Settings.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(explain(error, lambda option: f"gateway.settings: {option}", ())) from None
+        raise SettingsError(explain_mistakes(error, lambda option: f"gateway.settings: {option}", ())) from None
     return tree
 
 

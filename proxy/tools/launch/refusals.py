@@ -10,7 +10,7 @@ from itertools import combinations
 from math import lcm
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.common.endpoints import canonical_host, is_literal, is_loopback
+from proxy.common.endpoints import canonical_host, is_ip_address, is_loopback_host
 from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.launch.plan import TRANSPORT, claims, meets
 
@@ -54,7 +54,7 @@ def check_nodes(plan: Plan) -> Iterator[Finding]:
         if (first := places.setdefault(place, name)) != name:
             words = f"has the address of node {first}, {node.address}"
             yield Finding(_REFUSED, "address", f"node {name}", words, "nodes must have different addresses")
-        if needs_addresses and node.nic is not None and not is_literal(node.address):
+        if needs_addresses and node.nic is not None and not is_ip_address(node.address):
             words = f"has a nic and the address {node.address}, which HCCL takes only as an IP address"
             yield Finding(_REFUSED, "address", f"node {name}", words, "write the IP address")
         if name not in busy:
@@ -100,7 +100,7 @@ def check_dp_addresses(plan: Plan) -> Iterator[Finding]:
         if canonical_host(launch.dp_address) != canonical_host(right):
             words = f"dp_address is {launch.dp_address}, and rank 0 of the group is on node {launch.master}, {right}"
             yield Finding(_REFUSED, "dp_address", launch.subject, words, "leave it out: it is the address of rank 0")
-        elif is_loopback(right) and not is_loopback(launch.node.address):
+        elif is_loopback_host(right) and not is_loopback_host(launch.node.address):
             words = f"the ranks would meet at {right}, which is every node's own"
             yield Finding(_REFUSED, "dp_address", launch.subject, words, "give the node its address in the network")
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Val
 from proxy.common.endpoints import Host
 from proxy.settings.connectors import CONNECTOR_TRAITS
 from proxy.settings.kinds import Positive, Section
-from proxy.settings.mistakes import SettingsError, explain
+from proxy.settings.mistakes import SettingsError, explain_mistakes
 from proxy.settings.yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -332,5 +332,5 @@ def parse_topology(tree: object, path: str) -> Topology:
         first = error.errors(include_url=False)[0]
         if first["type"] == "extra_forbidden":
             raise SettingsError(f"{path}: {'.'.join(map(str, first['loc']))} is not an option of a topology") from None
-        text = explain(error, lambda option: f"{path}: {option}", ())
+        text = explain_mistakes(error, lambda option: f"{path}: {option}", ())
         raise SettingsError(text if text.startswith(path) else f"{path}: {text}") from None

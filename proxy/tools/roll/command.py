@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from proxy.common.backend import Role
-from proxy.common.terms import counted
+from proxy.common.terms import format_count
 from proxy.settings import SettingsError
 from proxy.settings.kinds import check_header_value
 from proxy.settings.mistakes import Parser
-from proxy.settings.sources import read_key
+from proxy.settings.sources import read_key_file
 from proxy.tools.flag_numbers import duration_seconds, whole_number
 from proxy.tools.gateway_tls import add_tls_flags, tls_of
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
@@ -80,7 +80,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             walk.run(planned)
         finally:
             signal.signal(signal.SIGINT, before)
-        failed = counted(gateways.failures(), "request")
+        failed = format_count(gateways.failures(), "request")
         done = "are restarted" if flags.to_role is None else f"serve as {flags.to_role}"
         print(f"all {len(planned)} {done}; clients have seen {failed} fail meanwhile")
         return 0
@@ -209,7 +209,7 @@ def _key(path: str | None, environ: Mapping[str, str]) -> str | None:
     if path is None:
         what, key = _KEY_VARIABLE, environ.get(_KEY_VARIABLE, "")
     else:
-        what, key = "--admin-key-file", read_key("--admin-key-file", Path(path))
+        what, key = "--admin-key-file", read_key_file("--admin-key-file", Path(path))
     try:
         check_header_value(key)
     except ValueError as problem:
@@ -250,13 +250,13 @@ def _on_interrupt(walk: Walk, number: int, frame: FrameType | None) -> None:
 
 
 def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flags: argparse.Namespace) -> int:
-    others = counted(walk.min_serving, "other instance")
+    others = format_count(walk.min_serving, "other instance")
     if isinstance(walk, RoleWalk):
-        print(f"{counted(len(planned), f'{flags.role} instance')} to {flags.to_role}, one at a time:")
+        print(f"{format_count(len(planned), f'{flags.role} instance')} to {flags.to_role}, one at a time:")
         for instance in planned:
             print("\n    ".join([f"  {instance.address}", *walk.steps(instance.address)]))
         return 0
-    print(f"{counted(len(planned), f'{flags.role} instance')}, one at a time, with at least {others} serving:")
+    print(f"{format_count(len(planned), f'{flags.role} instance')}, one at a time, with at least {others} serving:")
     for instance in planned:
         how = "by hand" if flags.hook is None else _filled(flags.hook, flags.role, instance.address)
         print(f"  {instance.address}  {instance.inflight} in flight now; restarted: {how}")
@@ -270,6 +270,6 @@ def _tell_end(why: str, progress: RollProgress, *, is_move: bool) -> int:
     if progress.current is not None:
         state = "may still be moving" if is_move else "is away, and may still be disabled"
         print(f"{progress.current} {state}", file=sys.stderr)
-    done = f"{'moved' if is_move else 'restarted'} so far: {counted(len(progress.done), 'instance')}"
+    done = f"{'moved' if is_move else 'restarted'} so far: {format_count(len(progress.done), 'instance')}"
     print(f"{done}; run the command again to resume", file=sys.stderr)
     return 1

@@ -14,7 +14,7 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Requ
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.common.blocking_http import describe_problem
+from proxy.common.blocking_http import describe_request_error
 
 if TYPE_CHECKING:
     import ssl
@@ -193,7 +193,7 @@ def _retried(ask: Callable[[], bytes], problem: str) -> bytes:
             return ask()
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= until:
-                reason = describe_problem(getattr(error, "reason", error))
+                reason = describe_request_error(getattr(error, "reason", error))
                 raise GatewayTrouble(f"{problem}: {reason}") from None
         time.sleep(_PAUSE_SECONDS)
 

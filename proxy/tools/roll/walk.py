@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 import orjson
 
-from proxy.common.terms import counted
+from proxy.common.terms import format_count
 from proxy.settings import SettingsError
 from proxy.tools.roll.gateways import GatewayTrouble, lost_without
 
@@ -167,7 +167,7 @@ class Walk(ABC):
         if self._is_stopping:
             raise RollStopped("stopped by hand")
         if (failures := self._gateways.failures()) > self._limits.max_failures:
-            raise RollStopped(f"clients saw {counted(failures, 'request')} fail since the roll began")
+            raise RollStopped(f"clients saw {format_count(failures, 'request')} fail since the roll began")
 
     # Conditions
 
@@ -289,7 +289,7 @@ class RoleWalk(Walk):
         left = len(there) - len(planned)
         least = max(1, left) if self._limits.min_serving is None else self._limits.min_serving
         if planned and left < least:
-            stay = counted(left, f"{self._gateways.role} instance")
+            stay = format_count(left, f"{self._gateways.role} instance")
             raise RollStopped(
                 f"{stay} would stay, and {least} must serve: name fewer with --instance, or lower --min-serving"
             )

@@ -208,13 +208,13 @@ def _weigher() -> Callable[[str, bytes], int]:
     from proxy.balancer.policies.least_tokens import WEIGHTS
     from proxy.common.backend import Role
     from proxy.dialects.openai import ChatCompletions
-    from proxy.dialects.requests import read
+    from proxy.dialects.requests import parse_body
     from proxy.settings.model import Cost
 
     chat, cost = ChatCompletions(), Cost()
 
     def weight(role: str, body: bytes) -> int:
-        request = chat.parse(read(body), cost, {}).pick_request()
+        request = chat.parse(parse_body(body), cost, {}).pick_request()
         per_compute, per_kv = WEIGHTS[Role(role)]
         if role == "prefill":
             return per_compute * request.prefill.compute

@@ -29,7 +29,7 @@ from proxy.observe.metrics import Metrics
 from proxy.process.loop_lag import LoopLag
 from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
-from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Event
+from proxy.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, Event
 
 # The interval at which the product's subscriber reports block counts.
 _REPORT_SECONDS: Final = 0.1
@@ -58,7 +58,7 @@ class KvEventRelay:
         self._take(BlocksRemoved([cast("int", name)], None, None))
 
     def cleared(self) -> None:
-        self._take(AllCleared())
+        self._take(AllBlocksCleared())
 
     def _take(self, event: Event) -> None:
         self._blocks.take((event,))

@@ -7,7 +7,7 @@ import pytest
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.decode_memory import DecodeMemory, HeldKv
 from proxy.common.backend import Load
-from proxy.wire.prefix import NO_KEYS
+from proxy.wire.prefix import NO_PREFIX_KEYS
 from tests.balancer.policies.test_least_seconds import Subject
 
 PROMPT = 1000
@@ -15,7 +15,7 @@ PROMPT = 1000
 
 def asking(prompt_tokens: int = PROMPT, limit: int = 256) -> PickRequest:
     load = Load(256, prompt_tokens + limit)
-    return PickRequest(load, load, Subject(prompt_tokens, NO_KEYS, limit))
+    return PickRequest(load, load, Subject(prompt_tokens, NO_PREFIX_KEYS, limit))
 
 
 def lease(memory: DecodeMemory, request: PickRequest | None = None) -> HeldKv:

@@ -20,7 +20,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import HealthChecks
-from proxy.wire.prefix import NO_KEYS, PrefixKeys
+from proxy.wire.prefix import NO_PREFIX_KEYS, PrefixKeys
 from tests.balancer.policies.full_scan import ScanningDecodeSeconds, ScanningSeconds
 from tests.balancer.policies.test_least_seconds import PIECE, Subject
 from tests.clock import Clock
@@ -201,7 +201,7 @@ def requests(rng: random.Random) -> PickRequest:
         return PickRequest.of(Load(rng.choice([0, 500]), 700))
     tokens = rng.randint(1, 200) if kind < 0.4 else PIECE * rng.randint(1, 12)
     session = None if rng.random() < 0.7 else f"session {rng.randrange(5)}"
-    keys = NO_KEYS
+    keys = NO_PREFIX_KEYS
     if kind > 0.5:
         length = tokens // PIECE
         chain = (rng.randrange(4), *(rng.choice([0, 0, 0, number]) for number in range(length - 1)))

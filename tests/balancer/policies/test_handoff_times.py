@@ -24,7 +24,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable
 from proxy.sim.hardware.machines import MACHINES
-from proxy.wire.prefix import NO_KEYS
+from proxy.wire.prefix import NO_PREFIX_KEYS
 from tests.balancer.policies.test_least_seconds import Subject
 from tests.clock import Clock
 
@@ -233,7 +233,7 @@ def pools_of(pairs: Pairs, policy: str = "least_load", decoders: int = 4) -> Poo
 
 
 def asking() -> PickRequest:
-    return PickRequest(Load(TOKENS, TOKENS), Load(256, TOKENS), Subject(TOKENS, NO_KEYS, 256))
+    return PickRequest(Load(TOKENS, TOKENS), Load(256, TOKENS), Subject(TOKENS, NO_PREFIX_KEYS, 256))
 
 
 @contextmanager

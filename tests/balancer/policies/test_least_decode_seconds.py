@@ -13,7 +13,7 @@ from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.common.backend import Backend, Load, Role
 from proxy.dialects.call import DECODE_OVERHEAD_TOKENS
-from proxy.wire.prefix import NO_KEYS
+from proxy.wire.prefix import NO_PREFIX_KEYS
 from tests.balancer.policies.test_decode_pace import on_an_a3
 from tests.balancer.policies.test_least_seconds import Subject
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def asking(prompt_tokens: int = 1000, output_tokens: int = 256, prefer: Backend | None = None) -> PickRequest:
     load = Load(DECODE_OVERHEAD_TOKENS, prompt_tokens + output_tokens)
-    return PickRequest(load, load, Subject(prompt_tokens, NO_KEYS, output_tokens), prefer=prefer)
+    return PickRequest(load, load, Subject(prompt_tokens, NO_PREFIX_KEYS, output_tokens), prefer=prefer)
 
 
 class Decoders:

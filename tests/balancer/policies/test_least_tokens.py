@@ -23,7 +23,7 @@ from proxy.balancer.policies.least_tokens import (
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.settings import POLICIES, Balance
-from proxy.wire.prefix import NO_KEYS
+from proxy.wire.prefix import NO_PREFIX_KEYS
 from tests.balancer.policies.test_least_seconds import Subject
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def test_waiting_kv_weighs_less_than_work_on_a_prefiller_and_the_same_on_a_decod
 
 def chosen(weights: list[int], prompt_tokens: int, policy: LengthGroups | None = None) -> int:
     candidates = [Candidate(Backend(Role.DECODE, "d", port, slot=port), None, BOARD) for port in range(len(weights))]
-    request = PickRequest(Load(), Load(), Subject(prompt_tokens, NO_KEYS))
+    request = PickRequest(Load(), Load(), Subject(prompt_tokens, NO_PREFIX_KEYS))
     return (policy or LengthGroups()).choose(candidates, weights, request).backend.port
 
 

@@ -10,7 +10,7 @@ import pytest
 from proxy.balancer.pick import Tracker
 from proxy.settings import POLICIES
 from proxy.wire.openai import Api
-from proxy.wire.prefix import Prompt
+from proxy.wire.prefix import PromptPrefixes
 from tests.asking import request, until
 from tests.balancer.policies.prefix_affinity import PrefixAffinity
 from tests.deployment import generations
@@ -71,13 +71,13 @@ async def test_samples_of_a_request_share_the_keys_of_its_prompt(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[PrefixKeys] = []
-    compute = Prompt._compute_keys
+    compute = PromptPrefixes._compute_keys
 
-    def counting(prompt: Prompt) -> PrefixKeys:
+    def counting(prompt: PromptPrefixes) -> PrefixKeys:
         computed.append(compute(prompt))
         return computed[-1]
 
-    monkeypatch.setattr(Prompt, "_compute_keys", counting)
+    monkeypatch.setattr(PromptPrefixes, "_compute_keys", counting)
     gateway = await deploy(2, 1, **CHOOSING)
     assert (await gateway.ask(turn(LONG, n=4))).is_done
     assert sum(who_prefilled(gateway)) == 4
@@ -89,7 +89,7 @@ async def test_samples_of_a_request_share_the_keys_of_its_prompt(
 
 @pytest.mark.interpreted
 async def test_prefix_keys_are_not_computed_for_other_policies(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prompt, "_compute_keys", None)
+    monkeypatch.setattr(PromptPrefixes, "_compute_keys", None)
     gateway = await deploy(balance={"prefill_policy": "least_tokens"})
     assert (await gateway.ask(turn(LONG))).is_done
 

@@ -41,7 +41,7 @@ class Tagged(Grammar):
 
     def parser(self, **reading: bool) -> AnswerParser:
         """Return a parser of the same answers as Kimi's, with other tags."""
-        return _TaggedParser(kimi.Kimi().parser(**reading))
+        return _TaggedParser(kimi.KimiGrammar().parser(**reading))
 
 
 class _TaggedParser(AnswerParser):

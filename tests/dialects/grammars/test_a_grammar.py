@@ -22,9 +22,11 @@ def _engines_with_such_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tag_of = {tokenizer.MARKERS[token]: tag for token, tag in TAGS.items()}
     for token, tag in TAGS.items():
         monkeypatch.setitem(tokenizer.MARKERS, token, tag)
-    monkeypatch.setattr(tokenizer, "_IDS", {text: token for token, text in tokenizer.MARKERS.items()})
-    monkeypatch.setattr(tokenizer, "_MARKER", re.compile("(" + "|".join(map(re.escape, tokenizer._IDS)) + ")"))
-    for name in ("_THINKING", "_CALLING"):
+    monkeypatch.setattr(tokenizer, "_MARKER_IDS", {text: token for token, text in tokenizer.MARKERS.items()})
+    monkeypatch.setattr(
+        tokenizer, "_MARKER_PATTERN", re.compile("(" + "|".join(map(re.escape, tokenizer._MARKER_IDS)) + ")")
+    )
+    for name in ("_TRANSITIONS_WITH_REASONING", "_TRANSITIONS_OF_TOOL_CALLS"):
         spelled = {(phase, tag_of[marker]): following for (phase, marker), following in getattr(parser, name).items()}
         monkeypatch.setattr(parser, name, spelled)
     monkeypatch.setattr(parser, "_MARKERS", tuple(sorted(TAGS.values())))

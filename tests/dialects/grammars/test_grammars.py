@@ -5,10 +5,10 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from proxy.dialects.grammars import PROMPT_TAIL_TOKENS, UNRECOGNISED, Kimi, grammar_of
-from proxy.sim.model.tokenizer import encode
+from proxy.dialects.grammars import PROMPT_TAIL_TOKENS, UNRECOGNISED_GRAMMAR, KimiGrammar, recognise_grammar
+from proxy.sim.model.tokenizer import encode_text
 
-HEADER = encode("<|im_assistant|>assistant<|im_middle|>")
+HEADER = encode_text("<|im_assistant|>assistant<|im_middle|>")
 
 
 @pytest.mark.parametrize("before", [0, 1, 5, 100_000])
@@ -16,17 +16,17 @@ HEADER = encode("<|im_assistant|>assistant<|im_middle|>")
 @pytest.mark.parametrize("indent", [None, orjson.OPT_INDENT_2])
 def test_end_of_the_prompt_tells_the_grammar(before: int, behind: int, indent: int | None) -> None:
     prompt = orjson.dumps([7] * before + HEADER + [7] * behind, option=indent)
-    assert isinstance(grammar_of(prompt), Kimi)
+    assert isinstance(recognise_grammar(prompt), KimiGrammar)
 
 
 def test_header_far_before_the_end_is_not_recognised() -> None:
-    assert grammar_of(orjson.dumps(HEADER + [7] * PROMPT_TAIL_TOKENS)) is UNRECOGNISED
+    assert recognise_grammar(orjson.dumps(HEADER + [7] * PROMPT_TAIL_TOKENS)) is UNRECOGNISED_GRAMMAR
 
 
 @pytest.mark.parametrize("prompt", [None, b"", b"[]", b"[1,2]", b"[163588]", b"[null]", b'["a",{}]', b"[1.5e9,-3]"])
 def test_of_other_prompts_no_token_id_means_anything(prompt: bytes | None) -> None:
-    grammar = grammar_of(prompt)
-    assert grammar is UNRECOGNISED
+    grammar = recognise_grammar(prompt)
+    assert grammar is UNRECOGNISED_GRAMMAR
     assert not grammar.has_tools
     assert not [*grammar.reasoning_end_ids, *grammar.tools_begin_ids]
 
@@ -41,11 +41,11 @@ def test_of_other_prompts_no_token_id_means_anything(prompt: bytes | None) -> No
     ],
 )
 def test_most_models_reason_between_the_same_tags(prompt: str, opens: bool | None) -> None:
-    assert UNRECOGNISED.opens_reasoning(prompt) is opens
+    assert UNRECOGNISED_GRAMMAR.opens_reasoning(prompt) is opens
 
 
 def test_markers_of_other_families_are_text() -> None:
-    parser = UNRECOGNISED.parser(
+    parser = UNRECOGNISED_GRAMMAR.parser(
         in_reasoning=True, calls_tools=True, shows_blanks=False, reports_half_calls=True, one_call=False
     )
     assert parser.feed("a</think>b<|tool_calls_section_begin|>c", finished=True) == {

@@ -17,9 +17,9 @@ from proxy.dialects.grammars import (
     SECTION_BEGIN,
     SECTION_BEGIN_ID,
     SECTION_END,
-    THINK,
+    THINK_BEGIN,
     THINK_END,
-    Kimi,
+    KimiGrammar,
     KimiParser,
     KimiPhase,
 )
@@ -92,9 +92,9 @@ ANSWERS: dict[str, tuple[str, Said]] = {
     "a whole answer": (THINKING, THINKING_SAID),
     "nothing": ("", Said()),
     "reasoning without an end": ("Hm, <b>", Said("Hm, <b>")),
-    "reasoning begun twice": (f"{THINK}Hm {THINK}so", Said("Hm so")),
+    "reasoning begun twice": (f"{THINK_BEGIN}Hm {THINK_BEGIN}so", Said("Hm so")),
     "reasoning ended twice": (f"Hm{THINK_END}a{THINK_END}b", Said("Hm", "ab")),
-    "reasoning begun in content": (f"Hm{THINK_END}a{THINK}b", Said("Hm", f"a{THINK}b")),
+    "reasoning begun in content": (f"Hm{THINK_END}a{THINK_BEGIN}b", Said("Hm", f"a{THINK_BEGIN}b")),
     "white space around reasoning": (f" \nHm \n Hm \n{THINK_END}\n a \n", Said(" \nHm \n Hm", "\n a \n")),
     "white space only": (f" {THINK_END}\n", Said("", "\n")),
     "white space before calls": (f"Hm{THINK_END}\n\n{section(call('functions.f:0'))}\n", Said("Hm", "", F0)),
@@ -128,8 +128,10 @@ ANSWERS: dict[str, tuple[str, Said]] = {
         Said("", "", {0: ("functions.f:0", "f", ' {"a": "}"} \n')}),
     ),
     "arguments with other markers": (
-        section(call("functions.f:0", THINK + CALL_BEGIN + ARGUMENT_BEGIN + SECTION_BEGIN + THINK_END)),
-        Said("", "", {0: ("functions.f:0", "f", THINK + CALL_BEGIN + ARGUMENT_BEGIN + SECTION_BEGIN + THINK_END)}),
+        section(call("functions.f:0", THINK_BEGIN + CALL_BEGIN + ARGUMENT_BEGIN + SECTION_BEGIN + THINK_END)),
+        Said(
+            "", "", {0: ("functions.f:0", "f", THINK_BEGIN + CALL_BEGIN + ARGUMENT_BEGIN + SECTION_BEGIN + THINK_END)}
+        ),
     ),
     "no arguments": (section(call("functions.f:0", "")), Said("", "", {0: ("functions.f:0", "f", "")})),
     "an end inside arguments": (
@@ -157,8 +159,8 @@ ANSWERS: dict[str, tuple[str, Said]] = {
         Said("", "", {0: ("functions.f:0", "f", "")}),
     ),
     "markers inside an id": (
-        f"{SECTION_BEGIN}{CALL_BEGIN}f{CALL_END}{SECTION_END}{THINK}:0{ARGUMENT_BEGIN}{{}}",
-        Said("", "", {0: (f"f{CALL_END}{SECTION_END}{THINK}:0", f"f{CALL_END}{SECTION_END}{THINK}", "{}")}),
+        f"{SECTION_BEGIN}{CALL_BEGIN}f{CALL_END}{SECTION_END}{THINK_BEGIN}:0{ARGUMENT_BEGIN}{{}}",
+        Said("", "", {0: (f"f{CALL_END}{SECTION_END}{THINK_BEGIN}:0", f"f{CALL_END}{SECTION_END}{THINK_BEGIN}", "{}")}),
     ),
     "markers of calls outside a section": (
         f"a{call('b')}{SECTION_END}{THINK_END}c{call('d')}{SECTION_END}",
@@ -197,7 +199,7 @@ def test_last_text_may_come_with_the_end() -> None:
 
 def test_without_reasoning_an_answer_begins_with_content() -> None:
     assert read("a <", "b", in_reasoning=False) == Said("", "a <b")
-    assert read(f"{THINK}a{THINK_END}b", in_reasoning=False) == Said("", f"{THINK}ab")
+    assert read(f"{THINK_BEGIN}a{THINK_END}b", in_reasoning=False) == Said("", f"{THINK_BEGIN}ab")
 
 
 @pytest.mark.parametrize("marker", MARKERS)
@@ -293,7 +295,7 @@ ENDED = st.tuples(SPLINTERS, st.sampled_from([THINK_END, ""]), SPLINTERS, SECTIO
 
 
 @given(
-    text=ENDED | st.lists(SPLINTERS | st.sampled_from([THINK, THINK_END])).map("".join),
+    text=ENDED | st.lists(SPLINTERS | st.sampled_from([THINK_BEGIN, THINK_END])).map("".join),
     cuts=st.lists(st.integers(0), max_size=12),
     is_engine=st.booleans(),
 )
@@ -309,7 +311,7 @@ def test_simulated_engines_read_the_same(text: str, cuts: list[int], is_engine: 
     text += "."  # half a marker at the very end of reasoning is the one thing they do not take so exactly
     edges = [0, *sorted(cut % len(text) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(edges)]
-    theirs = sim.KimiParser(sim.Phase.REASONING, is_engine=is_engine)
+    theirs = sim.SimulatedKimiParser(sim.Phase.REASONING, is_engine=is_engine)
     said = added_up([*map(theirs.feed, pieces), theirs.feed("", finished=True)])
     assert read(*pieces, shows_blanks=not is_engine, reports_half_calls=is_engine) == said
 
@@ -345,15 +347,15 @@ def test_markers_are_those_of_the_tokenizer() -> None:
     [
         ("<|im_assistant|>assistant<|im_middle|><think>", True),
         ("<|im_assistant|>assistant<|im_middle|><think></think>", False),
-        (f"{THINK}Hm {THINK_END}Yes.<|im_end|><|im_assistant|>assistant<|im_middle|>{THINK}", True),
-        (f"{THINK}Hm{SECTION_BEGIN}", False),
-        (f"{THINK_END}{THINK}{SECTION_BEGIN}{SECTION_END}", False),
+        (f"{THINK_BEGIN}Hm {THINK_END}Yes.<|im_end|><|im_assistant|>assistant<|im_middle|>{THINK_BEGIN}", True),
+        (f"{THINK_BEGIN}Hm{SECTION_BEGIN}", False),
+        (f"{THINK_END}{THINK_BEGIN}{SECTION_BEGIN}{SECTION_END}", False),
         ("<|im_assistant|>assistant<|im_middle|>", None),
         ("", None),
     ],
 )
 def test_nearest_marker_says_whether_an_answer_begins_in_reasoning(prompt: str, opens: bool | None) -> None:
-    assert Kimi().opens_reasoning(prompt) is opens
+    assert KimiGrammar().opens_reasoning(prompt) is opens
 
 
 @pytest.mark.parametrize(
@@ -366,4 +368,4 @@ def test_nearest_marker_says_whether_an_answer_begins_in_reasoning(prompt: str, 
     ],
 )
 def test_chat_template_tells_the_family(prompt: str, is_kimi: bool) -> None:
-    assert Kimi().recognises(tokenizer.encode(prompt)) is is_kimi
+    assert KimiGrammar().recognises(tokenizer.encode_text(prompt)) is is_kimi

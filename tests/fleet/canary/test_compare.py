@@ -6,13 +6,13 @@ import pytest
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.fleet.canary import Agreement, CanaryPrompt, agreement, by_counters, by_time, by_usage, prompt_bytes
-from proxy.wire.exposition import PromptTokens
+from proxy.wire.exposition import PromptTokenTotals
 
-BEFORE = PromptTokens(100.0, 1000.0, 10.0)
+BEFORE = PromptTokenTotals(100.0, 1000.0, 10.0)
 
 
-def after(transferred: float = 0, computed: float = 0, cached: float = 0) -> PromptTokens:
-    return PromptTokens(BEFORE[0] + transferred, BEFORE[1] + computed, BEFORE[2] + cached)
+def after(transferred: float = 0, computed: float = 0, cached: float = 0) -> PromptTokenTotals:
+    return PromptTokenTotals(BEFORE[0] + transferred, BEFORE[1] + computed, BEFORE[2] + cached)
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ def after(transferred: float = 0, computed: float = 0, cached: float = 0) -> Pro
         (after(computed=2000), HandoffVerdict.COMPUTED),
         (after(transferred=2000, computed=4000), HandoffVerdict.UNKNOWN),  # other clients use the engine
         (after(computed=100, cached=1900), HandoffVerdict.UNKNOWN),  # the engine ignores the salt
-        (PromptTokens(0.0, 5.0, 0.0), HandoffVerdict.UNKNOWN),  # the engine was restarted
+        (PromptTokenTotals(0.0, 5.0, 0.0), HandoffVerdict.UNKNOWN),  # the engine was restarted
         (None, HandoffVerdict.UNKNOWN),
     ],
 )
 def test_counters_before_and_after_a_canary_give_a_verdict(
-    reading: PromptTokens | None, verdict: HandoffVerdict | None
+    reading: PromptTokenTotals | None, verdict: HandoffVerdict | None
 ) -> None:
     assert by_counters(BEFORE, reading, 2000, from_store=False) is verdict
 

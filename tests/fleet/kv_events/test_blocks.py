@@ -11,7 +11,7 @@ import pytest
 from proxy.fleet.kv_events import blocks as module
 from proxy.fleet.kv_events.blocks import Blocks, sum_of_ranks
 from proxy.sim.hardware.work import KvBlocks
-from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Unreadable
+from proxy.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, UnreadableEvent
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -44,7 +44,7 @@ class Engine:
         self._blocks.take([BlocksRemoved([name], "GPU", 0)])  # type: ignore[list-item]
 
     def cleared(self) -> None:
-        self._blocks.take([AllCleared()])
+        self._blocks.take([AllBlocksCleared()])
 
     def serve(self, *names: int) -> int:
         taken = self.memory.take(names, len(names))
@@ -104,14 +104,14 @@ def test_late_subscriber_learns_from_new_blocks() -> None:
     assert blocks.count.reach == pytest.approx(100 * SIZE, rel=0.15)
 
 
-@pytest.mark.parametrize("how", [AllCleared(), "note_lost_events", "restarted"])
+@pytest.mark.parametrize("how", [AllBlocksCleared(), "note_lost_events", "restarted"])
 def test_old_evictions_no_longer_count(how: object) -> None:
     blocks = Blocks()
     engine = Engine(20, blocks)
     for number in range(9):
         engine.serve(*prompt(number))
     assert blocks.count.evicts
-    if isinstance(how, AllCleared):
+    if isinstance(how, AllBlocksCleared):
         blocks.take([how])
     else:
         getattr(blocks, str(how))()
@@ -136,7 +136,7 @@ def test_device_evictions_do_not_count_with_lower_tiers() -> None:
     engine = Engine(20, blocks)
     for number in range(9):
         engine.serve(*prompt(number))
-    blocks.take([stored(3, medium="CPU"), removed(3, medium="CPU"), Unreadable("")])
+    blocks.take([stored(3, medium="CPU"), removed(3, medium="CPU"), UnreadableEvent("")])
     assert blocks.count == (90 * SIZE, 0, False, 0)
 
 
@@ -201,9 +201,9 @@ def test_ranks_count_together_and_are_empty_only_together() -> None:
     assert both.stored == 360 * SIZE
     assert both.evicts
     assert both.reach == pytest.approx(40 * SIZE, rel=0.2)
-    one.take([AllCleared()])
+    one.take([AllBlocksCleared()])
     assert (sum_of_ranks([one, other]).cleared, sum_of_ranks([one, other]).evicts) == (0, False)
-    other.take([AllCleared()])
+    other.take([AllBlocksCleared()])
     assert sum_of_ranks([one, other]).cleared == 1
 
 

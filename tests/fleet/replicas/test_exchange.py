@@ -27,7 +27,7 @@ from proxy.fleet.replicas.store import StoreRefused
 from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, TokenLimit, minute_of
 from proxy.observe.metrics import Metrics
 from proxy.process.shared import Listeners, share
-from proxy.settings import ClientKey, Loaded
+from proxy.settings import ClientKey, LoadedSettings
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.deployment import generations
@@ -283,7 +283,7 @@ async def test_picks_avoid_instances_that_another_gateway_loads(store_port: int,
 
 def test_no_load_stays_charged_when_the_exchanging_worker_dies() -> None:
     settings = settings_with({"url": "redis://nowhere"}, workers=2)
-    loaded = Loaded(settings, {})
+    loaded = LoadedSettings(settings, {})
     with Listeners(socket.create_server(("127.0.0.1", 0))) as listeners:
         shared = share(loaded, lambda: loaded, listeners)
         board = shared.scoreboard

@@ -13,9 +13,9 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.observe.metrics import Metrics
 from proxy.process.configuration import FIXED, Configuration, ConfigWatcher, shown
-from proxy.settings import OPTIONS, SettingsError, load
+from proxy.settings import OPTIONS, SettingsError, load_settings
 from proxy.settings.load import ConfigChange
-from proxy.settings.sources import option_of
+from proxy.settings.sources import read_option
 from tests.asking import until
 from tests.forking import in_child
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from proxy.process.configuration import ConfigSnapshot
-    from proxy.settings import Loaded, Settings
+    from proxy.settings import LoadedSettings, Settings
 
 
 class Files:
@@ -49,10 +49,10 @@ class Files:
     def write_keys(self, text: str, path: Path | None = None) -> None:
         (path or self.keys_path).write_text(text)
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedSettings:
         self.loads += 1
         self.before_load()
-        return load(["--config", str(self.path)], {})
+        return load_settings(["--config", str(self.path)], {})
 
     @property
     def settings(self) -> Settings:
@@ -114,8 +114,8 @@ auth: {{engine_api_key: canary-1, admin_key_file: {secret}, client_keys_file: {f
     def look() -> None:
         configuration._read_version = 0
         found = configuration.current()
-        assert {name: option_of(found.settings, name) for name in OPTIONS} == {
-            name: option_of(loaded.settings, name) for name in OPTIONS
+        assert {name: read_option(found.settings, name) for name in OPTIONS} == {
+            name: read_option(loaded.settings, name) for name in OPTIONS
         }
         assert found.settings.auth.engine_api_key is not None
         assert found.settings.auth.engine_api_key.get_secret_value() == "canary-1"

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from proxy.process.supervisor.detection import find_connector, with_connector
-from proxy.settings import Loaded, Settings, SettingsError, load
+from proxy.process.supervisor.detection import detect_connector, replace_connector
+from proxy.settings import LoadedSettings, Settings, SettingsError, load_settings
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[dict[str, Any]], Awaitable[str]]
@@ -52,7 +52,7 @@ def settings(prefill: list[str], decode: list[str], **sections: Any) -> Settings
 
 async def find(prefill: list[str], decode: list[str], **sections: Any) -> str:
     """Run the detection in a thread, because the program has no event loop at that time."""
-    return await asyncio.to_thread(find_connector, Loaded(settings(prefill, decode, **sections), {}))
+    return await asyncio.to_thread(detect_connector, LoadedSettings(settings(prefill, decode, **sections), {}))
 
 
 def sglang(mode: str, path: str = "/server_info") -> dict[str, Any]:
@@ -152,24 +152,24 @@ async def test_engine_that_says_nothing_of_use_is_named_with_the_reason(
 
 
 def test_connector_is_plain_without_asking_engines_when_no_prefillers_exist() -> None:
-    assert find_connector(load(["--connector", "auto", "--decode", "10.255.255.1:1"], {})) == "plain"
+    assert detect_connector(load_settings(["--connector", "auto", "--decode", "10.255.255.1:1"], {})) == "plain"
 
 
 def test_named_connector_is_used_without_asking_engines() -> None:
     named = settings(["10.255.255.1:1"], ["10.255.255.2:1"]).model_copy(update={"connector": "vllm_pull"})
-    assert find_connector(Loaded(named, {})) == "vllm_pull"
+    assert detect_connector(LoadedSettings(named, {})) == "vllm_pull"
 
 
 def test_detected_connector_survives_a_reload() -> None:
-    auto = Loaded(settings(["h:1"], ["h:2"]), {})
-    assert with_connector(auto, "vllm_store").settings.connector == "vllm_store"
-    named = Loaded(auto.settings.model_copy(update={"connector": "vllm_pull"}), {})
-    assert with_connector(named, "vllm_store") is named
+    auto = LoadedSettings(settings(["h:1"], ["h:2"]), {})
+    assert replace_connector(auto, "vllm_store").settings.connector == "vllm_store"
+    named = LoadedSettings(auto.settings.model_copy(update={"connector": "vllm_pull"}), {})
+    assert replace_connector(named, "vllm_store") is named
 
 
 def test_detected_connector_must_suit_the_other_settings() -> None:
-    everywhere = Loaded(settings(["h:1"], ["h:2"], listen={"host": "0.0.0.0"}), {})
+    everywhere = LoadedSettings(settings(["h:1"], ["h:2"], listen={"host": "0.0.0.0"}), {})
     with pytest.raises(
         SettingsError, match=r"^connector auto is ascend_layerwise: layerwise.advertised_host must be an address"
     ):
-        with_connector(everywhere, "ascend_layerwise")
+        replace_connector(everywhere, "ascend_layerwise")

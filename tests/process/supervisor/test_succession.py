@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.process.supervisor.listening import PortInUse, listen_in_succession
+from proxy.process.supervisor.listening import PortInUse, listen_after_predecessor
 from proxy.settings import Admin, Listen, Settings
 from proxy.settings.model import Drain
 
@@ -71,7 +71,7 @@ def waited(clock: Clock, settings: Settings, there: Occupant, leaves_after: floa
             there.leave()
 
     try:
-        listen_in_succession(settings, clock=clock, sleep=sleep).close()
+        listen_after_predecessor(settings, clock=clock, sleep=sleep).close()
     except PortInUse as error:
         return clock() - began, str(error)
     return clock() - began, ""
@@ -110,6 +110,6 @@ def test_owner_of_a_port_decides_the_time_to_wait_for_it(
 
 def test_free_port_is_not_waited_for(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "proxy.supervisor.succession")
-    listen_in_succession(Settings(listen=Listen(port=0)), clock=clock).close()
+    listen_after_predecessor(Settings(listen=Listen(port=0)), clock=clock).close()
     assert clock() == 1000.0
     assert not caplog.records

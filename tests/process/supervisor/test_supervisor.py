@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from proxy.process.supervisor import RestartPolicy, serve
-from proxy.process.supervisor.listening import create_listener, listen
+from proxy.process.supervisor import RestartPolicy, run_supervisor
+from proxy.process.supervisor.listening import create_listener, open_listeners
 from proxy.process.supervisor.supervisor import _metrics_directory
-from proxy.settings import Admin, Endpoint, Listen, Loaded, Settings, SettingsError
+from proxy.settings import Admin, Endpoint, Listen, LoadedSettings, Settings, SettingsError
 from proxy.settings.model import Drain, Layerwise
 
 if TYPE_CHECKING:
@@ -102,7 +102,9 @@ def main() -> int:
         worker_timeout_seconds=None,  # these workers have no event loop whose progress could be watched
         drain=Drain(not_ready_seconds=0),
     )
-    return serve(lambda: Loaded(settings, {}), run, RestartPolicy(first_delay_seconds=0.001, max_delay_seconds=0.01))
+    return run_supervisor(
+        lambda: LoadedSettings(settings, {}), run, RestartPolicy(first_delay_seconds=0.001, max_delay_seconds=0.01)
+    )
 
 
 if __name__ == "__main__":
@@ -385,12 +387,12 @@ def test_without_one_of_its_ports_it_keeps_none(option: str) -> None:
         free.close()
         admin = Admin.model_validate({option: taken.getsockname()[1]})
         with pytest.raises(OSError, match=f"^cannot listen on 127.0.0.1:{taken.getsockname()[1]}: "):
-            listen(Settings(listen=Listen(port=client_port), admin=admin))
+            open_listeners(Settings(listen=Listen(port=client_port), admin=admin))
         create_listener("127.0.0.1", client_port).close()
 
 
 def test_ports_for_operators_and_probes_are_opened_with_the_clients() -> None:
-    with listen(Settings(listen=Listen(port=0), admin=Admin(port=0, probe_port=0))) as listeners:
+    with open_listeners(Settings(listen=Listen(port=0), admin=Admin(port=0, probe_port=0))) as listeners:
         assert listeners.admin is not None
         assert listeners.probes is not None
         ports = {sock.getsockname()[1] for sock in (listeners.clients, listeners.admin, listeners.probes)}
@@ -404,13 +406,13 @@ def test_ports_for_operators_and_probes_are_opened_with_the_clients() -> None:
 
 def test_engines_have_a_port_for_each_worker_to_call_back() -> None:
     settings = Settings(listen=Listen(port=0), connector="ascend_layerwise", workers=3)
-    with listen(settings) as listeners:
+    with open_listeners(settings) as listeners:
         ports = {listener.getsockname()[1] for listener in listeners.callbacks}
         assert len(ports) == 3
     for port in ports:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
-    with listen(settings.model_copy(update={"connector": "vllm_pull"})) as listeners:
+    with open_listeners(settings.model_copy(update={"connector": "vllm_pull"})) as listeners:
         assert not listeners.callbacks
 
 
@@ -421,7 +423,7 @@ def test_without_one_of_the_ports_for_callbacks_it_keeps_none() -> None:
         layerwise = Layerwise(port=port)
         listening = Listen(port=client_port)
         with pytest.raises(OSError, match=f"^cannot listen on 127.0.0.1:{port}: "):
-            listen(Settings(listen=listening, connector="ascend_layerwise", workers=2, layerwise=layerwise))
+            open_listeners(Settings(listen=listening, connector="ascend_layerwise", workers=2, layerwise=layerwise))
         create_listener("127.0.0.1", client_port).close()
 
 
@@ -429,7 +431,7 @@ def test_wildcard_address_is_rejected_as_callback_host() -> None:
     """Also where the connector is known only when the engines have said what they are."""
     found = Settings(listen=Listen(host="0.0.0.0", port=0)).model_copy(update={"connector": "ascend_layerwise"})
     with pytest.raises(SettingsError, match=r"^layerwise\.advertised_host must"):
-        listen(found)
+        open_listeners(found)
 
 
 def test_unknown_host_name_is_reported_in_one_sentence() -> None:

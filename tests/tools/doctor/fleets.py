@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from proxy.settings import Loaded, Settings
+from proxy.settings import LoadedSettings, Settings
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
 from proxy.tools.doctor.findings import Severity
@@ -104,7 +104,7 @@ async def examine(
 ) -> list[Finding]:
     """Let the doctor examine instances that run already."""
     given = {"canary_seconds": 5.0, "canary_tokens": 256, "idle_seconds": 0.05, **options}
-    return await Examination(Loaded(settings, {}), ExaminationOptions(**given), progress=progress).run()
+    return await Examination(LoadedSettings(settings, {}), ExaminationOptions(**given), progress=progress).run()
 
 
 def _endpoint(engine: SimulatedEngine) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.settings import Settings, load
+from proxy.settings import Settings, load_settings
 from proxy.tools.doctor.command import _learned_limits
 from proxy.tools.doctor.findings import Severity
 from proxy.tools.doctor.gateway import Host, check_gateway
@@ -30,7 +30,7 @@ ENGINES = ("--prefill", "127.0.0.1:7100", "--decode", "127.0.0.1:7200")
 def check(
     *flags: str, environ: Mapping[str, str] | None = None, cores: int = 4, is_gateway: bool = False
 ) -> list[Finding]:
-    loaded = load([*ENGINES, *flags], {"PROXY_LISTEN__PORT": "0", **(environ or {})})
+    loaded = load_settings([*ENGINES, *flags], {"PROXY_LISTEN__PORT": "0", **(environ or {})})
     return check_gateway(Host(loaded=loaded, is_gateway=lambda host, port: is_gateway, cores=cores))
 
 
@@ -72,7 +72,7 @@ def test_running_gateway_is_no_problem(taken_port: int) -> None:
 
 
 def test_learned_limits_of_a_running_gateway_are_reported(taken_port: int) -> None:
-    loaded = load([*ENGINES, "--port", str(taken_port)], {})
+    loaded = load_settings([*ENGINES, "--port", str(taken_port)], {})
     host = Host(
         loaded=loaded,
         is_gateway=lambda host, port: True,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from proxy.settings import Settings, load
+from proxy.settings import Settings, load_settings
 from proxy.tools.launch.command import as_text
 from proxy.tools.launch.refusals import refusals
 from tests.tools.launch.reading import TOPOLOGIES, commands, engines, files_of, flags_of, gateway_of, plan_of
@@ -112,7 +112,7 @@ def test_topology_gives_the_guides_own_commands(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in GUIDES if "2p2d" in name])
 def test_gateway_has_the_engines_of_the_guides_proxy_line(name: str) -> None:
     line = yaml.safe_load((HERE / "guides" / f"{name}.yaml").read_text())["proxy"]
-    theirs, ours = load(line.split(), {}).settings, Settings.model_validate(gateway_of(files_of(name)))
+    theirs, ours = load_settings(line.split(), {}).settings, Settings.model_validate(gateway_of(files_of(name)))
     assert (ours.prefill, ours.decode, ours.listen) == (theirs.prefill, theirs.decode, theirs.listen)
 
 
