@@ -151,7 +151,7 @@ class AscendLayerwise(DisaggregatedConnector):
             response, body = await self._upstream.fetch(
                 prefiller,
                 call.api.path,
-                make_prefill_body(call, self._pools.prefill, prefiller, params.values),
+                make_prefill_body(call, self._pools.prefill, prefiller, params.load()),
                 headers | rank.header(prefiller, settings.balance.prefill_dp_ranks),
                 answer_seconds=prefill_timeout_seconds(settings.timeouts, call),
             )

@@ -462,3 +462,13 @@ async def test_decoder_that_asks_for_recomputation_is_given_another_prefill(depl
     answer = await gateway.ask(body)
     assert (answer.is_done, answer.text) == (True, await answer_alone(body))
     assert len(generations(*gateway.prefillers)) == 2
+
+
+async def test_long_callback_reaches_the_prefiller(deploy: Deploy) -> None:
+    """The block numbers of a long prompt need more than 4 KB, which are read member by member."""
+    gateway = await deploy(1, 1, connector="ascend_layerwise")
+    answer = await gateway.ask(request(Api.COMPLETIONS, "word " * 26_000, stream=True, max_tokens=3))
+    assert answer.is_done
+    (prefill,) = generations(*gateway.prefillers)
+    params = prefill.body["kv_transfer_params"]
+    assert len(orjson.dumps(params)) > 4 * 1024
