@@ -4,6 +4,8 @@ These are short prompts, and long prompts that are mostly in the decoder's cache
 holds the prompt and the answer, so only the tool's result is new in the next turn of an agent. The prefill time of
 decoders is learned from the prompts that they compute, and the time of a handoff from handoffs.
 
+Running answers slow down meanwhile. The policy for decoders learns by how much.
+
 Learned times must prove themselves: decoders must compute their prompts in less time than was predicted for prefillers.
 Otherwise all prompts go to prefillers for an hour.
 """
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Cost of stalling one running answer, as a share of the prefill time.
-_STALL_WEIGHT: Final = 0.25
+# Assumed cost of a running answer, as a share of the prefill time, until it is learned.
+_ASSUMED_HARM: Final = 0.25
+# The same for careful decisions: running answers stop.
+_MAX_HARM: Final = 1.0
 # Weight of a new sample in the mean time of a handoff.
 _HANDOFF_STEP: Final = 0.1
 # A decoder computes at most twice the tokens that one has computed faster than prefillers, and at first this many.
@@ -38,6 +42,11 @@ _HANDOFF_STEP: Final = 0.1
 _FIRST_TOKENS: Final = 512.0
 # If a prefill takes this number of times the prediction and cached tokens are not reported, none were cached.
 _MUCH_LONGER: Final = 3.0
+# Number of prompts of decoders until their own prefill times are used instead of those of prefillers.
+_ENOUGH_TIMES: Final = 8
+# Share of the expected cached tokens that a decoder is assumed to find until its answers show it. A prompt that finds
+# less is compared as any other, so that a wrong assumption ends after some prompts.
+_FIRST_TRUST: Final = 1.0
 # Maximum use of a decoder's KV memory, as a share, with the prompt included.
 _MAX_KV_SHARE: Final = 0.9
 # Number of the last locally computed prompts that are compared, and the minimum for a verdict.
@@ -107,12 +116,14 @@ class LocalPrefill:
         """Times of the last local prompts with their harm, and the predicted times with prefillers."""
         self._doubted_until = -inf
 
-    def faster_decoder(self, prompt: PromptCosts, max_tokens: int) -> LocalChoice | None:
+    def faster_decoder(self, prompt: PromptCosts, max_tokens: int, *, is_careful: bool = False) -> LocalChoice | None:
         """Return the decoder that would compute a prompt in the least time, or None if prefillers are faster.
 
         None is also returned if times are unknown, or if the request avoids or prefers backends. Decoders at their
         saturation point or short of KV memory are not considered, and neither are those that would have to compute more
         than `max_tokens` tokens.
+
+        `is_careful`: assume that running answers stop during a prefill, until their true harm is learned.
         """
         request = prompt.request
         self._learn()
@@ -125,6 +136,9 @@ class LocalPrefill:
         best_harm = 0.0
         instead = least = soonest + self.handoff_seconds
         most_tokens = min(max_tokens, 2 * self._tried_tokens)
+        harm_each = self._decode.policy.append_harm
+        if harm_each is None:
+            harm_each = _MAX_HARM if is_careful else _ASSUMED_HARM
         for backend in self._refresh():
             streams = self._decode.scoreboard.requests(backend.slot)
             if not self._has_capacity(backend, streams, request):
@@ -132,11 +146,13 @@ class LocalPrefill:
             prefixes = self._cached[backend.name]
             hit = prefixes.hit(prompt.keys)
             cached = prefixes.found(prompt.ends, hit, prompt.tokens)
-            if prompt.tokens - cached > most_tokens:
+            if prompt.tokens - cached > (
+                most_tokens if streams else max_tokens
+            ):  # an idle decoder has nothing to stall
                 continue
             cached *= prefixes.trust
-            seconds = self.cost.seconds(prompt.tokens - cached, cached) * self.cost.slowness(backend.name)
-            harm = _STALL_WEIGHT * streams
+            seconds = self._seconds(prompt.tokens - cached, cached) * self.cost.slowness(backend.name)
+            harm = harm_each * streams
             if seconds * (1 + harm) < least:
                 best, best_harm, least = backend, harm, seconds * (1 + harm)
         if best is None:
@@ -178,7 +194,7 @@ class LocalPrefill:
         prompt = choice.prompt
         hit = prefixes.hit(prompt.keys)
         expected = prefixes.found(prompt.ends, hit, prompt.tokens)
-        predicted = self.cost.seconds(prompt.tokens - expected, expected) * self.cost.slowness(decoder)
+        predicted = self._seconds(prompt.tokens - expected, expected) * self.cost.slowness(decoder)
         if prompt_counts is None and first_token is not None and first_token.seconds > _MUCH_LONGER * predicted:
             prompt_counts = prompt.tokens, 0
         there = expected if prompt_counts is None else prompt.tokens * prompt_counts[1] / max(1, prompt_counts[0])
@@ -227,6 +243,13 @@ class LocalPrefill:
                 extra={"fields": {"seconds": round(all_took, 3), "prefill_seconds": round(all_instead, 3)}},
             )
 
+    def _seconds(self, uncached: float, cached: float) -> float:
+        """Return the predicted time of a prefill on a decoder of normal speed."""
+        seconds = None
+        if self.cost.samples < _ENOUGH_TIMES:
+            seconds = self._prefill.policy.prefill_seconds(uncached, cached)
+        return self.cost.seconds(uncached, cached) if seconds is None else seconds
+
     def _has_capacity(self, backend: Backend, streams: int, request: PickRequest) -> bool:
         """Return whether a decoder is below its limit and saturation point and has KV memory, as far as known."""
         decode = self._decode
@@ -244,7 +267,7 @@ class LocalPrefill:
         if eligible is not self._eligible:
             self._eligible, before = eligible, self._cached
             names = [backend.name for backend in eligible]
-            self._cached = {name: before.get(name) or CachedPrefixes() for name in names}
+            self._cached = {name: before.get(name) or _new_prefixes() for name in names}
             for name in before.keys() - self._cached.keys():
                 self.cost.forget(name)
         if self._journal is not None and self._journal.has_new_records:
@@ -264,3 +287,9 @@ class LocalPrefill:
     def _cached_by(self, decoder: str) -> CachedPrefixes | None:
         self._refresh()
         return self._cached.get(decoder)
+
+
+def _new_prefixes() -> CachedPrefixes:
+    prefixes = CachedPrefixes()
+    prefixes.trust = _FIRST_TRUST
+    return prefixes

@@ -143,6 +143,8 @@ class PickRequest:
     """Whether a success shows that the backend can generate. Otherwise it only shows that the backend is reachable."""
     partner: Backend | None = None
     """Chosen backend of the other role, while pairs are slow. None: unknown, or no pair is slow."""
+    computes_prompt: bool = False
+    """Whether the decoder computes the prompt, and its answer shows when that has ended."""
 
     @classmethod
     def of(
@@ -401,6 +403,15 @@ class Policy(ABC):
 
     def most_running(self, backend: Backend) -> int | None:
         """Return the learned maximum of running requests for a backend. None: there is no learned limit."""
+        return None
+
+    def prefill_seconds(self, uncached: float, cached: float) -> float | None:
+        """Return the predicted time of a prefill on a backend of normal speed. None: not known."""
+        return None
+
+    @property
+    def append_harm(self) -> float | None:
+        """Seconds that a running answer loses per second in which its decoder computes a prompt. None: not known."""
         return None
 
     def answers_within(self, token_seconds: float) -> float | None:

@@ -110,7 +110,8 @@ class SequentialConnector(DisaggregatedConnector):
             yield from self._both_legs(call, request, timeline)
             return
         prompt = prompt_costs(request)
-        choice = local.faster_decoder(prompt, self._context.live.settings.kv.local_max_tokens)
+        kv = self._context.live.settings.kv
+        choice = local.faster_decoder(prompt, kv.local_max_tokens, is_careful=kv.skip_prefill == "auto")
         if choice is None:
             yield from self._both_legs(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
@@ -119,7 +120,7 @@ class SequentialConnector(DisaggregatedConnector):
                 )
             return
         self._metrics.prefills_skipped_total.inc()
-        chosen = replace(request, prefer=choice.decoder)
+        chosen = replace(request, prefer=choice.decoder, computes_prompt=call.stream)
         yield from self._one_engine.decoder.legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         prompt_counts = None if tokens is None or cached is None else (tokens, cached)

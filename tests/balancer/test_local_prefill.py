@@ -43,6 +43,11 @@ class Fleet:
         choice = self.local.faster_decoder(prompt_costs(request), max_tokens)
         return None if choice is None else choice.decoder
 
+    def begin_answers(self) -> None:
+        """Let each decoder write an answer."""
+        for backend in (self.first, self.second):
+            self.decoders.lease(PickRequest.of(Load(1, 1), prefer=backend)).__enter__()
+
     def serve(
         self,
         request: PickRequest,
@@ -88,7 +93,7 @@ def test_next_turn_goes_to_the_decoder_of_the_previous_turn(fleet: Fleet) -> Non
 
 
 def test_faster_prefiller_with_cached_prefix_is_preferred(fleet: Fleet) -> None:
-    fleet.learn(0.002)
+    fleet.learn(0.005)
     fleet.hand_off(prompt(*range(1, 20)), fleet.second)
     fleet.prefillers.serve(prompt(*range(1, 20)))
     for _ in range(30):  # the expected cache hits are confirmed
@@ -177,6 +182,7 @@ def test_decoder_that_was_gone_has_an_empty_cache(fleet: Fleet, balancer: Balanc
 
 
 def test_local_prefill_is_limited_to_twice_the_proven_tokens(fleet: Fleet) -> None:
+    fleet.begin_answers()
     for pieces in (1, 2, 4, 8):
         cold = prompt(*range(1000 * pieces, 1000 * pieces + pieces))
         fleet.hand_off(prompt(*range(1, 20)))
@@ -253,8 +259,37 @@ def test_stalled_answers_count_as_cost_of_a_local_prefill(fleet: Fleet) -> None:
     assert fleet.faster_decoder(TURN) is None
 
 
+def test_idle_decoder_may_compute_longer_prompts_than_proven(fleet: Fleet) -> None:
+    fleet.hand_off(prompt(*range(1, 20)))
+    fleet.prefillers.begin(prompt(*range(5000, 5050)))
+    fleet.prefillers.begin(prompt(*range(6000, 6050)))
+    assert fleet.faster_decoder(prompt(*range(7000, 7008))) is not None
+    assert fleet.faster_decoder(prompt(*range(7000, 7009))) is None
+    fleet.begin_answers()
+    assert fleet.faster_decoder(prompt(*range(7000, 7008))) is None
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("learned", "careful", "harm"), [(None, True, 4.0), (None, False, 1.0), (0.5, True, 2.0), (0.5, False, 2.0)]
+)
+def test_harm_to_running_answers_is_the_learned_one_or_assumed(
+    fleet: Fleet, learned: float | None, careful: bool, harm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(fleet.decoders.policy), "append_harm", learned)
+    fleet.hand_off(prompt(*range(1, 20)))
+    fleet.prefillers.begin(prompt(*range(5000, 5050)))
+    fleet.prefillers.begin(prompt(*range(6000, 6050)))
+    for _ in range(4):
+        fleet.begin_answers()
+    choice = fleet.local.faster_decoder(prompt_costs(TURN), MOST, is_careful=careful)
+    assert choice is not None
+    assert choice.harm == harm
+
+
 def test_longer_prompts_require_faster_shorter_ones(fleet: Fleet) -> None:
-    fleet.hand_off(prompt(8))
+    fleet.begin_answers()
+    fleet.hand_off(prompt(8), seconds=1.0)
     two, cold = prompt(*range(1000, 1002)), prompt(*range(2000, 2002))
     one = prompt(1)
     fleet.serve(one, 0.2, (one.prompt_tokens, 0), instead_seconds=0.1)

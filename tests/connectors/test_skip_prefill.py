@@ -23,9 +23,9 @@ def turn(*texts: str, **fields: Any) -> dict[str, Any]:
     return request(Api.CHAT, **fields) | {"messages": messages}
 
 
-async def wanting(deploy: Deploy, decoders: int, **sections: Any) -> Deployment:
+async def wanting(deploy: Deploy, decoders: int, skip_prefill: object = True, **sections: Any) -> Deployment:
     """Deploy a gateway with a handoff so slow that a decoder always computes the prompt sooner."""
-    gateway = await deploy(1, decoders, kv={"skip_prefill": True}, **sections)
+    gateway = await deploy(1, decoders, kv={"skip_prefill": skip_prefill, "local_max_tokens": 512}, **sections)
     gateway.worker.service._parts.connector._local_prefill.handoff_seconds = 1000.0  # type: ignore[attr-defined]
     return gateway
 
@@ -35,12 +35,12 @@ def skipped(gateway: Deployment) -> float:
 
 
 @pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store"])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("stream", "skip_prefill"), [(True, True), (False, True), (True, "auto"), (False, "auto")])
 async def test_next_turn_is_left_to_the_decoder_that_has_the_one_before(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str, stream: bool
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str, stream: bool, skip_prefill: object
 ) -> None:
     caplog.set_level("INFO")
-    gateway = await wanting(deploy, 3, connector=connector)
+    gateway = await wanting(deploy, 3, skip_prefill, connector=connector)
     first = await gateway.ask(turn(LONG, stream=True))
     body = turn(LONG, first.text, "And then?", stream=stream)
     second = await gateway.ask(body)

@@ -19,6 +19,8 @@ from collections import deque
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.policies.append_harm import AppendHarm
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
@@ -262,6 +264,8 @@ class DecodePace:
         self.token_seconds = 0.0
         """Seconds per token of a decoder at its highest throughput; 0.0: not known."""
         self.samples = 0
+        self.harm = AppendHarm()
+        """How much answers slow down while their decoder computes a prompt."""
         self._filter = RateFilter([max(0.5, each) for each in _CENTERS])
         self._seen = [0.0] * len(SIZES)  # answers' worth of time in each bucket
         self._solved = [0.0] * len(SIZES)  # the same that are in the rates
@@ -304,7 +308,7 @@ class DecodePace:
         """Forget the pace of a backend that has left."""
         self._slowness.pop(backend, None)
 
-    def learn(self, backend: Hashable, spent: _Spent, tokens: int, now: float) -> None:
+    def learn(self, backend: Hashable, spent: _Spent, tokens: int, now: float, *, computing: float = 0.0) -> None:
         """Update the pace of a decoder by one answer.
 
         Args:
@@ -312,6 +316,7 @@ class DecodePace:
             spent: Bucket and seconds, in the order of the buckets, for each bucket in which the decoder was meanwhile.
             tokens: Tokens that were written in this time. An answer of less than a tenth of a second teaches nothing.
             now: When it ended.
+            computing: Seconds of this time in which the decoder computed prompts.
         """
         seconds = sum(each for _, each in spent)
         if tokens < 1 or seconds < _MIN_SECONDS:
@@ -333,6 +338,7 @@ class DecodePace:
             if each > 0.05 * seconds:
                 self._seen_at[place] = now
         if is_known:
+            self.harm.note(max(spent, key=lambda each: each[1])[0], computing / seconds, 1 - ratio)
             error = math.log(ratio)
             self._noted += 1
             self._noise += max(_NOISE_STEP, 1 / self._noted) * (error * error / _OWN_VARIANCE - self._noise)

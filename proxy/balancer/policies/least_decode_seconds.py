@@ -87,6 +87,10 @@ class _Decoder:
     """Seconds in each bucket of numbers of answers, up to the last bucket with any."""
     writing: int = 0
     """Answers of this worker that it writes."""
+    prompts: int = 0
+    """Prompts of this worker that it computes."""
+    computing: float = 0.0
+    """Seconds in which it computed such prompts, while it wrote answers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +104,14 @@ class _Ended:
     spent: Sequence[float]
     """The same when it ended."""
     tokens: int
+    computing: float
+    """Seconds of its time in which the decoder computed prompts."""
 
 
 class _Answer(HeldKv):
     """An answer of a decoder, from its lease to its end."""
 
-    __slots__ = ("backend", "began_at", "request", "spent_before", "_decoder", "_policy")
+    __slots__ = ("backend", "began_at", "computing_before", "request", "spent_before", "_decoder", "_policy", "_prompt")
 
     def __init__(self, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> None:
         policy.memory.lease(self, backend.name, request)
@@ -113,19 +119,29 @@ class _Answer(HeldKv):
         self.request = request
         self.spent_before: Sequence[float] = ()
         self.began_at = 0.0
+        self.computing_before = 0.0
         self._policy = policy
         self._decoder: _Decoder | None = None  # once it has begun
+        self._prompt = policy.begin_prompt(self) if request.computes_prompt else None  # until it is computed
 
     def note_first_token(self) -> None:
+        self._end_prompt()
         decoder = self._decoder = self._policy.begin(self)
         self.began_at = decoder.at
         self.spent_before = decoder.spent.copy()
+        self.computing_before = decoder.computing
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
         tokens = answer_tokens if served else None
+        self._end_prompt()
         if self._decoder is not None:
             self._policy.end(self, self._decoder, tokens)
         self._policy.memory.leave(self, tokens)
+
+    def _end_prompt(self) -> None:
+        if self._prompt is not None:
+            self._policy.end_prompt(self, self._prompt)
+            self._prompt = None
 
 
 @dataclass(slots=True, eq=False)
@@ -368,6 +384,11 @@ class LeastDecodeSeconds(LeastTokens):
         """Return the number of running answers at a decoder's saturation point."""
         return None if self.pace.most == _ANY else int(self.pace.most)
 
+    @property
+    def append_harm(self) -> float | None:
+        """See Policy."""
+        return self.pace.harm.share
+
     def answers_within(self, token_seconds: float) -> float | None:
         pace = self.pace
         return max(1.0, (token_seconds - pace.step) / pace.slope) if pace.is_fitted else None
@@ -408,13 +429,29 @@ class LeastDecodeSeconds(LeastTokens):
 
     def begin(self, answer: _Answer) -> _Decoder:
         """Record that a decoder writes one more answer."""
+        decoder = self._decoder_of(answer)
+        decoder.writing += 1
+        answer.began = decoder.memory.tokens
+        return decoder
+
+    def begin_prompt(self, answer: _Answer) -> _Decoder:
+        """Record that a decoder computes the prompt of an answer, until `end_prompt`."""
+        decoder = self._decoder_of(answer)
+        decoder.prompts += 1
+        return decoder
+
+    def end_prompt(self, answer: _Answer, decoder: _Decoder) -> None:
+        """Record that a decoder has computed the prompt of an answer, or has given it up."""
+        self._count_elapsed_time(answer.backend, decoder, self.context.clock())
+        decoder.prompts -= 1
+
+    def _decoder_of(self, answer: _Answer) -> _Decoder:
+        """Return the activity of an answer's decoder until now."""
         now, backend = self.context.clock(), answer.backend
         decoder = self._decoders.get(backend.name)
         if decoder is None:
             decoder = self._decoders[backend.name] = _Decoder(now, answer.holder)
         self._count_elapsed_time(backend, decoder, now)
-        decoder.writing += 1
-        answer.began = decoder.memory.tokens
         return decoder
 
     def end(self, answer: _Answer, decoder: _Decoder, tokens: int | None) -> None:
@@ -423,7 +460,8 @@ class LeastDecodeSeconds(LeastTokens):
         self._count_elapsed_time(backend, decoder, now)
         decoder.writing -= 1
         if tokens is not None and tokens >= _MIN_TOKENS:
-            ended = _Ended(backend.name, answer.spent_before, decoder.spent.copy(), tokens)
+            computing = decoder.computing - answer.computing_before
+            ended = _Ended(backend.name, answer.spent_before, decoder.spent.copy(), tokens, computing)
             self._pending.add(ended, answer.began_at, now)
             if len(self._pending) % _BATCH_ANSWERS == 0:
                 self._learn()
@@ -439,6 +477,8 @@ class LeastDecodeSeconds(LeastTokens):
             if place >= len(spent):
                 spent += [0.0] * (place + 1 - len(spent))
             spent[place] += now - decoder.at
+            if decoder.prompts:
+                decoder.computing += now - decoder.at
             decoder.memory.tokens += (now - decoder.at) * self._rates[place] * decoder.speed
         decoder.at = now
 
@@ -455,7 +495,9 @@ class LeastDecodeSeconds(LeastTokens):
         for name, known in self._decoders.items():
             known.speed = 1 / self.pace.slowness(name)
         present = {candidate.backend.name for candidate in candidates}
-        for name in [name for name, known in self._decoders.items() if name not in present and not known.writing]:
+        for name in [
+            name for name, known in self._decoders.items() if name not in present and not known.writing | known.prompts
+        ]:
             del self._decoders[name]
             self.pace.forget(name)
         for name in [name for name in self.memory.decoders if name not in present]:
@@ -486,7 +528,7 @@ class LeastDecodeSeconds(LeastTokens):
             if is_timely:
                 both = zip_longest(ended.spent_before, ended.spent, fillvalue=0.0)
                 spent = [(place, after - before) for place, (before, after) in enumerate(both) if after > before]
-                self.pace.learn(ended.name, spent, ended.tokens - 1, at)
+                self.pace.learn(ended.name, spent, ended.tokens - 1, at, computing=ended.computing)
 
     def _bounds_of(self, candidates: Sequence[Candidate]) -> _Bounds:
         pace = self.pace

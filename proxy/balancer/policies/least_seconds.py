@@ -306,6 +306,9 @@ class LeastSeconds(LeastTokens):
         scores = self._scores(prompt, places, waits)
         return min(map(float.__add__, scores.waits, scores.work))
 
+    def prefill_seconds(self, uncached: float, cached: float) -> float:
+        return self._prefillers.cost.seconds(uncached, cached)
+
     def working_set(self, backend: Backend) -> Mapping[str, float]:
         home = self._sets.sets.get(self._prefillers.of(backend).cached)
         if home is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -95,6 +96,32 @@ def test_equal_decoders_take_turns(decoders: Decoders) -> None:
             backends.append(lease.backend)
     assert backends[0] != backends[1]
     assert backends[:2] == backends[2:]
+
+
+@pytest.mark.parametrize("harm", [0.0, 1.0])
+def test_harm_of_prompts_is_learned_from_the_answers_beside_them(decoders: Decoders, harm: float) -> None:
+    decoders.teach()
+    step = on_an_a3(1)
+    for number in range(80):
+        answer = decoders.begin()
+        prompt = replace(asking(prefer=answer.backend), computes_prompt=True)
+        seconds = number % 4
+        with decoders.pool.lease(prompt) as lease:
+            decoders.clock.now += seconds
+            lease.confirm()
+        written = 100 * step + (1 - harm) * seconds
+        decoders.clock.now += 100 * step
+        answer.answer_tokens = 1 + round(written / step)
+        answer.__exit__(None, None, None)
+        decoders.clock.now += 1.0
+    assert decoders.policy.append_harm == pytest.approx(harm, abs=0.2)
+
+
+def test_prompt_that_fails_is_no_longer_computed(decoders: Decoders) -> None:
+    backend = decoders.pool.backends()[0]
+    with decoders.pool.lease(replace(asking(prefer=backend), computes_prompt=True)):
+        assert decoders.policy._decoders[backend.name].prompts == 1
+    assert decoders.policy._decoders[backend.name].prompts == 0
 
 
 def test_decoder_at_its_saturation_point_has_no_room(decoders: Decoders) -> None:

@@ -1,0 +1,63 @@
+"""By how much the running answers of decoders slow down while their decoder computes a prompt.
+
+Each ended answer shows the share of its time in which its decoder computed prompts, and the share of its expected
+tokens that it missed. The slope between both is the harm: 1.0 if running answers stop meanwhile, and 0.0 if they go on
+as before. Answers are compared with others beside the same number of answers, because the load changes both shares.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Final
+
+# Each answer makes the older ones count less by this factor: some 500 of them count.
+_KEPT: Final = 1 - 1 / 500
+# Weight of a new answer in the means of its bucket.
+_MEAN_STEP: Final = 1 / 100
+# Minimum number of answers for a slope.
+_MIN_ANSWERS: Final = 32.0
+# Maximum standard deviation of the slope. One deviation is added to it, so that errors favour the running answers.
+_MAX_DEVIATION: Final = 0.15
+
+
+class AppendHarm:
+    """Harm to running answers as one worker has learned it, the same for all decoders."""
+
+    __slots__ = ("share", "_answers", "_means", "_xx", "_xy", "_yy")
+
+    def __init__(self) -> None:
+        self.share: float | None = None
+        """Seconds that a running answer loses for each second of a prompt, at most 1.0. None: not known yet."""
+        self._means: dict[int, tuple[float, float, float]] = {}
+        """Answers, and the means of both shares, by bucket of numbers of answers."""
+        self._answers = self._xx = self._xy = self._yy = 0.0  # sums over answers, around the means of their buckets
+
+    def note(self, bucket: int, computing: float, missed: float) -> None:
+        """Learn from an answer that ended.
+
+        Args:
+            bucket: Bucket of the number of answers beside it.
+            computing: Share of its time in which its decoder computed prompts.
+            missed: Share of its expected tokens that it missed. Negative: it got more.
+        """
+        count, mean_x, mean_y = self._means.get(bucket, (0.0, 0.0, 0.0))
+        x, y = computing - mean_x, missed - mean_y
+        step = max(_MEAN_STEP, 1 / (count + 1))
+        self._means[bucket] = count + 1, mean_x + step * x, mean_y + step * y
+        if not count:
+            return
+        weight = 1 - step
+        self._answers = _KEPT * self._answers + 1
+        self._xx = _KEPT * self._xx + weight * x * x
+        self._xy = _KEPT * self._xy + weight * x * y
+        self._yy = _KEPT * self._yy + weight * y * y
+        self._fit()
+
+    def _fit(self) -> None:
+        self.share = None
+        if self._answers < _MIN_ANSWERS or self._xx <= 0.0:
+            return
+        slope = self._xy / self._xx
+        deviation = sqrt(max(0.0, self._yy - slope * self._xy) / (self._answers - 2) / self._xx)
+        if deviation <= _MAX_DEVIATION:
+            self.share = max(0.0, min(1.0, slope + deviation))
