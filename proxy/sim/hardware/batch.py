@@ -113,6 +113,7 @@ class Batch:
         work.awaits_kv = False
         work.computed = work.tokens - 1
         work.is_decoding = True
+        self.blocks.name(work.held, work.names[: work.prompt_tokens // self._shape.block_tokens])
         self._interrupt(now)
 
     def compute(self, work: Work, now: float, arrived_tokens: int = 0) -> None:
@@ -120,11 +121,15 @@ class Batch:
 
         `arrived_tokens`: the number of leading tokens whose KV is cached or has arrived.
         """
+        self.take_arrived(work, arrived_tokens)
+        self._interrupt(now)
+
+    def take_arrived(self, work: Work, arrived_tokens: int) -> None:
+        """Do the same for work that is being admitted, so that the next run computes its other tokens."""
         work.awaits_kv = False
         cached = len(work.held.named) * self._shape.block_tokens
         work.fetched_tokens = max(0, arrived_tokens - cached)
         work.computed = work.began_behind = work.cached_tokens = cached + work.fetched_tokens
-        self._interrupt(now)
 
     def drop(self, work: Work, now: float) -> None:
         """Remove work in any state, and release its blocks."""

@@ -13,6 +13,8 @@ from proxy.sim.hardware.work import Shape, Work
 
 # vLLM's `kv_recompute_threshold` (nixl/base_scheduler.py): fewer tokens are computed instead of read.
 _LEAST_READ_TOKENS: Final = 64
+# Block size of vLLM. An answer's last full block of this size is cached, although named blocks are larger here.
+_CACHED_BLOCK_TOKENS: Final = 16
 
 
 class Engine:
@@ -30,6 +32,7 @@ class Engine:
         self._watchers: dict[Work, Callable[[int], None]] = {}
         self._link_factors: dict[Work, float] = {}  # of those that wait for KV over a slow link
         self._kept_tokens: dict[Work, int] = {}  # of prompts of which another engine keeps a part
+        self._tails: dict[Work, tuple[int, int]] = {}  # of prompts that a decoder computes; see `append`
 
     def hit(self, names: Sequence[int]) -> int:
         """Return how many blocks of a new prompt, from its beginning, would be cached here.
@@ -73,17 +76,32 @@ class Engine:
         *,
         link_factor: float = 1.0,
         keeps_kv: bool = False,
+        names: Sequence[int] = (),
     ) -> Work:
         """Fetch a prompt's KV cache and decode. Return with the first token, or without one if it is evacuated.
 
         `on_tokens` gets the number of new tokens at each step. `link_factor`: relative time of the transfer.
-        `keeps_kv`: whether the KV cache is kept after the answer until `give_back`.
+        `keeps_kv`: whether the KV cache is kept after the answer until `give_back`. `names`: full blocks of the prompt,
+        which later prompts can share.
         """
-        work = Work(prompt_tokens, answer_tokens, awaits_kv=True, keeps_kv=keeps_kv)
+        work = Work(prompt_tokens, answer_tokens, names, awaits_kv=True, keeps_kv=keeps_kv)
         if link_factor != 1.0:
             self._link_factors[work] = link_factor
         if on_tokens is not None:
             self._watchers[work] = on_tokens
+        await self._submit(work)
+        return work
+
+    async def append(
+        self, prompt_tokens: int, answer_tokens: int, names: Sequence[int], tail: tuple[int, int] = (0, 0)
+    ) -> Work:
+        """Compute a prompt between the tokens of running answers, and decode. Return as `begin` does.
+
+        `tail`: full blocks of the prompt before that this one continues, and the tokens of that prompt and its answer.
+        They are cached here if all these blocks are.
+        """
+        work = Work(prompt_tokens, answer_tokens, names, awaits_kv=True)
+        self._tails[work] = tail
         await self._submit(work)
         return work
 
@@ -123,6 +141,12 @@ class Engine:
             waiter.set_result(None)
 
     def _on_admitted(self, work: Work) -> None:
+        tail = self._tails.pop(work, None)
+        if tail is not None:
+            blocks, tokens = tail
+            has_tail = len(work.held.named) >= blocks
+            self.batch.take_arrived(work, tokens // _CACHED_BLOCK_TOKENS * _CACHED_BLOCK_TOKENS if has_tail else 0)
+            return
         kept_tokens = self._kept_tokens.pop(work, 0)
         if kept_tokens:
             missing = kept_tokens - self._block_tokens * len(work.held.named)
@@ -130,7 +154,8 @@ class Engine:
             seconds = self._transfer_seconds_per_token * missing if arrived_tokens else 0.0
             self._loop.call_later(seconds, self._arrive_in_part, work, arrived_tokens)
             return
-        seconds = self._transfer_seconds_per_token * self._link_factors.pop(work, 1.0) * work.prompt_tokens
+        seconds = self._transfer_seconds_per_token * self._link_factors.pop(work, 1.0)
+        seconds *= work.prompt_tokens - self._block_tokens * len(work.held.named)
         self._loop.call_later(seconds, self._arrive, work)
 
     def _arrive(self, work: Work) -> None:

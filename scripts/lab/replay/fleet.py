@@ -8,20 +8,23 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from lab.replay.engines import Engine
 from lab.replay.gateways import FIRST_PORT, Gateway, KvEventRelay, Plan, SharedStore, Worker
 from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.lease import Lease
+from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
+from proxy.balancer.policies.prefill_cost import prompt_costs
 from proxy.balancer.pool import Pools
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
 from proxy.dialects.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
 from proxy.process.loop_lag import LoopLag
 from proxy.settings.model import Cost as CostSettings
+from proxy.settings.model import Kv
 from proxy.sim.hardware.machines import Machine
 from proxy.sim.hardware.work import Work
 from proxy.wire.prefix import PrefixKeys
@@ -160,6 +163,8 @@ class Course:
     """Predicted seconds of the prefill."""
     prefill_seconds: float | None = None
     """Actual seconds of the prefill."""
+    computed_at: float = 0.0
+    """End of the last prefill."""
     first_token_at: float | None = None
     ended_at: float | None = None
     is_rejected: bool = False
@@ -169,6 +174,23 @@ class Course:
     """Prompt tokens whose KV cache the prefiller read from a decoder. They count as cached, too."""
     kept: KeptAnswer | None = None
     """The KV cache of the answer, if its decoder keeps it."""
+    decoder: Backend | None = None
+    before: Course | None = None
+    """The turn before in the same conversation. None: it is the first turn, or is not part of one."""
+    repeats_answer: bool = False
+    """Whether the prompt begins with the tokens of the turn before and its answer."""
+    is_later: bool = False
+    """Whether it is a turn after the first one of its conversation."""
+    is_local: bool = False
+    """Whether a decoder computed the prompt."""
+
+    def tail_at(self, decoder: Backend) -> tuple[int, int]:
+        """Return the argument `tail` of Engine.append for a decoder."""
+        before = self.before
+        if before is None or not self.repeats_answer or before.decoder != decoder:
+            return 0, 0
+        tokens = before.request.input_tokens
+        return tokens // BLOCK_TOKENS, tokens + before.request.output_tokens - 1
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -213,6 +235,7 @@ class Replay:
         loop_lag: LoopLag | None = None,
         learns_handoffs: bool = True,
         tokenize_seconds: float | None = None,
+        skip_prefill: Literal["auto"] | bool | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Create engines and gateways.
@@ -231,6 +254,8 @@ class Replay:
           learns_handoffs: See Plan.
           tokenize_seconds: Time to tokenize one token of a prompt whose prefiller reads the KV cache of the answer
             before. None: prefillers read no answers, and decoders keep none.
+          skip_prefill: Whether decoders compute prompts, as the option of the gateway. None: they do not, and have no
+            prefix caches.
           on_end: Called at the end of each request.
         """
         self.courses: list[Course] = []
@@ -239,6 +264,7 @@ class Replay:
         self._tells_cached = tells_cached
         self._learns_handoffs = learns_handoffs
         self._tokenize_seconds = tokenize_seconds
+        self._skip_prefill = skip_prefill
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         rng = self._rng = random.Random(seed)
@@ -265,6 +291,7 @@ class Replay:
         self._is_shared = replicas is not None
         self.workers = [worker for gateway in self._gateways for worker in gateway.workers]
         self.pools = self.workers[0].pools
+        self._local = {worker: LocalPrefill(worker.pools.prefill, worker.pools.decode) for worker in self.workers}
         for each in (self.pools.prefill, self.pools.decode):
             self.engines.update(zip(each.backends(), fleet.engines(each.role), strict=True))
         writers = [gateway.events for gateway in self._gateways if gateway.events is not None]
@@ -333,14 +360,16 @@ class Replay:
                 course.cached_tokens, course.read_tokens = kv.cached_tokens, kv.fetched_tokens
             prefiller.note_usage(tokens, kv.cached_tokens if self._tells_cached else None)
             prefiller.free_compute()
-            computed_at = self._loop.time()
+            course.computed_at = computed_at = self._loop.time()
             decoding = self.engines[decoder.backend]
             answer = await decoding.begin(
                 tokens,
                 request.output_tokens - done,
                 link_factor=self._link_factor(prefiller.backend, decoder.backend),
                 keeps_kv=self._tokenize_seconds is not None,
+                names=() if self._skip_prefill is None else request.blocks[: request.input_tokens // BLOCK_TOKENS],
             )
+            course.decoder = decoder.backend
             engine.give_back(kv)
             prefiller.free_kv()
             if not answer.generated:
@@ -359,6 +388,37 @@ class Replay:
                 self._loop.call_later(_KEPT_SECONDS, course.kept.free)
             return generated
 
+    async def _attempt_local(self, course: Course, worker: Worker, pick: PickRequest) -> int:
+        """Run a request on one decoder if it is expected to be faster. Return the number of tokens, or 0.
+
+        Learn from the outcome, as connectors do.
+        """
+        local, request, prompt = self._local[worker], course.request, prompt_costs(pick)
+        is_careful = self._skip_prefill == "auto"
+        choice = local.faster_decoder(prompt, Kv().local_max_tokens, is_careful=is_careful)
+        if choice is None:
+            generated = await self._attempt(course, worker, pick, 0)
+            if generated and course.first_token_at is not None and course.decoder is not None:
+                first = FirstToken(course.first_token_at, course.first_token_at - course.computed_at)
+                local.note_handoff(course.decoder.name, prompt, first, generated)
+            return generated
+        tokens, sent_at = request.input_tokens, self._loop.time()
+        with worker.pools.decode.lease(replace(pick, prefer=choice.decoder, computes_prompt=True)) as lease:
+            engine, course.decoder = self.engines[lease.backend], lease.backend
+            names = request.blocks[: tokens // BLOCK_TOKENS]
+            answer = await engine.append(tokens, request.output_tokens, names, course.tail_at(lease.backend))
+            if not answer.generated:
+                return 0
+            course.is_local, course.cached_tokens, course.first_token_at = True, answer.cached_tokens, self._loop.time()
+            lease.confirm()
+            generated = await engine.end(answer)
+            if generated == request.output_tokens:
+                lease.answer_tokens = generated
+        first = FirstToken(course.first_token_at, course.first_token_at - sent_at)
+        counts = tokens, answer.cached_tokens
+        local.note_local_prefill(lease.backend.name, choice, first, generated, counts)
+        return generated
+
     async def _prefill(self, course: Course, engine: Engine, tokens: int) -> Work:
         """Compute a prompt, of which the prefiller reads a part from a decoder if that keeps it."""
         kept, course.reads = course.reads, None
@@ -373,12 +433,13 @@ class Replay:
             kept.free()
         return kv
 
-    async def _serve(self, request: Request, key: str = "-", reads: KeptAnswer | None = None) -> Course:
-        """Run one request as a connector does that calls the decoder after the prefiller's answer.
+    async def _serve(self, request: Request, key: str = "-") -> Course:
+        """Run one request, which is no turn of a conversation. `key`: name of the client key."""
+        return await self._serve_turn(Course(request), key)
 
-        `key`: name of the client key. `reads`: see Course.
-        """
-        course = Course(request, reads=reads)
+    async def _serve_turn(self, course: Course, key: str) -> Course:
+        """Run one request as a connector does that calls the decoder after the prefiller's answer."""
+        request = course.request
         self.courses.append(course)
         subject = Subject(request)
         tokens = request.input_tokens
@@ -392,7 +453,12 @@ class Replay:
             async with worker.admission.admit(key, request=lambda: pick):
                 done = 0
                 while done < request.output_tokens:  # again if the answer was evacuated
-                    done += await self._attempt(course, worker, pick, done)
+                    is_local = self._skip_prefill and not done
+                    done += await (
+                        self._attempt_local(course, worker, pick)
+                        if is_local
+                        else self._attempt(course, worker, pick, done)
+                    )
                 course.ended_at = self._loop.time()
         except (Overloaded, NoBackendAvailable):
             course.is_rejected = True

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from math import isnan, nan
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import orjson
 
@@ -26,7 +26,7 @@ from lab.common.processes import called_from
 from lab.replay import virtual_time
 from lab.replay.conversations import Conversation, Conversations, Gaps, Turn, Workload, read_sessions
 from lab.replay.figures import average, percentile
-from lab.replay.fleet import Course, Fleet, KeptAnswer, Replay
+from lab.replay.fleet import Course, Fleet, Replay
 from lab.replay.policies import AFFINITY, policies
 from lab.replay.sweep import fleets, replay_options
 from lab.replay.trace import Request
@@ -41,6 +41,12 @@ _START_SECONDS: Final = 20.0
 FITS: Final = 0.95
 """Sessions fit while the hit rate is at least this share of that of one session."""
 _MOST_SESSIONS: Final = 100_000
+_SKIP_PREFILL: Final[Mapping[str, Literal["auto"] | bool | None]] = {
+    "-": None,
+    "off": False,
+    "on": True,
+    "auto": "auto",
+}
 _SMALL: Final = "beside"
 _LARGE: Final = "main"
 
@@ -93,14 +99,13 @@ class ClosedLoop(Replay):
     async def _converse(self, conversation: Conversation, key: str) -> None:
         life = Life(key, self._loop.time())
         self.lives.append(life)
-        kept: KeptAnswer | None = None
+        before: Course | None = None
         for turn in conversation.turns():
             await asyncio.sleep(turn.pause_seconds)
             life.pending_since = sent = self._loop.time()
-            reads = kept if turn.repeats_answer else None
             # An answer is read once, so another copy of the turn does not read it.
-            requests = [self._send(turn, key, None if copy else reads) for copy in range(turn.copies)]
-            kept = (await asyncio.gather(*requests))[0].kept
+            requests = [self._send(turn, key, before, reads=not copy) for copy in range(turn.copies)]
+            before = (await asyncio.gather(*requests))[0]
             life.turns += 1
             life.waited += self._loop.time() - sent
             life.pending_since = None
@@ -108,9 +113,14 @@ class ClosedLoop(Replay):
                 await asyncio.gather(*(self._converse(agent, key) for agent in turn.subagents))
         life.ended = self._loop.time()
 
-    async def _send(self, turn: Turn, key: str, reads: KeptAnswer | None) -> Course:
+    async def _send(self, turn: Turn, key: str, before: Course | None, *, reads: bool) -> Course:
         request = Request(self._loop.time(), turn.input_tokens, turn.output_tokens, turn.blocks)
-        return await self._serve(request, key, reads)
+        course = Course(request, before=before, repeats_answer=turn.repeats_answer, is_later=before is not None)
+        if before is not None:
+            before.before = None  # otherwise a conversation would be kept as long as its last turn
+            if reads and turn.repeats_answer:
+                course.reads = before.kept
+        return await self._serve_turn(course, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +130,8 @@ class Row:
     policy: str
     read_back: str
     """`on` if prefillers read the KV cache of answers from decoders, otherwise `off`."""
+    skip_prefill: str
+    """Whether decoders compute prompts; see `kv.skip_prefill`. `-`: they have no prefix caches."""
     sessions: int
     seed: int
     fleet: str
@@ -135,6 +147,10 @@ class Row:
     ttft_p50: float
     ttft_p99: float
     ttft_max: float
+    later_ttft_p50: float
+    """Of the turns after the first one of their session."""
+    local_share: float
+    """Share of the served turns whose prompts decoders computed."""
     seconds_per_turn_p50: float
     """Time of a session, with its pauses, divided by its turns."""
     seconds_per_turn_p99: float
@@ -155,12 +171,13 @@ class Row:
 def row(run: ClosedLoop, label: Mapping[str, Any], seconds: float) -> Row:
     """Compute the figures of a run after its warm-up.
 
-    `label`: policy, read_back, sessions, seed, fleet and fits.
+    `label`: policy, read_back, skip_prefill, sessions, seed, fleet and fits.
     """
     warm = _WARM_UP * seconds
     counted = [course for course in run.courses if course.request.at >= warm]
     served = [course for course in run.courses if course.ended_at is not None and warm <= course.ended_at < seconds]
     first = [_first_token_seconds(course, seconds) for course in counted if not course.is_rejected]
+    later = [_first_token_seconds(course, seconds) for course in counted if course.is_later and not course.is_rejected]
     lives = [life for life in run.lives if _counts(life, warm, seconds)]
     paces = [_pace(life, seconds) for life in lives]
     waits = sorted(_wait(life, seconds) for life in lives)
@@ -176,6 +193,8 @@ def row(run: ClosedLoop, label: Mapping[str, Any], seconds: float) -> Row:
         ttft_p50=percentile(first, 0.5),
         ttft_p99=percentile(first, 0.99),
         ttft_max=percentile(first, 1.0),
+        later_ttft_p50=percentile(later, 0.5),
+        local_share=sum(course.is_local for course in served) / len(served) if served else nan,
         seconds_per_turn_p50=percentile(paces, 0.5),
         seconds_per_turn_p99=percentile(paces, 0.99),
         slowest_tenth_slowdown=average(slowest) / mean if (mean := average(waits)) else nan,
@@ -235,6 +254,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-tokens", type=positive, default=0.0, metavar="N", help="median of an answer's reasoning (none)")
     add("--drop-reasoning", action="store_true", help="the next prompt has answers without their reasoning")
     add("--read-back", choices=("off", "on"), nargs="+", default=["off"], help="prefillers read answers from decoders")
+    add(
+        "--skip-prefill",
+        choices=("off", "on", "auto"),
+        nargs="+",
+        default=["-"],
+        help="decoders have prefix caches, and compute prompts if that is faster",
+    )
     add("--tokenize-us", type=positive, default=1.0, help="per token, before an answer is read (default: %(default)s)")
     add("--coarse", action="store_true", help="engines find up to 512 tokens less than was sent")
 
@@ -304,9 +330,9 @@ class Sweep:
             numbers = [
                 max(1, round(number * fits if is_multiple else number)) for number, is_multiple in options.sessions
             ]
-            plan = list(product(numbers, names, options.read_back, options.seeds))
-            for at, (number, name, read_back, seed) in enumerate(plan, 1):
-                label = {"policy": name, "read_back": read_back, "sessions": number, "seed": seed}
+            plan = list(product(numbers, names, options.read_back, options.skip_prefill, options.seeds))
+            for at, (number, name, read_back, skip, seed) in enumerate(plan, 1):
+                label = {"policy": name, "read_back": read_back, "skip_prefill": skip, "sessions": number, "seed": seed}
                 label |= {"fleet": fleet.name, "fits": fits}
                 rows.append(self._run(fleet, label, f"{at}/{len(plan)} {fleet.name}, {name}, {number} sessions"))
         return rows
@@ -315,7 +341,7 @@ class Sweep:
         """Return the largest number of sessions with nearly the hit rate of one, with affinity and no admission."""
 
         def hit_rate(number: int) -> float:
-            label = {"policy": AFFINITY, "read_back": "off", "sessions": number, "seed": 1}
+            label = {"policy": AFFINITY, "read_back": "off", "skip_prefill": "-", "sessions": number, "seed": 1}
             label |= {"fleet": fleet.name, "fits": 0}
             return self._run(fleet, label, f"{fleet.name}, search of sessions that fit, {number}").hit_rate
 
@@ -339,6 +365,7 @@ class Sweep:
                 *policies(fleet, options.decode_policy)[label["policy"]],
                 seed=seed,
                 tokenize_seconds=options.tokenize_us / 1e6 if label["read_back"] == "on" else None,
+                skip_prefill=_SKIP_PREFILL[label["skip_prefill"]],
                 **replay_options(options),
             )
             made.append(run)
@@ -362,16 +389,16 @@ async def _report(name: str, seconds: float) -> None:
 
 
 _HEADS: Final = (
-    *("fleet", "sessions", "policy", "read-back", "turns/s", "tokens/s", "hits", "read", "TTFT p50", "p99", "max"),
-    *("s/turn p50", "p99", "slowest tenth", "rejected", "beside"),
+    *("fleet", "sessions", "policy", "read-back", "skip", "turns/s", "tokens/s", "hits", "read", "local"),
+    *("TTFT p50", "p99", "max", "later p50", "s/turn p50", "p99", "slowest tenth", "rejected", "beside"),
 )
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
     """Return the means over the seeds, in the order of the rows. Their seed is 0."""
-    grouped: dict[tuple[str, int, str, str], list[Row]] = defaultdict(list)
+    grouped: dict[tuple[str, int, str, str, str], list[Row]] = defaultdict(list)
     for each in rows:
-        grouped[each.fleet, each.sessions, each.policy, each.read_back].append(each)
+        grouped[each.fleet, each.sessions, each.policy, each.read_back, each.skip_prefill].append(each)
     made = []
     for group in grouped.values():
         values = asdict(group[0]) | {"seed": 0, "rejected": sum(each.rejected for each in group)}
@@ -388,9 +415,9 @@ def table(rows: Sequence[Row]) -> str:
 def _cells(each: Row) -> Sequence[str]:
     return (
         *(each.fleet, f"{each.sessions} ({each.sessions / max(1, each.fits):.1f}x)", each.policy, each.read_back),
-        *(f"{each.turns_per_second:.2f}", f"{each.tokens_per_second:,.0f}", f"{each.hit_rate:.3f}"),
-        f"{each.read_share:.3f}",
-        *(f"{each.ttft_p50:.2f}", f"{each.ttft_p99:.1f}", f"{each.ttft_max:.0f}"),
+        *(each.skip_prefill, f"{each.turns_per_second:.2f}", f"{each.tokens_per_second:,.0f}", f"{each.hit_rate:.3f}"),
+        *(f"{each.read_share:.3f}", f"{each.local_share:.2f}"),
+        *(f"{each.ttft_p50:.2f}", f"{each.ttft_p99:.1f}", f"{each.ttft_max:.0f}", f"{each.later_ttft_p50:.3f}"),
         *(f"{each.seconds_per_turn_p50:.1f}", f"{each.seconds_per_turn_p99:.1f}"),
         *(f"{each.slowest_tenth_slowdown:.1f}×", str(each.rejected)),
         "-" if isnan(each.beside_seconds_per_turn) else f"{each.beside_seconds_per_turn:.1f}",
@@ -402,6 +429,7 @@ def chart(rows: Sequence[Row], title: str) -> str:
     lines: dict[str, dict[float, float]] = defaultdict(dict)
     for each in means(rows):
         name = each.policy if each.read_back == "off" else f"{each.policy}, read-back"
+        name += f", skip-prefill {each.skip_prefill}" if each.skip_prefill in ("on", "auto") else ""
         lines[name][each.sessions] = each.turns_per_second
     high = max(each.turns_per_second for each in rows) * 1.05 or 1.0
     fits = rows[0].fits

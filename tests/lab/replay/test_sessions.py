@@ -108,7 +108,7 @@ class _Run(ClosedLoop):
         self.courses, self.lives = list(courses), list(lives)
 
 
-LABEL = {"policy": "a<b", "read_back": "off", "sessions": 2, "seed": 1, "fleet": "1P1D", "fits": 1}
+LABEL = {"policy": "a<b", "read_back": "off", "skip_prefill": "-", "sessions": 2, "seed": 1, "fleet": "1P1D", "fits": 1}
 
 
 def course(at: float, first: float | None, end: float | None, *, rejected: bool = False) -> Course:
@@ -176,6 +176,17 @@ def test_read_back_spares_prefills_of_answers(monkeypatch: pytest.MonkeyPatch) -
 def test_answers_that_the_next_prompt_cuts_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     off, on = rows(monkeypatch, "--reasoning-tokens 1500 --drop-reasoning --read-back off on")
     assert replace(on, read_back="off") == off
+
+
+LIGHT = "--sessions 8 --fleet 1P8D --turns 20"
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_decoders_compute_later_turns_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    off, skips = rows(monkeypatch, f"{LIGHT} --skip-prefill off {mode}")
+    assert (off.local_share, skips.skip_prefill) == (0.0, mode)
+    assert skips.local_share > 0.1
+    assert skips.later_ttft_p50 < off.later_ttft_p50
 
 
 def test_limits_of_running_requests_apply_to_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,15 @@ def ran(policy: str, sessions: int, workload: Workload = _SMALL, *, workers: int
     left = [each.admission.waiting + each.admission.running for each in made[0].workers]
     assert left == [0] * workers
     assert all(sets.waiting == 0 for each in made[0].workers if (sets := each.pools.prefill.working_sets) is not None)
-    label = {"policy": policy, "read_back": "off", "sessions": sessions, "seed": 1, "fleet": fleet.name, "fits": 0}
+    label = {
+        "policy": policy,
+        "read_back": "off",
+        "skip_prefill": "-",
+        "sessions": sessions,
+        "seed": 1,
+        "fleet": fleet.name,
+        "fits": 0,
+    }
     return row(made[0], label, _SECONDS)
 
 

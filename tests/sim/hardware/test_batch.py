@@ -94,6 +94,12 @@ def test_cached_tokens_are_attended_to_but_not_computed() -> None:
     assert machine.ends[work][0] - began == pytest.approx(COST.prefill(10, 90))
 
 
+def test_prompt_whose_kv_has_arrived_is_shared() -> None:
+    machine = Machine(transfer_seconds=0.0)
+    machine.run([(0.0, Work(100, 2, list(range(10)), awaits_kv=True))])
+    assert machine.batch.blocks.hit(range(10)) == 10
+
+
 def test_prompt_of_which_a_part_arrives_computes_the_rest() -> None:
     machine = Machine(transfer_seconds=0.0)
     work = Work(200, 1, list(range(20)), awaits_kv=True)
