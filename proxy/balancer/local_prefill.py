@@ -4,7 +4,8 @@ These are short prompts, and long prompts that are mostly in the decoder's cache
 holds the prompt and the answer, so only the tool's result is new in the next turn of an agent. The prefill time of
 decoders is learned from the prompts that they compute, and the time of a handoff from handoffs.
 
-Running answers slow down meanwhile. The policy for decoders learns by how much.
+Running answers slow down meanwhile. The policy for decoders learns by how much. On the other hand, all queued requests
+gain the time of a prefiller. A decoder is chosen if all requests together gain time.
 
 Learned times must prove themselves: decoders must compute their prompts in less time than was predicted for prefillers.
 Otherwise all prompts go to prefillers for an hour.
@@ -44,6 +45,10 @@ _FIRST_TOKENS: Final = 512.0
 _MUCH_LONGER: Final = 3.0
 # Number of prompts of decoders until their own prefill times are used instead of those of prefillers.
 _ENOUGH_TIMES: Final = 8
+# Weight of a new sample in the mean wait for the steps of running answers.
+_WAIT_STEP: Final = 0.1
+# Share of a prompt's time that is its own at least, however long it has probably waited.
+_MIN_OWN_SHARE: Final = 0.2
 # Share of the expected cached tokens that a decoder is assumed to find until its answers show it. A prompt that finds
 # less is compared as any other, so that a wrong assumption ends after some prompts.
 _FIRST_TRUST: Final = 1.0
@@ -62,10 +67,12 @@ class LocalChoice:
 
     decoder: Backend
     prompt: PromptCosts
+    is_idle: bool
+    """Whether the decoder writes no answers."""
     harm: float
     """Cost of the stalled answers of this decoder, as a share of the prefill time."""
     instead_seconds: float
-    """Predicted time to first token with a prefiller and a handoff."""
+    """Predicted time to first token with a prefiller and a handoff, and what queued requests lose meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ class LocalPrefill:
         self._journal = journal
         self.cost = PrefillCost()
         """Prefill time of decoders."""
+        self._step_wait = 0.0  # additional seconds of a prompt on a decoder with running answers
         self.handoff_seconds: float | None = None
         """Mean time from the end of a prefill to the first token. None: there was no handoff yet."""
         self._eligible: tuple[Backend, ...] = ()
@@ -133,8 +141,8 @@ class LocalPrefill:
         if soonest is None or self._clock() < self._doubted_until:
             return None
         best: Backend | None = None
-        best_harm = 0.0
-        instead = least = soonest + self.handoff_seconds
+        best_harm, is_idle = 0.0, False
+        instead = least = soonest + self.handoff_seconds + self._prefill.relief_seconds(request)
         most_tokens = min(max_tokens, 2 * self._tried_tokens)
         harm_each = self._decode.policy.append_harm
         if harm_each is None:
@@ -152,12 +160,14 @@ class LocalPrefill:
                 continue
             cached *= prefixes.trust
             seconds = self._seconds(prompt.tokens - cached, cached) * self.cost.slowness(backend.name)
+            if streams:
+                seconds += self._step_wait
             harm = harm_each * streams
             if seconds * (1 + harm) < least:
-                best, best_harm, least = backend, harm, seconds * (1 + harm)
+                best, best_harm, least, is_idle = backend, harm, seconds * (1 + harm), not streams
         if best is None:
             return None
-        return LocalChoice(decoder=best, prompt=prompt, harm=best_harm, instead_seconds=instead)
+        return LocalChoice(decoder=best, prompt=prompt, is_idle=is_idle, harm=best_harm, instead_seconds=instead)
 
     def note_handoff(
         self, decoder: str, prompt: PromptCosts, first_token: FirstToken | None, answer_tokens: int
@@ -225,7 +235,7 @@ class LocalPrefill:
 
     def _take_in(self, computed: _Computed, ended: float) -> None:
         """Learn from a prompt that a decoder has computed, and stop using decoders if they are not faster."""
-        self.cost.learn(computed.name, computed.uncached, computed.cached, computed.seconds)
+        self._learn_time(computed)
         if ended < self._doubted_until:
             return
         took, instead = computed.seconds * (1 + computed.choice.harm), computed.choice.instead_seconds
@@ -242,6 +252,15 @@ class LocalPrefill:
                 "skip_prefill: paused for an hour, all prompts go to prefillers: decoders were not faster",
                 extra={"fields": {"seconds": round(all_took, 3), "prefill_seconds": round(all_instead, 3)}},
             )
+
+    def _learn_time(self, computed: _Computed) -> None:
+        """Learn the time of a prompt. A part of it is the wait for the steps of running answers."""
+        name, uncached, cached, seconds = computed.name, computed.uncached, computed.cached, computed.seconds
+        if not computed.choice.is_idle:
+            waited = seconds - self._seconds(uncached, cached) * self.cost.slowness(name)
+            self._step_wait = max(0.0, self._step_wait + _WAIT_STEP * (waited - self._step_wait))
+            seconds = max(_MIN_OWN_SHARE * seconds, seconds - self._step_wait)
+        self.cost.learn(name, uncached, cached, seconds)
 
     def _seconds(self, uncached: float, cached: float) -> float:
         """Return the predicted time of a prefill on a decoder of normal speed."""

@@ -405,6 +405,10 @@ class Policy(ABC):
         """Return the learned maximum of running requests for a backend. None: there is no learned limit."""
         return None
 
+    def relief_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        """Return the seconds that all queued requests together gain if the backends need not serve this one."""
+        return 0.0
+
     def prefill_seconds(self, uncached: float, cached: float) -> float | None:
         """Return the predicted time of a prefill on a backend of normal speed. None: not known."""
         return None

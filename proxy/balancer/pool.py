@@ -329,6 +329,12 @@ class Pool:
         candidates = self._chooser.candidates
         return self.policy.soonest_seconds(candidates, request) if candidates else None
 
+    def relief_seconds(self, request: PickRequest) -> float:
+        """Return the seconds that all queued requests together gain if no backend serves this one."""
+        self._refresh()
+        candidates = self._chooser.candidates
+        return self.policy.relief_seconds(candidates, request) if candidates else 0.0
+
     def left_queue(self, request: PickRequest) -> None:
         """Tell the policy that a request has left the queue."""
         self.policy.left_queue(request)

@@ -56,10 +56,17 @@ class Fleet:
         *,
         decoder: Backend | None = None,
         instead_seconds: float = 100.0,
+        is_idle: bool = True,
     ) -> None:
         """Let a decoder compute a prompt, for which a prefiller would have taken `instead_seconds`."""
         backend = decoder or self.first
-        choice = LocalChoice(decoder=backend, prompt=prompt_costs(request), harm=0.0, instead_seconds=instead_seconds)
+        choice = LocalChoice(
+            decoder=backend,
+            prompt=prompt_costs(request),
+            is_idle=is_idle,
+            harm=0.0,
+            instead_seconds=instead_seconds,
+        )
         self.local.note_local_prefill(backend.name, choice, FirstToken(self.balancer.clock.now, seconds), 1, told)
 
     def trust(self, decoder: Backend) -> None:
@@ -285,6 +292,38 @@ def test_harm_to_running_answers_is_the_learned_one_or_assumed(
     choice = fleet.local.faster_decoder(prompt_costs(TURN), MOST, is_careful=careful)
     assert choice is not None
     assert choice.harm == harm
+
+
+def test_wait_for_the_steps_of_running_answers_is_learned_apart(fleet: Fleet) -> None:
+    fleet.hand_off(prompt(8), seconds=5.0)
+    one = prompt(1)
+    for _ in range(20):
+        fleet.serve(one, 0.3, (one.prompt_tokens, 0))
+    own = fleet.local.cost.seconds(one.prompt_tokens, 0)
+    for _ in range(40):
+        fleet.serve(one, 0.8, (one.prompt_tokens, 0), is_idle=False)
+    assert fleet.local.cost.seconds(one.prompt_tokens, 0) < 1.5 * own
+    assert fleet.faster_decoder(prompt(2)) is not None
+    fleet.hand_off(prompt(8), seconds=0.01)
+    fleet.local.handoff_seconds = 0.01
+    assert fleet.faster_decoder(prompt(3)) is not None  # an idle decoder makes no prompt wait
+    fleet.begin_answers()
+    assert fleet.faster_decoder(prompt(4)) is None
+
+
+def test_queued_prompts_count_for_a_decoder(fleet: Fleet) -> None:
+    fleet.hand_off(prompt(8))
+    for _ in range(4):
+        fleet.begin_answers()
+    short = prompt(1)
+    assert fleet.faster_decoder(short) is None
+    waiting = [prompt(10**6 + number) for number in range(8)]
+    for each in waiting:
+        fleet.prefillers.pool.work_seconds(each)
+    assert fleet.faster_decoder(short) is not None
+    for each in waiting:
+        fleet.prefillers.pool.left_queue(each)
+    assert fleet.faster_decoder(short) is None
 
 
 def test_longer_prompts_require_faster_shorter_ones(fleet: Fleet) -> None:

@@ -306,6 +306,12 @@ class LeastSeconds(LeastTokens):
         scores = self._scores(prompt, places, waits)
         return min(map(float.__add__, scores.waits, scores.work))
 
+    def relief_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        if not self._waiting:
+            return 0.0
+        self._prefillers.look_up(candidates)
+        return len(self._waiting) * self._least_work(prompt_costs(request)) / len(candidates)
+
     def prefill_seconds(self, uncached: float, cached: float) -> float:
         return self._prefillers.cost.seconds(uncached, cached)
 
