@@ -146,7 +146,12 @@ class KvHandoff:
 
     def note_prefilled(self, tokens: int | None, cached: int | None) -> None:
         """Record the end of the prefill. The prefiller's answer reports the prompt's tokens and its cached tokens."""
-        self._computed_at = self._timeline.clock()
+        timeline = self._timeline
+        self._computed_at = timeline.clock()
+        if self.answers_after_transfer and _PREFILL_STAGE in timeline.stages:
+            sent = timeline.times[timeline.stages.index(_PREFILL_STAGE)]
+            pair = self.prefiller.backend, self.decoder.backend
+            self._context.pools.handoffs.note_answer(*pair, sent, self._computed_at)
         compatibility = self._context.compatibility
         # Engines that report cached tokens cost no call.
         if cached is None or compatibility.missing_reports:
@@ -206,8 +211,10 @@ class KvHandoff:
             prediction = timeline.prediction
             if prediction is None or _PREFILL_STAGE not in timeline.stages:
                 return
-            prefill = _CERTAIN_PREFILL_SHARE * prediction.seconds
-            began = min(timeline.times[timeline.stages.index(_PREFILL_STAGE)] + prefill, now)
+            sent = timeline.times[timeline.stages.index(_PREFILL_STAGE)]
+            # A prediction may be too short for a queue, but not too long for the prompts ahead that were answered.
+            ahead = self._context.pools.handoffs.last_answer_ahead(prefiller, decoder, sent)
+            began = min(max(sent + _CERTAIN_PREFILL_SHARE * prediction.seconds, ahead), now)
         if began:
             tokens = timeline.usage.prompt_tokens or self._call.prompt_tokens
             self._context.pools.handoffs.note(prefiller, decoder, tokens, began, now)

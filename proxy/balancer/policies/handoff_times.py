@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +56,8 @@ _MIN_SLOW_IN_ROW: Final = 3
 _RETRY_SECONDS: Final = 120.0
 # A decoder whose requests hold this share of its KV memory may let further requests wait.
 _FULL_SHARE: Final = 0.8
+# Number of the latest answers of a prefiller whose times are kept.
+_MAX_ANSWERS: Final = 64
 # Interval at which slow pairs are determined.
 _LOOK_SECONDS: Final = 1.0
 # Pairs are ordered by their times. The pair at this share of the order is an ordinary one.
@@ -164,6 +167,26 @@ class HandoffTimes:
         self._look_due = -math.inf
         self._learn_due = -math.inf
         self._pending: PendingSamples[tuple[_Pair, float, float]] = PendingSamples(context)
+        self._answers: dict[str, deque[tuple[str, float, float]]] = {}
+        """The key of the decoder, and when the prompt was sent and answered, by the prefiller's key."""
+
+    def note_answer(self, prefiller: Backend, decoder: Backend, sent: float, answered: float) -> None:
+        """Note the answer of a prefiller that answers after the transfer to a decoder.
+
+        `sent` and `answered` are the times at which it got the prompt and answered.
+        """
+        answers = self._answers.setdefault(prefiller.key, deque(maxlen=_MAX_ANSWERS))
+        answers.append((decoder.key, sent, answered))
+
+    def last_answer_ahead(self, prefiller: Backend, decoder: Backend, sent: float) -> float:
+        """Return the time of the last answer to a prompt that a prefiller got before `sent`, or -inf.
+
+        A later prompt is usually computed after that time. Answers to prompts sent later show nothing, and neither do
+        those after a transfer to the same decoder, whose link may be slow.
+        """
+        answers = self._answers.get(prefiller.key, ())
+        ahead = [answered for other, before, answered in answers if before < sent and other != decoder.key]
+        return max(ahead, default=-math.inf)
 
     def note(self, prefiller: Backend, decoder: Backend, tokens: int, began: float, ended: float) -> None:
         """Note a handoff of a prompt of `tokens` tokens, with the times of its beginning and end."""
@@ -206,6 +229,7 @@ class HandoffTimes:
 
     def forget(self, backend: Backend) -> None:
         """Drop the handoff times of a backend that has left."""
+        self._answers.pop(backend.key, None)
         gone = [key for key in self._pairs if backend.key in key]
         for key in gone:
             del self._pairs[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -331,3 +332,15 @@ def test_first_tokens_come_sooner_when_two_of_eight_links_are_slow() -> None:
 
 def test_handoff_times_change_nothing_when_no_link_is_slow() -> None:
     assert mean_first_token_seconds(True) == mean_first_token_seconds(False)
+
+
+def test_prompt_is_computed_after_those_ahead_of_it_for_other_decoders() -> None:
+    pairs = Pairs()
+    (prefiller, other), (decoder, second, *_) = pairs.prefillers, pairs.decoders
+    pairs.times.note_answer(prefiller, decoder, 10.0, 17.0)
+    assert pairs.times.last_answer_ahead(prefiller, second, 11.0) == 17.0
+    assert pairs.times.last_answer_ahead(prefiller, second, 9.0) == -math.inf, "it was sent later"
+    assert pairs.times.last_answer_ahead(prefiller, decoder, 11.0) == -math.inf, "its own link may be slow"
+    assert pairs.times.last_answer_ahead(other, second, 11.0) == -math.inf
+    pairs.times.forget(prefiller)
+    assert pairs.times.last_answer_ahead(prefiller, second, 11.0) == -math.inf
