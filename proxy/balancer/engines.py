@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from proxy.common.backend import Backend
 
@@ -69,6 +69,10 @@ class Setup:
     """SGLang only: `prefill`, `decode` or `null`. It changes when the engine exchanges its role."""
     can_switch_role: bool = False
     """SGLang only: whether it may exchange its role (`--enable-pd-role-switch`)."""
+    decode_graph_gb: float | None = None
+    """SGLang only: memory of a decoder's CUDA graphs in GB, on the rank with most (0.5.23). None: not a decoder."""
+    decode_graph_sizes: tuple[int, ...] = ()
+    """SGLang only: batch sizes of a decoder's CUDA graphs (0.5.23)."""
     bootstrap_port: int | None = None
     """SGLang only: port of the bootstrap server."""
     is_deterministic: bool = False
@@ -138,9 +142,14 @@ def parse_setup(info: Any) -> Setup:
         # The options keep the mode of the start. The state of the scheduler has the present one.
         states = _list(info, "internal_states")
         present = _member(states[0], "disaggregation_mode") if states else None
+        if isinstance(present, str):
+            mode = present
+        graph_gb, graph_sizes = _decode_graphs(states) if mode == "decode" else (None, ())
         return Setup(
-            present if isinstance(present, str) else mode,
+            mode,
             can_switch_role=_member(info, "enable_pd_role_switch") is True,
+            decode_graph_gb=graph_gb,
+            decode_graph_sizes=graph_sizes,
             bootstrap_port=_count(_member(info, "disaggregation_bootstrap_port")),
             is_deterministic=_member(info, "enable_deterministic_inference") is True,
             allocates_after_prefill=_member(info, "disaggregation_decode_allocation_policy") == "prefill_complete",
@@ -176,6 +185,17 @@ def parse_setup(info: Any) -> Setup:
         engine_id=engine_id if isinstance(engine_id, str) else None,
         dp_size=_count(_member(_member(config, "parallel_config"), "data_parallel_size")) or 1,
     )
+
+
+def _decode_graphs(states: Sequence[Any]) -> tuple[float | None, tuple[int, ...]]:
+    """Return the memory of a decoder's CUDA graphs on the rank with most, in GB, and their batch sizes.
+
+    The memory is None if a rank does not report it.
+    """
+    memory = [_member(state, "decode_cuda_graph_memory_gb") for state in states]
+    if not memory or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in memory):
+        return None, ()
+    return max(memory), tuple(size for size in _list(states[0], "decode_cuda_graph_bs") if _count(size))
 
 
 def parse_engine_version(answer: Any) -> EngineVersion:

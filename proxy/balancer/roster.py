@@ -66,6 +66,8 @@ class Member:
     """Whether an administrator has chosen the role, so that only an administrator changes it."""
     problem: str = ""
     """Why the last move failed. Empty: it did not, or there was none."""
+    is_refused: bool = False
+    """Whether the engine refused the last move, so that only an administrator moves it until the engine restarts."""
 
     @property
     def next_role(self) -> Role:
@@ -115,7 +117,7 @@ class Member:
         """Member as it is stored in shared memory."""
         b = self.backend
         place = (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted)
-        roles = (b.is_elastic, self.is_pinned, self.problem, self.move and astuple(self.move))
+        roles = (b.is_elastic, self.is_pinned, self.problem, self.move and astuple(self.move), self.is_refused)
         return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models, b.tls, roles
 
     @classmethod
@@ -126,11 +128,11 @@ class Member:
         """
         role, host, port, bootstrap_port, slot, trusted, origins, leaves_at, is_disabled, weight, *more = row
         models, tls, roles = [*more, *_OLDER_ROW[len(more) :]]
-        is_elastic, is_pinned, problem, move = roles
+        is_elastic, is_pinned, problem, move, *refused = roles
         backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models), tls, is_elastic)
         if move is not None:
             move = Move(Role(move[0]), *move[1:])
-        return cls(backend, tuple(origins), leaves_at, is_disabled, weight, move, is_pinned, problem)
+        return cls(backend, tuple(origins), leaves_at, is_disabled, weight, move, is_pinned, problem, any(refused))
 
 
 # The last parts of a row that an older version has written: models, TLS and the exchange of roles.
@@ -343,7 +345,7 @@ class Roster:
                 others = (each for each in self._by_role[role] if each is not current)
                 if not move.is_switching and not any(each.may_serve for each in others):
                     raise ValueError(f"{current.backend.name} is the only {role} instance")
-                moving = replace(current, move=move, leaves_at=leaves_at, problem="")
+                moving = replace(current, move=move, leaves_at=leaves_at, problem="", is_refused=False)
             moving = replace(moving, is_pinned=is_pinned)
             if moving != current:
                 self._write((moving if member is current else member for member in members), self._wanted)
@@ -362,14 +364,21 @@ class Roster:
             backend, lambda current, move: replace(current, move=replace(move, is_switching=is_switching))
         )
 
-    def abandon_move(self, backend: Backend, problem: str) -> bool:
+    def abandon_move(self, backend: Backend, problem: str, *, is_refused: bool = False) -> bool:
         """End a move so that the member keeps its old role, and return whether it was moving.
 
-        `problem`: the reason for operators, of which the first 200 bytes are kept.
+        `problem`: the reason for operators, of which the first 200 bytes are kept. `is_refused`: see Member.
         """
         told = problem.encode()[:_MAX_PROBLEM_BYTES].decode(errors="ignore")
         return self._end_or_change(
-            backend, lambda current, _: replace(current, move=None, leaves_at=None, problem=told)
+            backend,
+            lambda current, _: replace(current, move=None, leaves_at=None, problem=told, is_refused=is_refused),
+        )
+
+    def forget_refusal(self, backend: Backend) -> bool:
+        """Forget that the engine of a member refused a move, and return whether it is a member that does not drain."""
+        return self._change(
+            backend.role, backend.host, backend.port, lambda current: replace(current, is_refused=False)
         )
 
     def finish_move(self, backend: Backend) -> Backend | None:

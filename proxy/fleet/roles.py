@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pools
-    from proxy.balancer.roster import Roster
+    from proxy.balancer.roster import Member, Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.balancer.split import FleetSample, MoveAdvice
     from proxy.common.backend import Backend
@@ -53,7 +53,13 @@ _SWITCH_SECONDS: Final = 180.0
 _PAUSE_SECONDS: Final = 1.0
 # SGLang refuses to exchange the role of an engine with requests in these words (disaggregation/role_switch.py).
 _NOT_IDLE: Final = "not idle"
-_NO_ROUTE: Final = (404, 405)
+# Statuses of engines that do not serve the exchange: without the route, or with another key for administrators.
+_UNSERVED: Final = (401, 403, 404, 405)
+# Advice by a part of the reason for which SGLang refuses.
+_ADVICE: Final = {
+    "memory_gb is required": "; no decoder reports its own in /server_info",
+    "graph headroom": "; start it with a lower --mem-fraction-static",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -95,22 +101,41 @@ class RoleMover(BackgroundOwner):
         """Continue the moves. Cheap if there are no elastic instances."""
         for member in self._roster.elastic():
             backend, move = member.backend, member.move
+            if backend in self._asked:
+                continue
             if move is None:
-                self._compare(backend)
-            elif backend not in self._asked and self._is_idle(backend, move):
+                self._compare(member, self._switch_path)
+            elif self._is_idle(backend, move):
                 self._leave(backend, move)
 
-    def _compare(self, backend: Backend) -> None:
-        """Begin a move if the engine reports that it has the other role, as after its restart."""
+    def _compare(self, member: Member, path: str | None) -> None:
+        """Ask an engine for its role if it reports the other one, as after its restart."""
+        backend = member.backend
         facts = self._parts.health.of(backend).facts
         setup = None if facts is None else facts.identity.setup
-        if facts is None or setup is None or self._compared.get(backend) is facts or self._switch_path is None:
+        before = self._compared.get(backend)
+        if facts is None or setup is None or before is facts or path is None:
             return
         self._compared[backend] = facts
+        if before is not None and member.is_refused:
+            self._roster.forget_refusal(backend)  # its options may be others now
         if setup.disaggregation_mode in (Role.PREFILL, Role.DECODE) and setup.disaggregation_mode != backend.role:
-            now, role = self._clock(), Role(setup.disaggregation_mode)
-            logger.warning("roles: engine has the other role: %s instance %s", backend.role, backend.name)
-            self._roster.begin_move(backend, Move(role, now, "its engine reports it", is_switching=True), now)
+            self._asked.add(backend)
+            self._background.start(self._confirm(backend, path))
+
+    async def _confirm(self, backend: Backend, path: str) -> None:
+        """Begin a move if an engine really has the other role. Its report may be that of its start."""
+        try:
+            role = await self._ask_role(backend, backend.role, path)
+            if role is None:
+                await asyncio.sleep(_PAUSE_SECONDS)
+                self._compared.pop(backend, None)
+            elif role is not backend.role:
+                now = self._clock()
+                logger.warning("roles: engine has the other role: %s instance %s", backend.role, backend.name)
+                self._roster.begin_move(backend, Move(role, now, "its engine reports it", is_switching=True), now)
+        finally:
+            self._asked.discard(backend)
 
     def _is_idle(self, backend: Backend, move: Move) -> bool:
         """Return whether the instance has no requests now and at the last look. Gives a late move up.
@@ -149,11 +174,14 @@ class RoleMover(BackgroundOwner):
             logger.info("roles: instance has moved from %s to %s: %s", backend.role, moved.role, backend.name)
             self._parts.on_moved(backend, moved)
 
-    def _keep(self, backend: Backend, problem: str) -> None:
-        """End a move that has failed. The instance keeps its role."""
+    def _keep(self, backend: Backend, problem: str, *, is_refused: bool = False) -> None:
+        """End a move that has failed. The instance keeps its role. `is_refused`: see Member."""
         move = next((each.move for each in self._roster.elastic() if each.backend == backend), None)
         self._forget(backend)
-        if move is not None and self._roster.abandon_move(backend, problem):
+        if is_refused:
+            # Other facts show a restart, even if these have not been compared yet.
+            self._compared[backend] = self._parts.health.of(backend).facts or EngineFacts()
+        if move is not None and self._roster.abandon_move(backend, problem, is_refused=is_refused):
             self._parts.metrics.role_moves_total.labels(move.to.value, "failed").inc()
             logger.warning(
                 "roles: move failed, and %s instance %s keeps its role: %s", *(backend.role, backend.name, problem)
@@ -171,69 +199,87 @@ class RoleMover(BackgroundOwner):
             if not move.is_switching:
                 if not self._roster.set_switching(backend, True):
                     return  # the move was cancelled
-                refusal = await self._ask_to_switch(backend, move.to, path)
-                if refusal == "":
-                    self._finish(backend, move)
-                    return
-                if refusal is not None and _NOT_IDLE in refusal and self._clock() < move.until:
+                question = {"new_role": move.to, **self._graphs(backend, move.to)}
+                answer = await self._post(backend, path, question, _SWITCH_SECONDS)
+                role, problem = _role_after(answer, backend.role), _problem_of(answer, path)
+                if _NOT_IDLE in problem and self._clock() < move.until:
                     # Another gateway still has requests there.
                     self._roster.set_switching(backend, False)
                     return
-                if refusal is not None:
-                    self._keep(backend, f"its engine refuses: {refusal}")
+                if role is not None:
+                    self._end(backend, move, role, problem)
                     return
-            role = await self._ask_role(backend)
-            if role is move.to:
-                self._finish(backend, move)
-            elif role is not None:
-                self._keep(backend, f"its engine still has the role {role}")
-            elif backend not in self._unknown:
+            role = await self._ask_role(backend, move.to, path)
+            if role is not None:
+                self._end(backend, move, role, "")
+                return
+            if backend not in self._unknown:
                 self._unknown.add(backend)
                 logger.warning(
                     "roles: role unknown, so the instance gets no requests until its engine reports it: %s",
                     backend.name,
                 )
-            if role is None:
-                await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             self._asked.discard(backend)
 
-    async def _ask_to_switch(self, backend: Backend, role: Role, path: str) -> str | None:
-        """Ask an engine to exchange its role.
+    def _end(self, backend: Backend, move: Move, role: Role, problem: str) -> None:
+        """End a move, after which the engine has a role. `problem`: why the engine refused; empty if it did not."""
+        if role is move.to:
+            self._finish(backend, move)
+        elif problem:
+            self._keep(backend, f"its engine refuses: {problem}", is_refused=_NOT_IDLE not in problem)
+        else:
+            self._keep(backend, f"its engine still has the role {role}")
 
-        Returns:
-            An empty string if it has done so, its reason if it refuses and its role is unchanged, or None if its role
-            is not known.
+    def _graphs(self, backend: Backend, to: Role) -> Mapping[str, object]:
+        """Return the CUDA graphs that other decoders report.
+
+        SGLang 0.5.23 captures them when a prefiller becomes a decoder for the first time, and refuses without the
+        memory that they need.
         """
+        if to is not Role.DECODE:
+            return {}
+        facts = (
+            self._parts.health.of(each.backend).facts
+            for each in self._roster.members(Role.DECODE)
+            if each.backend.models == backend.models
+        )
+        setups = [each.identity.setup for each in facts if each is not None and each.identity.setup is not None]
+        known = [(each.decode_graph_gb, each) for each in setups if each.decode_graph_gb is not None]
+        if not known:
+            return {}
+        memory, setup = max(known, key=lambda each: each[0])
+        sizes = list(setup.decode_graph_sizes)
+        return {"decode_cuda_graph_memory_gb": memory, **({"decode_cuda_graph_bs": sizes} if sizes else {})}
+
+    async def _post(
+        self, backend: Backend, path: str, body: Mapping[str, object], seconds: float
+    ) -> BufferedResponse | None:
+        """Send a question about the role to an engine, and return its answer, or None."""
         headers = self._parts.engine_headers(backend)
-        body = orjson.dumps({"new_role": role})
         try:
-            answer = await self._parts.client.post(backend.url, path, _SWITCH_SECONDS, body, headers)
+            return await self._parts.client.post(backend.url, path, seconds, orjson.dumps(body), headers)
         except EngineRequestError:
             return None
-        if answer.status in _NO_ROUTE:
-            return f"{path} answered with status {answer.status}"
-        told = answer.json_or_none
-        if not isinstance(told, dict):
-            return None
-        if answer.status == 200 and told.get("success") is True:
-            return ""
-        message = str(told.get("message") or f"{path} answered with status {answer.status}")
-        # SGLang before 0.5.23 does not report whether the old role is intact.
-        return message if told.get("safe_to_restore") is True or _NOT_IDLE in message else None
 
-    async def _ask_role(self, backend: Backend) -> Role | None:
-        """Return the role that an engine reports, or None."""
+    async def _ask_role(self, backend: Backend, wanted: Role, path: str) -> Role | None:
+        """Return the role that an engine has now, or None.
+
+        The answer to an exchange has it. SGLang's `/server_info` may have the role of the start. `prepare_only` changes
+        nothing. SGLang before 0.5.23 ignores it and takes the role `wanted` if it is idle.
+        """
+        question = {"new_role": wanted, "prepare_only": True}
+        answer = await self._post(backend, path, question, SERVER_INFO_TIMEOUT_SECONDS)
+        if answer is None or answer.status not in _UNSERVED:
+            return _role_after(answer, None)
         headers = self._parts.engine_headers(backend)
         try:
-            info: BufferedResponse = await self._parts.client.get(
-                backend.url, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, headers
-            )
+            info = await self._parts.client.get(backend.url, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, headers)
         except EngineRequestError:
             return None
         setup = with_setup(EngineFacts(), info).identity.setup
-        mode = None if setup is None else setup.disaggregation_mode
-        return Role(mode) if mode in (Role.PREFILL, Role.DECODE) else None
+        return None if setup is None else _role_named(setup.disaggregation_mode)
 
     @property
     def _switch_path(self) -> str | None:
@@ -242,6 +288,42 @@ class RoleMover(BackgroundOwner):
     @property
     def _elastic(self) -> Elastic:
         return self._parts.settings().elastic
+
+
+def _role_after(answer: BufferedResponse | None, before: Role | None) -> Role | None:
+    """Return the role of an engine after its answer about an exchange, or None if that is not known.
+
+    `before`: its role if it does not serve the question. None: not known.
+    """
+    if answer is None:
+        return None
+    if answer.status in _UNSERVED:
+        return before
+    told = answer.json_or_none
+    if not isinstance(told, dict):
+        return None
+    if answer.status == 200 and told.get("success") is True:
+        has_exchanged = told.get("message") == "ok"
+        return _role_named(told.get("new_role" if has_exchanged else "old_role"))
+    # SGLang before 0.5.23 does not report whether the old role is intact.
+    is_intact = told.get("safe_to_restore") is True or _NOT_IDLE in str(told.get("message"))
+    return _role_named(told.get("old_role")) if is_intact else None
+
+
+def _problem_of(answer: BufferedResponse | None, path: str) -> str:
+    """Return why an engine refuses to exchange its role, with advice. Empty: it did not answer, or does not refuse."""
+    if answer is None or answer.status == 200:
+        return ""
+    told = answer.json_or_none
+    message = told.get("message") if isinstance(told, dict) else None
+    if not isinstance(message, str) or not message:
+        return f"{path} answered with status {answer.status}"
+    advice = next((advice for words, advice in _ADVICE.items() if words in message), "")
+    return f"{message}{advice}"
+
+
+def _role_named(name: object) -> Role | None:
+    return next((role for role in (Role.PREFILL, Role.DECODE) if role == name), None)
 
 
 # The controller.
@@ -333,7 +415,7 @@ class RoleController:
             backend = member.backend
             if not member.problem:
                 self._problems.pop(backend, None)
-            elif now < self._problems.setdefault(backend, now) + self._options.horizon_seconds:
+            elif member.is_refused or now < self._problems.setdefault(backend, now) + self._options.horizon_seconds:
                 continue
             if backend.role is not to and member.may_serve and not member.is_pinned:
                 may_move.append(backend)

@@ -87,6 +87,10 @@ class Options:
     """
     pd_role_switch: bool = False
     """Whether an engine of SGLang exchanges its role on request (`--enable-pd-role-switch`)."""
+    reports_only_role_at_start: bool = False
+    """Whether `/server_info` of SGLang has the role of the start alone, as before 0.5.23."""
+    free_gpu_gb: float = 16.0
+    """GPU memory in GB that is free for the CUDA graphs of a prefiller of SGLang that becomes a decoder."""
     dp_size: int = 1
     """The number of data-parallel ranks at the address of this engine."""
     waiting_seconds: float = 300.0

@@ -45,6 +45,31 @@ def test_cumulative_events_are_read_from_server_info(told: dict[str, Any], is_wh
     assert parse_setup({"disaggregation_mode": "decode", **told}).has_cumulative_events is is_whole
 
 
+@pytest.mark.parametrize(
+    ("mode", "states", "expected"),
+    [
+        ("decode", [{"decode_cuda_graph_memory_gb": 1.5, "decode_cuda_graph_bs": [1, 2]}], (1.5, (1, 2))),
+        ("decode", [{"decode_cuda_graph_memory_gb": 0.0, "decode_cuda_graph_bs": []}], (0.0, ())),
+        (
+            "decode",
+            [{"decode_cuda_graph_memory_gb": 1.5}, {"decode_cuda_graph_memory_gb": 2, "decode_cuda_graph_bs": [4]}],
+            (2, ()),
+        ),
+        ("decode", [{"decode_cuda_graph_memory_gb": 1.5}, {}], (None, ())),
+        ("decode", [], (None, ())),
+        ("prefill", [{"decode_cuda_graph_memory_gb": 0.0}], (None, ())),
+        (
+            "decode",
+            [{"disaggregation_mode": "prefill", "decode_cuda_graph_memory_gb": 1.5}],
+            (None, ()),
+        ),
+    ],
+)
+def test_setup_has_the_graphs_of_sglangs_decoders(mode: str, states: list[Any], expected: object) -> None:
+    setup = parse_setup({"disaggregation_mode": mode, "internal_states": states})
+    assert (setup.decode_graph_gb, setup.decode_graph_sizes) == expected
+
+
 def sglang(*ranks: object) -> dict[str, Any]:
     states = [{"dp_size": len(ranks), "effective_max_running_requests_per_dp": rank} for rank in ranks]
     return {"max_running_requests": None, "dp_size": len(ranks), "internal_states": states, "version": "0.5.18"}

@@ -80,6 +80,12 @@ def problem_of(gateway: Deployment, engine: SimulatedEngine) -> str:
     return "" if member is None else member.problem
 
 
+def is_refused(gateway: Deployment, engine: SimulatedEngine) -> bool:
+    """Return whether the engine has refused the last move."""
+    member = member_of(gateway, engine)
+    return member is not None and member.is_refused
+
+
 def moves(gateway: Deployment) -> dict[tuple[str, ...], float]:
     """Return the counted moves by result and role."""
     return gateway.metrics("pdproxy_role_moves_total")
@@ -234,7 +240,7 @@ async def test_refusal_of_the_engine_leaves_the_role(deploy: Deploy) -> None:
     await order(gateway, "prefill", decoders[0])
     await until(lambda: role_of(gateway, decoders[0]), "the end of the move")
     assert role_of(gateway, decoders[0]) == "decode"
-    assert problem_of(gateway, decoders[0]) == "its engine refuses: role switch requires --enable-pd-role-switch"
+    assert problem_of(gateway, decoders[0]) == "its engine refuses: --enable-pd-role-switch is not set on this server"
     (answer,) = [await gateway.ask(body) for body in bodies_of(1)]
     assert answer.is_done
 
@@ -242,7 +248,7 @@ async def test_refusal_of_the_engine_leaves_the_role(deploy: Deploy) -> None:
 async def test_lost_answer_of_the_engine_is_replaced_by_its_report(deploy: Deploy) -> None:
     decoders = sglang("decode")
     gateway = await elastic_fleet(deploy, sglang("prefill"), decoders, connector="sglang_bootstrap")
-    decoders[0].faults.add("lost_response", path="/pd_role_switch")
+    decoders[0].faults.add("lost_response", path="/pd_role_switch", times=1)
     await order(gateway, "prefill", decoders[0])
     await has_role(gateway, decoders[0], "prefill")
     assert decoders[0].options.role == "prefill"
@@ -280,6 +286,67 @@ async def test_engine_that_returns_in_its_first_role_gets_it_back(deploy: Deploy
     await has_role(gateway, mover, "decode")
     (answer,) = [await gateway.ask(body) for body in bodies_of(1)]
     assert answer.is_done
+
+
+async def test_prefiller_becomes_a_decoder_with_the_graphs_of_other_decoders(deploy: Deploy) -> None:
+    """SGLang refuses to capture CUDA graphs without the memory that they need, and decoders report it."""
+    prefillers = sglang("prefill")
+    gateway = await elastic_fleet(deploy, prefillers, sglang("decode"), connector="sglang_bootstrap")
+    mover = prefillers[0]
+    await order(gateway, "decode", mover)
+    await has_role(gateway, mover, "decode")
+    (asked,) = [seen.body for seen in mover.state.requests if seen.path == "/pd_role_switch"]
+    assert asked == {
+        "new_role": "decode",
+        "decode_cuda_graph_memory_gb": 1.5,
+        "decode_cuda_graph_bs": [1, 2, 4, 8],
+    }
+    assert moves(gateway) == {("moved", "decode"): 1}
+
+
+async def test_role_after_a_move_is_not_that_of_a_stale_report(deploy: Deploy) -> None:
+    """After a break, the engine reports the role of its start. The gateway asks at `/pd_role_switch` and keeps it."""
+    decoders = sglang("decode", reports_only_role_at_start=True)
+    gateway = await elastic_fleet(deploy, sglang("prefill"), decoders, connector="sglang_bootstrap")
+    mover, pool = decoders[0], gateway.worker.pools.prefill
+    await order(gateway, "prefill", mover)
+    await has_role(gateway, mover, "prefill")
+    mover.faults.add("refuse_status", path="/health")
+    await until(lambda: mover.port not in [each.port for each in pool.eligible()], "the instance to be down")
+    mover.faults.clear()
+    await mover.wait_until(
+        lambda state: any(
+            seen.path == "/pd_role_switch" and seen.body == {"new_role": "prefill", "prepare_only": True}
+            for seen in state.requests
+        )
+    )
+    await has_role(gateway, mover, "prefill")
+    assert moves(gateway) == {("moved", "prefill"): 1}
+
+
+async def test_refusal_is_logged_once_and_ends_moves_by_the_controller(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine has too little memory for CUDA graphs. It is asked again when it has restarted."""
+    prefillers = sglang("prefill", free_gpu_gb=0.5)
+    gateway = await elastic_fleet(deploy, prefillers, sglang("decode"), connector="sglang_bootstrap")
+    mover = prefillers[0]
+    await order(gateway, "decode", mover)
+    await until(lambda: problem_of(gateway, mover), "the end of the move")
+    problem = (
+        "its engine refuses: insufficient decode CUDA graph headroom: required=1.500 GB, available=0.500 GB; "
+        "start it with a lower --mem-fraction-static"
+    )
+    assert (role_of(gateway, mover), problem_of(gateway, mover)) == ("prefill", problem)
+    assert [record.getMessage() for record in caplog.records if record.name == "proxy.roles"] == [
+        f"roles: move failed, and prefill instance {name_of(mover)} keeps its role: {problem}"
+    ]
+    assert is_refused(gateway, mover)
+    await mover.kill()
+    pool = gateway.worker.pools.prefill
+    await until(lambda: mover.port not in [each.port for each in pool.eligible()], "the instance to be down")
+    await mover.start()
+    await until(lambda: not is_refused(gateway, mover), "the engine to be asked again")
 
 
 async def test_another_worker_continues_a_move(deploy: Deploy) -> None:

@@ -288,6 +288,18 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
         help="Exchange the role at /pd_role_switch, as SGLang does.",
     )
     add(
+        "--reports-only-role-at-start",
+        action="store_true",
+        help="Report the role of the start alone at /server_info, as SGLang before 0.5.23.",
+    )
+    add(
+        "--free-gpu-gb",
+        type=float,
+        default=default.free_gpu_gb,
+        metavar="GB",
+        help="GPU memory that is free for the CUDA graphs of a prefiller that becomes a decoder. Default: %(default)s.",
+    )
+    add(
         "--waiting-seconds",
         type=float,
         default=default.waiting_seconds,

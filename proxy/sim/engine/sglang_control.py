@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from proxy.sim.engine.server import GenerationRoutes
 
 _ROLE_MODES = {"prefill": "prefill", "decode": "decode", "both": "null"}
+# CUDA graphs of a decoder: their batch sizes and their memory in GB.
+_GRAPH_SIZES = [1, 2, 4, 8]
+_GRAPH_GB = 1.5
 
 
 class SglangRoutes:
@@ -25,6 +28,7 @@ class SglangRoutes:
     def __init__(self, core: EngineCore, generations: GenerationRoutes, bootstrap_port: Callable[[], int]) -> None:
         self._core = core
         self._mode_at_start = _ROLE_MODES[core.options.role]
+        self._has_graphs = core.options.role != "prefill"
         self._bootstrap_port = bootstrap_port
         self._generations = generations
 
@@ -81,9 +85,19 @@ class SglangRoutes:
                 "max_running_requests": options.max_num_seqs,
                 "max_total_num_tokens": options.kv_blocks * options.block_size,
                 "version": options.profile.version,
-                "internal_states": [self._load(rank) for rank in range(options.dp_size)],
+                "internal_states": [self._state() for _ in range(options.dp_size)],
             }
         )
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a scheduler adds to the options of its start (scheduler_components/internal_state.py)."""
+        if self._core.options.reports_only_role_at_start:
+            return {}
+        return {
+            "disaggregation_mode": _ROLE_MODES[self._core.options.role],
+            "decode_cuda_graph_bs": _GRAPH_SIZES if self._has_graphs else [],
+            "decode_cuda_graph_memory_gb": _GRAPH_GB if self._has_graphs else 0.0,
+        }
 
     async def _loads(self, request: web.Request) -> web.Response:
         options = self._core.options
@@ -111,23 +125,46 @@ class SglangRoutes:
     async def _switch_role(self, request: web.Request) -> web.Response:
         """Exchange the role of an idle engine (disaggregation/role_switch.py)."""
         body, _ = await read_json(request)
-        options, scheduler = self._core.options, self._core.scheduler
-        new, old = body.get("new_role") if isinstance(body, dict) else None, options.role
-        problem = ""
-        if not options.pd_role_switch:
-            problem = "role switch requires --enable-pd-role-switch"
-        elif new not in ("prefill", "decode"):
-            problem = f"invalid new_role={new!r}"
-        elif old == "both":
-            problem = "instance is not running in PD disaggregation mode"
-        elif new != old and (scheduler.running or scheduler.waiting or self._core.state.waiting_rooms):
-            problem = "instance is not idle"
-        else:
+        asked = body if isinstance(body, dict) else {}
+        options, new, old = self._core.options, asked.get("new_role"), _ROLE_MODES[self._core.options.role]
+        problem, is_prepared = self._refuse_switch(asked), asked.get("prepare_only") is True
+        if not problem and not is_prepared and new in ("prefill", "decode"):
             options.switch_role(new)
+            self._has_graphs = self._has_graphs or new == "decode"
         if self._core.faults.plan(request.path, "").has_any("lost_response") and request.transport is not None:
             request.transport.abort()
-        answer = {"success": not problem, "message": problem or "ok", "old_role": old, "new_role": new}
-        return json_response({**answer, "safe_to_restore": bool(problem)}, 400 if problem else 200)
+        answer = {
+            "success": not problem,
+            "message": problem or ("ready" if is_prepared else "ok"),
+            "old_role": old,
+            "new_role": new,
+            # Only an engine that has refused or prepared an exchange has all of its old role.
+            "safe_to_restore": bool(problem) or (is_prepared and new != old),
+        }
+        return json_response(answer, 400 if problem else 200)
+
+    def _refuse_switch(self, asked: dict[str, Any]) -> str:
+        """Return why the engine does not exchange its role, or an empty string. The order is that of SGLang."""
+        options, scheduler, new = self._core.options, self._core.scheduler, asked.get("new_role")
+        if not options.pd_role_switch:
+            return "--enable-pd-role-switch is not set on this server"
+        if new not in ("prefill", "decode"):
+            return f"invalid new_role={new!r}"
+        if options.role == "both":
+            return "instance is not running in PD disaggregation mode"
+        if new == options.role:
+            return ""
+        if scheduler.running or scheduler.waiting or self._core.state.waiting_rooms:
+            return "instance is not idle; drain all requests before switching"
+        if new == "prefill" or self._has_graphs:
+            return ""
+        needed = asked.get("decode_cuda_graph_memory_gb")
+        if needed is None:
+            return "decode_cuda_graph_memory_gb is required before capturing decode graphs"
+        if needed > options.free_gpu_gb:
+            sizes = f"required={needed:.3f} GB, available={options.free_gpu_gb:.3f} GB"
+            return f"insufficient decode CUDA graph headroom: {sizes}"
+        return ""
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         if self._core.scheduler.running or self._core.scheduler.waiting:
