@@ -91,8 +91,8 @@ def prompt(tokens: int, first: int = 0) -> list[int]:
     return [(first + number) % 250 for number in range(tokens)]
 
 
-def fetched(tokens: int, answer: int) -> Generated:
-    return Generated(prompt(tokens), answer, cached_tokens=tokens)
+def fetched(tokens: int, answer: int, first: int = 0) -> Generated:
+    return Generated(prompt(tokens, first), answer, cached_tokens=tokens)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -144,7 +144,7 @@ def test_sequence_that_finds_no_memory_has_the_last_one_preempted() -> None:
     options = Options(machine=NAME, role="decode", block_size=10)
     assert options.shape is not None
     shape = replace(options.shape, kv_tokens=300, max_num_batched_tokens=100)
-    first, last = fetched(100, 100), fetched(100, 100)
+    first, last = fetched(100, 100), fetched(100, 100, first=125)
     scheduler = scheduled(on_machine(options, shape), first, last)
     assert (len(first.output), len(last.output)) == (100, 100)
     assert scheduler.preemptions == 1
