@@ -222,7 +222,7 @@ def test_attempts_to_learn_a_shape_are_limited(monkeypatch: pytest.MonkeyPatch) 
             nonlocal looks
             looks += 1
 
-    monkeypatch.setattr("proxy.gateway.delivery.Shape", TokenShape)
+    monkeypatch.setattr("proxy.gateway.delivery.TokenShape", Shape)
     events = [chunk({"content": "two "}, [1, 2])] * 50
     delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=True), forwards=True)
     assert looks == 8
