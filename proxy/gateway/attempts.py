@@ -363,7 +363,7 @@ class AttemptLoop:
         Each attempt without a decoder would cost a prefill, and its KV cache would stay pinned until its lease ends.
         """
         parts = self._parts
-        if Role.PREFILL not in parts.connector.roles:
+        if not parts.pools.prefill.backends():
             return
         while self._resuming.is_searching:
             decoders = parts.pools.decode.eligible()

@@ -122,10 +122,12 @@ class _Answer(HeldKv):
         self.computing_before = 0.0
         self._policy = policy
         self._decoder: _Decoder | None = None  # once it has begun
-        self._prompt = policy.begin_prompt(self) if request.computes_prompt else None  # until it is computed
+        # The decoder until it has computed the prompt. None: a prefiller computes it.
+        self._prompt = policy.begin(self, computes_prompt=True) if request.computes_prompt else None
 
     def note_first_token(self) -> None:
-        self._end_prompt()
+        if self._prompt is not None:
+            self._end_prompt(self._prompt)
         decoder = self._decoder = self._policy.begin(self)
         self.began_at = decoder.at
         self.spent_before = decoder.spent.copy()
@@ -133,15 +135,15 @@ class _Answer(HeldKv):
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
         tokens = answer_tokens if served else None
-        self._end_prompt()
+        if self._prompt is not None:
+            self._end_prompt(self._prompt)
         if self._decoder is not None:
             self._policy.end(self, self._decoder, tokens)
         self._policy.memory.leave(self, tokens)
 
-    def _end_prompt(self) -> None:
-        if self._prompt is not None:
-            self._policy.end_prompt(self, self._prompt)
-            self._prompt = None
+    def _end_prompt(self, decoder: _Decoder) -> None:
+        self._policy.end_prompt(self, decoder)
+        self._prompt = None
 
 
 @dataclass(slots=True, eq=False)
@@ -427,32 +429,24 @@ class LeastDecodeSeconds(LeastTokens):
     def track(self, backend: Backend, request: PickRequest) -> _Answer:
         return _Answer(self, backend, request)
 
-    def begin(self, answer: _Answer) -> _Decoder:
-        """Record that a decoder writes one more answer."""
-        decoder = self._decoder_of(answer)
-        decoder.writing += 1
-        answer.began = decoder.memory.tokens
-        return decoder
-
-    def begin_prompt(self, answer: _Answer) -> _Decoder:
-        """Record that a decoder computes the prompt of an answer, until `end_prompt`."""
-        decoder = self._decoder_of(answer)
-        decoder.prompts += 1
+    def begin(self, answer: _Answer, *, computes_prompt: bool = False) -> _Decoder:
+        """Record that a decoder writes one more answer, or until `end_prompt` that it computes its prompt."""
+        now, backend = self.context.clock(), answer.backend
+        decoder = self._decoders.get(backend.name)
+        if decoder is None:
+            decoder = self._decoders[backend.name] = _Decoder(now, answer.holder)
+        self._count_elapsed_time(backend, decoder, now)
+        if computes_prompt:
+            decoder.prompts += 1
+        else:
+            decoder.writing += 1
+            answer.began = decoder.memory.tokens
         return decoder
 
     def end_prompt(self, answer: _Answer, decoder: _Decoder) -> None:
         """Record that a decoder has computed the prompt of an answer, or has given it up."""
         self._count_elapsed_time(answer.backend, decoder, self.context.clock())
         decoder.prompts -= 1
-
-    def _decoder_of(self, answer: _Answer) -> _Decoder:
-        """Return the activity of an answer's decoder until now."""
-        now, backend = self.context.clock(), answer.backend
-        decoder = self._decoders.get(backend.name)
-        if decoder is None:
-            decoder = self._decoders[backend.name] = _Decoder(now, answer.holder)
-        self._count_elapsed_time(backend, decoder, now)
-        return decoder
 
     def end(self, answer: _Answer, decoder: _Decoder, tokens: int | None) -> None:
         """Note that a decoder writes one answer less. It teaches if it is complete and its tokens are known."""
