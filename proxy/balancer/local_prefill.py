@@ -154,9 +154,8 @@ class LocalPrefill:
             prefixes = self._cached[backend.name]
             hit = prefixes.hit(prompt.keys)
             cached = prefixes.found(prompt.ends, hit, prompt.tokens)
-            if prompt.tokens - cached > (
-                most_tokens if streams else max_tokens
-            ):  # an idle decoder has nothing to stall
+            # An idle decoder has no answers to stall.
+            if prompt.tokens - cached > (most_tokens if streams else max_tokens):
                 continue
             cached *= prefixes.trust
             seconds = self._seconds(prompt.tokens - cached, cached) * self.cost.slowness(backend.name)

@@ -146,10 +146,8 @@ class KvHandoff:
 
     def note_prefilled(self, tokens: int | None, cached: int | None) -> None:
         """Record the end of the prefill. The prefiller's answer reports the prompt's tokens and its cached tokens."""
-        timeline = self._timeline
-        self._computed_at = timeline.clock()
-        if self.answers_after_transfer and _PREFILL_STAGE in timeline.stages:
-            sent = timeline.times[timeline.stages.index(_PREFILL_STAGE)]
+        self._computed_at = self._timeline.clock()
+        if self.answers_after_transfer and (sent := self._prefill_sent_at()) is not None:
             pair = self.prefiller.backend, self.decoder.backend
             self._context.pools.handoffs.note_answer(*pair, sent, self._computed_at)
         compatibility = self._context.compatibility
@@ -208,16 +206,20 @@ class KvHandoff:
         timeline = self._timeline
         now, began = timeline.clock(), self._computed_at
         if self.answers_after_transfer:
-            prediction = timeline.prediction
-            if prediction is None or _PREFILL_STAGE not in timeline.stages:
+            prediction, sent = timeline.prediction, self._prefill_sent_at()
+            if prediction is None or sent is None:
                 return
-            sent = timeline.times[timeline.stages.index(_PREFILL_STAGE)]
             # A prediction may be too short for a queue, but not too long for the prompts ahead that were answered.
             ahead = self._context.pools.handoffs.last_answer_ahead(prefiller, decoder, sent)
             began = min(max(sent + _CERTAIN_PREFILL_SHARE * prediction.seconds, ahead), now)
         if began:
             tokens = timeline.usage.prompt_tokens or self._call.prompt_tokens
             self._context.pools.handoffs.note(prefiller, decoder, tokens, began, now)
+
+    def _prefill_sent_at(self) -> float | None:
+        """Return the time at which the prefiller got the prompt, or None if it did not."""
+        stages = self._timeline.stages
+        return self._timeline.times[stages.index(_PREFILL_STAGE)] if _PREFILL_STAGE in stages else None
 
     def note_kept(self, params: Any, ids: array[int] | None) -> None:
         """Record that the decoder keeps the KV cache of its answer for the conversation's next turn."""

@@ -364,7 +364,7 @@ async def test_error_of_an_answer_that_cannot_be_resumed_has_the_reason(deploy: 
 @pytest.mark.parametrize("health", [{"rise": 1, "interval_seconds": 0.05}, {}], ids=["probed", "not probed"])
 async def test_answer_waits_for_an_instance_that_can_resume_it(deploy: Deploy, health: dict[str, Any]) -> None:
     """The only decoder crashes and returns, after more refused connections than a retry allows."""
-    gateway = await deploy(connector="plain", resume={"deadline_seconds": 60.0}, health=health)
+    gateway = await deploy(connector="plain", resume={"deadline_seconds": 5.0}, health=health)
     (decoder,) = gateway.decoders
     decoder.faults.add("kill", tokens=5, times=1)
     asking = asyncio.create_task(gateway.ask(request(Api.COMPLETIONS, max_tokens=20, stream=True)))

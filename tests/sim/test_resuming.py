@@ -1,4 +1,4 @@
-"""What a gateway relies on when it continues an answer elsewhere: ids in, the same ids and texts out."""
+"""An engine that continues another engine's answer from its token IDs gives the same IDs and texts."""
 
 from __future__ import annotations
 

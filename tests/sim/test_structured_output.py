@@ -42,7 +42,7 @@ class Node(BaseModel):
 
 
 class Everything(BaseModel):
-    """What clients write schemas with."""
+    """A schema with the keywords that clients use."""
 
     model_config = ConfigDict(extra="forbid")
     number: int = Field(multiple_of=7, gt=3)

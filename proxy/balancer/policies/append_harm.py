@@ -1,4 +1,4 @@
-"""By how much the running answers of decoders slow down while their decoder computes a prompt.
+"""Harm to running answers: how much they slow down while their decoder computes a prompt.
 
 Each ended answer shows the share of its time in which its decoder computed prompts, and the share of its expected
 tokens that it missed. The slope between both is the harm: 1.0 if running answers stop meanwhile, and 0.0 if they go on

@@ -148,7 +148,7 @@ class Row:
     ttft_p99: float
     ttft_max: float
     later_ttft_p50: float
-    """Of the turns after the first one of their session."""
+    """Median TTFT of all turns but the first one of each session."""
     local_share: float
     """Share of the served turns whose prompts decoders computed."""
     seconds_per_turn_p50: float

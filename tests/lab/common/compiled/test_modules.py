@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 from pathlib import Path
@@ -90,3 +91,31 @@ def test_constants_of_floats_are_tuples_of_any_length() -> None:
     """A constant tuple with a fixed number of floats has no value in the compiled build where it is a default."""
     texts = {path: Path(path).read_text(encoding="utf-8") for path in MODULES}
     assert [path for path, text in texts.items() if re.search(r"Final\[tuple\[float, (?!\.\.\.)", text)] == []
+
+
+def assigned(class_: ast.ClassDef) -> set[str]:
+    """Return the names to which the body of a class assigns a value, except class variables."""
+    targets = [target for each in class_.body if isinstance(each, ast.Assign) for target in each.targets]
+    annotated = [each for each in class_.body if isinstance(each, ast.AnnAssign) and each.value is not None]
+    targets += [each.target for each in annotated if not ast.unparse(each.annotation).startswith("ClassVar")]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def test_no_interpreted_class_overrides_an_attribute_of_a_compiled_one() -> None:
+    """Compiled code reads the value of the compiled class. The constructor must assign another one."""
+    classes = [
+        (str(path), each)
+        for path in sorted(Path("proxy").rglob("*.py"))
+        for each in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(each, ast.ClassDef)
+    ]
+    compiled = {each.name: assigned(each) for path, each in classes if path in MODULES}
+    overridden = [
+        f"{path}: {each.name}.{name}"
+        for path, each in classes
+        if path not in MODULES
+        for base in each.bases
+        if isinstance(base, ast.Name)
+        for name in assigned(each) & compiled.get(base.id, set())
+    ]
+    assert not overridden
