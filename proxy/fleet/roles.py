@@ -51,6 +51,8 @@ logger = logging.getLogger("proxy.roles")
 _SWITCH_SECONDS: Final = 180.0
 # Time between two questions to an engine for its role.
 _PAUSE_SECONDS: Final = 1.0
+# Longest wait for the release of KV that an instance without requests keeps.
+_RELEASE_SECONDS: Final = 20.0
 # SGLang refuses to exchange the role of an engine with requests in these words (disaggregation/role_switch.py).
 _NOT_IDLE: Final = "not idle"
 # Statuses of engines that do not serve the exchange: without the route, or with another key for administrators.
@@ -87,8 +89,8 @@ class RoleMover(BackgroundOwner):
         self._parts = parts
         self._roster = parts.roster
         self._clock = clock
-        self._idle: set[Backend] = set()
-        """Moving instances without requests at the last look."""
+        self._idle_since: dict[Backend, float] = {}
+        """Moving instances without requests, with the time of the first look at which they had none."""
         self._asked: set[Backend] = set()
         """Instances whose engines are being asked."""
         self._unknown: set[Backend] = set()
@@ -140,20 +142,21 @@ class RoleMover(BackgroundOwner):
     def _is_idle(self, backend: Backend, move: Move) -> bool:
         """Return whether the instance has no requests now and at the last look. Gives a late move up.
 
-        A worker may have chosen the instance just before the move began, and charge it a moment later.
+        A worker may have chosen the instance just before the move began, and charge it a moment later. Pinned KV may
+        be released for a while. Pins of aborted prefills may be wrong, and end only with their lease.
         """
-        is_late = self._clock() >= move.until
+        now = self._clock()
         if self._parts.scoreboard.requests(backend.slot):
-            self._idle.discard(backend)
-            if is_late and not move.is_switching:
+            self._idle_since.pop(backend, None)
+            if now >= move.until and not move.is_switching:
                 self._keep(backend, f"its requests have not ended within {self._elastic.drain_seconds:g} s")
             return False
-        if self._parts.scoreboard.pinned(backend.slot).count and not is_late:
+        since = self._idle_since.get(backend)
+        if since is None:
+            self._idle_since[backend] = now
             return False
-        if backend in self._idle:
-            return True
-        self._idle.add(backend)
-        return False
+        is_pinned = self._parts.scoreboard.pinned(backend.slot).count > 0
+        return not is_pinned or now >= min(since + _RELEASE_SECONDS, move.until)
 
     def _leave(self, backend: Backend, move: Move) -> None:
         if self._switch_path is None:
@@ -188,7 +191,7 @@ class RoleMover(BackgroundOwner):
             )
 
     def _forget(self, backend: Backend) -> None:
-        self._idle.discard(backend)
+        self._idle_since.pop(backend, None)
         self._unknown.discard(backend)
 
     # Questions to the engine

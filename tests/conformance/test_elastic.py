@@ -230,6 +230,17 @@ async def test_prefiller_with_kept_kv_moves_when_it_is_released(deploy: Deploy) 
     await has_role(gateway, mover, "decode")
 
 
+async def test_prefiller_moves_although_its_kv_is_not_released(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill that was aborted may have left KV, which only its lease ends."""
+    monkeypatch.setattr("proxy.fleet.roles._RELEASE_SECONDS", 0.1)
+    gateway = await elastic_fleet(deploy, engines(2), engines(1))
+    mover = gateway.prefillers[0]
+    gateway.worker.pinned_kv.pin(gateway.worker.pools.prefill.backends()[0], 100, 3600.0, suspected=True)
+    gateway.may_stay_pinned = 1
+    await order(gateway, "decode", mover)
+    await has_role(gateway, mover, "decode")
+
+
 def sglang(role: str, **options: Any) -> list[SimulatedEngine]:
     return engines(2, role=role, profile_name="sglang", **{"pd_role_switch": True, **options})
 
