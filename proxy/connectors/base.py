@@ -82,13 +82,15 @@ class Connector:
     The default methods suit most protocols.
     """
 
-    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    roles: tuple[Role, ...]
     """The roles of which at least one backend must be healthy before the gateway is ready."""
     apis: Sequence[Api] = OPENAI_APIS
     """The APIs that the engines of this protocol serve."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
+        takes_prefillers = context.live.settings.connector_traits.takes_prefillers
+        self.roles = (Role.PREFILL, Role.DECODE) if takes_prefillers else (Role.DECODE,)
 
     def check(self, call: Call) -> None:
         """Raise BadRequest for a call that this protocol cannot serve."""

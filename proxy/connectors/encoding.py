@@ -61,7 +61,6 @@ class EncodingConnector(Connector):
         self._encoders = encoders
         self._pools = context.pools
         self._upstream = context.upstream
-        self.roles = connector.roles
         self.apis = connector.apis
 
     def check(self, call: Call) -> None:

@@ -27,7 +27,6 @@ class PlainConnector(Connector):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self.roles = (Role.DECODE,)  # compiled code does not see an attribute of this class, which is not compiled
         self._leg = SingleLegMaker(context, Role.DECODE, RankCounts(), kv="-")
 
     def splits(self, call: Call) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from proxy.common.backend import Role
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
 
@@ -12,13 +9,6 @@ from proxy.settings import CONNECTOR_TRAITS
 def test_every_connector_has_traits_under_its_name() -> None:
     assert CONNECTOR_TRAITS.keys() - CONNECTORS.keys() == {"auto"}
     assert CONNECTORS.keys() <= CONNECTOR_TRAITS.keys()
-
-
-@pytest.mark.interpreted
-def test_connectors_without_prefillers_have_no_such_role() -> None:
-    for name, connector in CONNECTORS.items():
-        roles = connector.roles
-        assert (Role.PREFILL in roles) == CONNECTOR_TRAITS[name].takes_prefillers, name
 
 
 def test_connector_passes_on_what_another_one_names() -> None:
