@@ -12,7 +12,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from proxy.common.endpoints import Endpoint, parse_endpoints
 from proxy.settings.connectors import CONNECTOR_TRAITS, read_connector_name
@@ -105,6 +115,18 @@ def _seconds_or_auto(value: object) -> object:
     if not 0 <= seconds <= MAX_GATHER_SECONDS:
         raise ValueError(f"must be auto or a number of seconds from 0 to {MAX_GATHER_SECONDS:g}")
     return seconds
+
+
+_BOOLEAN: Final = TypeAdapter(bool)
+
+
+def _boolean_or_auto(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        return _BOOLEAN.validate_python(value)
+    except ValidationError:
+        raise ValueError("must be auto, true or false") from None
 
 
 def _uppercase_text(value: object) -> object:
@@ -239,6 +261,7 @@ Workers = Annotated[
     Field(ge=1),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
 ]
+BooleanOrAuto = Annotated[Literal["auto"] | bool, BeforeValidator(_boolean_or_auto)]
 GatherSeconds = Annotated[
     float | Literal["auto"],
     BeforeValidator(_seconds_or_auto),

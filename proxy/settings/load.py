@@ -103,6 +103,17 @@ def load_settings(
         raise SettingsError("; ".join((str(error), *warnings))) from None
 
 
+def _warn_of_options_without_effect(settings: Settings) -> Iterator[str]:
+    """Yield a sentence for each option that lets decoders compute prompts, if the other options prevent it."""
+    kv = settings.kv
+    if settings.connector != "auto" and not settings.connector_traits.has_prefill_first:
+        for option, value in (("prefill_min_tokens", kv.prefill_min_tokens), ("skip_prefill", kv.skip_prefill)):
+            if value:
+                yield f"kv.{option} has no effect with connector {settings.connector}: prefillers compute all prompts"
+    elif kv.skip_prefill and (policy := settings.balance.prefill_policy) != "least_load":
+        yield f"kv.skip_prefill has no effect with prefill policy {policy}: it needs least_load"
+
+
 def _combine_sources(
     line: cli.CommandLine, environ: Mapping[str, str], needs_backends: bool, paths_begin: Path | None
 ) -> LoadedSettings:
@@ -135,6 +146,7 @@ def _combine_sources(
         raise SettingsError("kv_events.endpoint needs the extra events: pip install '.[events]' in the checkout")
     if settings.tracing.endpoint is not None:
         warnings += tuple(warn_of_other_protocol(environ))
+    warnings += tuple(_warn_of_options_without_effect(settings))
     if not needs_backends:
         return LoadedSettings(settings, origins, warnings=warnings)
     _require_backends(settings)

@@ -16,6 +16,7 @@ from proxy.settings.fleet import Discovery, Elastic, Kubernetes, KvEvents, Repli
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
+    BooleanOrAuto,
     CollectorUrl,
     ConnectorName,
     Delay,
@@ -350,7 +351,7 @@ class Kv(Section):
     prefill_min_tokens: Natural = 0
     """Minimum estimated length of a prompt that is sent to a prefiller, in tokens. Decoders compute shorter prompts.
     Only with connectors vllm_pull and vllm_store."""
-    skip_prefill: Literal["auto"] | bool = False
+    skip_prefill: BooleanOrAuto = False
     """Whether a decoder computes a prompt if that is predicted to be faster than prefill and handoff. This applies to
     short prompts and to prompts that are mostly in the decoder's cache, such as the next turn of a tool-call loop.
     Computing a prompt delays the running answers of its decoder. pdproxy learns by how much, and adds this delay to the

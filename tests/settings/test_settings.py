@@ -475,6 +475,25 @@ def test_set_of_backends_that_cannot_work_is_refused(line: str, sentence: str) -
     assert mistake(line) == sentence
 
 
+@pytest.mark.parametrize(
+    ("line", "warnings"),
+    [
+        ("--connector vllm_pull", ()),
+        ("--connector auto", ()),
+        (
+            "--connector sglang_bootstrap",
+            ("kv.skip_prefill has no effect with connector sglang_bootstrap: prefillers compute all prompts",),
+        ),
+        (
+            "--connector vllm_store --prefill-policy round_robin",
+            ("kv.skip_prefill has no effect with prefill policy round_robin: it needs least_load",),
+        ),
+    ],
+)
+def test_option_without_effect_gives_a_warning(line: str, warnings: tuple[str, ...]) -> None:
+    assert loaded(f"{ONE_PAIR} {line}", PROXY_KV__SKIP_PREFILL="auto").warnings == warnings
+
+
 def test_connector_plain_needs_only_decoders() -> None:
     assert texts(settings("--connector plain --decode a:1-2").decode) == ["a:1", "a:2"]
 
@@ -624,6 +643,7 @@ def test_one_typo_in_a_variable_is_noticed_whichever_it_is(option: str) -> None:
         ),
         ("PROXY_TIMEOUTS__IDLE_SECONDS", "inf", "PROXY_TIMEOUTS__IDLE_SECONDS must be a finite number, not 'inf'"),
         ("PROXY_TIMEOUTS__IDLE_SECONDS", "5s", "PROXY_TIMEOUTS__IDLE_SECONDS must be a valid number, not '5s'"),
+        ("PROXY_KV__SKIP_PREFILL", "maybe", "PROXY_KV__SKIP_PREFILL must be auto, true or false, not 'maybe'"),
     ],
 )
 def test_mistake_in_the_environment_names_the_variable(name: str, value: str, sentence: str) -> None:
