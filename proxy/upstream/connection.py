@@ -151,9 +151,14 @@ class EngineConnection(FastForward):
         return self.complete and not self.closed and not self.transport.is_closing()
 
     @property
+    def is_over(self) -> bool:
+        """Whether no exchange is running."""
+        return self.complete or self.closed
+
+    @property
     def is_stream(self) -> bool:
         """Whether a streamed answer is under way. The time between its parts is limited."""
-        return self._is_stream and not self.complete and not self.closed
+        return self._is_stream and not self.is_over
 
     def begin(
         self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
@@ -204,8 +209,15 @@ class EngineConnection(FastForward):
     def is_silent_since(self, since: float) -> bool:
         """Return whether nothing of the running answer has arrived since `since`, a former `quiet_since`."""
         self._count_pumped()
-        is_over = self.complete or self.closed or self.is_paused
-        return not is_over and not self.arrivals and self.quiet_since == since
+        return not self.is_over and not self.is_paused and not self.arrivals and self.quiet_since == since
+
+    def quiet_seconds(self, checked_at: float) -> float:
+        """Return the time in which nothing of the answer had arrived at the last check of silence.
+
+        It is 0 if a part has arrived since. Otherwise an answer would be called silent when its first token arrives
+        after a long wait. `checked_at`: clock time of the check.
+        """
+        return 0.0 if self.arrivals else max(0.0, checked_at - self.quiet_since)
 
     def check_silence(self, now: float, lost_seconds: float) -> int:
         """Fail the exchange if its answer, or the next part of a stream, is late.

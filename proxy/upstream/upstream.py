@@ -416,19 +416,21 @@ class Upstream:
                 del counts[name]
 
     def quiet_seconds(self) -> dict[Backend, tuple[bool, list[float]]]:
-        """Return for each backend the time since anything has arrived of each exchange, as of the last sweep.
+        """Return for each backend the time in which nothing of each running exchange had arrived at the last sweep.
 
         The flag shows whether any answer has begun. Then the list contains only answers that have begun.
         """
         found: dict[Backend, tuple[bool, list[float]]] = {}
-        now = self._clock()
         for connection in self._busy:
+            if connection.is_over:
+                continue
             has_begun = connection.has_begun
             entry = found.get(connection.backend)
             if entry is None or has_begun > entry[0]:
                 entry = found[connection.backend] = has_begun, []
             if has_begun == entry[0]:
-                entry[1].append(max(0.0, now - connection.quiet_since))
+                # Not until now: after a pause of this process, answers of engines may wait unread.
+                entry[1].append(connection.quiet_seconds(self._swept_at))
         return found
 
     def _end_streams(self, backend: Backend) -> None:

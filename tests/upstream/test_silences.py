@@ -243,6 +243,43 @@ async def test_answers_that_have_not_begun_are_lost_with_those_that_had(clock: C
         assert all(stream.error for stream in one.streams)
 
 
+# Facts for the status
+
+
+async def test_answer_that_begins_after_a_long_wait_is_not_silent(clock: Clock) -> None:
+    """Answers of a layerwise decoder begin together when a long prompt ahead of theirs is computed."""
+    async with world(clock) as at:
+        one = await at.engine(3, has_begun=False)
+        await at.passes(8)
+        assert at.upstream.quiet_seconds() == {one.backend: (False, [7.0] * 3)}
+        for stream in one.streams:
+            stream.response.limit_silence(LONG, True)
+        assert at.upstream.quiet_seconds() == {one.backend: (True, [0.0] * 3)}
+        await at.passes(1)
+        await at.passes(6, one.streams[0])
+        assert sorted(at.upstream.quiet_seconds()[one.backend][1]) == [0.0, 6.0, 6.0]
+
+
+async def test_answers_are_not_silent_because_the_gateway_was_stopped(clock: Clock) -> None:
+    async with world(clock) as at:
+        one = await at.engine()
+        await at.passes(2, *one.streams)
+        clock.now += 30
+        assert at.upstream.quiet_seconds() == {one.backend: (True, [0.0])}
+        at.upstream.sweep()
+        assert at.upstream.quiet_seconds()[one.backend][1][0] < 2.0
+
+
+async def test_complete_answer_is_no_running_answer(clock: Clock) -> None:
+    async with world(clock) as at:
+        one = await at.engine()
+        await at.passes(2, *one.streams)
+        one.links[0].send(b"0\r\n\r\n")
+        await one.streams[0].sink.finished
+        assert at.upstream.quiet_seconds() == {}
+        one.links[0].writer.close()
+
+
 # It makes no progress
 
 
