@@ -56,6 +56,10 @@ _SLOW_FACTOR: Final = 3.0
 _MIN_SLOW_GAP_SECONDS: Final = 0.05
 _MIN_SLOW_PARTS: Final = 50
 _MIN_RECENT_SLOW_PARTS: Final = 30
+_MIN_SPARSE_PARTS: Final = 10
+_MIN_SPARSE_STEPS: Final = 2
+"""A slow decoder sends few tokens, above all after a restart, when it gets few requests. A pause of a fast one could
+explain them if they are those of one verdict."""
 _MIN_SLOW_HANDOFF_SECONDS: Final = 0.5
 _MIN_KEY_SHARE: Final = 0.6
 _MIN_KEY_REQUESTS: Final = 10
@@ -170,6 +174,8 @@ class StatusFacts:
     counts: Counts = field(default_factory=dict)
     recent_paces: Counts = field(default_factory=dict)
     """Growth of the counters in PACES in PACE_WINDOW_SECONDS."""
+    pace_steps: Sequence[Counts] = ()
+    """The parts of this growth: one for each verdict, in order."""
     keys: Mapping[str, int] = field(default_factory=dict)
     """Requests in flight by client key, queued requests included."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -272,7 +278,7 @@ def _judge_silence(each: InstanceFacts, counts: Counts, finished_prompts: float)
         return
     longest_seconds = each.quiet_seconds[0]
     if each.role == "decode":
-        usual_seconds = _SILENCE_GAPS * (_gap_seconds(each, counts) or 0.0)
+        usual_seconds = _SILENCE_GAPS * (_gap_seconds(each.name, counts) or 0.0)
         some = [seconds for seconds in each.quiet_seconds if seconds >= max(_MIN_SILENCE_SECONDS, usual_seconds)]
         least_seconds = max(_MIN_FULL_SILENCE_SECONDS if each.has_begun else _MIN_FIRST_TOKEN_SECONDS, usual_seconds)
         are_all_silent = len(some) == each.answers and some[-1] >= least_seconds
@@ -300,10 +306,10 @@ def _is_prefill_late(each: InstanceFacts, seconds: float, finished_prompts: floa
     return seconds >= max(_MIN_PREFILL_SECONDS, _PREFILL_FACTOR * each.work_seconds)
 
 
-def _gap_seconds(each: InstanceFacts, counts: Counts, min_parts: int = 1) -> float | None:
+def _gap_seconds(name: str, counts: Counts, min_parts: int = 1) -> float | None:
     """Return the mean time between the tokens of a decoder. None: it has sent fewer than `min_parts` tokens."""
-    parts = counts.get(("stream_parts", each.name), 0.0)
-    return counts.get(("stream_seconds", each.name), 0.0) / parts if parts >= min_parts else None
+    parts = counts.get(("stream_parts", name), 0.0)
+    return counts.get(("stream_seconds", name), 0.0) / parts if parts >= min_parts else None
 
 
 def _judge_failures(each: InstanceFacts, results: Mapping[str, float]) -> Iterator[Reason]:
@@ -325,23 +331,33 @@ def _judge_failures(each: InstanceFacts, results: Mapping[str, float]) -> Iterat
 
 def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
     """Compare the time between tokens among the decoders. One decoder is slow if most others are much faster."""
-    decoders = [each for each in facts.instances if each.role == "decode"]
-    measured = {
-        each.name: _gap_seconds(each, facts.recent_paces, _MIN_RECENT_SLOW_PARTS)
-        or _gap_seconds(each, facts.counts, _MIN_SLOW_PARTS)
-        for each in decoders
-    }
+    names = [each.name for each in facts.instances if each.role == "decode"]
+    recent = {name: _gap_seconds(name, facts.recent_paces, _MIN_RECENT_SLOW_PARTS) for name in names}
+    measured = {name: recent[name] or _gap_seconds(name, facts.counts, _MIN_SLOW_PARTS) for name in names}
     gaps = {name: gap for name, gap in measured.items() if gap is not None}
-    if len(gaps) < 2:
-        return
     ordered = sorted(gaps.values())
-    middle = (len(ordered) - 2) // 2
-    for name, gap in gaps.items():
+    for name in names:
+        own = gaps.get(name)
+        others = len(ordered) - (own is not None)
+        if not others:
+            continue
         # The lower median of the other decoders.
-        usual = ordered[middle] if bisect_left(ordered, gap) > middle else ordered[middle + 1]
+        middle = (others - 1) // 2
+        usual = ordered[middle] if own is None or bisect_left(ordered, own) > middle else ordered[middle + 1]
+        gap = own or 0.0
+        if recent[name] is None:
+            gap = max(gap, _sparse_gap_seconds(name, facts))
         if gap >= _MIN_SLOW_GAP_SECONDS and gap >= _SLOW_FACTOR * usual:
             text = f"decode {name} takes {1000 * gap:.0f} ms per token, other decoders take {1000 * usual:.0f} ms."
             yield Reason(Level.DEGRADED, "instance_slow", "instance", name, text)
+
+
+def _sparse_gap_seconds(name: str, facts: StatusFacts) -> float:
+    """Return the shortest mean time between the recent tokens of a decoder at one verdict, or 0 if they are too few."""
+    if facts.recent_paces.get(("stream_parts", name), 0.0) < _MIN_SPARSE_PARTS:
+        return 0.0
+    gaps = [gap for step in facts.pace_steps if (gap := _gap_seconds(name, step)) is not None]
+    return min(gaps) if len(gaps) >= _MIN_SPARSE_STEPS else 0.0
 
 
 def _judge_pairs(facts: StatusFacts, failing: Collection[str]) -> Iterator[Reason]:

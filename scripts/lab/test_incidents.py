@@ -186,6 +186,13 @@ async def slow_decoder(site: Site) -> AsyncIterator[Sequence[Cause]]:
 
 
 @asynccontextmanager
+async def slow_restart(site: Site) -> AsyncIterator[Sequence[Cause]]:
+    """Restart a decoder, which then takes 300 ms for a token instead of 25 ms."""
+    await _restart(site, {site.decode[0]: {"decode_step_ms": 300.0}})
+    yield [("instance_slow", _name(site.decode[0]))]
+
+
+@asynccontextmanager
 async def quiet_hang(site: Site) -> AsyncIterator[Sequence[Cause]]:
     """Stop the only answer in the fleet, so that no other instance shows progress."""
     for engine in site.decode:
@@ -240,7 +247,7 @@ async def blocked_worker(site: Site) -> AsyncIterator[Sequence[Cause]]:
 
 _INCIDENTS: Final = (
     *(Incident(begin) for begin in (hang, pair, burst, flood, memory, bad_deploy)),
-    *(Incident(begin) for begin in (slow_decoder, prefill_hang, engine_error, no_prefiller)),
+    *(Incident(begin) for begin in (slow_decoder, slow_restart, prefill_hang, engine_error, no_prefiller)),
     Incident(quiet_hang, per_second=0.0),
     Incident(blocked_worker, settings={"workers": 3}),
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.balancer.backend_health import HealthState
 from proxy.observe.verdict import (
     CODES,
+    PACE_WINDOW_SECONDS,
     InstanceFacts,
     Level,
     Reason,
@@ -19,6 +24,10 @@ from proxy.observe.verdict import (
     judge,
     level_of,
 )
+from proxy.process.worker.status import Growth
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 UP = {HealthState.UP: 1}
 PREFILL = InstanceFacts(role="prefill", name="p:1", states=UP)
@@ -272,6 +281,94 @@ def test_slow_decoder_is_found_by_its_recent_pace() -> None:
     (reason,) = judge(replace(WELL, counts=before, recent_paces=recent))
     assert reason.text == "decode d:1 takes 300 ms per token, other decoders take 20 ms."
     assert judge(replace(WELL, counts=before, recent_paces={**recent, ("stream_parts", "d:1"): 29.0})) == []
+
+
+Pace = tuple[float, float]
+"""Parts of streams, and the seconds between them."""
+
+
+def with_paces(steps: Sequence[Pace], before: Pace = (200.0, 5.0)) -> StatusFacts:
+    """Return facts with the paces of d:1 at the latest verdicts, beside a fast d:2. `before`: its pace until then."""
+
+    def counts(parts: float, seconds: float) -> dict[tuple[str, ...], float]:
+        others = {("stream_parts", "d:2"): 400.0, ("stream_seconds", "d:2"): 10.0}
+        return {**others, ("stream_parts", "d:1"): parts, ("stream_seconds", "d:1"): seconds}
+
+    parts, seconds = sum(step[0] for step in steps), sum(step[1] for step in steps)
+    return replace(
+        WELL,
+        counts=counts(parts + before[0], seconds + before[1]),
+        recent_paces=counts(parts, seconds),
+        pace_steps=[counts(*step) if step[0] else {} for step in steps],
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "before", "is_slow"),
+    [
+        ([(0, 0), (7, 2), (3, 1)], (160, 4), True),
+        ([(7, 2), (3, 1)], (0, 0), True),
+        ([(5, 1.5), (4, 1.2)], (160, 4), False),  # too few tokens
+        ([(0, 0), (10, 3)], (0, 0), False),  # one pause explains them
+        ([(10, 0.25), (7, 2), (3, 1)], (160, 4), False),  # some are fast
+        ([(7, 0.5), (7, 0.5)], (0, 0), False),  # not three times as slow
+    ],
+)
+def test_slow_decoder_with_few_tokens_is_named_after_two_verdicts(
+    steps: list[Pace], before: Pace, is_slow: bool
+) -> None:
+    """A decoder that has just returned gets few requests, and its earlier tokens hide its pace."""
+    found = [(reason.code, reason.subject) for reason in judge(with_paces(steps, before))]
+    assert found == ([("instance_slow", "d:1")] if is_slow else [])
+
+
+@given(
+    gaps=st.lists(st.floats(0.005, 0.07), min_size=2, max_size=6),
+    parts=st.lists(st.integers(1, 4), min_size=2, max_size=6),
+    pause_seconds=st.floats(0.0, 8.0),
+    data=st.data(),
+)
+def test_pause_makes_no_decoder_with_few_tokens_slow(
+    gaps: list[float], parts: list[int], pause_seconds: float, data: st.DataObject
+) -> None:
+    steps = [(float(count), count * data.draw(st.sampled_from(gaps))) for count in parts]
+    paused = data.draw(st.integers(0, len(steps) - 1))
+    steps[paused] = steps[paused][0], steps[paused][1] + pause_seconds
+    assert judge(with_paces(steps, (0.0, 0.0))) == []
+
+
+@given(
+    gap=st.floats(0.1, 0.35),
+    first_request_at=st.floats(0.0, 6.5),
+    down_seconds=st.floats(1.0, 10.0),
+    sweep_phase=st.floats(0.0, 1.0),
+    verdict_phase=st.floats(0.0, 2.0),
+)
+def test_decoder_that_returns_slow_is_named_within_15_seconds(
+    gap: float, first_request_at: float, down_seconds: float, sweep_phase: float, verdict_phase: float
+) -> None:
+    """One stream at a time is enough. The times are seconds after the return."""
+    window, total = Growth(PACE_WINDOW_SECONDS), Growth()
+    named_at = None
+    for verdict in range(20):
+        now = 2.0 * verdict - 24.0 + verdict_phase
+        # Counters as of the last check of silence, which the worker has reported within 1 s.
+        checked_at = math.floor(now - 1.0 - sweep_phase) + sweep_phase
+        fast_seconds = max(0.0, min(checked_at, -down_seconds) + 30.0)
+        slow_seconds = max(0.0, checked_at - math.ceil(first_request_at + 0.5 - sweep_phase) - sweep_phase)
+        row = {
+            ("", "stream_parts", "d:1"): fast_seconds * 40 + math.floor(slow_seconds / gap),
+            ("", "stream_seconds", "d:1"): fast_seconds + slow_seconds,
+            ("", "stream_parts", "d:2"): (now + 30.0) * 40,
+            ("", "stream_seconds", "d:2"): now + 30.0,
+        }
+        counts, recent = total.add(now, row), window.add(now, row)
+        reasons = judge(replace(WELL, counts=counts, recent_paces=recent, pace_steps=window.steps))
+        if reasons and named_at is None:
+            named_at = now
+        assert bool(reasons) <= (now > first_request_at)
+    assert named_at is not None
+    assert named_at <= 15.0
 
 
 def test_reason_keeps_its_first_time_and_is_held_for_six_seconds() -> None:

@@ -209,6 +209,11 @@ class Growth:
                     del self._total[series]
         return self._total
 
+    @property
+    def steps(self) -> list[Mapping[tuple[str, ...], float]]:
+        """The growth at each call of `add` in the window, in order."""
+        return [step for _, step in self._steps]
+
 
 class Judgement:
     """Gathers the facts of all workers, publishes the verdict, and logs its changes."""
@@ -285,6 +290,7 @@ class Judgement:
             pairs_apart={pair: until - now for pair, until in shared.status.pairs_apart().items() if until > now},
             counts=self._growth.add(now, values),
             recent_paces=self._paces.add(now, {row: count for row, count in values.items() if row[1] in PACES}),
+            pace_steps=self._paces.steps,
             keys={name: count for name, slot in slots.items() if (count := shared.key_usage.own_in_flight(slot))},
             sources={
                 origin: state.problem for origin, state in shared.sources.all().items() if state.problem is not None
