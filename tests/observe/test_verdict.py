@@ -291,7 +291,7 @@ def with_paces(steps: Sequence[Pace], before: Pace = (200.0, 5.0)) -> StatusFact
     """Return facts with the paces of d:1 at the latest verdicts, beside a fast d:2. `before`: its pace until then."""
 
     def counts(parts: float, seconds: float) -> dict[tuple[str, ...], float]:
-        others = {("stream_parts", "d:2"): 400.0, ("stream_seconds", "d:2"): 10.0}
+        others: dict[tuple[str, ...], float] = {("stream_parts", "d:2"): 400.0, ("stream_seconds", "d:2"): 10.0}
         return {**others, ("stream_parts", "d:1"): parts, ("stream_seconds", "d:1"): seconds}
 
     parts, seconds = sum(step[0] for step in steps), sum(step[1] for step in steps)
@@ -356,7 +356,7 @@ def test_decoder_that_returns_slow_is_named_within_15_seconds(
         checked_at = math.floor(now - 1.0 - sweep_phase) + sweep_phase
         fast_seconds = max(0.0, min(checked_at, -down_seconds) + 30.0)
         slow_seconds = max(0.0, checked_at - math.ceil(first_request_at + 0.5 - sweep_phase) - sweep_phase)
-        row = {
+        row: dict[tuple[str, ...], float] = {
             ("", "stream_parts", "d:1"): fast_seconds * 40 + math.floor(slow_seconds / gap),
             ("", "stream_seconds", "d:1"): fast_seconds + slow_seconds,
             ("", "stream_parts", "d:2"): (now + 30.0) * 40,
