@@ -180,6 +180,16 @@ class AttemptLoop:
             return False
         return self._parts.pools.of(_role_of(error)).is_gone() and not self._has_reached_engines
 
+    def _has_returned(self, role: Role) -> bool:
+        """Return whether a role that refused this unit is reachable again, and no engine has received the request.
+
+        An attempt may have waited for the return of all its instances, and still avoids them.
+        """
+        last, pool = self._last_error, self._parts.pools.of(role)
+        if last is None or last.backend.role is not role or self._has_reached_engines:
+            return False
+        return any(not pool.health.of(backend).is_unreachable for backend in pool.eligible())
+
     def _is_still_gone(self, role: Role) -> bool:
         """Return whether another attempt would fail as the last one, after a useless prefill."""
         pool = self._parts.pools.of(role)
@@ -338,6 +348,7 @@ class AttemptLoop:
         is_innocent = last is not None and (last.is_stale or last.failure in _MAY_SUCCEED_AGAIN)
         if absence.role is Role.DECODE and not is_innocent:
             await self._wait_for_decoder()
+        is_innocent = is_innocent or self._has_returned(absence.role)
         if self._avoid and last is not None and (resuming.is_searching or is_innocent) and not self._has_retried_all:
             # Try the same backends again: a decoder may have recovered from a lack of KV memory, a request on a closed
             # idle connection may not have been received, and other backends may be healthy again.

@@ -240,20 +240,22 @@ async def test_without_a_healthy_encoder_media_is_refused(encoders: Encoders) ->
 
 
 @pytest.mark.fault(35)
-async def test_media_wait_while_all_encoders_are_restarting(encoders: Encoders) -> None:
+@pytest.mark.parametrize("requests", [1, 3])
+async def test_media_wait_while_all_encoders_are_restarting(encoders: Encoders, requests: int) -> None:
+    """A single request finds out that both are gone, and waits although both have refused it."""
     gateway = await encoders.deploy(admission={"wait_seconds": 60.0})
     for engine in encoders.engines:
         await engine.kill()
     pool = gateway.worker.pools.of(Role.ENCODE)
     async with asyncio.TaskGroup() as group:
-        asked = [group.create_task(gateway.ask(body_with(IMAGE))) for _ in range(3)]
+        asked = [group.create_task(gateway.ask(body_with(IMAGE))) for _ in range(requests)]
         await until(pool.is_restarting, "the encoders to be missed")
         assert (await gateway.ask(request(Api.CHAT))).status == 200, "text needs none"
         for engine in encoders.engines:
             await engine.restart()
         for backend in pool.backends():  # what the next health check would find
             gateway.worker.health.on_probe(backend, True, "passed its health check")
-    assert [task.result().status for task in asked] == [200] * 3
+    assert [task.result().status for task in asked] == [200] * requests
 
 
 @pytest.mark.fault(62)
