@@ -37,7 +37,7 @@ MAX_WORDS: dict[str, int | None] = {
     "contributing/style.md": 800,
     "engines/sglang.md": 600,
     "engines/vllm-ascend.md": 600,
-    "engines/vllm.md": 950,
+    "engines/vllm.md": 1000,
     "get-started/first-deployment.md": 700,
     "get-started/install.md": 400,
     "get-started/migrate.md": 600,

@@ -23,6 +23,7 @@ ROOT: Final = Path(__file__).parent.parent
 PAGES: Final = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/engines").glob("*.md"))}
 TRIED: Final = {
     "vllm-nixl-1p1d": "nixl",
+    "vllm-nixl-push-1p1d": "push",
     "vllm-mooncake-1p1d": "mooncake",
     "vllm-store-1p1d": "mooncake-store",
     "sglang-1p1d": "sglang",
@@ -66,10 +67,10 @@ def test_page_of_an_engine_shows_what_launch_renders(page: str) -> None:
 def test_pages_show_a_topology_for_every_real_stack_with_two_roles() -> None:
     shown = {name for page in PAGES for name in topologies(page)}
     assert TRIED.keys() | {"vllm-ascend-1p1d"} == shown
-    # ExampleConnector is an example of vLLM, thinking has the engines of nixl, push has the lines of nixl with another
-    # connector, read-back has them with bidirectional_kv_xfer, offload with a second one, and elastic with kv_both.
+    # ExampleConnector is an example of vLLM, thinking has the engines of nixl, read-back has them with
+    # bidirectional_kv_xfer, offload with a second connector, and elastic with kv_both.
     disaggregated = {stack.name for stack in STACKS if CONNECTOR_TRAITS[stack.connector].takes_prefillers}
-    assert disaggregated - {"thinking", "store", "push", "read-back", "offload", "elastic"} == {*TRIED.values()}
+    assert disaggregated - {"thinking", "store", "read-back", "offload", "elastic"} == {*TRIED.values()}
 
 
 @pytest.mark.parametrize("topology", TRIED)

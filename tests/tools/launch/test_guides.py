@@ -137,7 +137,10 @@ def test_topology_has_the_sizes_of_the_guides_table(name: str) -> None:
 
 
 # Examples of this project. Tests of docs/engines/ compare them with real engines.
-OWN = {"sglang-1p1d", "vllm-ascend-1p1d", "vllm-mooncake-1p1d", "vllm-nixl-1p1d", "vllm-nixl-4p8d", "vllm-store-1p1d"}
+OWN = {
+    *("sglang-1p1d", "vllm-ascend-1p1d", "vllm-mooncake-1p1d", "vllm-nixl-1p1d", "vllm-nixl-4p8d"),
+    *("vllm-nixl-push-1p1d", "vllm-store-1p1d"),
+}
 
 
 def test_every_topology_is_held_against_its_guide() -> None:
