@@ -72,6 +72,9 @@ _OF_ASCEND: Final = frozenset(
 )
 """KV connectors that only vLLM-Ascend has."""
 
+_FIRST_NIXL_PUSH: Final = (0, 26)
+"""The first version of vLLM with NixlPushConnector."""
+
 _LEGS: Final = {
     "vllm_pull": "prefill, then the decoder pulls the KV cache",
     "vllm_store": "prefill, then the decoder reads the KV cache from a store",
@@ -218,20 +221,22 @@ def _from(version: EngineVersion) -> str:
 
 
 def _kv_rows() -> Iterator[str]:
-    versions = sorted({capability.since for capability in capabilities().values()})
-    titles = {
-        KvTransfer.NIXL: "NixlConnector",
-        KvTransfer.NIXL_PUSH: "NixlPushConnector",
-        KvTransfer.ASCEND_MOONCAKE: "MooncakeConnectorV1 of vLLM-Ascend",
-        KvTransfer.OTHER: "others of `vllm_pull`",
-    }
-    for transfer, title in titles.items():
+    changes = sorted({capability.since for capability in capabilities().values()})
+    rows: list[tuple[str, KvTransfer, EngineVersion]] = [
+        ("NixlConnector", KvTransfer.NIXL, (0, 0)),
+        ("NixlPushConnector", KvTransfer.NIXL_PUSH, _FIRST_NIXL_PUSH),
+        ("MooncakeConnector", KvTransfer.OTHER, (0, 0)),
+        ("MooncakeConnectorV1 of vLLM-Ascend", KvTransfer.ASCEND_MOONCAKE, (0, 0)),
+        ("others of `vllm_pull`", KvTransfer.OTHER, (0, 0)),
+    ]
+    for title, transfer, first in rows:
+        versions = [first, *(version for version in changes if version > first)]
         since = next((version for version in versions if releases_kv_of_rejected_request(transfer, version)), None)
         by_seconds: dict[float, EngineVersion] = {}
         for version in versions:
             by_seconds.setdefault(kv_pin_seconds(transfer, version), version)
         kept = ", ".join(
-            f"{seconds:g} s{f' from {_from(version)} on' if any(version) else ''}"
+            f"{seconds:g} s{'' if version == first else f' from {_from(version)} on'}"
             for seconds, version in by_seconds.items()
         )
         yield f"| {title} | {'no' if since is None else f'from {_from(since)} on'} | {kept} |"
