@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lab.common.diagrams import diagrams, file_of
-from lab.common.docs_site import on_page_markdown, on_post_build
+from lab.common.docs_site import on_page_content, on_page_markdown, on_post_build
 from lab.test_docs import Kind, blocks
 from proxy.settings import load_settings
 
@@ -145,6 +145,11 @@ def test_links_out_of_docs_lead_to_the_source() -> None:
         "[a](../index.md#x) [b](https://example.com/pdproxy/blob/main/DESIGN.md#y) [c](https://example.com/z) [d](#e) "
         "[f](https://example.com/pdproxy/blob/main/configs)"
     )
+
+
+def test_names_in_tables_may_be_broken_after_underscores() -> None:
+    html = "<p><code>a_b</code></p><td><code>c_d</code> e_f</td>"
+    assert on_page_content(html) == "<p><code>a_b</code></p><td><code>c_<wbr>d</code> e_f</td>"
 
 
 def test_page_of_old_anchors_is_short_and_complete() -> None:

@@ -29,6 +29,8 @@ _SEARCH_BOOSTS = {
 }
 # Sections of one page, whose navigation would list that page alone.
 _ALONE = {"index.md", "performance.md"}
+_cell = re.compile(r"<td[ >].*?</td>", re.DOTALL)
+_code = re.compile(r"<code>.*?</code>", re.DOTALL)
 _link = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -57,6 +59,11 @@ def on_page_markdown(markdown: str, *, page: _Page, **_: object) -> str:
         return f"]({_source()}/blob/main/{path}{match[2] or ''})"
 
     return with_drawings(page.file.src_uri, _link.sub(absolute, markdown))
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Return a page in which names in tables may be broken after an underscore. mkdocs calls it for each page."""
+    return _cell.sub(lambda cell: _code.sub(lambda code: code[0].replace("_", "_<wbr>"), cell[0]), html)
 
 
 def on_post_build(*, config: Mapping[str, object], **_: object) -> None:
