@@ -30,6 +30,7 @@ MAX_WORDS: dict[str, int | None] = {
     "concepts/request-lifecycle.md": 500,
     "concepts/resume.md": 800,
     "concepts/routing.md": 950,
+    "concepts/terms.md": 500,
     "concepts/working-set.md": 400,
     "contributing/compiled.md": 800,
     "contributing/recipes.md": 2200,
