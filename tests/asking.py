@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 async def until(condition: Callable[[], object], what: str, timeout_seconds: float = 100.0) -> None:

@@ -8,14 +8,12 @@ import socket
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 import trustme
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from proxy.sim.engine import SimulatedEngine
+from proxy.sim.engine import SimulatedEngine
 
 _DAY = datetime.timedelta(days=1)
 NAMES = ("localhost", "127.0.0.1")

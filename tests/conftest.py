@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import hypothesis
 import pytest
@@ -20,13 +22,7 @@ from proxy.observe.logs.handler import LineHandler
 from proxy.sim.engine import SimulatedEngine
 from tests.certificates import Certificates
 from tests.clock import Clock
-from tests.deployment import deployed, engine_options
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from tests.deployment import Deployment, Engine
+from tests.deployment import Deployment, Engine, deployed, engine_options
 
 IS_COMPILED = not proxy.balancer.lease.__file__.endswith(".py")
 """Whether the gateway is the compiled build."""

@@ -9,15 +9,17 @@ import asyncio
 import logging
 import socket
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import aiohttp
 import orjson
 import pytest
 
-from proxy.balancer.roster import Roster
+from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.memory import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
@@ -28,24 +30,16 @@ from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.receipts import Receipts
 from proxy.process.configuration import Configuration
 from proxy.process.shared import Listeners, Shared
-from proxy.process.worker import build, listening
+from proxy.process.worker import Worker, build, listening
 from proxy.settings import LoadedSettings, Settings
 from proxy.settings.tls import load_tls
 from proxy.sim.engine import SimulatedEngine
+from proxy.sim.state import RecordedRequest
 from proxy.wire.openai import OPENAI_APIS
-from tests.asking import api_of, ask, until
+from tests.asking import Answer, api_of, ask, until
+from tests.canned import CannedEngine
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from proxy.balancer.roster import SourceStates
-    from proxy.process.worker import Worker
-    from proxy.sim.state import RecordedRequest
-    from tests.asking import Answer
-    from tests.canned import CannedEngine
-
-    Engine = SimulatedEngine | CannedEngine
+Engine = SimulatedEngine | CannedEngine
 
 _QUIET_WITHIN_SECONDS = 30.0
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import CodeType, FrameType
+from typing import Any, Final
 
 import uvloop
 
@@ -16,15 +18,9 @@ from proxy.observe.logs import silenced
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
-from tests.deployment import deployed
+from tests.deployment import Deployment, deployed
 from tests.dialects import messages
 from tests.talking import Clients, raw
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import CodeType, FrameType
-
-    from tests.deployment import Deployment
 
 _ROOT: Final = Path(__file__).parent.parent
 _GATEWAY: Final = f"{_ROOT / 'proxy'}/"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from proxy.dialects import DIALECTS
+from proxy.dialects.call import Call
 from proxy.dialects.requests import parse_body
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from proxy.dialects.call import Call
-    from proxy.settings import Cost
-    from proxy.wire.openai import Api
+from proxy.settings import Cost
+from proxy.wire.openai import Api
 
 
 def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proxy.balancer.health import Health
+from proxy.balancer.pick import Policy
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
-
-if TYPE_CHECKING:
-    from proxy.balancer.pick import Policy
-    from proxy.balancer.roster import Roster
-    from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.common.backend import Role
+from proxy.balancer.roster import Roster
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Role
 
 
 def make_pool(

@@ -6,14 +6,12 @@ import asyncio
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from tests.asking import api_of, until
-
-if TYPE_CHECKING:
-    from tests.deployment import Deployment
+from tests.deployment import Deployment
 
 _READ_BYTES: Final = 65536
 _LENGTH: Final = re.compile(rb"\r\nContent-Length: (\d+)\r\n", re.IGNORECASE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -17,13 +16,11 @@ from proxy.process.configuration import FIXED
 from proxy.settings import OPTIONS, Settings, load_settings
 from proxy.settings.reference import make_json_schema
 from proxy.sim.engine import SimulatedEngine
+from proxy.sim.options import SimRole
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
 from tests.deployment import generations
 from tests.scenarios.program import gateway
-
-if TYPE_CHECKING:
-    from proxy.sim.options import SimRole
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Examples name instances, which have no default.

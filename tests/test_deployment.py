@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from proxy.wire.openai import Api
 from tests.asking import request
-
-if TYPE_CHECKING:
-    from tests.deployment import Deployment
+from tests.deployment import Deployment
 
 
 async def test_metric_read_alone_equals_that_of_a_scrape(gateway: Deployment) -> None:

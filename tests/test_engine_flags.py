@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 
 from lab.test_docs import Kind, blocks
 from proxy.settings import CONNECTOR_TRAITS, Settings
 from proxy.tools.launch.command import as_text
+from proxy.tools.launch.topology import RoleName
 from tests.real.stacks import STACKS, Place
 from tests.reference_pages import compatibility
-from tests.tools.launch.reading import commands, files_of, gateway_of
-
-if TYPE_CHECKING:
-    from proxy.tools.launch.topology import RoleName
-    from tests.tools.launch.reading import Command
+from tests.tools.launch.reading import Command, commands, files_of, gateway_of
 
 ROOT: Final = Path(__file__).parent.parent
 PAGES: Final = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/engines").glob("*.md"))}

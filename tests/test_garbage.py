@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -22,9 +22,6 @@ import proxy
 from proxy.__main__ import main
 from proxy.common.terms import format_count
 from proxy.settings import load_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 GUIDES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("guide_commands.yaml").read_text())
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parent.parent
 PATTERNS_FILE = ROOT / "tests" / "plain_english.yaml"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,14 @@ from proxy.balancer.engines import EngineKeys
 from proxy.balancer.health import Health, HealthBoard
 from proxy.balancer.incompatibilities import Incompatibilities
 from proxy.balancer.models import ServedModels
+from proxy.balancer.pick import PickRequest
 from proxy.balancer.pool import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.connectors.base import Connector
+from proxy.connectors.legs import Attempt
+from proxy.dialects.call import Call
 from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
@@ -33,20 +37,14 @@ from proxy.gateway.suspects import Suspects
 from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics, exposition
+from proxy.observe.timeline import Timeline
 from proxy.settings import ClientKey, HealthChecks, Joining, Settings
 from proxy.settings.live import LiveSettings
 from proxy.upstream import EngineClient, Upstream
 from tests.pools import make_pool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-    from contextlib import AbstractAsyncContextManager
-
-    from proxy.balancer.pick import PickRequest
-    from proxy.connectors.legs import Attempt
-    from proxy.dialects.call import Call
     from proxy.gateway.lanes import Serving
-    from proxy.observe.timeline import Timeline
 
 HOST = "127.0.0.1"
 _NO_INSTANCES = Settings()

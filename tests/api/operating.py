@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from proxy.api.admin import AdminApi
+from aiohttp import web
+from aiohttp.test_utils import TestClient
+
+from proxy.api.admin import AdminApi, Reload
 from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
 from proxy.api.credentials import Administrators
 from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.api.roles import RolesApi
+from proxy.balancer.engines import EngineKeys
 from proxy.balancer.models import ServedModels
 from proxy.balancer.policies.handoff_times import HandoffTimes
 from proxy.balancer.roster import SourceStates
@@ -18,18 +23,9 @@ from proxy.listener.drain import DrainManager
 from proxy.settings import Admin, Settings
 from proxy.settings.load import ConfigChange
 from proxy.upstream.names import AddressRules, Names
+from tests.api.conftest import Gateway
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from aiohttp import web
-    from aiohttp.test_utils import TestClient
-
-    from proxy.api.admin import Reload
-    from proxy.balancer.engines import EngineKeys
-    from tests.api.conftest import Gateway
-
-    Client = TestClient[web.Request, web.Application]
+Client = TestClient[web.Request, web.Application]
 
 NO_INSTANCES = Settings()
 RULES = AddressRules(Admin().networks)

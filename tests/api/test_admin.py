@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
+from prometheus_client import Metric
 from prometheus_client.metrics_core import GaugeMetricFamily
 
 from proxy import __version__
@@ -14,14 +15,8 @@ from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
 from proxy.settings import SettingsError
 from proxy.settings.load import ConfigChange
+from tests.api.conftest import Gateway
 from tests.api.operating import client_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from prometheus_client import Metric
-
-    from tests.api.conftest import Gateway
 
 READY_ROUTES = ["/readyz", "/health", "/healthz", "/ping"]
 

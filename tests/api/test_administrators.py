@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -13,13 +14,9 @@ from aiohttp.test_utils import make_mocked_request
 from proxy.common.backend import Role
 from proxy.common.endpoints import find_client_address
 from proxy.settings.load import ConfigChange
+from tests.api.conftest import Gateway
 from tests.api.operating import client_of
 from tests.asking import until
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.api.conftest import Gateway
 
 CHANGES = [
     *("/instances/add", "/instances/remove", "/reset_prefix_cache", "/start_profile", "/stop_profile"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -11,10 +11,8 @@ from aiohttp.test_utils import unused_port
 from proxy.api.broadcasts import RESET_PREFIX_CACHE
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load, Role
+from tests.api.conftest import Gateway
 from tests.api.operating import client_of
-
-if TYPE_CHECKING:
-    from tests.api.conftest import Gateway
 
 HOST = "127.0.0.1"
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from multidict import CIMultiDictProxy
 
 from proxy.wire.openai import Api
 from tests.asking import read, request
-
-if TYPE_CHECKING:
-    from multidict import CIMultiDictProxy
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 PAGE = "https://chat.example.com"
 LISTED = {"cors_origins": [PAGE, "http://localhost:3000"]}

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.settings.client_keys import ClientKey
 from proxy.sim.engine import SimulatedEngine
 from tests.canned import CannedEngine, Received, http, json_answer
+from tests.conftest import Deploy
 from tests.dialects.messages import PATH as MESSAGES
 from tests.dialects.messages import TOOLS, ask, message, question, story
 from tests.dialects.responses import PATH as RESPONSES
 from tests.dialects.responses import TOOLS as RESPONSE_TOOLS
 from tests.dialects.responses import response
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
 
 PATH = "/v1/messages/count_tokens"
 

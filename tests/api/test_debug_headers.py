@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.conftest import Deploy
+from tests.conftest import Deploy
 
 KEY = {"admin_key": "an-admin-key"}
 STAGES = {False: ["prefill", "stream", "total"], True: ["prefill", "handoff", "first_token", "total"]}

@@ -7,24 +7,19 @@ import base64
 import io
 import logging
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import orjson
 import pytest
+from openai import AsyncOpenAI
 
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, json_answer
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from openai import AsyncOpenAI
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 MESSAGES: Any = [{"role": "user", "content": "Hello there"}]
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load, Role
 from proxy.settings import Settings
-from tests.api.operating import change, client_of
-
-if TYPE_CHECKING:
-    from tests.api.conftest import Gateway
-    from tests.api.operating import Client
+from tests.api.conftest import Gateway
+from tests.api.operating import Client, change, client_of
 
 ENABLED = {"membership": "enabled", "weight": 100}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -17,15 +18,9 @@ from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.common.backend import Load, Role
 from proxy.settings import Settings
 from proxy.upstream.names import Names
-from tests.api.conftest import never
-from tests.api.operating import RULES, change, client_of
+from tests.api.conftest import Gateway, never
+from tests.api.operating import RULES, Client, change, client_of
 from tests.asking import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.api.conftest import Gateway
-    from tests.api.operating import Client
 
 HOST = "127.0.0.1"
 

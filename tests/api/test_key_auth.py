@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 import pytest
@@ -17,11 +18,7 @@ from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import ClientKey
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.clock import Clock
+from tests.clock import Clock
 
 HOST = "127.0.0.1"
 PATH = "/v1/chat/completions"

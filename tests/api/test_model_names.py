@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -13,12 +13,9 @@ from proxy.settings import Settings
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import Answer, read, request
-from tests.deployment import generations
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 from tests.dialects import messages, responses
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 ALIASES = {"aliases": ["gpt-5=sim", "claude-*=sim"]}
 

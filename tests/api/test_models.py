@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 import orjson
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import unused_port
+from aiohttp.test_utils import TestClient, unused_port
 from yarl import URL
 
 from proxy.api import models
 from proxy.api.models import ModelsApi
 from proxy.common.backend import Role
+from proxy.gateway.api_keys import ApiKeys
 from proxy.settings import Settings
-from tests.api.conftest import never, team_key
+from tests.api.conftest import Gateway, never, team_key
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from aiohttp.test_utils import TestClient
-
-    from proxy.gateway.api_keys import ApiKeys
-    from tests.api.conftest import Gateway
-
-    Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-    Client = TestClient[web.Request, web.Application]
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Client = TestClient[web.Request, web.Application]
 
 
 def serving(*models: object) -> Answer:

@@ -5,17 +5,14 @@ They follow its `routers/openai.py` and `src/lib/apis/openai/index.ts`. It is to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import read
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.conftest import Deploy
+from tests.conftest import Deploy
 
 PAGE = "http://localhost:3000"
 KEYED = {"Authorization": "Bearer any", "Content-Type": "application/json"}

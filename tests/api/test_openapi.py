@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -11,10 +11,8 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from proxy.api.openapi import OPERATIONS, description
 from proxy.wire.openai import Api
 from tests.asking import read, request
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 
 async def described(gateway: Deployment) -> dict[str, Any]:

@@ -5,35 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import aiohttp
 import orjson
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import unused_port
+from aiohttp.test_utils import TestClient, unused_port
 from multidict import CIMultiDict
 
 from proxy.api.credentials import KeyAuth
 from proxy.api.passthrough import ROUTES, PassthroughApi
 from proxy.api.questions import QuestionParts
+from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Load, Role
 from proxy.gateway.api_keys import ApiKeys, KeyUsage
 from proxy.listener.drain import DrainManager
 from proxy.settings import Settings
 from proxy.settings.live import LiveSettings
-from tests.api.conftest import never, team_key
+from tests.api.conftest import Gateway, never, team_key
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
-    from aiohttp.test_utils import TestClient
-
-    from proxy.balancer.engines import EngineKeys
-    from tests.api.conftest import Gateway
-
-    Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-    Client = TestClient[web.Request, web.Application]
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Client = TestClient[web.Request, web.Application]
 
 ODD_BODY = b'{"prompt":"\xff \\ud800", "n":NaN,  "n": 1e999}\r\n'
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from proxy.balancer.roster import Member
 from proxy.common.backend import Role
 from proxy.settings import Settings
-from tests.api.operating import change, client_of
-
-if TYPE_CHECKING:
-    from proxy.balancer.roster import Member
-    from tests.api.conftest import Gateway
-    from tests.api.operating import Client
+from tests.api.conftest import Gateway
+from tests.api.operating import Client, change, client_of
 
 FREE = {"role": "decode", "moves_to": None, "is_pinned": False}
 ADDRESS = "127.0.0.1:7001"

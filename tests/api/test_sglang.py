@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import unused_port
+from aiohttp.test_utils import TestClient, unused_port
 
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
 from proxy.common.backend import Role
+from proxy.gateway.api_keys import ApiKeys
 from proxy.listener.drain import DrainManager
-from tests.api.conftest import team_key
+from tests.api.conftest import Engine, Gateway, team_key
 
-if TYPE_CHECKING:
-    from aiohttp.test_utils import TestClient
-
-    from proxy.gateway.api_keys import ApiKeys
-    from tests.api.conftest import Engine, Gateway
-
-    Client = TestClient[web.Request, web.Application]
+Client = TestClient[web.Request, web.Application]
 
 PATHS = ["/server_info", "/get_server_info", "/v1/loads"]
 STATE = {

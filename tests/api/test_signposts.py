@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from yarl import URL
 
 from proxy import __version__
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
-
-from tests.asking import read
+from tests.asking import Answer, read
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

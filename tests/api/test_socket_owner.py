@@ -6,15 +6,12 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.api.socket_owner import objection
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CONNECT = """
 import socket, sys

@@ -6,15 +6,12 @@ import base64
 import hashlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import proxy.api.status_page as package
 from proxy import __version__
 from proxy.api.status_page import StatusPage
-
-if TYPE_CHECKING:
-    from tests.api.conftest import Gateway
-    from tests.conftest import Deploy
+from tests.api.conftest import Gateway
+from tests.conftest import Deploy
 
 SOURCES = {
     path.name: path.read_text()

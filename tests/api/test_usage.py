@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request, until
+from tests.deployment import Deployment
 from tests.gateway.test_key_tokens import give_keys
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from tests.deployment import Deployment
-
-    Deploy = Callable[..., Awaitable[Deployment]]
+Deploy = Callable[..., Awaitable[Deployment]]
 
 
 async def usage(gateway: Deployment, **query: str) -> list[dict[str, Any]]:

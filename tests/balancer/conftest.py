@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.balancer.health import Health, Transition
-from proxy.balancer.pick import PolicyContext
+from proxy.balancer.pick import Policy, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
-from proxy.common.backend import Load, Role
+from proxy.common.backend import Backend, Load, Role
 from proxy.settings import HealthChecks
 from tests.clock import Clock
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from proxy.balancer.pick import Policy
-    from proxy.common.backend import Backend
 
 
 @dataclass

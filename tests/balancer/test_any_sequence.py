@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import pytest
@@ -20,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from proxy.balancer.backend_health import BreakerPhase, HealthState
 from proxy.balancer.blame import PairQuarantine
-from proxy.balancer.health import Health
+from proxy.balancer.health import Health, Transition
+from proxy.balancer.lease import Lease
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
@@ -31,10 +31,6 @@ from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from proxy.balancer.health import Transition
-    from proxy.balancer.lease import Lease
 
 SLOTS = 8
 ENDPOINTS = {role: [(role.value[0], port) for port in range(4)] for role in Role}

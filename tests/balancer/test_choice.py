@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from proxy.balancer.pick import REASONS, PickRequest, figures, reason
+from proxy.balancer.pool import Pool
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings.kinds import POLICIES
+from tests.balancer.conftest import Balancer
 from tests.balancer.policies.test_least_seconds import Prefillers, one_at_a_time, prompt
-
-if TYPE_CHECKING:
-    from proxy.balancer.pool import Pool
-    from tests.balancer.conftest import Balancer
 
 LOAD = PickRequest.of(Load(100, 100))
 

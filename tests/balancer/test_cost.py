@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import Any, Final
 
 import pytest
 
+from proxy.balancer.pool import Pool
 from proxy.common.backend import Role
 from proxy.settings import Cost
 from proxy.wire.openai import Api
+from tests.balancer.conftest import Balancer
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from proxy.balancer.pool import Pool
-    from tests.balancer.conftest import Balancer
 
 _CHAT: Final = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7}'
 # Bounds of called Python functions, about a tenth above the measured numbers. Lower them when a request gets cheaper.

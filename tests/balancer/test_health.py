@@ -6,7 +6,7 @@ Most tests are stories: a line of signals about backend `A`, and its state after
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 
@@ -18,10 +18,6 @@ from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import HealthChecks
 from tests.clock import Clock
 from tests.forking import in_child
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 A, B, C, D = PEERS = [Backend(Role.DECODE, host, 1) for host in "abcd"]
 UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.backend_health import HealthState
+from proxy.balancer.lease import Lease
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load
 from proxy.common.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
-
-if TYPE_CHECKING:
-    from proxy.balancer.lease import Lease
-    from tests.balancer.conftest import Balancer
+from tests.balancer.conftest import Balancer
 
 UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState
 COST = Load(compute=100, kv=40)

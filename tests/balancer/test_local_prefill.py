@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from proxy.balancer.engines import EngineFacts
@@ -14,11 +12,8 @@ from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.shared.journal import Journal
 from proxy.common.backend import Backend, Load
+from tests.balancer.conftest import Balancer
 from tests.balancer.policies.test_least_seconds import PIECE, Prefillers, prompt
-
-if TYPE_CHECKING:
-    from tests.balancer.conftest import Balancer
-
 
 MOST = 4096
 

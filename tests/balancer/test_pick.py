@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from proxy.balancer.pick import PickRequest, Policy, Tracker
-from proxy.common.backend import Load, Role
+from proxy.balancer.pick import Candidate, PickRequest, Policy, Tracker
+from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Cost
 from proxy.wire.openai import Api
 from proxy.wire.prefix import PrefixKeys
+from tests.balancer.conftest import Balancer
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from proxy.balancer.pick import Candidate
-    from proxy.common.backend import Backend
-    from tests.balancer.conftest import Balancer
 
 CHAT = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7, "prompt_cache_key": "a", "user": "b"}'
 NOTHING = Load()

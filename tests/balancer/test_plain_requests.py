@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 from hypothesis import given
 
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engines import EngineFacts
-from proxy.balancer.health import Health
+from proxy.balancer.health import Health, Transition
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
@@ -22,9 +21,6 @@ from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from proxy.balancer.health import Transition
 
 BACKENDS = 3
 ELSEWHERE = Backend(Role.PREFILL, "p", 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,10 +20,8 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
+from tests.balancer.conftest import Balancer
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from tests.balancer.conftest import Balancer
 
 
 def down(balancer: Balancer, *backends: Backend) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.roster import ADMIN, CONFIG, JoiningList, Member, Move, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
+from tests.clock import Clock
 from tests.forking import in_child
-
-if TYPE_CHECKING:
-    from tests.clock import Clock
-
 
 P, D = Role.PREFILL, Role.DECODE
 

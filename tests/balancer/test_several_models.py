@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,12 +10,10 @@ from proxy.balancer.engines import EngineFacts, Identity
 from proxy.balancer.health import ProbeFailure
 from proxy.balancer.models import ServedModels, minority_instances
 from proxy.balancer.pick import PickRequest
+from proxy.balancer.pool import Pool
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable
-
-if TYPE_CHECKING:
-    from proxy.balancer.pool import Pool
-    from tests.balancer.conftest import Balancer
+from tests.balancer.conftest import Balancer
 
 P, D1, D2 = Backend(Role.PREFILL, "p", 1), Backend(Role.DECODE, "d", 1), Backend(Role.DECODE, "d", 2)
 BOTH = (Role.PREFILL, Role.DECODE)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.balancer.split import FleetSample, MoveAdvice, MovePlanner, Split, split_of
 from proxy.common.backend import Role
 from proxy.settings.fleet import Elastic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 IDLE = FleetSample(at=0.0, prefillers=4, decoders=4, computing=2, streams=20, full=10.0, waiting=0, handoffs=0)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from threading import Thread
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.common import blocking_http
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.common.quotations import RUN_CHARACTERS, without_quotations
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CUDA = "CUDA error: an illegal memory access was encountered"
 PROMPT = "The launch code of the submarine is 4711-Tango.\nKeep it secret, even from Anna Müller."

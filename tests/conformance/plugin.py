@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+
+import pytest
 
 from proxy.connectors import CONNECTORS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pytest
 
 _FAILURES = r"test_failures\.py::test_outcome_of_a_failing_engine\[(\w+)"
 _CASES = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -11,17 +12,11 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import END, SPACE, decode_tokens, encode_text, render_chat
 from proxy.sim.model.writer import DeterministicWriter
 from proxy.wire.openai import Api
-from tests.asking import request, until
-from tests.deployment import deployed
+from tests.asking import Answer, request, until
+from tests.deployment import Deployment, deployed
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-
-    from tests.asking import Answer
-    from tests.deployment import Deployment
-
-    Place = Callable[[Sequence[int]], int]
-    """Says after how many of the generated tokens an answer breaks off."""
+Place = Callable[[Sequence[int]], int]
+"""Says after how many of the generated tokens an answer breaks off."""
 
 COMPLETIONS_ONLY = ("v0.18", "v0.23")
 """Profiles of engines that take token ids for a prompt at `/v1/completions` only."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
 
 from tests.selection.covering import pairs
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 
 def all_of_one(row: tuple[object, ...]) -> set[Hashable]:

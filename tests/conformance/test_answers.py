@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.connectors import CONNECTORS
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 BODIES: dict[str, dict[str, Any]] = {
     "chat": request(Api.CHAT),

@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import random
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.connectors import CONNECTORS
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, request, until
+from tests.conftest import Deploy
 from tests.selection.covering import values
-
-if TYPE_CHECKING:
-    from proxy.sim.engine import SimulatedEngine
-    from tests.conftest import Deploy
 
 REQUESTS = 150
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from proxy.balancer.pick import Tracker
+from proxy.balancer.pick import PickRequest, Tracker
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
+from proxy.balancer.policies.prefiller import Prefiller
+from proxy.common.backend import Backend
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
 from tests.asking import until
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from proxy.balancer.pick import PickRequest
-    from proxy.balancer.policies.prefiller import Prefiller
-    from proxy.common.backend import Backend
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 BY_SECONDS = {"prefill_policy": "least_load"}
 WITH_PREFILLERS = [name for name in CONNECTORS if CONNECTOR_TRAITS[name].needs_prefillers]

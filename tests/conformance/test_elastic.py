@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from proxy.balancer.roster import Move
+from proxy.balancer.roster import Member, Move
 from proxy.common.backend import Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import Answer, answers_alone, request, until
-from tests.deployment import engine_options
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from proxy.balancer.roster import Member
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, engine_options
 
 pytestmark = pytest.mark.fault(163)
 

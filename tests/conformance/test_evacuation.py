@@ -6,19 +6,16 @@ An instance that announces its end by health checks with 503 is evacuated at onc
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.balancer.backend_health import HealthState
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, request, until
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.asking import Answer, answer_alone, request, until
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 pytestmark = pytest.mark.fault(62)
 

@@ -8,9 +8,10 @@ survive.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -20,14 +21,9 @@ from proxy.settings import CONNECTOR_TRAITS
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, request
 from tests.conformance.rows import all_of_one
-from tests.deployment import generations
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 from tests.selection.covering import pairs
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 # An error body that the gateway itself never writes.
 ENGINE_SAYS = {

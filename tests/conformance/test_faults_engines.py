@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import orjson
 import pytest
@@ -12,16 +13,10 @@ from proxy.common.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
-from tests.canned import CannedEngine, data, event_stream, http, json_answer
-from tests.deployment import generations
+from tests.canned import CannedEngine, Received, data, event_stream, http, json_answer
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 from tests.fleet.inspector.test_inspector import StandIn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.canned import Received
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 # Health checks that soon find engines that are back.
 ATTENTIVE: dict[str, Any] = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "rise": 1}

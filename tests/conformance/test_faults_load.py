@@ -8,9 +8,10 @@ import os
 import random
 import resource
 import socket
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
@@ -21,14 +22,10 @@ from proxy.connectors import CONNECTORS
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answers_alone, ask, request, until
 from tests.canned import CannedEngine, data, event_stream
+from tests.conftest import Deploy
 from tests.gateway.test_relay import ENDING, chunk, held_back
+from tests.scenarios.program import Program
 from tests.scenarios.program import gateway as gateway_program
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.conftest import Deploy
-    from tests.scenarios.program import Program
 
 STALLED = 120
 

@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -15,12 +15,9 @@ import pytest
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, read, request, until
 from tests.canned import CannedEngine, event_stream, http, json_answer
-from tests.deployment import generations
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 from tests.gateway.test_client_writer import exchange, raw_request
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 CHAT = Api.CHAT.path
 SECRET = "my-secret-prompt"

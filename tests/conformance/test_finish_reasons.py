@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
-from tests.asking import read
+from tests.asking import Answer, read
 from tests.canned import CannedEngine, data, event_stream, json_answer
 from tests.conformance.resuming import chat, completion, difference, serving, uninterrupted
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 DONE = b"data: [DONE]\n\n"
 HEAD: dict[str, Any] = {"id": "x", "created": 1, "model": "m"}

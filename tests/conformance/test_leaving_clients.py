@@ -6,24 +6,21 @@ is not retried.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
+from proxy.sim.state import EngineState
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import request, until
 from tests.conformance.rows import all_of_one
+from tests.conftest import Deploy
 from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from proxy.sim.state import EngineState
-    from tests.conftest import Deploy
 
 _NOTICED_WITHIN_SECONDS = 1.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
@@ -13,12 +13,9 @@ from proxy.common.backend import Role
 from proxy.connectors import CONNECTORS
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.asking import ask, read, request, until
+from tests.asking import Answer, ask, read, request, until
+from tests.conftest import Deploy
 from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.conftest import Deploy
 
 LISTS = [[*b"Which river is long? The Nile"], [*b"Which river is long? The Po"], [*b"Which river? None"]]
 ECHOES: dict[str, dict[str, Any]] = {

@@ -7,24 +7,19 @@ answers with 500 eject none. `-rP` prints the figures of each case.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, request, until
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.sim.engine import SimulatedEngine
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.asking import Answer, answer_alone, request, until
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 POISON = "poison"
 """Value of the member `user` of poison requests, which every leg contains."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 import io
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
 from proxy.wire.openai import Api
-from tests.asking import read
+from tests.asking import Answer, read
 from tests.canned import CannedEngine, Received, event_stream, json_answer
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.dialects import messages, responses
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 CUT = "cut \ud83d"
 LONE_SURROGATES = {

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, read, request, until
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from proxy.sim.engine import SimulatedEngine
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.asking import Answer, answer_alone, read, request, until
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 CONNECTORS = (
     *("vllm_pull", "vllm_store", "nixl_push", "mooncake_bootstrap", "ascend_layerwise", "sglang_bootstrap", "plain"),

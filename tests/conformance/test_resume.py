@@ -6,8 +6,9 @@ first of two decoders. Every answer is compared with that of a gateway without f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
@@ -23,12 +24,13 @@ from proxy.sim.model.tokenizer import (
     THINK_END,
     render_chat,
 )
-from tests.asking import ask
+from tests.asking import Answer, ask
 from tests.canned import CannedEngine, data, event_stream
 from tests.conformance.resuming import (
     NATIVE,
     PROFILES,
     WITH_USAGE,
+    Place,
     actions,
     after,
     before,
@@ -48,14 +50,7 @@ from tests.conformance.resuming import (
     thoughts,
     uninterrupted,
 )
-from tests.deployment import deployed, generations
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.asking import Answer
-    from tests.conformance.resuming import Place
-    from tests.deployment import Deployment
+from tests.deployment import Deployment, deployed, generations
 
 ERROR = "error"
 """Expectation instead of an action: the client gets an error."""

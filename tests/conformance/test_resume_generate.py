@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
 from proxy.sim.model.tokenizer import encode_text
-from tests.asking import read
+from tests.asking import Answer, read
 from tests.conformance.resuming import actions, serving, text_of
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.deployment import Deployment
+from tests.deployment import Deployment, generations
 
 NOW, OLD = "sglang", "sglang-0.5.16"
 TEXT = "What is it?"

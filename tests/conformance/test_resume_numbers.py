@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request
 from tests.conformance.resuming import WITH_USAGE, thoughts
+from tests.conftest import Deploy
 from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
 
 SPELLED = (10, 10.0, "10", " 10 ", "10.0", "1_0")
 LIMITS = [

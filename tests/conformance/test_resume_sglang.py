@@ -5,8 +5,9 @@ The tables of tests/conformance/test_resume.py are for vLLM's versions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -29,9 +30,6 @@ from tests.conformance.resuming import (
 )
 from tests.conformance.test_resume import ERROR, MEDIA, RETRIED, SHORT, Row, check, check_resume_error, rows
 from tests.deployment import deployed, generations
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SGLANG: dict[str, Any] = {"connector": "sglang_bootstrap"}
 NOW, OLD = "sglang", "sglang-0.5.16"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, render_chat
-from tests.asking import until
+from tests.asking import Answer, until
 from tests.conformance.resuming import (
     WITH_USAGE,
+    Place,
     actions,
     after,
     chat,
@@ -28,16 +31,8 @@ from tests.conformance.resuming import (
     uninterrupted,
 )
 from tests.conformance.test_resume import MEDIA
-from tests.deployment import deployed, generations
+from tests.deployment import Deployment, deployed, generations
 from tests.selection.covering import pairs, values
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from contextlib import AbstractAsyncContextManager
-
-    from tests.asking import Answer
-    from tests.conformance.resuming import Place
-    from tests.deployment import Deployment
 
 NOW, OLD = "sglang", "sglang-0.5.16"
 SAMPLED: dict[str, Any] = {

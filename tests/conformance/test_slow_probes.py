@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.balancer.backend_health import HealthState
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
-
-if TYPE_CHECKING:
-    from proxy.sim.engine import SimulatedEngine
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 PROBED: dict[str, Any] = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "timeout_seconds": 0.05}
 

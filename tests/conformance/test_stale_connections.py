@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from itertools import product
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.connectors import CONNECTORS
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 REQUESTS = 20
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.connectors import CONNECTORS
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.conformance.resuming import serving
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.dialects import messages, responses
-
-if TYPE_CHECKING:
-    from proxy.sim.engine import SimulatedEngine
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 QUICK: dict[str, Any] = {"silence_seconds": 0.2}
 """Silences are checked soon: an engine that refuses connections after 50 ms."""

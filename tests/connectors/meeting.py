@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from tests.asking import until
 from tests.canned import CannedEngine, Received, data, event_stream, http, json_answer, read_request
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    Act = Callable[["Exchange"], Awaitable[None]]
+Act = Callable[["Exchange"], Awaitable[None]]
 
 
 @dataclass

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tests.canned import LoopbackServer, json_answer
-
-if TYPE_CHECKING:
-    import asyncio
 
 
 def engines_told(*engine_ids: str) -> bytes:

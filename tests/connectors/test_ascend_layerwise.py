@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import orjson
@@ -13,22 +14,16 @@ import pytest
 
 from proxy.common.backend import Load
 from proxy.connectors.ascend_layerwise import AscendLayerwise
+from proxy.dialects.call import Call
 from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
-from tests.connectors.pushing import TEXT, PushDecoder, PushPrefiller, SideChannel, callback, engine_id
-from tests.deployment import generations
+from tests.conftest import Deploy
+from tests.connectors.pushing import TEXT, PushDecoder, PushEngine, PushPrefiller, SideChannel, callback, engine_id
+from tests.deployment import Deployment, generations
 from tests.parsing import parse
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from proxy.dialects.call import Call
-    from tests.conftest import Deploy
-    from tests.connectors.pushing import PushEngine
-    from tests.deployment import Deployment
-
-    Start = Callable[..., Awaitable["Pushing"]]
+Start = Callable[..., Awaitable["Pushing"]]
 
 
 @dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import orjson
 import pytest
 
@@ -12,11 +10,9 @@ from proxy.settings import Cost, Timeouts
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.canned import CannedEngine, json_answer
+from tests.conftest import Deploy
 from tests.deployment import generations
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1, 10.002), (1000, 12.0), (128_000, 266.0)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import orjson
 import pytest
@@ -18,12 +18,8 @@ from proxy.observe.metrics import Metrics
 from proxy.upstream import AddressRules, EngineClient, Names
 from tests.asking import until
 from tests.canned import http
+from tests.clock import Clock
 from tests.connectors.registering import BootstrapServer, engines_told
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    from tests.clock import Clock
 
 PREFILLER = Backend(Role.PREFILL, "127.0.0.1", 1, slot=3)  # nothing listens there
 TWO = ((0, "engine-0"), (1, "engine-1"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -17,14 +18,9 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, http
-from tests.deployment import generations
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "u1"}
 AUDIO = {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -14,17 +15,11 @@ from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import data, event_stream, http, json_answer
-from tests.connectors.meeting import ActingEngine, answers, answers_when, hangs, resets, says
+from tests.conftest import Deploy
+from tests.connectors.meeting import Act, ActingEngine, Exchange, answers, answers_when, hangs, resets, says
 from tests.connectors.registering import BootstrapServer, engines_told
-from tests.deployment import generations
+from tests.deployment import Deployment, generations
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.conftest import Deploy
-    from tests.connectors.meeting import Act, Exchange
-    from tests.deployment import Deployment
 
 COMPLETION = b'{"prompt":\t"Hi \\ud83d\\ude42","max_tokens":5,"max_completion_tokens":9,"x":"\\/"}'
 REFUSED = b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}'

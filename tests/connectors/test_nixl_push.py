@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,13 +11,9 @@ from proxy.connectors.nixl_push import EnginePlace, EnginePlaces
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import json_answer
-from tests.connectors.meeting import ActingEngine, answers, answers_when
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.connectors.meeting import Exchange
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.connectors.meeting import ActingEngine, Exchange, answers, answers_when
+from tests.deployment import Deployment, generations
 
 PLACE = {
     "remote_engine_id": "engine-1",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.canned import CannedEngine, http, json_answer
+from tests.conftest import Deploy
 from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
 
 BODY = b'{"prompt": ["a", "b"],"n": 2,"model" : "sim","seed":18446744073709551616,"echo":true,"logprobs":1,"x":"\\/"}'
 ANSWER = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -11,14 +11,11 @@ from proxy.connectors import read_back
 from proxy.connectors.sequential import VllmPull
 from proxy.settings import Cost
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, request, until
+from tests.asking import Answer, answer_alone, request, until
 from tests.clock import Clock
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 TEXT = "once upon a time in a land far away a gateway counted the tokens of its decoders " * 8
 BOTH: dict[str, Any] = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import orjson
 import pytest
 
+from proxy.balancer.pick import PickRequest
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors import CONNECTORS
@@ -23,18 +24,13 @@ from proxy.connectors.disaggregated import make_prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import Attempt
 from proxy.connectors.releaser import PrefilledKv, parse_kv_params
+from proxy.dialects.call import Call
+from proxy.observe.timeline import Timeline
 from proxy.settings import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
+from tests.conftest import Deploy
 from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.balancer.pick import PickRequest
-    from proxy.dialects.call import Call
-    from proxy.observe.timeline import Timeline
-    from tests.conftest import Deploy
 
 
 class Example(Connector):

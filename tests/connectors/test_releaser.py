@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -15,11 +15,8 @@ from proxy.connectors.releaser import RELEASE_MODEL, KvTransfer, PrefilledKv, ma
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import request, until
-from tests.deployment import generations, kv_params, releases
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations, kv_params, releases
 
 OLD = {"profile_name": "v0.27"}
 """Engines that cannot release."""

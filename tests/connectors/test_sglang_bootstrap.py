@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -17,13 +17,10 @@ from proxy.connectors.sglang_bootstrap import bootstrap_members, choose_room_of_
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import api_of, request, until
 from tests.canned import data
+from tests.conftest import Deploy
 from tests.connectors import meeting
-from tests.connectors.meeting import ANSWER, ActingEngine, answers, hangs, resets, says, streams
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.connectors.meeting import Act, Exchange
-    from tests.deployment import Deployment
+from tests.connectors.meeting import ANSWER, Act, ActingEngine, Exchange, answers, hangs, resets, says, streams
+from tests.deployment import Deployment
 
 FLAT = b'{"object":"error","message":"no room","type":"BadRequestError","param":null,"code":400}'
 TOLD = {"error": {"object": "error", "message": "transfer failed", "type": "x", "param": None, "code": 500}}

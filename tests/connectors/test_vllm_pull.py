@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
-from proxy.common.backend import Role
+from proxy.common.backend import Backend, Role
+from proxy.connectors.legs import Attempt
+from proxy.dialects.call import Call
 from proxy.observe.timeline import Timeline
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, json_answer
-from tests.deployment import generations, kv_params
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations, kv_params
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.common.backend import Backend
-    from proxy.connectors.legs import Attempt
-    from proxy.dialects.call import Call
-    from proxy.sim.engine import SimulatedEngine
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 # Members spelled as no serialiser would: number forms, escapes, order and spaces have to survive.
 AS_WRITTEN = (

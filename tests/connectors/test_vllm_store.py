@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -10,11 +10,8 @@ import pytest
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
 from tests.canned import CannedEngine, http, json_answer
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 BODY = b'{"prompt":\t"Hi \\ud83d\\ude42","max_tokens":5,"min_tokens": 2,"seed":18446744073709551616,"x":"\\/"}'
 DECODED = {

@@ -10,21 +10,17 @@ event: sorry    {"why": "…", "kind": "…"}, in place of the end
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import orjson
 
-from proxy.common.errors import BadRequest
+from proxy.common.errors import BadRequest, GatewayError
+from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, Rendering, Unit, UnitRendering
+from proxy.dialects.call import Call
 from proxy.dialects.openai import ChatCompletions
+from proxy.settings import Cost
 from proxy.wire.document import Document
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from proxy.common.errors import GatewayError
-    from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, Rendering, Unit, UnitRendering
-    from proxy.dialects.call import Call
-    from proxy.settings import Cost
 
 
 class EchoChat(ChatCompletions):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from tests.asking import read
+from tests.asking import Answer, read
+from tests.deployment import Deployment
 from tests.dialects.validators import check_message_events, named_events
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.deployment import Deployment
 
 PATH = "/v1/messages"
 TOOLS = [

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hypothesis import strategies as st
 
 from proxy.wire.python_json import dumps
 from tests.canned import event_stream, http
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ODD: Final[st.SearchStrategy[Any]] = st.sampled_from(
     [

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
 
 from tests.asking import until
 from tests.conformance.resuming import difference, serving
+from tests.deployment import Deployment
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
-    from tests.deployment import Deployment
-
-    Asking = Callable[[Deployment], Awaitable[dict[str, Any]]]
-    """Asks for a message and puts together what comes."""
+Asking = Callable[[Deployment], Awaitable[dict[str, Any]]]
+"""Asks for a message and puts together what comes."""
 
 FAULTS: Final = {
     "recomputed": "recompute",

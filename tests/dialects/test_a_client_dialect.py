@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -15,11 +15,9 @@ from proxy.process.worker import clients
 from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
 from tests.asking import Answer, answer_alone, read, request
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.dialects.echo_chat import EchoChat
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 PATH = "/v1/echo-chat"
 ASKED = {"model": "sim", "say": "Hello there", "tokens": 40}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.conftest import Deploy
 from tests.deployment import generations
 from tests.dialects.messages import ask
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
 
 QUESTIONS = {
     "/v1/completions": b'"prompt":"a"',

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
 from proxy.common.errors import BadRequest
+from proxy.dialects.base import Unit
+from proxy.dialects.call import Call
 from proxy.dialects.fanout import MergedStreams, has_single_choice, merge_answers, merge_usage, split_into_units
 from proxy.settings import Cost
 from proxy.wire.document import join_body
 from proxy.wire.openai import Api
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from proxy.dialects.base import Unit
-    from proxy.dialects.call import Call
 
 COST = Cost()
 

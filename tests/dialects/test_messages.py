@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -17,13 +17,10 @@ from proxy.settings import Cost
 from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
-from tests.deployment import generations
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 from tests.dialects.messages import TOOLS, ask, message, question, story
 from tests.dialects.validators import named_events
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 PARSERS = {"tool_call_parser": "kimi_k2", "eos_after": 100, "default_max_tokens": 100_000}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import orjson
 import pytest
@@ -12,21 +13,16 @@ import uvloop
 from hypothesis import HealthCheck, Phase, given, settings
 
 from proxy.observe.observers import RequestListener
+from proxy.observe.record import RequestRecord
 from proxy.wire.python_json import dumps
 from tests.asking import Answer, read, until
 from tests.canned import CannedEngine, Received, data, event_stream, http, json_answer
 from tests.connectors import pushing
 from tests.connectors.registering import BootstrapServer
-from tests.deployment import deployed
+from tests.deployment import Deployment, deployed
 from tests.dialects import odd_answers
 from tests.dialects.odd_answers import CALLBACK, Told
 from tests.dialects.validators import check, named_events
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from proxy.observe.record import RequestRecord
-    from tests.deployment import Deployment
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES, GENERATE = "/v1/messages", "/v1/responses", "/generate"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -11,15 +11,12 @@ from pydantic import BaseModel
 
 from proxy.common.errors import BadRequest
 from proxy.connectors.one_engine import RARE_MEMBERS
+from proxy.dialects.call import Call
 from proxy.dialects.openai import ChatCompletions, Completions
 from proxy.settings import Cost
 from proxy.wire.document import join_body
 from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from proxy.dialects.call import Call
-
 
 COST = Cost()
 

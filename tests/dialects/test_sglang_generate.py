@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
@@ -13,13 +13,10 @@ import pytest
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import Answer, read, until
 from tests.canned import data
-from tests.connectors.meeting import DONE, ActingEngine, hangs, says, streams
+from tests.conftest import Deploy
+from tests.connectors.meeting import DONE, Act, ActingEngine, Exchange, hangs, says, streams
 from tests.connectors.meeting import answers as answers_openai
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.connectors.meeting import Act, Exchange
-    from tests.deployment import Deployment
+from tests.deployment import Deployment
 
 TEXT = "The capital of France is"
 BODY: dict[str, Any] = {"text": TEXT, "sampling_params": {"temperature": 0, "max_new_tokens": 6}}

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
 from proxy.common.errors import BadRequest
-from proxy.dialects.call import MAX_OUTPUT_TOKENS
+from proxy.dialects.call import MAX_OUTPUT_TOKENS, Call
 from proxy.settings import Cost
 from proxy.wire import sglang
 from proxy.wire.document import join_body
 from proxy.wire.openai import Api
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from proxy.dialects.call import Call
-
 
 COST = Cost(bytes_per_token=4, image_tokens=1000, audio_tokens=500, default_output_tokens=256)
 

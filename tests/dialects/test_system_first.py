@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from proxy.dialects.adjustments import SystemMessageJoiner
 from proxy.settings import Settings
+from tests.conftest import Deploy
 from tests.deployment import generations
 from tests.dialects import messages, responses
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
 
 SYSTEM, LATER, HI = (
     {"role": role, "content": text} for role, text in (("system", "a"), ("system", "b"), ("user", "Hi"))

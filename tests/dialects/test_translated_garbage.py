@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.common.errors import BadRequest
+from proxy.dialects.base import Dialect
 from proxy.dialects.call import Call
 from proxy.dialects.messages import Messages
 from proxy.dialects.requests import parse_body
 from proxy.dialects.responses import Responses
 from proxy.settings import Cost
-
-if TYPE_CHECKING:
-    from proxy.dialects.base import Dialect
 
 JSON = st.recursive(
     st.none()

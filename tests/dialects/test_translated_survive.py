@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.conformance.resuming import serving
+from tests.deployment import Deployment
 from tests.dialects import messages, responses, surviving
-
-if TYPE_CHECKING:
-    from tests.deployment import Deployment
 
 TOKENS = 137
 STEPS = {"recomputed": 1, "killed": 3, "aborted": 3, "stalled": 12}

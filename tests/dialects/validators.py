@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
 
 from proxy.wire.python_json import loads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-    from tests.asking import Answer
+from tests.asking import Answer
 
 _MESSAGE_DELTAS: Final = {
     "text": {"text_delta": "text"},

@@ -5,14 +5,12 @@ The tests of a row have node ids that begin like its entries, or the marker `@py
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 TABLE: Final = Path(__file__).parent.parent / "faults.yaml"
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
 
 import pytest
 
 from tests.faults import evidence, mistakes, read_table, summary
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
-
 
 _PROPERTY = "fault"
 

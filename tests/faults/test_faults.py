@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.faults import TABLE, Row, evidence, mistakes, read_table, summary
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_rows_are_complete_and_in_order() -> None:

@@ -11,13 +11,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.fuzz.targets import CORPUS, TARGETS, check_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _FOUND: Final = Path("build/fuzz")
 _MAX_BYTES: Final = 600

@@ -6,19 +6,17 @@ import asyncio
 import atexit
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import h11
 
 from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import EngineConnection
 from proxy.upstream.response import Response
 from proxy.upstream.upstream import RequestHeads
 from tests.fuzz.cutting import cut, singly, spelled, words
-
-if TYPE_CHECKING:
-    from proxy.common.errors import Failure, UpstreamError
 
 LOOP = asyncio.new_event_loop()
 atexit.register(LOOP.close)

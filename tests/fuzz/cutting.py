@@ -8,10 +8,8 @@ from __future__ import annotations
 import ast
 import random
 import re
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import Final
 
 _SIZES: Final = (1, 1, 2, 3, 5, 8, 20, 100)
 _FIRST: Final = 0x80

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Mapping
+from typing import Any, Final, cast
 
+import aiohttp
 import h11
 import httptools
 from aiohttp import web
@@ -11,23 +13,17 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParser, HttpResponseParser
 from aiohttp.http_writer import _serialize_headers
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from proxy.api.passthrough import client_headers
 from proxy.balancer.engines import EngineKeys
+from proxy.common.errors import UpstreamError
 from proxy.dialects.call import FORWARDED_HEADERS
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.upstream import Response
 from proxy.upstream.upstream import RequestHeads
 from tests.fuzz.answers import ENGINE, LOOP, Line, connected
 from tests.fuzz.cutting import spelled, words
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import aiohttp
-    from multidict import CIMultiDict, CIMultiDictProxy
-
-    from proxy.common.errors import UpstreamError
 
 WORDS: Final = words(
     r"""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast
+from array import array
+from typing import Any, Final, cast
 
 import orjson
 
 from proxy.connectors.legs import Attempt
 from proxy.gateway.assembly import Assembly
+from proxy.gateway.client_writer import ClientWriter
 from proxy.gateway.delivery import Delivery
 from proxy.gateway.relay import Relay
 from proxy.observe.timeline import Timeline
@@ -18,11 +20,6 @@ from tests.asking import request
 from tests.fuzz.answers import LOOP, Line, connected
 from tests.fuzz.cutting import cut, singly, spelled, words
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from array import array
-
-    from proxy.gateway.client_writer import ClientWriter
 
 # The first byte selects one of these requests.
 _BODIES = [

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Final, cast
 
 TARGETS: Final = (
     *("events", "answers", "documents", "headers", "grammar", "options", "keys", "streams"),

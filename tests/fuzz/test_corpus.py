@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 
 from tests.fuzz.cutting import spelled
 from tests.fuzz.targets import CORPUS, TARGETS, check_of, examples_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Imported here, because some targets import hypothesis tests, which hypothesis rejects within a test.
 CHECKS = {target: check_of(target) for target in TARGETS}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import orjson
 
 from proxy.common.errors import BadRequest, GatewayError
+from proxy.dialects.base import AnsweredAttempt
+from proxy.dialects.call import Call
 from proxy.dialects.requests import parse_body
 from proxy.dialects.segment import Meaning
-from proxy.dialects.translated import AnswerParts, ChatCompletion
+from proxy.dialects.translated import AnswerParts, ChatCompletion, TranslatedDialect
 from proxy.settings import Cost
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.python_json import dumps, loads
@@ -18,11 +20,6 @@ from proxy.wire.sse import EventSplitter
 from tests.asking import Answer
 from tests.dialects.validators import check
 from tests.fuzz.cutting import spelled, words
-
-if TYPE_CHECKING:
-    from proxy.dialects.base import AnsweredAttempt
-    from proxy.dialects.call import Call
-    from proxy.dialects.translated import TranslatedDialect
 
 WORDS: Final = words(
     r"""

@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from types import CodeType, FrameType
+from typing import Any, Final
 
 from proxy.gateway.fast_connection import FastConnection
 from proxy.gateway.request import Request
 from proxy.observe.observers import Observers, RequestListener
+from proxy.observe.record import RequestRecord
 from proxy.upstream.connection import EngineConnection
 from proxy.upstream.upstream import Upstream
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.talking import Clients, raw
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-    from types import CodeType, FrameType
-
-    from proxy.observe.record import RequestRecord
-    from tests.deployment import Deployment
-    from tests.talking import Line
+from tests.deployment import Deployment
+from tests.talking import Clients, Line, raw
 
 BATCH: Final = Observers.settle.__code__
 """Begins what is done for many requests at once. How many depends on the machine."""

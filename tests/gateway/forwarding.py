@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proxy.resume.transcript import Transcript
 from proxy.upstream.fast_forward import FastForward, Tokens
 from proxy.upstream.pump import format_of
+from proxy.wire.sse import TokenShape
 from tests.canned import data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from proxy.wire.sse import TokenShape
 
 
 class Client:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from difflib import unified_diff
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from proxy.gateway import fast_connection as connection
 from proxy.listener.replies import choose_request_id
-from tests.recorded.conversation import Conversation
+from tests.recorded.conversation import Conversation, Talk
 from tests.recorded.course import course
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.recorded.conversation import Talk
 
 
 class Roads:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.balancer.shared.memory import NO_HEAD, QueueHeads
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.shared.memory import NO_HEAD, QueueHeads, WorkerQueueHead
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    from proxy.balancer.pick import PickRequest
-    from proxy.balancer.shared.memory import WorkerQueueHead
 
 
 class Unit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
@@ -22,10 +22,8 @@ from proxy.wire.document import join_body
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, ask, request, until
 from tests.canned import CannedEngine, data, http, json_answer
+from tests.conftest import Deploy
 from tests.gateway.test_delivery import ENGINE, STEPS, THINKING, TOOLS, VERSIONS, call_of, chunk, take
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
 
 CHOICE = {"index": 0, "text": "y", "finish_reason": "stop"}
 PREFILLED = {

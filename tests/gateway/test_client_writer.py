@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import orjson
 import pytest
 from yarl import URL
 
-from proxy.gateway.client_writer import ClientWriter
+from proxy.gateway.client_writer import ClientConnection, ClientWriter
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from proxy.gateway.client_writer import ClientConnection
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 
 def raw_request(body: dict[str, Any], *headers: bytes, version: bytes = b"1.1") -> bytes:

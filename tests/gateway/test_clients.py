@@ -6,21 +6,18 @@ import asyncio
 import gc
 import logging
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from proxy.gateway.fast_connection import FastConnection
 from proxy.wire.openai import Api
 from tests.asking import request
+from tests.conftest import Deploy
+from tests.deployment import Deployment
+from tests.gateway.roads import Roads
 from tests.talking import Clients, raw
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
-    from tests.gateway.roads import Roads
 
 STREAM = request(Api.CHAT, stream=True)
 WHOLE = request(Api.COMPLETIONS, stream=False)

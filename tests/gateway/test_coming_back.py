@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request, until
-from tests.talking import raw
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.gateway.roads import Roads
-    from tests.talking import Clients
+from tests.gateway.roads import Roads
+from tests.talking import Clients, raw
 
 STREAM: Final = request(Api.CHAT, stream=True)
 WHOLE: Final = request(Api.COMPLETIONS, stream=False)

@@ -10,22 +10,18 @@ import logging
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.canned import CannedEngine, data
-from tests.gateway.calls import BATCH, Ended, ask, connected, counting
+from tests.conftest import Deploy
+from tests.gateway.calls import BATCH, Calls, Ended, ask, connected, counting
 from tests.gateway.forwarding import framed, token
-from tests.talking import raw
+from tests.talking import Line, raw
 from tests.upstream.raw import STREAM_HEAD
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.gateway.calls import Calls
-    from tests.talking import Line
 
 CONNECTIONS: Final = 16
 ROUNDS: Final = 5  # few, so that on a slow machine, too, some measurement is without what is done now and then

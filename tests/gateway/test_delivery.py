@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
 import pytest
 
 from proxy.common.terms import Action
+from proxy.dialects.call import Call
 from proxy.dialects.segment import Meaning, Segment
 from proxy.gateway.delivery import Delivery
 from proxy.resume.engines import VLLM
@@ -25,11 +27,6 @@ from proxy.wire.sse import EventSplitter
 from tests.asking import api_of, ask, request
 from tests.canned import data
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.dialects.call import Call
 
 THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
 TOOLS = [

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import orjson
 import pytest
 from aiohttp.test_utils import unused_port
 
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engines import EngineKeys
 from proxy.balancer.health import Health
 from proxy.balancer.pool import Pools
@@ -25,13 +27,8 @@ from proxy.sim.model.tokenizer import MARKERS, THINK, THINK_END
 from proxy.upstream import Upstream
 from tests.asking import until
 from tests.canned import CannedEngine, event_stream, http, json_answer
+from tests.deployment import Engine
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-
-    from proxy.balancer.backend_health import HealthState
-    from tests.deployment import Engine
 
 IDS = [*b"na", *"ï".encode(), *b"ve"]
 PATH = "/detokenize"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
 
 from proxy.wire.document import Document
 from proxy.wire.openai import DONE_EVENT, OPENAI_APIS, Api, cut_engine_members
-from tests.asking import read, request
+from tests.asking import Answer, read, request
 from tests.canned import CannedEngine, event_stream, json_answer
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.dialects import messages, responses
-
-if TYPE_CHECKING:
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 BODIES: dict[str, dict[str, Any]] = {
     Api.CHAT.path: request(Api.CHAT, max_tokens=40),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -23,9 +24,6 @@ from tests.asking import api_of, request
 from tests.canned import data
 from tests.gateway.forwarding import Client, Engine, PumpedEngine, framed, tokens_like
 from tests.parsing import parse
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def chunk(delta: dict[str, Any], ids: Sequence[int] | None, **more: Any) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -14,9 +14,7 @@ from proxy.upstream.connection import EngineConnection
 from proxy.upstream.gathering import FIRST_TOKENS, Gathering, next_seconds
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
+from tests.conftest import Deploy
 
 BODY = request(Api.CHAT, "a question", stream=True, max_tokens=60)
 SECONDS = 0.005

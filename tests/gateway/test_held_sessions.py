@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 
@@ -18,10 +18,6 @@ from proxy.gateway.queue_order import InTurn
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 pytestmark = pytest.mark.interpreted  # a fake cache derives from a class that is compiled
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 import orjson
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.sim.engine import SimulatedEngine
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 SOON: Final = 0.02
 BOTH: Final = {"keep_alive_after_seconds": SOON, "keep_alive_seconds": SOON}

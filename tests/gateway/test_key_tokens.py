@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -12,13 +12,9 @@ import pytest
 from proxy.settings import ClientKey
 from proxy.wire.openai import Api
 from tests.asking import request, until
+from tests.deployment import Deployment
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tests.deployment import Deployment
-
-    Deploy = Callable[..., Awaitable[Deployment]]
+Deploy = Callable[..., Awaitable[Deployment]]
 
 
 def give_keys(gateway: Deployment, **limits: dict[str, int]) -> None:

@@ -6,24 +6,21 @@ import asyncio
 import gc
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engines import EngineFacts, Identity
+from proxy.common.backend import Backend
 from proxy.common.errors import UnknownModel
 from proxy.observe.metrics import exposition
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
+from tests.conftest import Deploy
 from tests.deployment import Deployment, generations, releases
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from proxy.common.backend import Backend
-    from tests.conftest import Deploy
 
 MESSAGES = [{"role": "user", "content": "What is it?"}]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from proxy.common.errors import GatewayError, Overloaded
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 ANSWER_SECONDS = 1000.0
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.deployment import generations
+from tests.gateway.roads import Roads
 from tests.talking import Clients, raw
-
-if TYPE_CHECKING:
-    from tests.gateway.roads import Roads
 
 BODY: Final[dict[str, Any]] = request(Api.CHAT, "is computed", stream=True, max_tokens=2)
 

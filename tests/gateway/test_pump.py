@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
+from proxy.upstream.connection import EngineConnection
+from proxy.upstream.fast_forward import Tokens
 from proxy.upstream.pump import Pump
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
-
-if TYPE_CHECKING:
-    from proxy.upstream.connection import EngineConnection
-    from proxy.upstream.fast_forward import Tokens
-    from tests.conftest import Deploy
+from tests.conftest import Deploy
 
 BODY = request(Api.CHAT, "a question", stream=True, max_tokens=60)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -14,9 +14,6 @@ from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from proxy.wire.prefix import NO_PREFIX_KEYS
 from tests.clock import Clock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Wishes:

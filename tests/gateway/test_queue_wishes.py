@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.settings.client_keys import ClientKey
+from proxy.sim.engine import SimulatedEngine
+from proxy.sim.state import RecordedRequest
 from proxy.wire.openai import Api
-from tests.asking import request, until
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.sim.engine import SimulatedEngine
-    from proxy.sim.state import RecordedRequest
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.asking import Answer, request, until
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 
 class Busy:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -19,13 +20,9 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import Answer, answer_alone, read, request, until
 from tests.canned import CannedEngine, Received, data, event_stream, json_answer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.clock import Clock
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.clock import Clock
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 
 def chunk(text: str, finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import httptools
 import pytest
-from aiohttp import HttpVersion11
+from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_parser import HttpRequestParser
 from hypothesis import event, example, given
 from hypothesis import strategies as st
+from multidict import CIMultiDictProxy
 
 from proxy.gateway.intake import MAX_HEAD_BYTES, Head, is_one_request, read_head
 from proxy.listener.connection import refusal_of
 from tests.fuzz.cutting import words
-
-if TYPE_CHECKING:
-    from aiohttp import HttpVersion, web
-    from multidict import CIMultiDictProxy
 
 PATH = b"/v1/chat/completions"
 LINE = b"POST " + PATH + b" HTTP/1.1\r\n"

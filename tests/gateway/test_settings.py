@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.talking import raw
-
-if TYPE_CHECKING:
-    from tests.gateway.roads import Roads
-    from tests.talking import Clients
+from tests.gateway.roads import Roads
+from tests.talking import Clients, raw
 
 STREAM = request(Api.CHAT, stream=True)
 WHOLE = request(Api.COMPLETIONS, stream=False)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import orjson
 import pytest
 
 from proxy.wire.openai import DONE_EVENT, Api
-from tests.asking import read, request
+from tests.asking import Answer, read, request
 from tests.canned import CannedEngine, Received, data, event_stream, http, json_answer
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.dialects import messages, responses
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 CHAT = Api.CHAT.path
 BODIES: dict[str, dict[str, Any]] = {

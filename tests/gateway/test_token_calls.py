@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import FrameType
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -14,13 +16,14 @@ import pytest
 import proxy
 from proxy.connectors.legs import Attempt
 from proxy.gateway.assembly import Assembly
+from proxy.gateway.client_writer import ClientWriter
 from proxy.gateway.delivery import Delivery
 from proxy.gateway.relay import Relay, TokenClock
 from proxy.observe.metrics import Metrics
 from proxy.observe.record import RequestRecord
 from proxy.observe.timeline import Timeline
 from proxy.settings import Cost
-from proxy.upstream import Response
+from proxy.upstream import EngineConnection, Response
 from proxy.wire.openai import Api
 from tests.asking import api_of, request
 from tests.fuzz.answers import Line, connected
@@ -28,13 +31,6 @@ from tests.fuzz.streams import NoHandoff, Owner
 from tests.gateway.forwarding import Client, token
 from tests.parsing import parse
 from tests.upstream.raw import STREAM_HEAD
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
-    from proxy.gateway.client_writer import ClientWriter
-    from proxy.upstream import EngineConnection
 
 _OURS = str(Path(proxy.__file__).parent)
 

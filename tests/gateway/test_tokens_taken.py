@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,6 @@ from proxy.wire.sse import TokenShape
 from tests.gateway.forwarding import Client, Engine, PumpedEngine, framed, tokens_like
 from tests.selection.covering import values
 from tests.wire.test_token import event
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Forwarded:

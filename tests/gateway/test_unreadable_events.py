@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import orjson
 import pytest
@@ -12,16 +13,11 @@ from proxy.dialects.segment import Meaning
 from proxy.dialects.sglang_events import GenerateAnswerAssembler, WatchedGenerateEvents
 from proxy.wire.openai import DONE_EVENT as DONE
 from proxy.wire.sse import Event
-from tests.asking import read
+from tests.asking import Answer, read
 from tests.canned import CannedEngine, Received, event_stream, json_answer
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.dialects import messages, responses
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", messages.PATH, responses.PATH
 BODIES: dict[str, dict[str, Any]] = {

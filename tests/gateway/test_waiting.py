@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
 from proxy.gateway.request import Request
 from proxy.wire.openai import Api
 from tests.asking import request, until
-from tests.talking import Clients, raw
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.gateway.roads import Roads
-    from tests.talking import Line
+from tests.conftest import Deploy
+from tests.gateway.roads import Roads
+from tests.talking import Clients, Line, raw
 
 STREAM: Final = request(Api.CHAT, "waits", stream=True, max_tokens=2)
 WHOLE: Final = request(Api.COMPLETIONS, "waits", stream=False, max_tokens=2)

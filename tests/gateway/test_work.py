@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
+from proxy.sim.state import EngineState
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, ask, request, until
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from proxy.sim.state import EngineState
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 PROMPTS = [
     "Hi",

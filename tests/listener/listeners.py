@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -18,9 +19,6 @@ from proxy.observe.metrics import Metrics
 from proxy.settings import Listen
 from tests.asking import until
 from tests.clock import Clock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 PATH = "/v1/chat/completions"
 HEAD = b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\n"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiohttp import StreamReader, web
@@ -15,12 +16,7 @@ from proxy.listener import body
 from proxy.listener.body import deadline_seconds, read_body
 from proxy.settings import Listen
 from tests.asking import until
-from tests.listener.listeners import CLEAN, HEAD, PATH, Site, serving
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.listener.listeners import Client
+from tests.listener.listeners import CLEAN, HEAD, PATH, Client, Site, serving
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 MIB = 1024 * 1024

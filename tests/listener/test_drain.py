@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -17,10 +18,7 @@ from proxy.listener.drain import DrainManager
 from proxy.observe.metrics import Metrics
 from tests.asking import read, until
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    Client = TestClient[web.Request, web.Application]
+Client = TestClient[web.Request, web.Application]
 
 
 class Work:

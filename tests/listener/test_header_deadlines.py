@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.listener.header_deadlines import HeaderDeadlines
-
-if TYPE_CHECKING:
-    from tests.clock import Clock
+from tests.clock import Clock
 
 
 @pytest.fixture

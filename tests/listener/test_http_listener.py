@@ -7,7 +7,8 @@ import logging
 import resource
 import socket
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiohttp import web, web_protocol
@@ -18,13 +19,9 @@ from proxy.listener.connection import AiohttpConnection
 from proxy.settings import Listen
 from proxy.wire.openai import Api
 from tests.asking import request, until
+from tests.conftest import Deploy
 from tests.deployment import generations
 from tests.listener.listeners import CLEAN, HEAD, PATH, Client, Site, serving
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.conftest import Deploy
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import orjson
@@ -26,12 +27,8 @@ from proxy.common.errors import (
 from proxy.listener.replies import REQUEST_ID, closing_error_bytes, error_response, rejection, retry_headers
 from proxy.observe import logs
 from proxy.observe.metrics import REJECTIONS
+from tests.api.conftest import Gateway
 from tests.listener.listeners import HEAD, serving
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tests.api.conftest import Gateway
 
 BACKEND = Backend(Role.DECODE, "10.0.0.1", 7200)
 

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import socket
 import ssl
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -15,13 +17,8 @@ import pytest
 from proxy.wire.openai import Api
 from tests.asking import ask, request, until
 from tests.certificates import Certificates
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 FAILURES = "pdproxy_tls_handshake_failures_total"
 

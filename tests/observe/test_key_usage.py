@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import pytest
 
@@ -13,11 +13,7 @@ from proxy.common.terms import Stage
 from proxy.observe.key_metrics import OTHER_KEYS, collect_keys
 from proxy.observe.key_usage import HOUR_SECONDS, KeyAccounts, KeyUsageListener, usage_of
 from proxy.observe.record import RequestRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.clock import Clock
+from tests.clock import Clock
 
 HOUR = 400_000
 DECODER = Backend(Role.DECODE, "10.0.0.1", 80)

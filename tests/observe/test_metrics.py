@@ -8,9 +8,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from typing import TYPE_CHECKING, get_args
+from pathlib import Path
+from typing import get_args
 
 import pytest
+from prometheus_client import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -31,11 +33,6 @@ from proxy.observe.metrics import RESUME_ACTIONS, Metrics, exposition
 from proxy.settings import Kv
 from tests.conftest import IS_COMPILED
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from prometheus_client import Metric
 
 
 class Gateway:

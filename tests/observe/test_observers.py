@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,16 +15,11 @@ from proxy.observe import logs
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.metrics import Metrics
 from proxy.observe.observers import Observers, RequestListener
+from proxy.observe.record import RequestRecord
 from proxy.settings import Log
 from proxy.wire.openai import Api
 from tests.asking import request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from proxy.observe.record import RequestRecord
-    from tests.conftest import Deploy
+from tests.conftest import Deploy
 
 
 class Ends(RequestListener):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,8 @@ from proxy.common.terms import Stage
 from proxy.observe.logs import Redaction
 from proxy.observe.observers import Observers
 from proxy.observe.receipts import Receipts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from proxy.observe.record import RequestRecord
-    from tests.clock import Clock
+from proxy.observe.record import RequestRecord
+from tests.clock import Clock
 
 MIB = 1024 * 1024
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import orjson
 import pytest
@@ -16,10 +17,6 @@ from proxy.observe.key_usage import HOUR_SECONDS, KeyAccounts
 from proxy.observe.metrics import Metrics
 from proxy.observe.usage_ledger import KEPT_HOURS, HourUsage, UsageKeeper, UsageLedger
 from tests.asking import until
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 HOUR = 400_000
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -25,9 +25,6 @@ from proxy.observe.verdict import (
     level_of,
 )
 from proxy.process.worker.status import Growth
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 UP = {HealthState.UP: 1}
 PREFILL = InstanceFacts(role="prefill", name="p:1", states=UP)

@@ -6,7 +6,8 @@ import json
 import os
 import select
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +16,6 @@ from proxy.process.shared import Listeners, share
 from proxy.process.supervisor.listening import create_listener, open_listeners, take_systemd_sockets
 from proxy.process.takeover import Predecessor, Successor
 from proxy.settings import Admin, Listen, LoadedSettings, Settings, SettingsError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.real.programs import HOST, MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

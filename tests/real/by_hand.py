@@ -8,21 +8,16 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from random import getrandbits
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.real.answers import COMPLETIONS, request
-from tests.real.cluster import wait_until
+from tests.real.cluster import Cluster, wait_until
 from tests.real.programs import HOST
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from tests.real.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.real.answers import request
+from tests.real.engines import Engines
 from tests.real.families import SGLANG
-from tests.real.stacks import KV_BYTES_PER_TOKEN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from tests.real.engines import Engines
-    from tests.real.programs import Program
-    from tests.real.stacks import Stack
+from tests.real.programs import Program
+from tests.real.stacks import KV_BYTES_PER_TOKEN, Stack
 
 # Longer than a prefiller keeps KV cache that is never fetched: vLLM's lease is 30 s.
 SETTLE_SECONDS = 90.0

@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.real.cluster import Cluster, count_sources
 from tests.real.engines import Engines
 from tests.real.programs import HOST, endpoints, start_gateway, stop
-from tests.real.stacks import ELASTIC, NIXL, SIZES, STACKS, THINKING, Size
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.real.stacks import Stack
+from tests.real.stacks import ELASTIC, NIXL, SIZES, STACKS, THINKING, Size, Stack
 
 # Values of `resume.chats`: `auto` resumes chats of these engines as chats whose prompt is token ids, `completions` as
 # completions whose text the gateway parses itself.

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.real.families import VLLM, Options
 from tests.real.orders import Orders
 from tests.real.programs import Program, free_ports, stop
-from tests.real.stacks import Place
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from tests.real.stacks import Kind, Stack
+from tests.real.stacks import Kind, Place, Stack
 
 # Engines download nothing, and have one thread each, because there are more engines than cores.
 _ENVIRONMENT = {

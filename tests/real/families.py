@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.real.programs import HOST, MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 BLOCK_SIZE: Final = 32
 """Tokens in a block of vLLM's KV cache."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from tests.real.programs import HOST
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _POLL_MS = 100
 

@@ -5,10 +5,7 @@ An order is a file in a directory that all decoders look at. The decoder that de
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
 class Orders:

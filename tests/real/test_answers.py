@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.real.answers import CHAT, COMPLETIONS, Answer, ask, request
+from tests.real.cluster import Cluster
 from tests.real.families import VLLM
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
+from tests.real.report import Show
 
 # Some are shorter than a KV block of 32 tokens, some longer than several; text beyond ASCII; token ids.
 PROMPTS: list[Any] = [

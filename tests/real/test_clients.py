@@ -6,19 +6,15 @@ import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from openai import OpenAI
 
 from tests.real.answers import CHAT, COMPLETIONS, TIMEOUT_SECONDS, ask, events, request, sent_request
-from tests.real.cluster import total, wait_until
+from tests.real.cluster import Cluster, total, wait_until
 from tests.real.programs import HOST, MODEL
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
+from tests.real.report import Show
 
 
 def test_openai_sdk_streams(cluster: Cluster, show: Show) -> None:

@@ -6,17 +6,14 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.real.answers import COMPLETIONS, Answer, ask, difference, request
-from tests.real.cluster import total, wait_until
+from tests.real.cluster import Cluster, total, wait_until
 from tests.real.programs import HOST
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
+from tests.real.report import Show
 
 MOVES = 10
 CLIENTS = 6

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.real.answers import COMPLETIONS, ask
 from tests.real.by_hand import foreign_kv
-from tests.real.cluster import total, wait_until
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.programs import Program
-    from tests.real.report import Show
+from tests.real.cluster import Cluster, total, wait_until
+from tests.real.programs import Program
+from tests.real.report import Show
 
 
 def test_decoders_get_prompts_from_the_source_of_the_connector(cluster: Cluster, show: Show) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 from openai import APIError, OpenAI
@@ -28,15 +29,9 @@ from tests.real.answers import (
     late_piece,
     request,
 )
-from tests.real.cluster import total, wait_until
-from tests.real.programs import HOST, MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.real.cluster import Cluster
-    from tests.real.programs import Program
-    from tests.real.report import Show
+from tests.real.cluster import Cluster, total, wait_until
+from tests.real.programs import HOST, MODEL, Program
+from tests.real.report import Show
 
 SEED = 20
 TOKENS = 400

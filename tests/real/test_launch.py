@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,19 +12,14 @@ from proxy.tools.launch.command import rendered
 from proxy.tools.launch.plan import planned
 from proxy.tools.launch.refusals import refusals
 from proxy.tools.launch.topology import parse_topology
+from tests.real.cluster import Cluster
 from tests.real.programs import HOST, MODEL, Program, stop
+from tests.real.report import Show
 from tests.real.stacks import Place
 from tests.real.test_pairs import doctor
 from tests.reference_pages.compatibility import kv_transfer
 from tests.test_engine_flags import TRIED
 from tests.tools.launch.reading import tree_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
 
 # Options of this machine's engines that the rest of a topology determines, or that a topology has in other units.
 _OWN = {"--served-model-name", "--kv-transfer-config", "--scheduler-cls", "--tensor-parallel-size"}

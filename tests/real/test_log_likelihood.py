@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.real.answers import CHAT, COMPLETIONS, ask, nearly_equal, request
-from tests.real.cluster import total
+from tests.real.cluster import Cluster, total
+from tests.real.report import Show
 from tests.real.test_answers import PROMPTS
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
 
 TOLD = ("input_token_logprobs", "output_token_logprobs", "prompt_tokens", "completion_tokens")
 ECHOED: list[dict[str, Any]] = [

@@ -14,20 +14,15 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import count
 from threading import Thread
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import pytest
 
 from tests.real.answers import COMPLETIONS, request
-from tests.real.cluster import wait_until
-from tests.real.programs import HOST, endpoints, start_gateway, stop
-from tests.real.stacks import SIZES
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.programs import Program
-    from tests.real.report import Show
-    from tests.real.stacks import Kind
+from tests.real.cluster import Cluster, wait_until
+from tests.real.programs import HOST, Program, endpoints, start_gateway, stop
+from tests.real.report import Show
+from tests.real.stacks import SIZES, Kind
 
 # More tokens than MIN_STORED_TOKENS of handoff_verdicts.py: shorter prompts through a store are not judged.
 PROMPT = "over the lazy dog, and again, " * 90

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.real.answers import COMPLETIONS, ask
-from tests.real.cluster import total, wait_until
+from tests.real.cluster import Cluster, total, wait_until
 from tests.real.kv_event_listener import count_media
+from tests.real.report import Show
 from tests.real.stacks import events_port
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
 
 _TOKENS = 900
 _PROMPTS = 8

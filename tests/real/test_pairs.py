@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.real.programs import endpoints
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.programs import Program
-    from tests.real.report import Show
+from tests.real.cluster import Cluster
+from tests.real.programs import Program, endpoints
+from tests.real.report import Show
 
 _CANARY_TOKENS = 600  # of four bytes each; the tiny tokenizer makes more tokens of them
 _SECONDS = 240.0

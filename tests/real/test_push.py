@@ -5,28 +5,22 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.real.answers import COMPLETIONS, ask, request, sent_request
-from tests.real.cluster import total
+from tests.real.cluster import Cluster, total
 from tests.real.engines import Engines
-from tests.real.programs import endpoints, start_gateway, stop
+from tests.real.engines import Engines as Pair
+from tests.real.programs import Program, endpoints, start_gateway, stop
+from tests.real.report import Show
 from tests.real.stacks import NIXL
 from tests.real.test_kill import Kill
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.real.cluster import Cluster
-    from tests.real.engines import Engines as Pair
-    from tests.real.programs import Program
-    from tests.real.report import Show
 
 _LENGTHS = (100, 1000, 3000)
 _ROUNDS = 15

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.real.answers import COMPLETIONS, ask, request
-from tests.real.cluster import count_sources, total, wait_until
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
+from tests.real.cluster import Cluster, count_sources, total, wait_until
+from tests.real.report import Show
 
 _READS = 3
 _MAX_TURNS = 20

@@ -5,8 +5,9 @@ The first tests ask a decoder directly, to show such an end on the wire; the oth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,13 +23,8 @@ from tests.real.answers import (
     request,
     tokens_of,
 )
-from tests.real.cluster import total
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
+from tests.real.cluster import Cluster, total
+from tests.real.report import Show
 
 TOKENS = 80
 PROMPTS: dict[str, dict[str, Any]] = {

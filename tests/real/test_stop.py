@@ -12,22 +12,17 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.real.answers import CHAT, COMPLETIONS, ask, assemble, assert_seamless, difference, events, request
-from tests.real.cluster import total, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.real.answers import Answer
-    from tests.real.cluster import Cluster
-    from tests.real.programs import Program
-    from tests.real.report import Show
+from tests.real.answers import CHAT, COMPLETIONS, Answer, ask, assemble, assert_seamless, difference, events, request
+from tests.real.cluster import Cluster, total, wait_until
+from tests.real.programs import Program
+from tests.real.report import Show
 
 ANSWERS = 20
 TOKENS = 1500

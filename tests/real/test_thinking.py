@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.real.answers import CHAT, ask, difference, tokens_of
-
-if TYPE_CHECKING:
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
+from tests.real.cluster import Cluster
+from tests.real.report import Show
 
 TOKENS = 120
 CHATS = 2

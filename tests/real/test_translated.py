@@ -8,7 +8,8 @@ OpenAI and here.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,8 @@ from proxy.dialects.left_out import OmittedParts
 from proxy.dialects.messages_request import translate_to_chat as chat_of_message
 from proxy.dialects.responses_request import translate_to_chat as chat_of_response
 from tests.real.answers import CHAT, late_piece, request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.real.cluster import Cluster
-    from tests.real.report import Show
+from tests.real.cluster import Cluster
+from tests.real.report import Show
 
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.canned import CannedEngine, data, event_stream, http, json_answer
+from tests.deployment import Deployment
 from tests.dialects import messages, responses
 from tests.recorded.conversation import Conversation, asking
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.deployment import Deployment
 
 TOOLS: Final = responses.TOOLS
 CHAT_TOOLS: Final = [

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from proxy.sim.engine import SimulatedEngine
-from tests.deployment import engine_options
+from tests.deployment import Deployment, Engine, engine_options
 from tests.talking import Clients, raw
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.deployment import Deployment, Engine
 
 Talk = Callable[[Clients], Awaitable[None]]
 

@@ -5,27 +5,22 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 from unittest.mock import patch
 
 import orjson
 from aiohttp.web_protocol import RequestHandler
 
 from tests.asking import until
-from tests.canned import CannedEngine
-from tests.deployment import deployed
+from tests.canned import CannedEngine, Received
+from tests.deployment import Deployment, deployed
+from tests.recorded.conversation import Conversation
 from tests.talking import Clients
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from tests.canned import Received
-    from tests.deployment import Deployment
-    from tests.recorded.conversation import Conversation
 
 _MAX_LINE: Final = 2000
 """A longer line is cut to its ends and a digest."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.dialects import messages, responses
 from tests.recorded.answers import PACED
-from tests.recorded.conversation import Conversation
-from tests.talking import raw
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from tests.recorded.conversation import Talk
-    from tests.talking import Clients
+from tests.recorded.conversation import Conversation, Talk
+from tests.talking import Clients, raw
 
 Fault = tuple[str, dict[str, Any]]
 """An action of simulated engines, and its fields."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from proxy.wire.openai import Api
 from tests.asking import request, until
+from tests.deployment import Deployment
 from tests.dialects import messages
-from tests.recorded.conversation import Conversation
-from tests.talking import raw
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.deployment import Deployment
-    from tests.recorded.conversation import Talk
-    from tests.talking import Clients, Line
+from tests.recorded.conversation import Conversation, Talk
+from tests.talking import Clients, Line, raw
 
 BODIES: Final = {
     "stream": raw(request(Api.CHAT, stream=True, max_tokens=4)),

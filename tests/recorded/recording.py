@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from tests.recorded.conversation import Conversation
 from tests.recorded.course import course
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.recorded.conversation import Conversation
 
 DIRECTORY: Final = Path(__file__).parent / "conversations"
 COMMAND: Final = ".venv/bin/python -m tests.recorded"

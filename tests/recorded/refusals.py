@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
 from tests.asking import request
+from tests.deployment import Deployment
 from tests.dialects import messages, responses
 from tests.recorded.answers import models_are_known, two_models
 from tests.recorded.conversation import Conversation, sending
 from tests.talking import raw
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from tests.deployment import Deployment
 
 CHAT: Final = request(Api.CHAT, max_tokens=2)
 BODIES: Final[Mapping[str, dict[str, Any]]] = {

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from difflib import unified_diff
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.recorded.conversation import Conversation
 from tests.recorded.recording import COMMAND, DIRECTORY, file, recording
 from tests.recorded.table import CONVERSATIONS
-
-if TYPE_CHECKING:
-    from tests.recorded.conversation import Conversation
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda conversation: conversation.name)

@@ -6,13 +6,11 @@ and remedies of errors are written here, in `errors.yaml`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.reference_pages import command_line, compatibility, errors, metrics, options, real_engines, status_codes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 COMMAND: Final = ".venv/bin/python -m tests.reference_pages"

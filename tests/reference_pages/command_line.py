@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from unittest import mock
 
 from proxy.__main__ import main
 from proxy.settings.cli import _WITH_THESE_FLAGS, COMMANDS
 from tests.reference_pages.options import as_markdown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _HEAD: Final = """\
 # Command line

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from proxy.balancer import engines
-from proxy.balancer.engines import Capability
+from proxy.balancer.engines import Capability, EngineVersion
 from proxy.connectors.releaser import KvTransfer, kv_pin_seconds, releases_kv_of_rejected_request
 from proxy.settings import CONNECTOR_TRAITS
 from proxy.sim.engine.control import KV_CONNECTORS
 from proxy.sim.profile import PROFILES, SGLANG_PROFILES
 from tests.real.families import SGLANG
 from tests.real.stacks import STACKS, Place
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from proxy.balancer.engines import EngineVersion
 
 ROOT: Final = Path(__file__).parents[2]
 

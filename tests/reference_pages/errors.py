@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import yaml
 
 from proxy.common.backend import Role
 from proxy.common.errors import _STATUS_BY_FAILURE, Failure
 from proxy.listener.replies import HTTP_ERRORS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _TEXTS: Final = Path(__file__).with_name("errors.yaml")
 _PRODUCT: Final = Path(__file__).parents[2] / "proxy"

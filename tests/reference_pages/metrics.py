@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import Metric
 
 from proxy.balancer.health import Health
 from proxy.balancer.incompatibilities import Incompatibilities, IncompatibilityKind
@@ -15,11 +17,6 @@ from proxy.observe.key_metrics import collect_keys
 from proxy.observe.key_usage import RESULTS, TOKEN_KINDS, KeyAccounts
 from proxy.observe.metrics import EJECTIONS, Metrics
 from proxy.observe.verdict import CODES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from prometheus_client import Metric
 
 _HEAD = """\
 # Metrics

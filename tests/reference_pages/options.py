@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from proxy.process.configuration import FIXED
 from proxy.settings import Settings, cli
@@ -11,9 +12,6 @@ from proxy.settings.kinds import find_section
 from proxy.settings.load import yaml_scalar
 from proxy.settings.reference import make_json_schema
 from proxy.settings.sources import OPTIONS, SECTION_NAMES, variable_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _HEAD: Final = """\
 # Options

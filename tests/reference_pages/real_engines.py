@@ -7,19 +7,14 @@ marked, so a new test or a new version of an engine makes the page stale until i
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tests.real.families import SGLANG
-from tests.real.results import recorded
-from tests.real.stacks import ELASTIC, NIXL, STACKS, THINKING
+from tests.real.results import Result, recorded
+from tests.real.stacks import ELASTIC, NIXL, STACKS, THINKING, Stack
 from tests.reference_pages.compatibility import ROOT, locked_version
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from tests.real.results import Result
-    from tests.real.stacks import Stack
 
 _HEAD: Final = """\
 # Real engines

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
@@ -30,13 +31,8 @@ from proxy.wire.sse import EventSplitter
 from tests.asking import ask, request
 from tests.canned import data
 from tests.gateway.test_delivery import DONE, ENGINE, THINKING, TOOLS, WITH_USAGE, call_of, take
-from tests.resume.test_seam import STOP_STRINGS, STOP_TEXTS, engine_chunks, naive_engine
+from tests.resume.test_seam import STOP_STRINGS, STOP_TEXTS, Found, engine_chunks, naive_engine
 from tests.selection.covering import values
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tests.resume.test_seam import Found
 
 PROMPT = encode_text("<|im_user|>user<|im_middle|>Hi<|im_end|><|im_assistant|>assistant<|im_middle|>")
 CHAT = request(Api.CHAT, stream=True, max_tokens=100)

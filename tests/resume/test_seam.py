@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given
@@ -17,9 +18,6 @@ from proxy.resume.transcript import Transcript
 from proxy.sim.dialects import vllm_answers as sim_logprobs
 from proxy.sim.dialects.vllm_answers import TokenSpeller
 from proxy.wire.openai import Api
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 COMPLETION_HEAD = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}

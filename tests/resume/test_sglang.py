@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import orjson
 import pytest
 
-from proxy.balancer.engines import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
+from proxy.balancer.engines import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, Capability
 from proxy.common.terms import Action
 from proxy.resume.engines import SGLANG, WatchLevel
 from proxy.resume.overlap import AnswerMismatch
-from proxy.resume.situation import ChatTokenApi
+from proxy.resume.seam import Seam
+from proxy.resume.situation import ChatTokenApi, Resumption
 from proxy.resume.transcript import Transcript
 from proxy.sim.model.tokenizer import ASSISTANT, MIDDLE, THINK_END
 from proxy.wire.document import join_body
@@ -19,13 +21,6 @@ from proxy.wire.openai import Api
 from tests.asking import request
 from tests.gateway.test_delivery import call_of
 from tests.resume.test_plan import CHAT, COMPLETION, body_of, decided, situation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.balancer.engines import Capability
-    from proxy.resume.seam import Seam
-    from proxy.resume.situation import Resumption
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 WHOLE = request(Api.CHAT)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import sys
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 
 from tests.asking import until
-
-if TYPE_CHECKING:
-    import signal
-    from collections.abc import AsyncIterator, Sequence
-    from contextlib import AbstractAsyncContextManager
 
 ENDS_WITHIN_SECONDS = 60.0
 SERVING = r"pdproxy \S+ \((?:compiled|interpreted)\) on (\S+:\d+),"

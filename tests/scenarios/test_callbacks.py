@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 import orjson
@@ -15,17 +16,10 @@ import pytest
 
 from proxy.settings import SettingsError, load_settings
 from proxy.wire.openai import Api
-from tests.asking import ask, request, until
+from tests.asking import Answer, ask, request, until
+from tests.canned import Received
 from tests.connectors.pushing import TEXT, PushDecoder, PushPrefiller, SideChannel, callback, engine_id
-from tests.scenarios.program import gateway
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from contextlib import AbstractAsyncContextManager
-
-    from tests.asking import Answer
-    from tests.canned import Received
-    from tests.scenarios.program import Program
+from tests.scenarios.program import Program, gateway
 
 URL = r"decoders call this worker back at (http://127\.0\.0\.1:(\d+)/v1/metaserver)"
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
 from tests.scenarios.program import gateway, refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import aiohttp
-
-    from proxy.sim.engine import SimulatedEngine
 
 
 async def test_engines_decide_for_all_workers_and_it_is_one_line(

@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, read, request
 from tests.scenarios.program import gateway, mock_engine
-
-if TYPE_CHECKING:
-    import aiohttp
-
-    from proxy.sim.engine import SimulatedEngine
 
 BODY = request(Api.CHAT, stream=True, max_tokens=2000)
 QUESTION = request(Api.CHAT)

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -15,12 +16,7 @@ from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
 from tests.fleet.discovery.keepers import groups
 from tests.fleet.discovery.test_files import replace_file
-from tests.scenarios.program import gateway
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.scenarios.program import Program
+from tests.scenarios.program import Program, gateway
 
 
 async def told(program: Program) -> dict[str, Any]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import orjson
+import pytest
 
 from proxy.__main__ import main
 from proxy.sim.engine import SimulatedEngine
-
-if TYPE_CHECKING:
-    import pytest
 
 
 async def doctor(*flags: str) -> tuple[int, str, str]:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
+from proxy.sim.state import EngineState
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
 from tests.fleet.replicas.conftest import serving
-from tests.scenarios.program import gateway
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from proxy.sim.state import EngineState
-    from tests.scenarios.program import Program
+from tests.scenarios.program import Program, gateway
 
 pytestmark = pytest.mark.fault(163)
 

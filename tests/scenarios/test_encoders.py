@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import aiohttp
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
@@ -10,9 +12,6 @@ from tests.asking import answer_alone, ask, request
 from tests.deployment import generations
 from tests.scenarios.program import gateway
 from tests.scenarios.test_stopping import is_ready
-
-if TYPE_CHECKING:
-    import aiohttp
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 

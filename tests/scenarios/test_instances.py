@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
@@ -13,9 +14,6 @@ from proxy.wire.openai import Api
 from tests.asking import Answer, answer_alone, ask, request
 from tests.deployment import generations
 from tests.scenarios.program import gateway
-
-if TYPE_CHECKING:
-    import aiohttp
 
 CLIENTS = 8
 BODY = request(Api.CHAT, stream=True, max_tokens=20)

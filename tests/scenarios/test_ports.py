@@ -5,23 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import ask, read, request
-from tests.scenarios.program import gateway
+from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_stopping import DRAINING, is_ready, refuses_connections
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import aiohttp
-
-    from proxy.sim.engine import SimulatedEngine
-    from tests.scenarios.program import Program
 
 PROBES = ("/livez", "/readyz", "/health", "/healthz", "/ping", "/healthcheck", "/version")
 LOOKING = ("/metrics", "/instances")

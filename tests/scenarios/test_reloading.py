@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,10 +20,6 @@ from tests.deployment import generations
 from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_several_workers import everywhere, on_new_connections
 from tests.scenarios.test_stopping import is_ready
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 BODY = request(Api.CHAT, stream=True, max_tokens=300)
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import answer_alone
-from tests.scenarios.program import gateway
+from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_instances import BODY, CLIENTS, Load, served_by_now
 from tests.scenarios.test_stopping import is_ready
-
-if TYPE_CHECKING:
-    import aiohttp
-
-    from tests.scenarios.program import Program
 
 
 class Operator:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import aiohttp
 import orjson
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import ask, request
 from tests.scenarios.program import gateway
-
-if TYPE_CHECKING:
-    import aiohttp
-
-    from proxy.sim.engine import SimulatedEngine
 
 CANARY = "c4n4ry"
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_stopping import is_ready
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import aiohttp
 
 
 @pytest.fixture

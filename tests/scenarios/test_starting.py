@@ -7,22 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import aiohttp
 import pytest
 
 from proxy import __version__
 from proxy.common.build_info import IS_COMPILED
 from proxy.sim.engine import SimulatedEngine
-from tests.scenarios.program import gateway
+from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_several_workers import everywhere
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import aiohttp
-
-    from tests.scenarios.program import Program
 
 READY = r"ready: (http://\S+?)(?=[\"\s])"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import aiohttp
 import openai
@@ -13,12 +12,10 @@ import orjson
 import pytest
 from yarl import URL
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, read, request
 from tests.scenarios.program import Program, gateway
-
-if TYPE_CHECKING:
-    from proxy.sim.engine import SimulatedEngine
 
 BODY = request(Api.CHAT, stream=True, max_tokens=300)
 DRAINING = r'"message":"draining","left":1'

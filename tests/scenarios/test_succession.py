@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager
 
+import aiohttp
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import ask, request
 from tests.scenarios.program import SERVING, Program, gateway, running
 from tests.scenarios.test_stopping import is_ready
-
-if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
-    import aiohttp
-
-    from proxy.sim.engine import SimulatedEngine
 
 WAITING = r"waiting for port \d+, which is in use"
 

@@ -7,25 +7,20 @@ import os
 import re
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, ask, request, until
+from tests.asking import Answer, answer_alone, ask, request, until
 from tests.process.worker.test_service_manager import systemd
-from tests.scenarios.program import gateway
+from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_stopping import is_ready
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from proxy.sim.engine import SimulatedEngine
-    from tests.asking import Answer
-    from tests.scenarios.program import Program
 
 BODY = request(Api.CHAT, stream=True, max_tokens=40)
 STARTED = r"takeover: successor is started: process (\d+)"

@@ -6,26 +6,21 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 import openai
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import ask, request, until
-from tests.scenarios.program import refused
+from tests.certificates import Certificates
+from tests.scenarios.program import Program, refused
 from tests.scenarios.test_ports import admin_url
 from tests.scenarios.test_stopping import is_ready
 from tests.scenarios.test_takeover import newest, replace, replaceable
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.sim.engine import SimulatedEngine
-    from tests.certificates import Certificates
-    from tests.scenarios.program import Program
 
 STREAMS = 200
 WORKERS = ("--workers", "2")

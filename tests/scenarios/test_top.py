@@ -6,16 +6,13 @@ import asyncio
 import os
 import re
 import sys
-from typing import TYPE_CHECKING
+
+import pytest
 
 from proxy.__main__ import main
 from proxy.wire.openai import Api
 from tests.asking import request, until
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.deployment import Deployment
+from tests.deployment import Deployment
 
 
 async def top(*flags: str) -> tuple[int, str, str]:

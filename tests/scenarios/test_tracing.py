@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
 
 import aiohttp
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import ask, request
 from tests.observe.tracing.collector import collecting
 from tests.scenarios.program import gateway
-
-if TYPE_CHECKING:
-    from proxy.sim.engine import SimulatedEngine
 
 REQUESTS = 4
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import combinations_with_replacement
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 Row = TypeVar("Row")
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import pytest
 
 from tests.selection.covering import covering, pairs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from proxy.settings import SettingsError, load_client_keys
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECRET = "sk-canary-0123456789"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()

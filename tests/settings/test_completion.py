@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,6 @@ from proxy.__main__ import main
 from proxy.settings.cli import COMMANDS
 from proxy.settings.kinds import DECODE_POLICIES
 from proxy.settings.other_routers import ACCEPTED_FLAGS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -5,14 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.settings import SettingsError, load_settings
-
-if TYPE_CHECKING:
-    from proxy.settings import Settings
+from proxy.settings import Settings, SettingsError, load_settings
 
 
 def settings(line: str = "", **environ: str) -> Settings:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.settings import CONNECTOR_TRAITS, SettingsError, cli, load_settings
+from proxy.settings import CONNECTOR_TRAITS, Settings, SettingsError, cli, load_settings
 from proxy.settings.connectors import read_connector_name
 from proxy.settings.other_routers import ACCEPTED_FLAGS, ADVICE_BY_FLAG, WORKERS_FLAG, describe_unknown_flag
 from proxy.settings.sources import OPTIONS
-
-if TYPE_CHECKING:
-    from proxy.settings import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "get-started" / "migrate.md").read_text(encoding="utf-8")
 OWN = {"--host", "--port", "--prefill", "--decode", "--policy", "--prefill-policy", "--decode-policy", "--log-level"}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from proxy.process.configuration import secrets_of
 from proxy.settings import SettingsError
 from proxy.settings.load import load_settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _ENGINES = ["--prefill", "a:1", "--decode", "b:1"]
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.settings import OPTIONS, Endpoint, Settings, SettingsError, load_settings, parse_endpoints, write_yaml
+from proxy.settings import (
+    OPTIONS,
+    Endpoint,
+    LoadedSettings,
+    Settings,
+    SettingsError,
+    load_settings,
+    parse_endpoints,
+    write_yaml,
+)
 from proxy.settings.sources import find_misspelled_variables
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from proxy.settings import LoadedSettings
 
 ONE_PAIR = "--prefill p:1 --decode d:1"
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from proxy.settings import SettingsError, load_settings
+from proxy.settings import LoadedSettings, SettingsError, load_settings
 from proxy.settings.tls import make_server_context
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from proxy.settings import LoadedSettings
-    from tests.certificates import Certificates
+from tests.certificates import Certificates
 
 DAY_SECONDS = 24 * 3600.0
 

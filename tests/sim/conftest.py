@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import orjson
@@ -12,9 +12,7 @@ import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.engine.faults import Faults, UnknownFaultAction
-
-if TYPE_CHECKING:
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from proxy.sim.engine import SimulatedEngine
-from tests.sim.conftest import simulated_pair
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client, simulated_pair
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 6}

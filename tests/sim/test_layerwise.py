@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from proxy.sim.engine import SimulatedEngine
-from tests.sim.conftest import simulated_pair
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client, simulated_pair
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

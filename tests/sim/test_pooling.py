@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.api.passthrough import ROUTES
 from proxy.sim.engine import SimulatedEngine
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.sim.conftest import Client
+from tests.conftest import Deploy
+from tests.sim.conftest import Client
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["one", "two"]},

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import encode_text
-from tests.sim.conftest import simulated_pair
-
-if TYPE_CHECKING:
-    from proxy.sim.profile import ConnectorName
-    from tests.sim.conftest import Client
+from proxy.sim.profile import ConnectorName
+from tests.sim.conftest import Client, simulated_pair
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

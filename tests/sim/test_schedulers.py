@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -16,12 +17,8 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.sim.engine.scheduler import MachineCache, MachineScheduler, Scheduler
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES
+from proxy.sim.hardware.work import Shape
 from proxy.sim.options import Options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from proxy.sim.hardware.work import Shape
 
 NAME = "kimi-k2-thinking-a3"
 COST = MACHINES[NAME].cost

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import END
-from tests.sim.conftest import simulated_pair
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client, simulated_pair
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from tests.sim.conftest import simulated_pair
-
-if TYPE_CHECKING:
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client, simulated_pair
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

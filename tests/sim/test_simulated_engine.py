@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -13,9 +13,7 @@ from openai import AsyncOpenAI
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import THINK_END
-
-if TYPE_CHECKING:
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}

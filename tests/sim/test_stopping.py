@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-
-if TYPE_CHECKING:
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client
 
 TEXT = "/v1/completions"
 LONG: dict[str, Any] = {"model": "sim", "prompt": "once upon ", "max_tokens": 1000}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import encode_text, render_chat
 from proxy.sim.model.writer import DeterministicWriter
-
-if TYPE_CHECKING:
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

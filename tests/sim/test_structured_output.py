@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import date, datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from uuid import UUID
 
 import orjson
@@ -13,9 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.grammar import UnsupportedSchema, make_instance
-
-if TYPE_CHECKING:
-    from tests.sim.conftest import Client
+from tests.sim.conftest import Client
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from tests.sim.conftest import simulated_pair
-
-if TYPE_CHECKING:
-    from proxy.sim.options import SimRole
-    from tests.sim.conftest import Client
+from proxy.sim.options import SimRole
+from tests.sim.conftest import Client, simulated_pair
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 6}

@@ -6,24 +6,19 @@ import asyncio
 import re
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import h11
 import orjson
 
-from tests.canned import CannedEngine, json_answer
+from tests.canned import CannedEngine, Received, json_answer
 from tests.scenarios.program import gateway
 from tests.smuggling.fronts import FRONTS, MARK, HttpListener, missing, running
-from tests.smuggling.payloads import CLOSE, INNER, PAYLOADS, request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from tests.canned import Received
-    from tests.smuggling.payloads import Payload
+from tests.smuggling.payloads import CLOSE, INNER, PAYLOADS, Payload, request
 
 DIRECT: Final = "direct"
 SECOND_REQUEST: Final = "behind one"

@@ -9,16 +9,14 @@ import asyncio
 import secrets
 import shutil
 import socket
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from lab.common.toxics import Direction, ToxicProxy
 from tests.asking import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 MARK: Final = f"X-HttpListener-{secrets.token_hex(8)}"
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 from yarl import URL
 
 from tests.canned import CannedEngine
+from tests.conftest import Deploy
 from tests.smuggling.__main__ import (
     DIRECT,
     NO_FAST_PATH,
@@ -21,11 +22,6 @@ from tests.smuggling.__main__ import (
 )
 from tests.smuggling.fronts import HttpListener
 from tests.smuggling.payloads import CHUNKS, CODINGS, INNER, LENGTHS, LINES, MEANINGS, OUTER, SANE, Payload, request
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.conftest import Deploy
 
 GROUPS = {
     "sane": SANE,

@@ -10,9 +10,10 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import aiohttp
 import pytest
@@ -24,13 +25,8 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.certificates import Certificates
-from tests.scenarios.program import gateway
+from tests.scenarios.program import Program, gateway
 from tests.smuggling.fronts import ARGUMENTS
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.scenarios.program import Program
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs/guides/reverse-proxy.md"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
 from proxy.tools.flag_numbers import duration_seconds, natural, positive, whole_number
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import pytest
 
+from proxy.upstream import Upstream
 from tests.upstream.raw import LONG, new_upstream
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.upstream import Upstream
 
 
 @pytest.fixture

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from proxy.observe.metrics import Metrics
 from proxy.upstream import AddressRules, Names
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from tests.clock import Clock
+from tests.clock import Clock
 
 LOOPBACK = AddressRules(["127.0.0.0/8", "::1/128"])
 

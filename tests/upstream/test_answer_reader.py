@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +12,6 @@ from hypothesis import strategies as st
 from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import AnyAnswer, BadAnswer
 from tests.upstream.raw import OK, STREAM_HEAD, chunk
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 # Each list has common, unusual and broken parts.
 STATUS_LINES = (

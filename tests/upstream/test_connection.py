@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.common.errors import Failure
+from proxy.upstream import Upstream
 from tests.upstream.raw import (
     LONG,
     OK,
@@ -23,11 +24,6 @@ from tests.upstream.raw import (
     fetch,
     new_upstream,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from proxy.upstream import Upstream
 
 # Requests
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,9 @@ from proxy.common.errors import Failure
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream, UpstreamOptions
 from proxy.upstream.dialing import Dialer
+from tests.clock import Clock
 from tests.upstream.desk import Desk, desk
 from tests.upstream.raw import SHORT, Link, deaf, engine, failure_of, fetch
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.clock import Clock
 
 DEAF, GOOD, REFUSED = "127.0.0.2", "127.0.0.1", "127.0.0.3"
 LOGGER = "proxy.upstream.dialing"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 from aiohttp import web
@@ -13,14 +13,9 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from proxy.common.errors import Failure
 from proxy.upstream import AddressRules, EngineClient, EngineRequest, EngineRequestError
-from tests.upstream.desk import LOOPBACK, desk
+from tests.clock import Clock
+from tests.upstream.desk import LOOPBACK, Desk, desk
 from tests.upstream.raw import OK, STREAM_HEAD, Link, chunk, engine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.clock import Clock
-    from tests.upstream.desk import Desk
 
 
 async def serve_get(link: Link) -> None:

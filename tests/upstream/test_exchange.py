@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import pytest
 
-from proxy.common.errors import Failure
+from proxy.common.errors import Failure, UpstreamError
+from proxy.upstream import EngineConnection, Upstream
 from tests.upstream.raw import LONG, STREAM_HEAD, Link, chunk, engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from proxy.common.errors import UpstreamError
-    from proxy.upstream import EngineConnection, Upstream
 
 
 class Recorder:

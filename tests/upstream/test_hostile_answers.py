@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import orjson
 import pytest
 
 from proxy.wire.openai import Api
-from tests.asking import request, until
+from tests.asking import Answer, request, until
 from tests.canned import CannedEngine, data, event_stream, http, json_answer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from tests.asking import Answer
-    from tests.conftest import Deploy
+from tests.conftest import Deploy
 
 WHOLE = {
     "id": "cmpl-1",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,11 +16,9 @@ from proxy.common.errors import Failure, UpstreamError
 from proxy.observe.metrics import Metrics
 from proxy.settings import Timeouts
 from proxy.upstream import AddressProblem, AddressRules, Names, Upstream, UpstreamOptions
+from tests.clock import Clock
 from tests.upstream.desk import LOOPBACK, NameServer, desk
 from tests.upstream.raw import OK, Link, engine, fetch, free_port, new_upstream
-
-if TYPE_CHECKING:
-    from tests.clock import Clock
 
 UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 

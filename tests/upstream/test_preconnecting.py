@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
@@ -11,14 +11,9 @@ from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream, UpstreamOptions
+from proxy.upstream import EngineConnection, Upstream, UpstreamOptions
 from tests.asking import until
 from tests.upstream.raw import Link, deaf, engine, failure_of, fetch, free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from proxy.upstream import EngineConnection
 
 
 class Clock:

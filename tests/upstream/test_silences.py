@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.engines import EngineKeys
 from proxy.balancer.stalls import Pace
-from proxy.common.errors import Failure
+from proxy.common.backend import Backend
+from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
-from proxy.upstream import SilenceChecks, Upstream, UpstreamOptions
+from proxy.upstream import Response, SilenceChecks, Upstream, UpstreamOptions
 from tests.asking import until
+from tests.clock import Clock
 from tests.upstream.raw import LONG, STREAM_HEAD, Collector, Link, chunk, engine, exchange
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.common.backend import Backend
-    from proxy.common.errors import UpstreamError
-    from proxy.upstream import Response
-    from tests.clock import Clock
 
 SILENCE = 10.0
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.engines import EngineKeys
-from proxy.common.errors import Failure
+from proxy.common.backend import Backend
+from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream, UpstreamOptions
+from proxy.upstream import Response, Upstream, UpstreamOptions
+from tests.clock import Clock
 from tests.upstream.raw import LONG, OK, STREAM_HEAD, Collector, Link, chunk, engine, exchange, fetch
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.common.backend import Backend
-    from proxy.common.errors import UpstreamError
-    from proxy.upstream import Response
-    from tests.clock import Clock
 
 STALL = 30.0
 STALLED = "prefill instance: sends nothing while others do"

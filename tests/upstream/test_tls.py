@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,8 @@ from proxy.upstream.pump import _descriptor
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.certificates import Certificates, TlsFront
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 
 @pytest.fixture

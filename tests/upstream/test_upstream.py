@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream, UpstreamOptions
+from tests.clock import Clock
 from tests.upstream.raw import (
     LONG,
     OK,
@@ -29,11 +31,6 @@ from tests.upstream.raw import (
     free_port,
     new_upstream,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tests.clock import Clock
 
 # Connections that serve again
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import orjson
 import pytest
@@ -12,9 +13,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from proxy.wire.document import REMOVED, Document, InvalidDocument, body_length, body_pieces, join_body
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SECRET = "my-secret-prompt"
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 from proxy.balancer.backend_health import FULL_PERCENT
-from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, WORKING_SET
+from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, WORKING_SET, Candidate, PickRequest
 from proxy.balancer.policies import least_decode_seconds, least_seconds
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_seconds import LeastSeconds
-from proxy.balancer.policies.prefill_cost import MIN_CACHED_PROMPT_TOKENS, SECONDS_PER_LOAD, prompt_costs
+from proxy.balancer.policies.prefill_cost import MIN_CACHED_PROMPT_TOKENS, SECONDS_PER_LOAD, PromptCosts, prompt_costs
+from proxy.balancer.policies.prefiller import Prefiller
+from proxy.balancer.policies.working_sets import Session
 from proxy.balancer.shared.memory import AGEING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.balancer.pick import Candidate, PickRequest
-    from proxy.balancer.policies.prefill_cost import PromptCosts
-    from proxy.balancer.policies.prefiller import Prefiller
-    from proxy.balancer.policies.working_sets import Session
-    from proxy.common.backend import Backend
+from proxy.common.backend import Backend
 
 
 def take_turn(policy: Any, candidates: Sequence[Candidate]) -> Candidate:

@@ -6,16 +6,10 @@ the uncached tokens, and forgets prompts whose prefill failed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from proxy.balancer.pick import Policy, Tracker
-from proxy.common.backend import Load
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
-    from proxy.common.backend import Backend
+from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext, Tracker
+from proxy.common.backend import Backend, Load
 
 
 class PrefixAffinity(Policy):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.prefill_cost import PromptCosts, Sent
 from proxy.balancer.policies.prefixes import CachedPrefixes
+from proxy.balancer.policies.session_records import SessionRecords
 from proxy.balancer.policies.working_sets import Session, WorkingSets
 from proxy.common.backend import Load
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.balancer.policies.session_records import SessionRecords
-
 
 _REQUEST = PickRequest.of(Load())
 _PATIENCE = 30.0

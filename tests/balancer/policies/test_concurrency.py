@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.policies.concurrency import DOUBT_SECONDS, ConcurrencyEstimate, soonest_free
 from proxy.balancer.policies.prefill_cost import PrefillSample
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Rule = Callable[[Sequence[float], random.Random], int]
+Rule = Callable[[Sequence[float], random.Random], int]
 
 
 def soonest(free: Sequence[float], rng: random.Random) -> int:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
 from proxy.balancer.policies.decode_pace import DOUBT_SECONDS, PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    Step = Callable[[int], float]
+Step = Callable[[int], float]
 
 
 def on_an_a3(answers: int) -> float:

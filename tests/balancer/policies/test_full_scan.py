@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.health import Health
-from proxy.balancer.pick import PickRequest, PolicyContext, reason
+from proxy.balancer.lease import Lease
+from proxy.balancer.pick import PickRequest, Policy, PolicyContext, reason
 from proxy.balancer.policies.handoff_times import HandoffTimes
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.pool import Pool, PoolLimits, Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.common.backend import Load, Role
+from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import HealthChecks
 from proxy.wire.prefix import NO_PREFIX_KEYS, PrefixKeys
@@ -25,11 +25,6 @@ from tests.balancer.policies.full_scan import ScanningDecodeSeconds, ScanningSec
 from tests.balancer.policies.test_least_seconds import PIECE, Subject
 from tests.clock import Clock
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from proxy.balancer.lease import Lease
-    from proxy.balancer.pick import Policy
-    from proxy.common.backend import Backend
 
 pytestmark = pytest.mark.interpreted
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,9 +28,6 @@ from proxy.sim.hardware.machines import MACHINES
 from proxy.wire.prefix import NO_PREFIX_KEYS
 from tests.balancer.policies.test_least_seconds import Subject
 from tests.clock import Clock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 TOKENS = 8000
 FAST = 0.05

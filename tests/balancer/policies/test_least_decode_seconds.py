@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.engines import EngineFacts
+from proxy.balancer.lease import Lease
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.common.backend import Backend, Load, Role
 from proxy.dialects.call import DECODE_OVERHEAD_TOKENS
 from proxy.wire.prefix import NO_PREFIX_KEYS
+from tests.balancer.conftest import Balancer
 from tests.balancer.policies.test_decode_pace import on_an_a3
 from tests.balancer.policies.test_least_seconds import Subject
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from proxy.balancer.lease import Lease
-    from tests.balancer.conftest import Balancer
 
 
 def asking(prompt_tokens: int = 1000, output_tokens: int = 256, prefer: Backend | None = None) -> PickRequest:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.lease import Lease
+from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_cost import PrefillSample, Step
-from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.policies.prefiller import Prefiller, write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.shared.journal import Journal
 from proxy.common.backend import Backend, Load, Role
@@ -19,13 +20,6 @@ from proxy.common.errors import Failure, UpstreamError
 from proxy.dialects.call import PREFILL_OVERHEAD_TOKENS
 from proxy.wire.prefix import PrefixKeys
 from tests.balancer.conftest import Balancer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.balancer.lease import Lease
-    from proxy.balancer.pick import Candidate
-    from proxy.balancer.policies.prefiller import Prefiller
 
 PIECE = 512
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 
-from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext
 from proxy.balancer.policies.least_tokens import (
     WEIGHTS,
     LeastTokens,
@@ -25,11 +25,6 @@ from proxy.common.backend import Backend, Load, Role
 from proxy.settings import POLICIES, Balance
 from proxy.wire.prefix import NO_PREFIX_KEYS
 from tests.balancer.policies.test_least_seconds import Subject
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.balancer.pick import Policy
 
 EIGHT = [Backend(Role.DECODE, "d", port, slot=port) for port in range(8)]
 IDLE = [0] * 8

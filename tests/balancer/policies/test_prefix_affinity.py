@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from proxy.balancer.pick import Tracker
+from proxy.balancer.pick import PickRequest, Tracker
+from proxy.common.backend import Backend
 from proxy.settings import POLICIES
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from proxy.wire.prefix import PromptPrefixes
+from proxy.wire.prefix import PrefixKeys, PromptPrefixes
 from tests.asking import request, until
 from tests.balancer.policies.prefix_affinity import PrefixAffinity
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from proxy.balancer.pick import PickRequest
-    from proxy.common.backend import Backend
-    from proxy.sim.engine import SimulatedEngine
-    from proxy.wire.prefix import PrefixKeys
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 CHOOSING: dict[str, Any] = {"balance": {"prefill_policy": "prefix_affinity"}}
 LONG = "A long text that everything else is about. " * 400

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from proxy.balancer.policies.prefill_cost import Record, RecordKind, packed, translated, unpacked
+from proxy.balancer.policies.prefixes import CachedPrefixes
 from proxy.balancer.policies.session_records import NO_LIMIT, SessionRecords
 from proxy.balancer.policies.working_sets import MAX_SESSIONS, Session
-from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.journal import Journal, JournalWriter
 from tests.balancer.policies.session_fleet import Fleet, chain
-
-if TYPE_CHECKING:
-    from proxy.balancer.policies.prefixes import CachedPrefixes
-    from proxy.balancer.shared.journal import JournalWriter
 
 pytestmark = pytest.mark.interpreted  # a fake cache derives from a class that is compiled
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -19,11 +18,8 @@ from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.common.backend import Load, Role
+from proxy.common.backend import Backend, Load, Role
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from proxy.common.backend import Backend
 
 ONE = Load(compute=1)
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import pytest
 
-from proxy.balancer.policies.working_sets import MAX_SESSIONS
+from proxy.balancer.policies.working_sets import MAX_SESSIONS, Session
 from tests.balancer.policies.session_fleet import Cache, Fleet, chain
-
-if TYPE_CHECKING:
-    from proxy.balancer.policies.working_sets import Session
 
 pytestmark = pytest.mark.interpreted  # a fake cache derives from a class that is compiled
 

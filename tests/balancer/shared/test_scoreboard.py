@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -17,9 +17,6 @@ from proxy.common.backend import Backend, Load, Role
 from tests.clock import Clock
 from tests.forking import in_child
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def test_load_is_the_sum_over_the_workers_until_it_is_released() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 from proxy.dialects import grammars as kimi
 from proxy.dialects.grammars import AnswerParser, Grammar
 from proxy.sim.model import tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TAGS: Final = {
     tokenizer.THINK: "<reason>",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 OFTEN: dict[str, Any] = {"every_seconds": 0.02, "canary_tokens": 64, "canary_seconds": 5.0}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -18,12 +18,8 @@ from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining
+from proxy.upstream import EngineClient
 from tests.pools import make_pool
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
-    from proxy.upstream import EngineClient
 
 HOST = "127.0.0.1"
 

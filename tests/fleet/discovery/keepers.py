@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import dns.rcode
+import pytest
 import yaml
 
 from proxy.common.backend import Role
 from proxy.fleet.discovery.files import WatchedFiles
 from proxy.fleet.discovery.kubernetes import WatchedSlices, watched_slices
 from proxy.fleet.discovery.sources import SOURCES
+from proxy.settings import Settings
+from proxy.sim.engine import SimulatedEngine
 from tests.fleet.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
 from tests.fleet.discovery.name_server import NameServer
 from tests.fleet.discovery.test_files import replace_file
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    import pytest
-
-    from proxy.settings import Settings
-    from proxy.sim.engine import SimulatedEngine
 
 
 class Keeper(Protocol):

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import Any, Self
 
 import orjson
 from aiohttp import web
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 NAMESPACE = "engines"
 PATH = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"

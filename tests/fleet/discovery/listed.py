@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
-    from proxy.common.backend import Backend
+from proxy.common.backend import Backend
 
 
 class Listed:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 import dns.flags
 import dns.message
 import dns.rcode
 import dns.rdatatype
 import dns.rrset
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _UDP_BYTES = 1232
 

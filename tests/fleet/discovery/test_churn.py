@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
-from tests.deployment import generations
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 from tests.fleet.discovery.keepers import keeper
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 CHANGES = 8
 CLIENTS = 4

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import dns.rcode
 import pytest
@@ -15,9 +15,6 @@ from proxy.fleet.discovery.dns_names import LookedUpName
 from proxy.settings import parse_dns_name
 from tests.fleet.discovery.name_server import NameServer
 from tests.fleet.discovery.test_files import names_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 SERVICE = "_http._tcp.decode.test"
 

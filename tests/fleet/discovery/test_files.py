@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from proxy.common.backend import Backend
 from proxy.fleet.discovery import files
 from proxy.fleet.discovery.files import WatchedFiles, parse_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from proxy.common.backend import Backend
 
 DECODERS = "- targets: [d:1, d:2]\n  labels: {role: decode}\n"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 from aiohttp.test_utils import unused_port
@@ -13,10 +12,8 @@ from proxy.balancer.pick import PickRequest
 from proxy.balancer.roster import ADMIN, CONFIG
 from proxy.common.backend import Backend, Load, Role
 from proxy.settings import Joining
+from proxy.upstream import EngineClient
 from tests.fleet.discovery.engines import HOST, Engine, Gateway, until
-
-if TYPE_CHECKING:
-    from proxy.upstream import EngineClient
 
 
 async def test_instance_joins_once_it_answers(

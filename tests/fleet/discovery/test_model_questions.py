@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -16,13 +17,9 @@ from proxy.common.errors import Failure, UnknownModel
 from proxy.fleet.discovery.facts import facts_of
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.settings import Settings
+from proxy.upstream import EngineClient
 from proxy.upstream.engine_client import BufferedResponse, EngineRequestError
 from tests.fleet.discovery.engines import Gateway
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from proxy.upstream import EngineClient
 
 PAUSE_SECONDS = 1.0
 PATIENCE_SECONDS = 3.0

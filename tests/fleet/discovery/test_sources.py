@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from proxy.common.backend import Backend, Role
 from proxy.fleet.discovery.sources import SOURCES
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.fleet.discovery.listed import Listed
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 HEALTH = {"interval_seconds": 0.05, "changing_interval_seconds": 0.05}
 

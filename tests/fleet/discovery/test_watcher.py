@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
+from proxy.fleet.discovery.sources import MakeSources
 from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts, look_once
 from proxy.settings import Settings
 from tests.asking import until
 from tests.fleet.discovery.listed import Listed
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-
-    from proxy.fleet.discovery.sources import MakeSources
 
 SETTINGS = Settings.model_validate({"prefill": ["p:1"], "decode": ["d:1"]})
 

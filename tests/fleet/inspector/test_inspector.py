@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 
@@ -14,18 +15,13 @@ from proxy.balancer.engines import EngineFacts, EngineKeys, Identity
 from proxy.common.backend import Backend, Role
 from proxy.fleet.inspector import makes_progress
 from proxy.sim.engine import SimulatedEngine
+from proxy.sim.options import ProtocolName
 from proxy.upstream import EngineClient
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.canned import CannedEngine
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from proxy.sim.options import ProtocolName
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 LONG = "every good boy does fine and so does this prompt that is long enough to tell something " * 3
 STORED = LONG * 20

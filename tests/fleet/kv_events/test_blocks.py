@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable, Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,9 +12,6 @@ from proxy.fleet.kv_events import blocks as module
 from proxy.fleet.kv_events.blocks import Blocks, sum_of_ranks
 from proxy.sim.hardware.work import KvBlocks
 from proxy.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, UnreadableEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
 
 SIZE = 16
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from proxy.common.backend import Backend, Role
@@ -12,10 +10,8 @@ from proxy.fleet.kv_events.subscriptions import address, configured_publishers, 
 from proxy.settings.fleet import KvEvents
 from proxy.upstream import AddressRules
 from proxy.wire.kv_events import EventPublisher
+from tests.clock import Clock
 from tests.upstream.desk import desk
-
-if TYPE_CHECKING:
-    from tests.clock import Clock
 
 
 def test_ranks_publish_at_consecutive_ports() -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from threading import Thread
-from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 import zmq
 
 from proxy.fleet.kv_events import subscriber as subscriber_module
 from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
-from proxy.fleet.kv_events.subscriber import Subscriber, run
+from proxy.fleet.kv_events.subscriber import Subscriber, Subscription, run
 from tests.asking import until
 from tests.fleet.kv_events.test_subscription import (
     CONFIG,
@@ -26,13 +27,6 @@ from tests.fleet.kv_events.test_subscription import (
     wait_for_subscription,
     wait_for_tokens,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pytest
-
-    from proxy.fleet.kv_events.subscriber import Subscription
 
 
 async def test_ranks_of_an_instance_are_reported_together_and_only_changes() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,9 +16,6 @@ from proxy.fleet.kv_events.subscriber import Subscription
 from proxy.sim.engine.kv_events import KvEventPublisher
 from proxy.sim.options import Options
 from tests.asking import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
 
 SIZE = 128
 CONFIG = {"endpoint": "tcp://127.0.0.1:0"}

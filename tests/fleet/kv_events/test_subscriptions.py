@@ -7,20 +7,17 @@ import logging
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from proxy.balancer.policies.prefixes import CachedPrefixes
 from proxy.fleet.kv_events import subscriptions
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from proxy.balancer.policies.prefixes import CachedPrefixes
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 SIZE = 16
 AUTO = {"endpoint": "auto"}

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,13 +30,9 @@ from proxy.process.shared import Listeners, share
 from proxy.settings import ClientKey, LoadedSettings
 from proxy.wire.openai import Api
 from tests.asking import request, until
+from tests.conftest import Deploy
 from tests.deployment import generations
 from tests.fleet.replicas.conftest import serving, settings_with
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection
-
-    from tests.conftest import Deploy
 
 _A, _B = ("10.0.0.1", 7200), ("10.0.0.2", 7200)
 

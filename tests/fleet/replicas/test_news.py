@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,11 +18,12 @@ from proxy.balancer.policies.prefill_cost import (
     PromptCosts,
     Record,
     RecordKind,
+    Sent,
     packed,
     translated,
     unpacked,
 )
-from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.policies.prefiller import Prefiller, write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.journal import Journal
@@ -32,12 +33,6 @@ from proxy.common.backend import Backend, Load, Role
 from proxy.fleet.replicas.state import LocalState, News, PeerRows, SharedRows, decode_news, encode_news
 from proxy.gateway.api_keys import KeyUsage
 from tests.clock import Clock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.balancer.policies.prefill_cost import Sent
-    from proxy.balancer.policies.prefiller import Prefiller
 
 _KEYS = [2**64 - 1, 7, 8]
 _ENDS = [512.0, 1024.0, 1536.0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 
@@ -14,17 +15,12 @@ from proxy.common.backend import Backend, Role
 from proxy.fleet.replicas import Store
 from proxy.fleet.replicas.peers import Peers
 from proxy.fleet.replicas.state import GatewayState, News, decode, decode_news, encode, encode_news
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
-from tests.deployment import generations
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 from tests.fleet.replicas.conftest import settings_with
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from proxy.sim.engine import SimulatedEngine
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 UP, EJECTED, PROBATION = HealthState.UP, HealthState.EJECTED, HealthState.PROBATION
 _TURNS = count(1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from math import isnan, nan
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import orjson
@@ -20,9 +21,6 @@ from lab.common import engines, peers
 from lab.common.engines import without_image
 from lab.common.load import Answer, Histogram
 from lab.common.proc import cpu_seconds
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCENARIOS = {scenario.name: scenario for scenario in scenarios(1.0)}
 ANSWER = SCENARIOS[SHORT_ANSWER]

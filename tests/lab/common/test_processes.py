@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from lab.common.processes import Program, fetch, quiet_ports
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SERVER = """
 import http.server, signal, sys

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import TYPE_CHECKING
 
 import pytest
 
 from lab.common.toxics import Blackhole, Direction, Latency, Slicer, Toxic, ToxicProxy
 from tests.asking import until
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Pauses:

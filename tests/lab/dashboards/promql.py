@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import promql_parser
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Grafana replaces these variables before it sends a query.
 _VARIABLES = {"$__rate_interval": "1m", "$__range": "1h"}

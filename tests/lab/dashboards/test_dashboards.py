@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -14,15 +15,10 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
 from lab.dashboards.__main__ import DASHBOARDS, DIRECTORY
-from lab.dashboards.grafana import TAG, as_json
+from lab.dashboards.grafana import TAG, Dashboard, as_json
 from lab.dashboards.instances import STATES
 from proxy.balancer.backend_health import HealthState
 from tests.test_readme import PAGES, anchors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab.dashboards.grafana import Dashboard
 
 ROOT = Path(__file__).parents[3]
 # Fields of Grafana's Prometheus data source that its common schema lacks.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from lab.mutation.judging import Reach
 from lab.mutation.mutants import Place, mutants, write_places
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_tests_of_a_place_alternate_between_functions(tmp_path: Path) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from lab.replay import virtual_time
-from lab.replay.fleet import Fleet, Replay
+from lab.replay.fleet import Fleet, MakePolicy, Replay
 from lab.replay.policies import policies
+from lab.replay.trace import Request
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import Machine
 from proxy.sim.hardware.work import Shape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from lab.replay.fleet import MakePolicy
-    from lab.replay.trace import Request
 
 MACHINE = Machine(
     "test",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Coroutine
+from typing import Final
 
 from lab.replay import virtual_time
 from proxy.process.loop_lag import LoopLag
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 # Durations of stalls, and of the time between them.
 _STALLS: Final = (0.2, 1.0)

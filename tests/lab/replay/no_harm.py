@@ -7,23 +7,20 @@ A world defines engines, lengths of answers and arrivals. `compared` runs it wit
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.replay.fleet import Fleet, MakePolicy, Replay
 from lab.replay.trace import BLOCK_TOKENS, Request
+from proxy.balancer.pick import Policy, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
+from proxy.process.loop_lag import LoopLag
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine
 from proxy.sim.hardware.work import Shape
 from tests.lab.replay import late_loop
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from proxy.balancer.pick import Policy, PolicyContext
-    from proxy.process.loop_lag import LoopLag
 
 LEARNS_NOTHING: Final = "least_tokens"
 

@@ -7,22 +7,19 @@ time to the first token depends on prefillers. No prompts share prefixes.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.replay.fleet import Course, Fleet, Replay
 from lab.replay.policies import policies
 from lab.replay.trace import BLOCK_TOKENS, Request
+from proxy.process.loop_lag import LoopLag
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine
 from proxy.sim.hardware.work import Shape
 from tests.lab.replay import late_loop
 from tests.lab.replay.ranks import RANKS, FleetOfRanks
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from proxy.process.loop_lag import LoopLag
 
 _H200: Final = MACHINES["kimi-k2.5-h200"]
 _A3: Final = MACHINES["kimi-k2-thinking-a3"]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet
 from proxy.balancer.engines import EngineFacts
 from proxy.common.backend import Role
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from proxy.sim.hardware.work import Work
+from proxy.sim.hardware.work import Work
 
 RANKS = 4
 

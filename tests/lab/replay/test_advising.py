@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from lab.replay.advising import split_of
+from lab.replay.fleet import Fleet, Replay
 from lab.replay.trace import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from lab.replay.fleet import Fleet, Replay
 
 
 def test_split_measures_how_busy_both_roles_are(replayed: Callable[..., Replay], fleet: Fleet) -> None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import pytest
 
 from lab.replay import virtual_time
-from lab.replay.fleet import Replay, Subject
+from lab.replay.fleet import Fleet, Replay, Subject
 from lab.replay.policies import CLAIRVOYANT, ClairvoyantDecode, policies
 from lab.replay.trace import Request
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from tests.lab.replay.conftest import MACHINE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from lab.replay.fleet import Fleet
 
 
 @pytest.fixture

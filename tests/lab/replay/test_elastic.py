@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import orjson
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_controller_beats_a_split_for_another_load(tmp_path: Path) -> None:

@@ -6,21 +6,16 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from math import isnan
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from lab.replay.figures import Case, Run, Slo, chart, figures, mean, sustained_load, table
+from lab.replay.figures import Case, Figures, Run, Slo, chart, figures, mean, sustained_load, table
+from lab.replay.fleet import Fleet, Replay
 from lab.replay.trace import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from lab.replay.figures import Figures
-    from lab.replay.fleet import Fleet, Replay
 
 
 @pytest.fixture

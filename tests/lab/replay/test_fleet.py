@@ -7,19 +7,14 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
-from lab.replay.fleet import parse_fleet
+from lab.replay.fleet import Replay, parse_fleet
 from lab.replay.policies import peer_names
 from lab.replay.trace import Request
 from proxy.common.backend import Load
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lab.replay.fleet import Replay
 
 
 def drawn(count: int, seed: int = 1) -> list[Request]:

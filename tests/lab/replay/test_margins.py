@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
 from lab.replay.figures import Case, Run, Slo, figures, margins
+from lab.replay.fleet import Fleet, Replay
 from lab.replay.trace import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lab.replay.fleet import Fleet, Replay
 
 
 @pytest.fixture

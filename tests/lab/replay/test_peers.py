@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from lab.replay.fleet import Subject
 from lab.replay.policies import peers
 from lab.replay.trace import Request
-from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from tests.lab.replay.conftest import MACHINE
-
-if TYPE_CHECKING:
-    from proxy.balancer.pick import Policy
 
 PEERS = peers(MACHINE.cost)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,6 @@ from lab.replay.trace import Request
 from proxy.sim.hardware.machines import MACHINES
 from tests.lab.replay.conftest import MACHINE
 from tests.lab.replay.ranks import RANKS, FleetOfRanks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 FLEET = Fleet(4, 4, MACHINE, MACHINE)
 TOLERANCE = 0.03

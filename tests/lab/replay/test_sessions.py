@@ -6,25 +6,19 @@ import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import orjson
 import pytest
 
 from lab.replay.__main__ import read_options
-from lab.replay.conversations import Conversation, Conversations, Gaps, Workload, read_sessions
+from lab.replay.conversations import Conversation, Conversations, Gaps, Turn, Workload, read_sessions
 from lab.replay.fleet import Course
-from lab.replay.sessions import ClosedLoop, Life, Sweep, chart, means, row, table
+from lab.replay.sessions import ClosedLoop, Life, Row, Sweep, chart, means, row, table
 from lab.replay.trace import BLOCK_TOKENS, InvalidTrace, Request
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from lab.replay.conversations import Turn
-    from lab.replay.sessions import Row
 
 
 def drawn(workload: Workload, turns: int = 12, seed: int = 1) -> list[Turn]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import orjson
 import pytest
@@ -17,9 +18,6 @@ from lab.replay.sockets import over_sockets, programs
 from lab.replay.trace import Request
 from proxy.common.backend import Backend, Role
 from tests.lab.replay.conftest import MACHINE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FLEET = Fleet(2, 2, MACHINE, MACHINE, speed=50.0)
 AGAIN = [Request(0.05 * number, 1200, 40, (1, 2, 3)) for number in range(3)]

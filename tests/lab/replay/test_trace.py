@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from lab.replay.drawn import DRAWN, drawn
 from lab.replay.trace import BLOCK_TOKENS, InvalidTrace, Request, faster, read, spread
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LINE = '{"timestamp": 3000, "input_length": 1100, "output_length": 7, "hash_ids": [4, 5, 6]}\n'
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lab.replay import virtual_time
 from lab.replay.conversations import Conversations, Gaps, Workload
 from lab.replay.fleet import Fleet
 from lab.replay.policies import AFFINITY, OURS, policies
-from lab.replay.sessions import ClosedLoop, row
+from lab.replay.sessions import ClosedLoop, Row, row
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import Machine
 from proxy.sim.hardware.work import Shape
-
-if TYPE_CHECKING:
-    from lab.replay.sessions import Row
 
 _SECONDS = 450.0
 _SMALL = Workload(shared_tokens=4096, turns=20.0, gaps=Gaps(longest=30.0))

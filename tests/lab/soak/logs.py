@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lab.soak.evidence import Answer, Evidence, Fault, Leg, Limits, Outcome, Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 P, D = "127.0.0.1:7100", "127.0.0.1:7200"
 

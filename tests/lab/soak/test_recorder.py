@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import orjson
 import pytest
 
 from lab.common.toxics import Direction
+from lab.soak.evidence import Leg
 from lab.soak.recorder import Recorder, edits
 from proxy.connectors.releaser import RELEASE_MODEL
-
-if TYPE_CHECKING:
-    from lab.soak.evidence import Leg
 
 UP, DOWN = Direction
 CLIENT = b'{"user": "soak-1.7", "stream": true, "temperature": 1.0}'

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import IO, Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -34,12 +36,7 @@ from proxy.observe.logs.lines import (
     Redaction,
 )
 from proxy.settings import Log
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.clock import Clock
+from tests.clock import Clock
 
 logger = logging.getLogger("proxy.somewhere")
 library = logging.getLogger("library")

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request, until
-from tests.observe.tracing.collector import collecting
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.observe.tracing.collector import Collector
+from tests.conftest import Deploy
+from tests.observe.tracing.collector import Collector, collecting
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
-    from tests.observe.tracing.collector import Collector, Received
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
+from tests.observe.tracing.collector import Collector, Received
 
 CLIENTS_TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENTS_SPAN = "b7ad6b7169203331"

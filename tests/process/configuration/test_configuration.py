@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,19 +14,12 @@ from proxy.balancer.roster import CONFIG, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.observe.metrics import Metrics
-from proxy.process.configuration import FIXED, Configuration, ConfigWatcher, shown
-from proxy.settings import OPTIONS, SettingsError, load_settings
+from proxy.process.configuration import FIXED, ConfigSnapshot, Configuration, ConfigWatcher, shown
+from proxy.settings import OPTIONS, LoadedSettings, Settings, SettingsError, load_settings
 from proxy.settings.load import ConfigChange
 from proxy.settings.sources import read_option
 from tests.asking import until
 from tests.forking import in_child
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from proxy.process.configuration import ConfigSnapshot
-    from proxy.settings import LoadedSettings, Settings
 
 
 class Files:

@@ -9,7 +9,7 @@ import platform
 import resource
 import tempfile
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +17,7 @@ from proxy.observe import logs
 from proxy.observe.metrics import Metrics
 from proxy.process.monitor import Memory, Monitor, MonitorParts, OpenFds, Overload, overload_of
 from proxy.settings import Log
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.clock import Clock
+from tests.clock import Clock
 
 MIB = 1024 * 1024
 NO_LIMIT = resource.RLIM_INFINITY

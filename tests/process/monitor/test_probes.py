@@ -7,18 +7,14 @@ import http.client
 import json
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.observe.metrics import Metrics
 from proxy.process.monitor import Monitor, MonitorParts, ProbeServer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.clock import Clock
+from tests.clock import Clock
 
 
 @contextmanager

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.process.supervisor.listening import PortInUse, listen_after_predecessor
 from proxy.settings import Admin, Listen, Settings
 from proxy.settings.model import Drain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.clock import Clock
+from tests.clock import Clock
 
 NOT_READY, STREAMS, LETTING_GO = 5.0, 300.0, 3.0
 DRAIN = Drain(not_ready_seconds=NOT_READY, streams_seconds=STREAMS)

@@ -13,23 +13,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from proxy.process.shared import Shared
 from proxy.process.supervisor import RestartPolicy, run_supervisor
 from proxy.process.supervisor.listening import create_listener, open_listeners
 from proxy.process.supervisor.supervisor import _metrics_directory
 from proxy.settings import Admin, Endpoint, Listen, LoadedSettings, Settings, SettingsError
 from proxy.settings.model import Drain, Layerwise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from proxy.process.shared import Shared
-
 
 # --- the program -----------------------------------------------------------------------------------------------------
 

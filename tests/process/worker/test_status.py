@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from proxy.observe.verdict import StatusBoard
 from proxy.process.worker.status import Growth
 from proxy.wire.openai import Api
 from tests.asking import request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 
 async def status_when(gateway: Deployment, is_wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

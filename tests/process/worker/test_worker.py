@@ -8,7 +8,8 @@ import logging
 import math
 import signal
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,6 +18,7 @@ from proxy.balancer.backend_health import HealthState
 from proxy.balancer.policies.least_tokens import Random, RoundRobin
 from proxy.common.backend import Backend, Role
 from proxy.connectors.releaser import KvTransfer
+from proxy.process.configuration import ConfigSnapshot
 from proxy.process.worker import engines, process
 from proxy.process.worker.process import Stop
 from proxy.settings import POLICIES, ClientKey, Settings
@@ -24,14 +26,8 @@ from proxy.settings.tls import TlsFiles
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, read, request, until
 from tests.certificates import Certificates
-from tests.deployment import generations
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from proxy.process.configuration import ConfigSnapshot
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.conftest import Deploy
+from tests.deployment import Deployment, generations
 
 
 async def test_worker_that_stops_accepting_finishes_what_it_began(deploy: Deploy) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import pytest
@@ -12,9 +12,6 @@ from hypothesis import given, settings
 from proxy.sim.hardware.batch import Batch
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.work import Shape, Work
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 COST = Cost(
     prompt=0.1,

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.__main__ import main
-
-if TYPE_CHECKING:
-    from tests.conftest import Deploy
+from tests.conftest import Deploy
 
 ASKED = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "stream": True}
 

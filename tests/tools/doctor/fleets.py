@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from proxy.settings import LoadedSettings, Settings
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
-from proxy.tools.doctor.findings import Severity
+from proxy.tools.doctor.findings import Finding, Severity
 from tests.deployment import engine_options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from proxy.tools.doctor.findings import Finding
 
 Options = dict[str, Any]
 _QUICK = {"connect_seconds": 1.0, "prefill_seconds": 5.0, "handoff_seconds": 5.0, "first_token_seconds": 5.0}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from proxy.settings import Settings
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.doctor.findings import Severity
 from tests.fleet.discovery.keepers import groups
 from tests.tools.doctor.fleets import examine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def settings_with(*files: Path) -> Settings:

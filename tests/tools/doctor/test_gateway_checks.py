@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import resource
 import socket
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from proxy.settings import Settings, load_settings
 from proxy.tools.doctor.command import _learned_limits
-from proxy.tools.doctor.findings import Severity
+from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.doctor.gateway import Host, check_gateway
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from proxy.tools.doctor.findings import Finding
 
 PAGE = b"""# TYPE pdproxy_instance_knee gauge
 pdproxy_instance_knee{address="10.0.0.2:8200",role="decode"} 8.0

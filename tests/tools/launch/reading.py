@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from proxy.settings.yaml_file import read_yaml
 from proxy.tools.launch.command import rendered
-from proxy.tools.launch.plan import planned
+from proxy.tools.launch.plan import Plan, planned
 from proxy.tools.launch.topology import parse_topology
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from proxy.tools.launch.plan import Plan
 
 ROOT = Path(__file__).parents[3]
 TOPOLOGIES = ROOT / "configs" / "topologies"

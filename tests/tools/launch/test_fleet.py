@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,22 +16,15 @@ from proxy.balancer.engines import EngineFacts, Identity, Setup
 from proxy.common.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.doctor.examined import Examined
-from proxy.tools.doctor.findings import Severity, exit_code
+from proxy.tools.doctor.findings import Finding, Severity, exit_code
 from proxy.tools.launch.command import rendered
 from proxy.tools.launch.fleet import check_ranks, check_version, compared, load_gateway
-from proxy.tools.launch.plan import planned
+from proxy.tools.launch.plan import Plan, planned
 from proxy.tools.launch.topology import parse_topology
 from tests.tools.doctor.fleets import examine
-from tests.tools.launch.reading import engines, plan_of, tree_of
+from tests.tools.launch.reading import Command, engines, plan_of, tree_of
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from proxy.tools.doctor.findings import Finding
-    from proxy.tools.launch.plan import Plan
-    from tests.tools.launch.reading import Command
-
-    Change = Callable[[str, dict[str, Any]], dict[str, Any] | None]
+Change = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", None: "both"}
 

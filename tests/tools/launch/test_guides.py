@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -12,9 +13,6 @@ from proxy.settings import Settings, load_settings
 from proxy.tools.launch.command import as_text
 from proxy.tools.launch.refusals import refusals
 from tests.tools.launch.reading import TOPOLOGIES, commands, engines, files_of, flags_of, gateway_of, plan_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in TOPOLOGIES.glob("*.yaml"))

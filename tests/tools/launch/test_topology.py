@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from proxy.__main__ import main
 from proxy.tools.launch.topology import read_topology
 from tests.tools.launch.reading import TOPOLOGIES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LEAST = """\
 engine: vllm-ascend

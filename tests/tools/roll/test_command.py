@@ -8,20 +8,15 @@ import signal
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from proxy.__main__ import main
 from tests.asking import until
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.tools.roll.test_walk import PROBED, memberships, name_of, slow
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
-
 
 PROXIES = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy"), "http://127.0.0.1:1") | {"no_proxy": ""}
 """Environment with an HTTP proxy that does not exist. Tools connect to gateways directly."""

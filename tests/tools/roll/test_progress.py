@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from proxy.settings import SettingsError
 from proxy.tools.roll import RollProgress
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:

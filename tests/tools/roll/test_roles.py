@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,14 +12,10 @@ from proxy.settings import SettingsError
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.roll import Gateways, Limits, RoleWalk, RollProgress, RollStopped
 from proxy.tools.roll.command import read_flags
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 from tests.tools.roll.test_command import roll
 from tests.tools.roll.test_walk import PROBED, SOON, load, name_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
 
 
 async def elastic_fleet(deploy: Deploy, decoders: int, **sections: Any) -> Deployment:

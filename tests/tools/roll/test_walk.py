@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,15 +14,9 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RestartWalk, RollProgress, RollStopped
 from proxy.tools.roll.gateways import Instance, lost_without
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, request, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from tests.asking import Answer
-    from tests.conftest import Deploy
-    from tests.deployment import Deployment
+from tests.asking import Answer, answer_alone, request, until
+from tests.conftest import Deploy
+from tests.deployment import Deployment
 
 PROBED: dict[str, Any] = {
     "interval_seconds": 0.02,

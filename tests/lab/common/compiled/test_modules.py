@@ -5,22 +5,18 @@ from __future__ import annotations
 import ast
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 
 from lab.common.compiled.modules import MODULES
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.gateway.calls import BATCH, SWEEP, Ended, ask, connected, counting
+from tests.conftest import Deploy
+from tests.gateway.calls import BATCH, SWEEP, Calls, Ended, ask, connected, counting
 from tests.talking import raw
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.conftest import Deploy
-    from tests.gateway.calls import Calls
 
 REQUESTS: Final = 40
 STREAMS: Final = 20

@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 
 from lab.common.compiled.build import rewritten
 from lab.common.compiled.modules import MODULES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT: Final = Path(__file__).parents[4]
 READ: Final = dict(rewritten(ROOT))
