@@ -154,8 +154,8 @@ class Instances:
         found.append(gauges.values())
 
 
-def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric]:
-    """Return the number of instances of each model in these pools, at the moment of a scrape."""
+def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric | None]:
+    """Yield None after each instance, where the caller may pause, and then the number of instances of each model."""
     instances = GaugeMetricFamily(
         "pdproxy_model_instances",
         "Instances that may get requests for a model or an adapter, by role. Instances that report no models are left "
@@ -164,11 +164,13 @@ def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metr
     )
     eligible = {pool.role: pool.eligible() for pool in pools}
     models.refresh()
-    counts = {(name, role): 0 for name in sorted(models.complete) for role in eligible}
+    complete = models.complete  # it may change meanwhile
+    counts = {(name, role): 0 for name in sorted(complete) for role in eligible}
     for role, backends in eligible.items():
         for backend in backends:
-            for name in models.of(backend) & models.complete:
+            for name in models.of(backend) & complete:
                 counts[name, role] += 1
+            yield None
     for (name, role), count in counts.items():
         instances.add_metric((name, role.value), count)
     yield instances

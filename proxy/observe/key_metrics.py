@@ -36,8 +36,8 @@ OTHER_KEYS: Final = "(other)"
 
 def collect_keys(
     accounts: KeyAccounts, slots: Mapping[str, int], max_series: int, in_flight: Callable[[int], int]
-) -> Iterator[Metric]:
-    """Return all metrics of client keys.
+) -> Iterator[Metric | None]:
+    """Yield None after each key, where the caller may pause, and then all metrics of client keys.
 
     Args:
         accounts: The accounts of all workers.
@@ -70,7 +70,11 @@ def collect_keys(
     in_flight_gauge = GaugeMetricFamily(
         "pdproxy_key_inflight_requests", "Requests of a client key in flight.", labels=("key",)
     )
-    for name, values, running in _rows(accounts, slots, max_series, in_flight):
+    for row in _rows(accounts, slots, max_series, in_flight):
+        yield None
+        if row is None:
+            continue
+        name, values, running = row
         for result, count in zip(RESULTS, values, strict=False):
             requests.add_metric((name, result), count)
         for place, kind in enumerate(TOKEN_KINDS, TOKEN_FIELD):
@@ -84,8 +88,8 @@ def collect_keys(
 
 def _rows(
     accounts: KeyAccounts, slots: Mapping[str, int], max_series: int, in_flight: Callable[[int], int]
-) -> Iterator[tuple[str, list[int], int]]:
-    """Yield the label, the account and the requests in flight of each key that has series."""
+) -> Iterator[tuple[str, list[int], int] | None]:
+    """Yield the label, the account and the requests in flight of each key that has series, and None for the others."""
     if max_series <= 0:
         return
     others, others_in_flight, has_others = no_values(), 0, False
@@ -95,6 +99,7 @@ def _rows(
             yield name, values, running
         else:
             others, others_in_flight, has_others = [*map(add, others, values)], others_in_flight + running, True
+            yield None
     if has_others:
         yield OTHER_KEYS, others, others_in_flight
 

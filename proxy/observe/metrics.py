@@ -23,7 +23,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.mmap_dict import MmapedDict
-from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
 from proxy.balancer.backend_health import Cause
@@ -35,6 +34,7 @@ from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 from proxy.observe.instances import Instances, collect_models, collect_sources, collect_status
 from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
 from proxy.observe.key_usage import TOKEN_KINDS
+from proxy.observe.merging import merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -430,9 +430,9 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._instances: Instances | None = None
         self._worker_replacements: Callable[[], Mapping[str, int]] | None = None
-        self._sources: Callable[[], Iterable[Metric]] | None = None
-        self._models: Callable[[], Iterable[Metric]] | None = None
-        self._keys: Callable[[], Iterable[Metric]] | None = None
+        self._sources: Callable[[], Iterable[Metric | None]] | None = None
+        self._models: Callable[[], Iterable[Metric | None]] | None = None
+        self._keys: Callable[[], Iterable[Metric | None]] | None = None
         self._status: Callable[[], Mapping[str, Any]] | None = None
         self._settles: list[Callable[[], None]] = []
         self._registry = registry or CollectorRegistry()
@@ -472,7 +472,7 @@ class Metrics:
         """Show the current state of discovery sources at every scrape."""
         self._sources = partial(collect_sources, states, roster)
 
-    def watch_keys(self, collect: Callable[[], Iterable[Metric]]) -> None:
+    def watch_keys(self, collect: Callable[[], Iterable[Metric | None]]) -> None:
         """Show the usage of client keys at every scrape; see `collect_keys`."""
         self._keys = collect
 
@@ -529,8 +529,12 @@ class Metrics:
             yield from self._instances.steps(found)
         for collect in (self._models, self._sources, self._keys):
             if collect is not None:
-                found.append(list(collect()))
-                yield
+                family: list[Metric] = []
+                for metric in collect():
+                    if metric is not None:
+                        family.append(metric)
+                    yield
+                found.append(family)
         if self._status is not None:
             found.append(list(collect_status(self._status())))
         if self._worker_replacements is not None:
@@ -609,11 +613,10 @@ class WorkerFiles:
         """Return the metrics of all workers. Raises GatewayError."""
         for is_last in (False, True):
             try:
-                collector = MultiProcessCollector(None, self._directory)  # type: ignore[no-untyped-call]
                 # A worker that starts creates an empty file, and then extends it. An empty file cannot be read.
-                filled = [str(file) for file in self._directory.glob("*.db") if file.stat().st_size > 0]
-                return collector.merge(filled, accumulate=True)  # type: ignore[no-any-return,no-untyped-call]
-            except (ValueError, FileNotFoundError) as error:  # the directory, or a file in it, was just deleted
+                files = (file for file in self._directory.iterdir() if file.suffix == ".db")
+                return merge([str(file) for file in files if file.stat().st_size > 0])
+            except (FileNotFoundError, NotADirectoryError) as error:  # the directory, or a file in it, is gone
                 if is_last:
                     message = f"the metrics' directory {self._directory} cannot be read: {self.trouble or error}"
                     raise GatewayError(message, code="metrics_unavailable", status=503) from None

@@ -59,6 +59,7 @@ class Host:
         return {
             (sample.name.removeprefix("pdproxy_key_"), *sample.labels.values()): sample.value
             for family in collect_keys(self.accounts, self.slots, max_series, lambda slot: 7 + slot)
+            if family is not None
             for sample in family.samples
         }
 
