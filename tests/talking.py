@@ -122,6 +122,11 @@ class Clients:
         self.lines.append(line)
         return line
 
+    def leave(self) -> None:
+        """Close all connections."""
+        for line in self.lines:
+            line.leave()
+
     async def rest(self) -> None:
         """Wait until the gateway has nothing to do."""
         await until(lambda: not self.gateway.leaks(), "the gateway to rest")

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Final, cast
 
 from proxy.common.endpoints import find_client_address
 from proxy.gateway.intake import is_one_request, read_head
+from proxy.gateway.long_body import LongBodyReader
 from proxy.listener.connection import FirstProtocol
 from proxy.listener.replies import choose_request_id
 from proxy.wire.ids import make_request_id
+from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from proxy.gateway.intake import Head, Intake
     from proxy.gateway.request import Request
     from proxy.listener.http_listener import HttpListener
+    from proxy.wire.document import Document
 
 
 # A body that takes longer than this goes to aiohttp, which has the deadlines for slow bodies.
@@ -47,6 +50,7 @@ class FastConnection(FirstProtocol):
             "knows_chunks",
             "on_full",
             "transport",
+            "_reader",
         ),
     )
 
@@ -75,7 +79,9 @@ class FastConnection(FirstProtocol):
         self._last: Head | None = intake.last_head
         """The head of the last request of any connection, because the heads of one application are alike."""
         self._body: list[bytes] = []
-        """The pieces of the request whose body is arriving, with its head."""
+        """The pieces of the request whose body is arriving, with its head. They are empty for a long body."""
+        self._reader: LongBodyReader | None = None
+        """Reads the long body that is arriving. None: there is none."""
         self._missing_bytes = 0
         """Bytes of this request that have not arrived."""
         self._held_bytes = 0
@@ -128,8 +134,9 @@ class FastConnection(FirstProtocol):
         if self._since is None:
             return
         if self._head is not None:
-            if now - self._since > _BODY_SECONDS:
-                self._hand_over_unfinished()
+            reader = self._reader
+            if now - self._since > _BODY_SECONDS if reader is None else reader.is_late(now):
+                self.hand_over_unfinished()
         elif now - self._since > keepalive_seconds:
             self.transport.close()
 
@@ -181,11 +188,15 @@ class FastConnection(FirstProtocol):
         if missing_bytes == 0:
             if not self._begin(head, data[size_bytes:], intake.parts.clock()):
                 self._hand_over(data)
-        elif missing_bytes < 0 or not intake.waits_for_body(head) or not self._hold(len(data)):
+        elif missing_bytes < 0 or not intake.waits_for_body(head) or not self.hold(len(data)):
             self._hand_over(data)
         else:
             self._head, self._missing_bytes, self._since = head, missing_bytes, intake.parts.clock()
-            self._body.append(data)
+            if head.body_bytes <= LONG_BYTES:
+                self._body.append(data)
+            else:
+                self._reader = LongBodyReader(self, intake, head, data, self._since)
+                self._let_read(self._reader)
 
     def pause_writing(self) -> None:
         self.is_paused = True
@@ -221,12 +232,43 @@ class FastConnection(FirstProtocol):
         else:
             self._since = now
 
+    # For LongBodyReader
+
+    def hold(self, body_bytes: int) -> bool:
+        """Count bytes of a body in memory. Return False if there is no room for them."""
+        has_room = self._intake.buffers.take(body_bytes)
+        if has_room:
+            self._held_bytes += body_bytes
+        return has_room
+
+    def hand_over_unfinished(self) -> None:
+        """Hand the connection to aiohttp in the middle of a body."""
+        self._release()
+        self._head = None
+        pieces, self._body = self._body, []
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            pieces = [reader.received()]
+            reader.end()
+            self._let_read(self)
+        self._hand_over(b"".join(pieces))
+
+    def begin_long_request(
+        self, head_bytes: bytes, head: Head, raw: bytes, since: float, document: Document | None
+    ) -> None:
+        """Begin a request whose long body has arrived. `document` None: aiohttp's reader serves or rejects it."""
+        self._release()
+        self._head = self._reader = None
+        self._let_read(self)
+        if document is None or not self._begin(head, raw, since, document):
+            self._hand_over(head_bytes + raw)
+
     def _receive(self, head: Head, data: bytes) -> None:
         """Handle another piece of a request body."""
         self._body.append(data)
         self._missing_bytes -= len(data)
-        if self._missing_bytes < 0 or not self._hold(len(data)):
-            self._hand_over_unfinished()
+        if self._missing_bytes < 0 or not self.hold(len(data)):
+            self.hand_over_unfinished()
         elif self._missing_bytes == 0:
             self._release()
             self._head = None
@@ -237,10 +279,16 @@ class FastConnection(FirstProtocol):
             if not self._begin(head, b"".join((memoryview(first)[head.size_bytes :], *more)), self._since):
                 self._hand_over(b"".join(pieces))
 
-    def _begin(self, head: Head, body: bytes, since: float) -> bool:
+    def _let_read(self, protocol: asyncio.BaseProtocol) -> None:
+        """Let a protocol read the connection. The event loop does not change the buffer of a running read."""
+        self.transport.pause_reading()
+        self.transport.set_protocol(protocol)
+        self.transport.resume_reading()
+
+    def _begin(self, head: Head, body: bytes, since: float, document: Document | None = None) -> bool:
         """Begin a request that has arrived completely. Return False if it is not plain."""
         self._since = None
-        request = self._request = self._intake.begin(self, head, body)
+        request = self._request = self._intake.begin(self, head, body, document)
         if request is None:
             self._misses += 1
             return False
@@ -265,20 +313,6 @@ class FastConnection(FirstProtocol):
         self._since = None
         self._listener.hand_to_aiohttp(self, data)
 
-    def _hand_over_unfinished(self) -> None:
-        """Hand the connection to aiohttp in the middle of a body."""
-        self._release()
-        self._head = None
-        pieces, self._body = self._body, []
-        self._hand_over(b"".join(pieces))
-
-    def _hold(self, body_bytes: int) -> bool:
-        """Count bytes of a body in memory. Return False if there is no room for them."""
-        has_room = self._intake.buffers.take(body_bytes)
-        if has_room:
-            self._held_bytes += body_bytes
-        return has_room
-
     def _release(self) -> None:
         self._intake.buffers.held_bytes -= self._held_bytes
         self._held_bytes = 0
@@ -286,6 +320,9 @@ class FastConnection(FirstProtocol):
     def _disconnect(self) -> None:
         self._release()
         self.resume_writing()
+        if self._reader is not None:
+            self._reader.end()
+            self._head = self._reader = None
         request, self._request = self._request, None
         if request is not None:
             request.on_disconnect()

@@ -20,7 +20,7 @@ from proxy.dialects.translated import TranslatedDialect
 from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
 from proxy.gateway.request import Request
 from proxy.listener.body import memory_bytes
-from proxy.wire.weight import ALWAYS_LIGHT_BYTES, LONG_BYTES, bound_element_counts, is_light_json
+from proxy.wire.weight import ALWAYS_LIGHT_BYTES, LONG_BYTES, bound_element_counts, estimate_weight, is_light_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -192,8 +192,12 @@ class Intake:
         # The fast reader does not write `Vary: Origin`, which every answer needs when web pages are allowed.
         self.paths = frozenset() if settings.listen.cors_origins else frozenset(self.dialects)
         """The paths that the fast reader serves."""
-        self._max_body_bytes = min(LONG_BYTES, settings.listen.max_body_bytes)
-        self._max_elements = settings.listen.max_body_elements
+        self._max_body_bytes = settings.listen.max_body_bytes
+        most = settings.listen.max_body_elements
+        self._max_elements = {
+            path: most if dialect.speaks_as_engines else most // 2  # a translated body is parsed twice
+            for path, dialect in self.dialects.items()
+        }
         self._cost = settings.cost
         self._lower_priority_first = settings.connector_traits.lower_priority_first
         self._names = ModelNames(settings.models.aliases)
@@ -238,19 +242,49 @@ class Intake:
     # For the fast reader
 
     def waits_for_body(self, head: Head) -> bool:
-        """Return whether the fast reader waits for the rest of a body of this size."""
-        return head.body_bytes <= self._max_body_bytes
+        """Return whether the fast reader waits for the rest of a body.
 
-    def begin(self, client: ClientConnection, head: Head, raw: bytes) -> Request | None:
-        """Return the request, ready to start, or None if aiohttp must serve or reject it."""
+        aiohttp rejects a request without reading a long body, if it can.
+        """
+        if head.body_bytes <= LONG_BYTES:
+            return head.body_bytes <= self._max_body_bytes
+        if head.body_bytes > self._max_body_bytes or self.parts.listener.is_closing:
+            return False
+        try:
+            key = self._keys.identify(head.fields.get("authorization"), head.fields.get("x-api-key"))
+            self._admission.check(key.name)
+        except GatewayError:
+            return False
+        return not self._admission.is_short_of_memory
+
+    def is_too_heavy(self, head: Head, raw: bytes) -> bool:
+        """Return whether a body may have more elements than the limit, so that aiohttp's reader must count them."""
+        max_elements = self._max_elements[head.path]
+        if len(raw) <= LONG_BYTES:
+            return bound_element_counts(raw)[0] > max_elements
+        return estimate_weight(raw).elements > max_elements
+
+    def parse_long_body(self, raw: bytes) -> Document | None:
+        """Return the parsed body. None: it is no valid request, and aiohttp's reader must reject it."""
+        try:
+            return parse_body(raw)
+        except GatewayError:
+            return None
+
+    def begin(
+        self, client: ClientConnection, head: Head, raw: bytes, document: Document | None = None
+    ) -> Request | None:
+        """Return the request, ready to start, or None if aiohttp must serve or reject it.
+
+        `document`: the parsed body, of which the elements were counted; None: `raw` is counted and parsed here.
+        """
         parts, size_bytes = self.parts, len(raw)
         if parts.listener.is_closing or size_bytes > self._max_body_bytes or self._admission.is_short_of_memory:
             return None
         dialect = self.dialects[head.path]
-        is_slight, max_elements = size_bytes <= ALWAYS_LIGHT_BYTES, self._max_elements
-        if not dialect.speaks_as_engines:
-            max_elements //= 2  # a translated body is parsed twice
-        if not is_slight and not is_light_json(raw, max_elements) and bound_element_counts(raw)[0] > max_elements:
+        is_slight = size_bytes <= ALWAYS_LIGHT_BYTES
+        is_light = is_slight or document is not None or is_light_json(raw, self._max_elements[head.path])
+        if not is_light and self.is_too_heavy(head, raw):
             return None
         try:
             key = ANONYMOUS
@@ -258,7 +292,8 @@ class Intake:
                 key = self._keys.identify(head.fields.get("authorization"), head.fields.get("x-api-key"))
             self._admission.check(key.name)
             headers = head.with_credential if key is ANONYMOUS else head.passed_on
-            document = parse_body(raw)
+            if document is None:
+                document = parse_body(raw)
             call = self.call(dialect, document, headers, key)
             lanes = parts.lanes
             if lanes.models.is_mixed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import socket
 import ssl
@@ -12,10 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 import pytest
 
 from proxy.wire.openai import Api
-from tests.asking import ask, request, until
+from tests.asking import ask, read, request, until
 from tests.certificates import Certificates
 from tests.conftest import Deploy
 from tests.deployment import Deployment
@@ -51,6 +53,9 @@ async def test_chats_are_served_over_tls(
     async with _session(certificates.client()) as session:
         answers = [await ask(session, gateway.url, request(Api.CHAT, stream=streams)) for _ in range(3)]
         big = await ask(session, gateway.url, request(Api.CHAT, "word " * 20_000))
+        long = io.BytesIO(orjson.dumps(request(Api.CHAT, stream=streams, user="x" * 2_000_000)))
+        async with session.post(f"{gateway.url}{Api.CHAT.path}", data=long) as response:
+            answers.append(await read(response))
         metrics = await (await session.get(f"{gateway.url}/metrics")).text()
     assert {(answer.status, answer.is_done) for answer in (*answers, big)} == {(200, True)}
     assert len({answer.text for answer in answers}) == 1

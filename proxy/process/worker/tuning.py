@@ -45,7 +45,7 @@ def _keep_pages() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # not glibc
         return
-    mallopt(_M_MMAP_THRESHOLD, 4 * _MIB)
+    mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)
     mallopt(_M_TRIM_THRESHOLD, 64 * _MIB)
     mallopt(_M_TOP_PAD, _MIB)
 

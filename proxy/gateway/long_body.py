@@ -1,0 +1,129 @@
+"""Reads a long request body from the socket into one buffer, then checks and parses it.
+
+Joining pieces would copy the whole body, which takes as long as reading it. Checking and parsing take milliseconds
+each, so the event loop handles other connections in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from io import BytesIO
+from typing import TYPE_CHECKING, Final
+
+from proxy.common.errors import ShuttingDown
+
+if TYPE_CHECKING:
+    from proxy.gateway.fast_connection import FastConnection
+    from proxy.gateway.intake import Head, Intake
+    from proxy.wire.document import Document
+
+# A body that is slower goes to aiohttp's reader, which has the deadlines for slow bodies.
+_FIRST_SECONDS: Final = 1.0
+_BYTES_PER_SECOND: Final = 4 * 1024 * 1024
+
+
+class LongBodyReader(asyncio.BufferedProtocol):
+    """The protocol of a connection while a long body arrives. It reads no byte after the body.
+
+    It counts as a request for a shutdown, from the first byte of the body until the request begins.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_connection",
+        "_head_bytes",
+        "_intake",
+        "_is_ended",
+        "_view",
+        "head",
+        "received_bytes",
+        "since",
+    )
+
+    def __init__(self, connection: FastConnection, intake: Intake, head: Head, data: bytes, since: float) -> None:
+        """Begin with the bytes that have arrived. The rest of the buffer uses no memory until its bytes arrive.
+
+        Args:
+            connection: Gets the body, and all other events of the connection.
+            intake: Checks and parses the body.
+            head: The head of the request.
+            data: The bytes of the head and of the body that have arrived.
+            since: Monotonic seconds at which the head arrived.
+        """
+        self.head = head
+        self.since = since
+        self._connection = connection
+        self._intake = intake
+        self._head_bytes = data[: head.size_bytes]
+        self._buffer = BytesIO(bytes(head.body_bytes))  # no copy, because there is no other reference
+        self._view = self._buffer.getbuffer()
+        begun = memoryview(data)[head.size_bytes :]
+        self._view[: len(begun)] = begun
+        self.received_bytes = len(begun)
+        """Bytes of the body that have arrived."""
+        self._is_ended = False
+        intake.parts.drain.enter(self)
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the body arrives too slowly for this reader. `now`: monotonic seconds."""
+        if self.received_bytes == self.head.body_bytes:
+            return False
+        seconds = _FIRST_SECONDS + self.received_bytes / _BYTES_PER_SECOND
+        return now - self.since > min(seconds, max(_FIRST_SECONDS, self._intake.parts.settings.listen.body_seconds / 2))
+
+    def end(self) -> None:
+        """Stop counting as a request, and ignore the body. Repeated calls have no effect."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._intake.parts.drain.leave(self)
+
+    def received(self) -> bytes:
+        """Return the head and the bytes of the body that have arrived."""
+        return b"".join((self._head_bytes, self._view[: self.received_bytes]))
+
+    def cut_off(self) -> None:
+        """Reject the request, because the gateway shuts down."""
+        self._connection.end(ShuttingDown())
+
+    # asyncio.BufferedProtocol
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view[self.received_bytes :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.received_bytes += nbytes
+        if not self._connection.hold(nbytes):
+            self._connection.hand_over_unfinished()
+        elif self.received_bytes == self.head.body_bytes:
+            self._connection.transport.pause_reading()
+            self._intake.parts.loop.call_soon(self._check)
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def _check(self) -> None:
+        if self._is_ended:
+            return
+        self._view.release()
+        raw = self._buffer.getvalue()  # no copy
+        if self._intake.is_too_heavy(self.head, raw):
+            self._finish(raw, None)
+        else:
+            self._intake.parts.loop.call_soon(self._parse, raw)
+
+    def _parse(self, raw: bytes) -> None:
+        if not self._is_ended:
+            self._intake.parts.loop.call_soon(self._finish, raw, self._intake.parse_long_body(raw))
+
+    def _finish(self, raw: bytes, document: Document | None) -> None:
+        """Begin the request. `document` None: aiohttp's reader must count the elements of the body, or reject it."""
+        if self._is_ended or self._connection.transport.is_closing():
+            return
+        self._connection.begin_long_request(self._head_bytes, self.head, raw, self.since, document)
+        self.end()
