@@ -62,10 +62,7 @@ class DisaggregatedConnector(Connector):
             self._one_engine.check(call)
 
     def splits(self, call: Call) -> bool:
-        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
-
-        A handoff carries one sequence. A beam search keeps all its sequences on one engine.
-        """
+        """Return True, because a handoff carries one sequence, but False for a beam search, which needs one engine."""
         return call.is_ordinary or not uses_beam_search(call)
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
@@ -85,17 +82,11 @@ class DisaggregatedConnector(Connector):
         return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the prefill and decode legs of a call that can be handed over.
-
-        None: they need tasks; see `open_both`.
-        """
+        """Return the legs of a call that can be handed over, or None if they need tasks; see `open_both`."""
         return None
 
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Open the prefill and decode legs of a call that can be handed over, if they need tasks.
-
-        See Connector.open.
-        """
+        """Open the legs of a call that can be handed over, if they need tasks. See Connector.open."""
         raise NotImplementedError
 
 

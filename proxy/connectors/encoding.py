@@ -68,10 +68,7 @@ class EncodingConnector(Connector):
         self._connector.check(call)
 
     def splits(self, call: Call) -> bool:
-        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
-
-        The inner connector decides.
-        """
+        """Return the decision of the inner connector."""
         return self._connector.splits(call)
 
     def routes(self) -> Sequence[web.RouteDef]:

@@ -30,10 +30,7 @@ class PlainConnector(Connector):
         self._leg = SingleLegMaker(context, Role.DECODE, RankCounts(), kv="-")
 
     def splits(self, call: Call) -> bool:
-        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
-
-        An engine serves all prompts and samples of a call.
-        """
+        """Return False, because an engine serves all prompts and samples of a call."""
         return False
 
     def open_decoder_only_attempt(

@@ -348,19 +348,13 @@ class VllmPull(SequentialConnector):
         self._kept_answers = KeptAnswers(context.pools, context.releaser, context.live)
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """Handle a prefill leg that failed or whose answer was lost.
-
-        The prefiller may keep KV after such a failure.
-        """
+        """Release the KV that the prefiller may keep after such a failure."""
         self._releaser.note_possible_orphan(error.backend, call.prompt_tokens, error)
 
     def accepts_prefill(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
-        """Return whether to send the decode leg after this prefill. Otherwise the prefill leg is sent again.
-
-        If the answer has no KV parameters, the prefill is repeated once if `kv.on_missing` says so.
-        """
+        """Return False once for an answer without KV parameters, if `kv.on_missing` demands another prefill."""
         lease = handoff.prefiller
         self._context.compatibility.note_prefill(lease.backend, kv is not None)
         if kv is not None:
@@ -380,10 +374,7 @@ class VllmPull(SequentialConnector):
         return False
 
     def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
-        """Let the decoder compute a prompt whose prefill ended by an end-of-sequence token, so that no KV was kept.
-
-        Long prompts are allowed, too: a second prefill would keep no KV either, and the call would fail.
-        """
+        """Allow long prompts, too: a second prefill would keep no KV either, and the call would fail."""
         self._let_decoder_compute(answer, is_short=True)
 
     def _let_decoder_compute(self, answer: EngineAnswer, *, is_short: bool) -> None:
@@ -416,22 +407,13 @@ class VllmStore(SequentialConnector):
     source_without_kv = KvSource.STORE
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """Handle a prefill leg that failed or whose answer was lost.
-
-        Stored KV needs no release.
-        """
+        """Do nothing, because stored KV needs no release."""
 
     def accepts_prefill(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
-        """Return whether to send the decode leg after this prefill. Otherwise the prefill leg is sent again.
-
-        Any answer is accepted.
-        """
+        """Accept any answer."""
         return True
 
     def allow_decode_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
-        """Let the decoder compute a prompt whose prefill ended by an end-of-sequence token, so that no KV was kept.
-
-        The store has the KV of every prompt, however its prefill ended.
-        """
+        """Do nothing, because the store has the KV of every prompt, however its prefill ended."""

@@ -76,10 +76,7 @@ class SglangBootstrap(Connector):
             raise make_echo_error()
 
     def splits(self, call: Call) -> bool:
-        """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample.
-
-        All samples would share one room (`_handle_batch_request`, tokenizer_manager.py).
-        """
+        """Return True, because samples would share one room (`_handle_batch_request`, tokenizer_manager.py)."""
         return True
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:

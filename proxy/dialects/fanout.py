@@ -157,10 +157,7 @@ class _MergedUnitRendering:
         self._index = index
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
-        """Begin to write the answer of another decoder. Drops events of the previous decoder that were not sent yet.
-
-        No event waits here.
-        """
+        """Do nothing, because no event of the previous decoder waits here."""
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Return the payload with the members that all chunks of the answer have in common."""
@@ -170,8 +167,5 @@ class _MergedUnitRendering:
         return data_event({**payload, **self._common, "choices": choices})
 
     async def wait_for_remaining_events(self) -> bytes:
-        """Return the events of a stream that had to wait for another engine's answer.
-
-        No event waits here.
-        """
+        """Return nothing, because no event waits for another engine."""
         return b""

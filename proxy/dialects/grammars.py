@@ -341,17 +341,11 @@ class KimiGrammar(Grammar):
     tools_begin_ids = (SECTION_BEGIN_ID,)
 
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """Return whether these last token ids of a prompt come from this family's tokenizer and chat template.
-
-        The header of the assistant's turn is `<|im_assistant|>assistant<|im_middle|>`.
-        """
+        """Look for the header of the assistant's turn: `<|im_assistant|>assistant<|im_middle|>`."""
         return ASSISTANT_ID in prompt_tail and MESSAGE_MIDDLE_ID in prompt_tail
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """Return whether the answer to this prompt begins with reasoning; None if the text has no marker.
-
-        The last marker in the prompt decides (vLLM `ParserEngine.is_reasoning_end`).
-        """
+        """Decide by the last marker in the prompt (vLLM `ParserEngine.is_reasoning_end`)."""
         opened = prompt_tail.rfind(THINK_BEGIN)
         closed = max(prompt_tail.rfind(THINK_END), prompt_tail.rfind(SECTION_BEGIN))
         return None if opened == closed else opened > closed
@@ -379,27 +373,18 @@ class ThinkTagsGrammar(Grammar):
     has_tools = False
 
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """Return whether these last token ids of a prompt come from this family's tokenizer and chat template.
-
-        Always true.
-        """
+        """Return True for any prompt."""
         return True
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """Return whether the answer to this prompt begins with reasoning; None if the text has no marker.
-
-        The last tag in the prompt decides.
-        """
+        """Decide by the last tag in the prompt."""
         opened, closed = prompt_tail.rfind(THINK_BEGIN), prompt_tail.rfind(THINK_END)
         return None if opened == closed else opened > closed
 
     def parser(
         self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> AnswerParser:
-        """Return the parser of one answer.
-
-        The Kimi K2 family uses the same tags for reasoning.
-        """
+        """Return the parser of the Kimi K2 family, which uses the same tags for reasoning."""
         return KimiParser(in_reasoning=in_reasoning, calls_tools=False, shows_blanks=shows_blanks)
 
 

@@ -51,10 +51,7 @@ class Messages(TranslatedDialect):
         return translate_to_chat(values, left_out)
 
     def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the members of the chat that make its prompt, as in vLLM's TokenizeChatRequest. Raises BadRequest.
-
-        Requests that count tokens lack `max_tokens`, which a message must have.
-        """
+        """Add `max_tokens`, which a message must have, and which requests that count tokens lack."""
         return super().prompt({**values, "max_tokens": 1})
 
     def answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
@@ -119,9 +116,7 @@ class MessageEvents(AnswerParts):
         """Escapes the arguments of the open tool call; None before the first call."""
 
     def restart(self, attempt: AnsweredAttempt) -> None:
-        """Begin a new answer. Called when an engine begins to answer and the client has not received anything.
-
-        Sets the prompt tokens of `message_start` to the prefiller's count, or otherwise to the estimate.
+        """Set the prompt tokens of `message_start` to the prefiller's count, or otherwise to the estimate.
 
         The usage at the end of the message has the exact number.
         """

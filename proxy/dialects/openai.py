@@ -148,10 +148,7 @@ class ChatCompletions(OpenAi):
     readings = _CHAT_READINGS
 
     def is_single(self, call: Call) -> bool:
-        """Return whether the answer is one choice that is generated as one sequence of tokens.
-
-        A chat has one prompt.
-        """
+        """Count samples alone, because a chat has one prompt."""
         values = call.values
         if call.is_ordinary or _SAMPLE_COUNTS.isdisjoint(values):
             return True

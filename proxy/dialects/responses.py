@@ -60,10 +60,7 @@ class Responses(TranslatedDialect):
         return ResponseEvents(call, call.answer_context)
 
     def error_body(self, error: GatewayError) -> bytes | None:
-        """Return the JSON body of an error on this route. None: OpenAI's body, or the engine's own body, unchanged.
-
-        Engines' errors already have this API's form. Error pages of proxies in front of engines do not.
-        """
+        """Return a body for error pages of proxies in front of engines. Engines' errors have this API's form."""
         body = error.body if isinstance(error, UpstreamError) else None
         if body is None or is_error_body(body):
             return None

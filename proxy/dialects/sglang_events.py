@@ -75,10 +75,7 @@ class WatchedGenerateEvents(GenerateEvents):
         """Whether the text so far ends in the first half of a surrogate pair."""
 
     def read(self, event: Event) -> Meaning:
-        """Read the next event of a decoder's stream, and return its meaning.
-
-        An event without the whole answer so far is malformed, because its new part cannot be computed.
-        """
+        """Read an event. It is malformed without the whole answer so far: its new part cannot be computed."""
         meaning = super().read(event)
         if meaning not in (Meaning.CONTENT, Meaning.ABORTED):
             return meaning
@@ -154,10 +151,7 @@ class GenerateAnswerAssembler:
         return b""
 
     def cut(self, tokens: int) -> None:
-        """Keep the parts of the answer that belong to its first `tokens` tokens, and remove the rest.
-
-        Text is removed only if no token is kept, because the text of repeated tokens is skipped.
-        """
+        """Remove text only if no token is kept, because the text of repeated tokens is skipped."""
         if not tokens:
             self._text, self._meta = "", {}
         del self._ids[tokens:]

@@ -46,10 +46,7 @@ class SglangGenerate(Dialect):
     methods = ("POST", "PUT")
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-        """Return the call of a request body. Raises BadRequest for a body that no engine could read.
-
-        SGLang reports usage in every answer.
-        """
+        """Return a call without `include_usage`, because SGLang reports usage in every answer."""
         values = document.values
         changes: dict[str, object] = {}
         params = values.get("sampling_params")
@@ -74,10 +71,7 @@ class SglangGenerate(Dialect):
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
-        """Return one unit for each sample of each prompt.
-
-        The estimated prompt tokens are divided equally among the units.
-        """
+        """Divide the estimated prompt tokens equally among the units: one for each sample of each prompt."""
         items = sglang.split_into_items(call.values, max_units)
         tokens = max(1, call.prompt_tokens // sum(item.is_first for item in items))
         return [
@@ -115,10 +109,7 @@ class SglangGenerate(Dialect):
         return sglang.usage_of_event(values)
 
     def correct_members(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """Return the members that change in a complete engine answer. A member that is not for clients is REMOVED.
-
-        The decoder's answer needs no changes here.
-        """
+        """Return nothing, because the decoder's answer needs no changes."""
         return {}
 
     def waits_for_prefiller(self, call: Call) -> bool:

@@ -84,10 +84,7 @@ class TranslatedDialect(ChatCompletions):
         return None
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """Raise UpstreamError if a complete engine answer is broken, lacks a part, or reports a failure.
-
-        The answer is that of a chat, and every member of it contributes to the client's answer.
-        """
+        """Check every member of the chat's answer, because each contributes to the client's answer."""
         super().check_answer(response, values)
         try:
             ChatCompletion.read(values)
@@ -242,10 +239,7 @@ class AnswerParts(ABC):
             self.restart(attempt)
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """Return the client's bytes for one parsed event of the engines' API.
-
-        Raises UnreadableMember.
-        """
+        """Return the client's bytes for one parsed event. Raises UnreadableMember."""
         events: list[bytes] = []
         try:
             choice = _read_only_choice(payload)

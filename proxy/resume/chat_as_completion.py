@@ -126,10 +126,7 @@ class CompletionStreamAsChat(Segment):
         self._has_role = False
 
     def read(self, event: Event) -> Meaning:
-        """Read the next event of a decoder's stream, and return its meaning.
-
-        The first delta has the role.
-        """
+        """Read an event, and add the role to the first delta."""
         meaning = super().read(event)
         if meaning not in (Meaning.CONTENT, Meaning.USAGE):
             return meaning

@@ -179,10 +179,7 @@ class VllmEngine(Engine):
         return WatchLevel.NOT if is_hidden else WatchLevel.IDS
 
     def make_observable_call(self, call: Call, level: WatchLevel = WatchLevel.IDS) -> Call:
-        """Return the call that engines get. Its answer is observable: it is streamed, with all generated token ids.
-
-        The answer becomes some bytes larger for each token, and once by the ids of the prompt.
-        """
+        """Return a call whose answer is some bytes larger for each token, and once by the ids of the prompt."""
         values = call.values
         options = values.get("stream_options") if call.include_usage else None
         changes: Mapping[str, object] = _OBSERVABLE_MEMBERS
@@ -246,10 +243,7 @@ class SglangEngine(Engine):
     shows_half_tokens = True  # up to the last space (`find_printable_text`)
 
     def watch(self, call: Call, has: Has) -> WatchLevel:
-        """Return the level at which a call's answer can be watched without changing it.
-
-        Streams of chats have no ids, but a greedy chat can be replayed.
-        """
+        """Return a level also for streams of chats, which have no ids: a greedy chat can be replayed."""
         values = call.values
         if any(values.get(name) for name in _MEMBERS_NEEDING_ONE_ENGINE):
             return WatchLevel.NOT
@@ -303,9 +297,7 @@ class SglangEngine(Engine):
         return None
 
     def next_seed(self, seed: int, segment: int) -> int:
-        """Return the seed with which the next decoder continues.
-
-        The seed stays, because SGLang draws random numbers by seed and position (`layers/sampler.py`).
+        """Return the same seed, because SGLang draws random numbers by seed and position (`layers/sampler.py`).
 
         So even a sampled answer continues as it would have without the break.
         """
@@ -324,10 +316,9 @@ class SglangEngine(Engine):
         return call.changed(changes)
 
     def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
-        """Return the sampling options that a completion needs to have the same answer as the chat.
+        """Return the options that a chat, unlike a completion, takes from `generation_config.json` of the model.
 
-        A chat takes missing options from `generation_config.json` of the model. A completion does not
-        (`to_sampling_params`, `_build_sampling_params`), and rejects null as a number.
+        See `to_sampling_params` and `_build_sampling_params`. A completion rejects null as a number.
         """
         if sampling is None:
             raise CannotResume("the default sampling options of SGLang's chats are not known")
@@ -335,19 +326,13 @@ class SglangEngine(Engine):
         return {name: sampling.get(name, REMOVED) for name in unset if name in sampling or name in call.values}
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
-        """Return the only choice of a completion that is not streamed. Its members are in the engine's order.
-
-        Only clients that asked for token ids get them.
-        """
+        """Return the choice, with token ids only for clients that asked for them."""
         ids = {"token_ids": ending["token_ids"], "prompt_token_ids": prompt_ids}
         choice = {"index": 0, **text, **{name: value for name, value in ending.items() if name not in ids}}
         return choice | {name: value for name, value in ids.items() if value is not None}
 
     def whole_tail(self, fingerprint: str | None, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the members that follow the choices of an answer that is not streamed.
-
-        Streams do not have `metadata`, the version of the weights.
-        """
+        """Return the usage alone: streams do not have `metadata`, the version of the weights."""
         return {"usage": usage}
 
 

@@ -38,10 +38,9 @@ class WatchedFiles:
     check_seconds: float = field(default=_CHECK_SECONDS, compare=False)
 
     async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
-        """Yield all instances, at once and after each change.
+        """Poll the files, which works on every file system.
 
-        Files are polled, which works on every file system. A change counts when two checks find the same, because a
-        file may be half written at the first.
+        A change counts when two checks find the same, because a file may be half written at the first.
         """
         reported: Stamps | None = None
         last: Stamps | None = None
