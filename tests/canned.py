@@ -141,6 +141,6 @@ class CannedEngine(LoopbackServer):
                 )  # at least one turn of the loop, so that pieces are sent separately
         except ConnectionError:
             self.state.disconnects += 1
-            self.state.changed()
+            self.state.notify_waiters()
             raise
         return not self.closes

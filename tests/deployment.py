@@ -179,7 +179,7 @@ class Deployment:
             for engine in self.engines
             if engine.state.waiting_rooms
         ]
-        if pending := self.worker.releaser.pending:
+        if pending := self.worker.releaser.pending_count:
             found.append(f"{pending} releases of KV are pending")
         found += self._pins_left()
         found += [f"a task of the gateway runs: {task!r}" for task in asyncio.all_tasks() if _serves_a_request(task)]

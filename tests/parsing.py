@@ -14,4 +14,4 @@ from proxy.wire.openai import Api
 def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
     """Return the call of a body sent to the engines' route. Raises BadRequest."""
     dialect = next(dialect for dialect in DIALECTS if dialect.path == api.path)
-    return dialect.parse(parse_body(raw), cost, headers or {})
+    return dialect.parse_request(parse_body(raw), cost, headers or {})

@@ -105,8 +105,8 @@ class CountTokensApi:
 
     async def _ask(self, counter: _Counter, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
         """Return the count of one engine, or of another one if it fails. Raises NoBackendAvailable, UpstreamError."""
-        chat = counter.dialect.prompt(values)
-        body = dumps(chat | SystemMessageJoiner(self._settings().models.system_first).changes(chat))
+        chat = counter.dialect.make_prompt(values)
+        body = dumps(chat | SystemMessageJoiner(self._settings().models.system_first).changed_chat_members(chat))
         failed: list[Backend] = []
         lane = await self._lanes.find(values.get("model"))
         backend = _pick(lane, failed)
@@ -115,7 +115,7 @@ class CountTokensApi:
                 return await self._ask_one(counter, backend, values, body, headers)
             except UpstreamError as error:
                 failed.append(backend)
-                if error.is_clients_fault or len(failed) == _ENGINES_ASKED:
+                if error.is_fault_of_client or len(failed) == _ENGINES_ASKED:
                     raise
                 try:
                     backend = _pick(lane, failed)
@@ -136,7 +136,7 @@ class CountTokensApi:
             return await self._request_count(backend, _TOKENIZE, body, headers, "count")
         except UpstreamError as error:
             is_sglang = self._settings().connector_traits.engine != "vLLM"
-            is_refused = error.is_clients_fault or error.failure is Failure.BAD_ANSWER
+            is_refused = error.is_fault_of_client or error.failure is Failure.BAD_ANSWER
             if not (is_sglang and counter.is_in_old_sglang and is_refused):
                 raise
         return await self._request_count(backend, counter.path, dumps(values), headers, "input_tokens")
@@ -154,14 +154,18 @@ class CountTokensApi:
         except orjson.JSONDecodeError:
             parsed = None
         if response.status in _NO_SUCH_ROUTE and not (isinstance(parsed, dict) and "error" in parsed):
-            raise response.fail(
+            raise response.make_failure(
                 Failure.BAD_ANSWER, f"does not count tokens ({path} answered with status {response.status})"
             )
         if response.status != 200:
-            raise response.refuse(f"answered with status {response.status}", response.status, answer, response.headers)
+            raise response.make_refusal(
+                f"answered with status {response.status}", response.status, answer, response.headers
+            )
         count = parsed.get(member) if isinstance(parsed, dict) else None
         if not isinstance(count, int):
-            raise response.fail(Failure.BAD_ANSWER, f"did not count the tokens ({path} answered without `{member}`)")
+            raise response.make_failure(
+                Failure.BAD_ANSWER, f"did not count the tokens ({path} answered without `{member}`)"
+            )
         return count
 
 

@@ -141,7 +141,7 @@ class GenerationApi:
         admission.check(key.name)  # before the body is read, because a rejected body is not needed
         client.shows_debug = ASKS in request.headers and await self._administrators.admits(request)
         with self._keys.enter(key), admission.buffers.hold(0) as held:
-            readings = 1 if dialect.speaks_as_engines else 2
+            readings = 1 if dialect.uses_engine_format else 2
             raw = await read_json(request, self._listen(), held.resize, readings=readings)
             is_long = len(raw) > LONG_BYTES
             document = parse_body(raw)

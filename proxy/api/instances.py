@@ -226,8 +226,8 @@ class InstanceView:
                 "running": running,
                 "max_running": self._parts.pools[backend.role].limit(backend),
                 "learned_max_running": self._parts.pool_of(backend).policy.most_running(backend),
-                "compute_tokens": charged.compute,
-                "kv_tokens": charged.kv,
+                "compute_tokens": charged.compute_tokens,
+                "kv_tokens": charged.kv_tokens,
                 "pinned_kv": pinned.count,
                 "pinned_kv_tokens": pinned.tokens,
             },
@@ -564,7 +564,7 @@ def _candidate(change: InstanceChange, endpoint: Endpoint) -> Backend:
     backend = _backend(change.role, endpoint)
     return replace(
         backend,
-        trusted=change.send_key,
+        is_trusted=change.send_key,
         bootstrap_port=endpoint.bootstrap_port,
         models=endpoint.models,
         tls=endpoint.tls,
@@ -574,7 +574,7 @@ def _candidate(change: InstanceChange, endpoint: Endpoint) -> Backend:
 
 def _details(backend: Backend) -> dict[str, object]:
     """Return the details of an instance that an administrator may set."""
-    return {"bootstrap_port": backend.bootstrap_port, "models": list(backend.models), "send_key": backend.trusted}
+    return {"bootstrap_port": backend.bootstrap_port, "models": list(backend.models), "send_key": backend.is_trusted}
 
 
 def _backend(role: Role, endpoint: Endpoint) -> Backend:

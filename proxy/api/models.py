@@ -70,7 +70,9 @@ class ModelsApi:
     async def _models(self, request: web.Request) -> web.Response:
         models = await self._merge_models(self._client_keys.credential(request))
         names = ModelNames(self._settings().models.aliases)
-        aliases = [{**models[served], "id": alias} for alias, served in names.exact.items() if served in models]
+        aliases = [
+            {**models[served], "id": alias} for alias, served in names.engine_names_by_alias.items() if served in models
+        ]
         return json_response({"object": "list", "data": [*models.values(), *aliases]})
 
     async def _model(self, request: web.Request) -> web.Response:

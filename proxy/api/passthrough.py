@@ -230,7 +230,7 @@ class PassthroughApi:
         self._queues: dict[Lane, RoleQueue] = {}
         """The queues of lanes of single models."""
         self._names = ModelNames(settings.models.aliases)
-        live.on_change(self._on_change)
+        live.call_on_change(self._on_change)
 
     def _on_change(self, settings: Settings) -> None:
         self._names = ModelNames(settings.models.aliases)
@@ -314,7 +314,7 @@ class PassthroughApi:
         if is_bounded and parsed.priority is not None:
             lower_first = self._live.settings.connector_traits.lower_priority_first
             changes.update(limit_priority_member(parsed.priority, key.priority, lower_first=lower_first))
-        return join_body(parse_body(body).with_changes(changes)) if changes else body, name
+        return join_body(parse_body(body).make_changed_body(changes)) if changes else body, name
 
     async def _try_admitted(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
@@ -348,7 +348,7 @@ class PassthroughApi:
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
     ) -> web.StreamResponse:
         """Try backends one after the other, within the limits for retries."""
-        load = Load(compute=len(body) // self._live.settings.cost.bytes_per_token + 1)
+        load = Load(compute_tokens=len(body) // self._live.settings.cost.bytes_per_token + 1)
         pick_request = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
         failed: list[Backend] = []
         attempts = 0

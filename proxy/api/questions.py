@@ -125,7 +125,7 @@ def no_answer(errors: Sequence[UpstreamError], what: str) -> GatewayError:
         what: The object of the query for the message, such as "its models".
     """
     for error in errors:
-        if error.is_clients_fault:
+        if error.is_fault_of_client:
             return error
     found = GatewayError(f"no instance answered when asked for {what}", code="no_healthy_instance", status=503)
     found.retry_after_seconds = 1.0

@@ -56,7 +56,7 @@ class Blame:
 
     def note_failure(self, error: UpstreamError) -> None:
         """Record the failure of an attempt, for a later decision on its cause."""
-        if error.is_breakdown:
+        if error.is_engine_breakdown:
             self._errors.append(error)
             self._ways.setdefault(_failure_kind_of(error), set()).add(error.backend)
 

@@ -215,7 +215,7 @@ class Chooser:
         weights = reader.weights
         if self._is_any_slow and policy.weighs_load:  # `_with_shares` may have changed it
             load = policy.cost_of(considered[0].backend, request)
-            cost = max(1, self._per_compute * load.compute + self._per_kv * load.kv)
+            cost = max(1, self._per_compute * load.compute_tokens + self._per_kv * load.kv_tokens)
             weights = weights_by_share(weights, [candidate.share_percent for candidate in considered], cost)
         chosen = policy.choose(considered, weights, request)
         self.basis = policy, considered, weights[:] if policy.keeps_weights else (), policy.snapshot

@@ -405,7 +405,7 @@ class EngineKeys:
                 "requires a key, and this gateway has none: set OPENAI_API_KEY or auth.engine_api_key, unless clients "
                 "send the engine's own key"
             )
-        if not backend.trusted:
+        if not backend.is_trusted:
             return 'requires a key, and pdproxy sends it none because it was added without "send_key": true'
         return "rejects the key that pdproxy sends: check OPENAI_API_KEY or auth.engine_api_key"
 
@@ -425,4 +425,4 @@ class EngineKeys:
         """
         if not self.authorization:
             return {"Authorization": client_authorization} if client_authorization else {}
-        return {"Authorization": self.authorization} if backend.trusted else {}
+        return {"Authorization": self.authorization} if backend.is_trusted else {}

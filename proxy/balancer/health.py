@@ -260,7 +260,7 @@ class Health:
         elif condition.is_unreachable and (error is None or error.failure is Failure.STATUS):
             condition.note_answer()
             self.version += 1
-        if error is not None and error.is_backends_fault and (is_proof or error.failure is Failure.CONNECT):
+        if error is not None and error.is_fault_of_backend and (is_proof or error.failure is Failure.CONNECT):
             condition.breaker.count_failure(error.failure, self.events)
             return self._eject_for_failures(backend, condition, error, peers, is_trial)
         if error is not None and error.is_refusal:

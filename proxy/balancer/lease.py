@@ -230,7 +230,7 @@ class Lease:
             if error.quotable is None and subject is not None:
                 error.quotable = subject.texts
             trial, self._trial = self._trial, 0
-            if error.is_breakdown and not trial:
+            if error.is_engine_breakdown and not trial:
                 error.blame = self._pool.defer_blame(backend, error, self._request.proves_generation)
             else:
                 others_running = self._pool.scoreboard.running(backend.slot) - self._running

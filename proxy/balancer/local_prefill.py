@@ -277,7 +277,9 @@ class LocalPrefill:
         facts = decode.health.of(backend).facts
         if facts is None or facts.kv_tokens is None:
             return True
-        return decode.scoreboard.load(backend.slot).kv + request.decode.kv <= _MAX_KV_SHARE * facts.kv_tokens
+        return (
+            decode.scoreboard.load(backend.slot).kv_tokens + request.decode.kv_tokens <= _MAX_KV_SHARE * facts.kv_tokens
+        )
 
     def _refresh(self) -> tuple[Backend, ...]:
         """Update the prefixes of the eligible decoders, and return these. A decoder that was away has none."""

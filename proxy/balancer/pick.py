@@ -104,7 +104,7 @@ class Subject(Protocol):
         """Keys of the prompt's prefixes; empty if the request has several prompts."""
 
     @property
-    def session(self) -> str | None:
+    def session_id(self) -> str | None:
         """Session ID that the client sends with related requests. None: it sends none."""
 
     @property
@@ -193,7 +193,7 @@ class PickRequest:
 
     @property
     def session(self) -> str | None:
-        return None if self.subject is None else self.subject.session
+        return None if self.subject is None else self.subject.session_id
 
     @property
     def first_token_seconds(self) -> float | None:

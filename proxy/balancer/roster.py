@@ -105,7 +105,7 @@ class Member:
         backend = replace(
             current,
             tls=wanted.tls if is_authority else current.tls or wanted.tls,
-            trusted=current.trusted or wanted.trusted,
+            is_trusted=current.is_trusted or wanted.is_trusted,
             bootstrap_port=wanted.bootstrap_port if has_port else current.bootstrap_port,
             models=wanted.models if is_authority or wanted.models else current.models,
             is_elastic=wanted.is_elastic if is_authority else current.is_elastic or wanted.is_elastic,
@@ -116,7 +116,7 @@ class Member:
     def row(self) -> tuple[object, ...]:
         """Member as it is stored in shared memory."""
         b = self.backend
-        place = (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted)
+        place = (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.is_trusted)
         roles = (b.is_elastic, self.is_pinned, self.problem, self.move and astuple(self.move), self.is_refused)
         return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models, b.tls, roles
 
@@ -166,7 +166,7 @@ class JoiningList:
                 return None
             ticket = self._shared.version
             place = (backend.role, backend.host, backend.port)
-            details = [backend.trusted, backend.bootstrap_port, backend.models, backend.tls, backend.is_elastic]
+            details = [backend.is_trusted, backend.bootstrap_port, backend.models, backend.tls, backend.is_elastic]
             instance = [*place, *details]
             self._shared.write([*rows, [instance, self._clock() + seconds, ticket]])
             return ticket

@@ -126,7 +126,7 @@ def sample_of(pools: Pools, scoreboard: Scoreboard, waiting: int, now: float, *,
     # A request holds memory of its decoder from the prefill on. Those in the queue of a prefiller only wait.
     prefilling = sum(scoreboard.running(each.slot) for each in pools.prefill.backends())
     held = sum(scoreboard.running(each.slot) for each in pools.decode.backends())
-    computing = sum(scoreboard.load(each.slot).compute > 0 for each in pools.prefill.backends())
+    computing = sum(scoreboard.load(each.slot).compute_tokens > 0 for each in pools.prefill.backends())
     behind = max(0, prefilling - computing)
     return FleetSample(
         at=now,
@@ -146,7 +146,7 @@ def _full_streams(pools: Pools, scoreboard: Scoreboard, decoder: Backend, token_
     limits = [pool.limit(decoder), pool.policy.most_running(decoder), pool.policy.answers_within(token_seconds)]
     facts, running = pool.health.of(decoder).facts, scoreboard.running(decoder.slot)
     if facts is not None and facts.kv_tokens and running:
-        limits.append(_FULL_KV * facts.kv_tokens * running / max(1, scoreboard.load(decoder.slot).kv))
+        limits.append(_FULL_KV * facts.kv_tokens * running / max(1, scoreboard.load(decoder.slot).kv_tokens))
     return max(1.0, min((float(each) for each in limits if each is not None), default=math.inf))
 
 

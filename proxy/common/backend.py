@@ -25,9 +25,9 @@ class Role(StrEnum):
 class Load(NamedTuple):
     """Load of a backend in tokens. Integers return to zero exactly; floats would leave a residue."""
 
-    compute: int = 0
+    compute_tokens: int = 0
     """Tokens that the backend is computing."""
-    kv: int = 0
+    kv_tokens: int = 0
     """Tokens whose KV cache the backend holds."""
 
 
@@ -40,7 +40,7 @@ class Backend:
     port: int = field(compare=False)
     slot: int = field(default=0, compare=False)
     """Column of the backend in the scoreboard."""
-    trusted: bool = field(default=False, compare=False)
+    is_trusted: bool = field(default=False, compare=False)
     """Whether the gateway may send its engine key to the backend."""
     bootstrap_port: int | None = field(default=None, compare=False)
     """Port where decoders find a prefiller of SGLang or of the upstream MooncakeConnector; None: the default port."""

@@ -67,14 +67,14 @@ class BackgroundTasks:
         """Return the number of running background tasks."""
         return len(self._tasks)
 
-    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a background task. An error is logged, and is raised in callers that await the task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def keep(
+    def keep_running(
         self,
         work: Callable[[], Coroutine[Any, Any, None]],
         loop_name: str,
@@ -93,9 +93,9 @@ class BackgroundTasks:
 
         The first exception in a row is logged with its traceback, the others are only counted.
         """
-        return self.start(self._keep(work, loop_name, restarts, restart_seconds))
+        return self.start_task(self._run_and_restart(work, loop_name, restarts, restart_seconds))
 
-    async def _keep(
+    async def _run_and_restart(
         self, work: Callable[[], Coroutine[Any, Any, None]], loop_name: str, restarts: Counter, restart_seconds: float
     ) -> None:
         clock, failures = asyncio.get_running_loop().time, 0
@@ -113,7 +113,7 @@ class BackgroundTasks:
             pause_seconds = min(_MAX_RESTART_SECONDS, restart_seconds * 2 ** min(failures - 1, 10))
             await asyncio.sleep(random.uniform(0.8, 1.0) * pause_seconds)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._logger.error("background: task failed: %s", self._noun, exc_info=error)

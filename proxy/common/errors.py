@@ -207,9 +207,9 @@ class UpstreamError(GatewayError):
         super().__init__(message, code=f"{backend.role.value}_{failure.value}")
         self.failure = failure
         self.backend = backend
-        self.is_stale = False
+        self.is_stale_connection = False
         """RESET on a reused connection. The engine may be healthy and have closed the idle connection just before."""
-        self.is_unreadable = False
+        self.is_unreadable_answer = False
         """BAD_ANSWER because the gateway cannot read a member of the answer. The engine works, and others of its
         version answer alike. So the request is repeated once, and is not suspected of crashing engines."""
         self.engine_status = engine_status
@@ -230,7 +230,7 @@ class UpstreamError(GatewayError):
         if self.is_backpressure and seconds.isascii() and seconds.isdigit():  # no engine sends a date
             self.retry_after_seconds = min(float(seconds), MAX_RETRY_AFTER_SECONDS)
 
-    def as_given_up(self, reason: str, *, keeps_body: bool) -> UpstreamError:
+    def copy_as_abandoned(self, reason: str, *, keeps_body: bool) -> UpstreamError:
         """Change the error to one for a client whose answer began and cannot be completed. Returns the error.
 
         `keeps_body` False: the error of the engine is about a request that the client did not send, so it is removed.
@@ -262,11 +262,11 @@ class UpstreamError(GatewayError):
         return f"{self.message}: {words}" if words else self.message
 
     @property
-    def is_breakdown(self) -> bool:
+    def is_engine_breakdown(self) -> bool:
         """Whether the engine crashed or returned 5xx. The cause may be the engine or the request."""
         if self.failure is Failure.STATUS:
             return (self.engine_status or 500) >= 500 and not self.is_backpressure
-        return self.failure in (Failure.RESET, Failure.BROKEN, Failure.BAD_ANSWER) and not self.is_unreadable
+        return self.failure in (Failure.RESET, Failure.BROKEN, Failure.BAD_ANSWER) and not self.is_unreadable_answer
 
     @property
     def is_client_mistake(self) -> bool:
@@ -284,16 +284,16 @@ class UpstreamError(GatewayError):
         return self.failure is Failure.STATUS and self.is_backpressure
 
     @property
-    def is_clients_fault(self) -> bool:
+    def is_fault_of_client(self) -> bool:
         """Whether the engine rejected an invalid request. Every other engine would reject it too."""
         return self.engine_status is not None and 400 <= self.engine_status < 500 and self.engine_status != 429
 
     @property
-    def is_backends_fault(self) -> bool:
+    def is_fault_of_backend(self) -> bool:
         """Whether the failure counts against the health of the backend.
 
         It does not count if the engine is busy, was removed or was restarted, or if the request is invalid. Nor does it
         count if a decoder reported a lack of KV memory, or cannot continue an answer.
         """
         is_innocent = self.failure in _FAILURES_WITHOUT_BLAME
-        return not (self.is_backpressure or self.is_clients_fault or is_innocent)
+        return not (self.is_backpressure or self.is_fault_of_client or is_innocent)

@@ -63,24 +63,26 @@ class AscendLayerwise(DisaggregatedConnector):
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the HTTP route of the decoders' callbacks."""
         logger.info("decoders call this worker back at %s", self.metaserver)
-        return (web.post(_CALLBACK_PATH, self.callbacks.take),)
+        return (web.post(_CALLBACK_PATH, self.callbacks.handle_callback),)
 
     @asynccontextmanager
-    async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
+    async def open_two_leg_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AsyncIterator[Attempt]:
         settings = self._context.live.settings
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,
-            self._ranks.claim() as rank,
-            self.callbacks.expected(_engine_request_id(call, attempt_id)) as callback,
+            self._ranks.start_claim() as rank,
+            self.callbacks.expect_callback(_engine_request_id(call, attempt_id)) as callback,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             timeline.prefill_id = timeline.decode_id = attempt_id
             handoff.answers_after_transfer = True  # each layer is sent as soon as it is computed
             timeline.enter(Stage.HANDOFF)
-            async with run_prefill_beside(self._prefill(call, headers, callback, handoff, timeline)) as leg:
+            async with run_prefill_beside(self._run_prefill(call, headers, callback, handoff, timeline)) as leg:
                 # The status of a streamed answer may arrive at once, but nothing more before the callback and prefill.
                 answer_seconds = (
                     settings.layerwise.callback_seconds
@@ -91,11 +93,11 @@ class AscendLayerwise(DisaggregatedConnector):
                 opening = self._upstream.open(
                     decoder,
                     call.api.path,
-                    call.body({"kv_transfer_params": {**params, **call.kv_params}}),
-                    headers | rank.header(decoder, settings.balance.decode_dp_ranks),
+                    call.make_body({"kv_transfer_params": {**params, **call.kv_params}}),
+                    headers | rank.rank_header(decoder, settings.balance.decode_dp_ranks),
                     answer_seconds=answer_seconds,
                 )
-                with await leg.race(opening, lambda: handoff.is_settled) as response:
+                with await leg.await_first_result(opening, lambda: handoff.is_settled) as response:
                     await check_status(response)
                     yield Attempt(
                         response,
@@ -106,7 +108,7 @@ class AscendLayerwise(DisaggregatedConnector):
                         first_token_seconds=answer_seconds,
                     )
 
-    async def _prefill(
+    async def _run_prefill(
         self,
         call: Call,
         headers: dict[str, str],
@@ -121,16 +123,16 @@ class AscendLayerwise(DisaggregatedConnector):
         try:
             params = await self._wait_for_callback(callback, handoff.decoder.backend)
             timeline.enter(Stage.PREFILL)
-            answer = await self._ask_prefiller(call, headers, params, handoff.prefiller.backend)
+            answer = await self._send_prefill_leg(call, headers, params, handoff.prefiller.backend)
         except UpstreamError:
             if handoff.is_settled:  # the decoder is at work and no longer needs the prefiller
                 return
             raise
-        prompt_counts = timeline.usage.add_prompt(answer.usage)
+        prompt_counts = timeline.usage.add_prompt_usage(answer.read_usage)
         # When a prefiller answers it has sent the whole KV cache, and it keeps nothing.
-        handoff.note_prefilled(*prompt_counts)
+        handoff.record_prefill(*prompt_counts)
         handoff.prefiller.free_kv()
-        handoff.note_kv_held()
+        handoff.record_kv_held()
         if not handoff.is_settled:
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
@@ -143,16 +145,16 @@ class AscendLayerwise(DisaggregatedConnector):
             message = f"did not call back within {callback_seconds:g} s"
             raise upstream_error(Failure.TIMEOUT, decoder, message) from None
 
-    async def _ask_prefiller(
+    async def _send_prefill_leg(
         self, call: Call, headers: dict[str, str], params: Document, prefiller: Backend
     ) -> PrefillAnswerBody:
         settings = self._context.live.settings
-        with self._ranks.claim() as rank:
+        with self._ranks.start_claim() as rank:
             response, body = await self._upstream.fetch(
                 prefiller,
                 call.api.path,
                 make_prefill_body(call, self._pools.prefill, prefiller, params.load()),
-                headers | rank.header(prefiller, settings.balance.prefill_dp_ranks),
+                headers | rank.rank_header(prefiller, settings.balance.prefill_dp_ranks),
                 answer_seconds=prefill_timeout_seconds(settings.timeouts, call),
             )
         return parse_prefilled(response, body)
@@ -180,12 +182,12 @@ class PrefillerCallbacks:
         self._expected: dict[str, asyncio.Future[Document]] = {}
 
     @property
-    def pending(self) -> int:
+    def pending_count(self) -> int:
         """The number of attempts that expect a callback or have received it."""
         return len(self._expected)
 
     @contextmanager
-    def expected(self, engine_id: str) -> Iterator[asyncio.Future[Document]]:
+    def expect_callback(self, engine_id: str) -> Iterator[asyncio.Future[Document]]:
         """Accept callbacks for a request until the end of the block. The first callback becomes the future's result."""
         callback = self._expected[engine_id] = asyncio.get_running_loop().create_future()
         try:
@@ -193,7 +195,7 @@ class PrefillerCallbacks:
         finally:
             del self._expected[engine_id]
 
-    async def take(self, request: web.Request) -> web.Response:
+    async def handle_callback(self, request: web.Request) -> web.Response:
         """Answer a decoder's callback at once. A decoder makes up to 32 at a time, and does not read the answers.
 
         A decoder posts up to three times if the connection fails, and only the first callback counts.

@@ -92,10 +92,10 @@ class Connector:
         takes_prefillers = context.live.settings.connector_traits.takes_prefillers
         self.roles = (Role.PREFILL, Role.DECODE) if takes_prefillers else (Role.DECODE,)
 
-    def check(self, call: Call) -> None:
+    def check_call(self, call: Call) -> None:
         """Raise BadRequest for a call that this protocol cannot serve."""
 
-    def splits(self, call: Call) -> bool:
+    def splits_into_units(self, call: Call) -> bool:
         """Return whether the gateway must split a call, because one attempt serves only one prompt and one sample."""
         return True
 
@@ -103,21 +103,23 @@ class Connector:
         """Return the HTTP routes for requests from engines, served at `ConnectorContext.callback_url`."""
         return ()
 
-    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+    def make_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """Return the legs of an attempt at this call; see connectors.legs. The caller sends them.
 
-        None: the attempt needs a task. The connector then overrides `open`.
+        None: the attempt needs a task. The connector then overrides `open_attempt`.
         """
         return None
 
-    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
+    def open_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt]:
         """Lease backends as `request` asks, and run the legs until the decoder's status line has arrived.
 
         The timeline's attempt begins when the backends are leased. Without backends it keeps the previous attempt.
         Leaving the context closes the connections to engines and gives every lease back.
         Raises NoBackendAvailable and UpstreamError.
         """
-        legs = self.legs(call, request, timeline)
+        legs = self.make_legs(call, request, timeline)
         if legs is None:
             raise NotImplementedError("a connector has legs, or opens attempts itself")
         return open_attempt(legs, self._context.upstream)
@@ -159,9 +161,9 @@ async def check_status(response: Response) -> None:
 def make_refusal(response: EngineResponse, body: bytes) -> UpstreamError:
     """Return the error for an engine's answer with an unsuccessful status."""
     if response.status < 400:
-        return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
+        return response.make_failure(Failure.BAD_ANSWER, f"answered with status {response.status}")
     verb = "rejected the request as invalid" if response.status in CLIENT_MISTAKES else "answered"
-    return response.refuse(f"{verb} with status {response.status}", response.status, body, response.headers)
+    return response.make_refusal(f"{verb} with status {response.status}", response.status, body, response.headers)
 
 
 class PrefillChoice(msgspec.Struct):
@@ -173,7 +175,7 @@ class PrefillChoice(msgspec.Struct):
 class PrefillAnswerBody(msgspec.Struct):
     """The members that the gateway uses of a vLLM prefiller's answer. The generated token is not among them."""
 
-    written_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
+    raw_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     choices: list[PrefillChoice] = []
     error: Any = None
@@ -181,10 +183,10 @@ class PrefillAnswerBody(msgspec.Struct):
     code: Any = None
 
     @property
-    def usage(self) -> Any:
+    def read_usage(self) -> Any:
         """The usage as any JSON value; None if it is missing, or if clients could not get it exactly as it was read."""
         try:
-            return orjson.loads(bytes(self.written_usage))
+            return orjson.loads(bytes(self.raw_usage))
         except orjson.JSONDecodeError:
             return None
 
@@ -219,10 +221,12 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> PrefillAnswerBody:
     if error or answer.object == "error":
         code = error.get("code") if isinstance(error, dict) else answer.code
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
+        raise response.make_refusal(
+            "reported an error in its answer", status, body, {"content-type": "application/json"}
+        )
     for choice in answer.choices:
         if is_abort_reason(choice.finish_reason):
-            raise response.fail(Failure.ABORTED, "aborted the prefill")
+            raise response.make_failure(Failure.ABORTED, "aborted the prefill")
     return answer
 
 
@@ -258,8 +262,8 @@ def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body
 
 def _check_elements(response: EngineResponse, body: bytes) -> None:
     if len(body) > LONG_BYTES and is_heavier_json(body, MAX_ANSWER_ELEMENTS):
-        raise response.fail(Failure.BAD_ANSWER, "the answer has more elements than any engine sends")
+        raise response.make_failure(Failure.BAD_ANSWER, "the answer has more elements than any engine sends")
 
 
 def _make_no_object_error(response: EngineResponse) -> UpstreamError:
-    return response.fail(Failure.BAD_ANSWER, "the answer is not a JSON object")
+    return response.make_failure(Failure.BAD_ANSWER, "the answer is not a JSON object")

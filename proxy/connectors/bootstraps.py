@@ -77,9 +77,9 @@ class BootstrapServer:
     engines: EngineIdsByRank = ()
     problem: tuple[Failure, str] | None = None
     """Why the engines of this prefiller are not known; None if there is no problem."""
-    due: float = 0.0
+    next_query_at: float = 0.0
     """The time of the next query, in seconds on the monotonic clock."""
-    is_its_own: bool = False
+    lists_own_engine: bool = False
     """Whether a decoder has reached this prefiller through this server, so that the server belongs to the prefiller."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -115,30 +115,32 @@ class BootstrapServers:
         self._report = report
         self._engine_id = engine_id
         self._addresses = addresses
-        self._known: dict[int, BootstrapServer] = {}  # by slot, which are as many as there can be backends
+        self._servers: dict[int, BootstrapServer] = {}  # by slot, which are as many as there can be backends
 
-    async def engines(self, prefiller: Backend, address: str) -> EngineIdsByRank:
+    async def query_engines(self, prefiller: Backend, address: str) -> EngineIdsByRank:
         """Return the engines of a prefiller. Raises UpstreamError if the prefiller cannot be used now."""
-        known = self._known.get(prefiller.slot)
+        known = self._servers.get(prefiller.slot)
         if known is None or known.prefiller != prefiller or known.address != address:
-            known = self._known[prefiller.slot] = BootstrapServer(prefiller, address)
+            known = self._servers[prefiller.slot] = BootstrapServer(prefiller, address)
         if known.engines:
-            if self._clock() >= known.due:
-                known.due = self._clock() + _QUERY_TIMEOUT_SECONDS  # meanwhile other attempts use the last answer
-                await self._query_engines(known)
+            if self._clock() >= known.next_query_at:
+                known.next_query_at = (
+                    self._clock() + _QUERY_TIMEOUT_SECONDS
+                )  # meanwhile other attempts use the last answer
+                await self._refresh_engines(known)
         else:
             async with known.lock:  # one attempt queries for all
-                if not known.engines and (known.problem is None or self._clock() >= known.due):
-                    await self._query_engines(known)
+                if not known.engines and (known.problem is None or self._clock() >= known.next_query_at):
+                    await self._refresh_engines(known)
             if not known.engines:
                 assert known.problem is not None
                 failure, text = known.problem
                 raise upstream_error(failure, prefiller, text)
         return known.engines
 
-    def forget(self, prefiller: Backend) -> None:
+    def forget_engines(self, prefiller: Backend) -> None:
         """Require a new query of a prefiller's bootstrap server before the prefiller is used again."""
-        self._known.pop(prefiller.slot, None)
+        self._servers.pop(prefiller.slot, None)
 
     @contextmanager
     def forget_on_failure(self, prefiller: Backend) -> Iterator[None]:
@@ -149,9 +151,9 @@ class BootstrapServers:
         try:
             yield
         except UpstreamError as error:
-            known = self._known.get(prefiller.slot)
-            if not (error.is_backpressure or error.is_clients_fault):
-                self.forget(prefiller)
+            known = self._servers.get(prefiller.slot)
+            if not (error.is_backpressure or error.is_fault_of_client):
+                self.forget_engines(prefiller)
                 if (
                     error.backend != prefiller
                     and known is not None
@@ -162,11 +164,11 @@ class BootstrapServers:
                     raise upstream_error(Failure.BOOTSTRAP, prefiller, text) from error
             raise
 
-    def note_reached(self, prefiller: Backend) -> None:
+    def mark_reachable(self, prefiller: Backend) -> None:
         """Record that a decoder has reached the prefiller through its bootstrap server."""
-        known = self._known.get(prefiller.slot)
-        if known is not None and not known.is_its_own:
-            known.is_its_own = True
+        known = self._servers.get(prefiller.slot)
+        if known is not None and not known.lists_own_engine:
+            known.lists_own_engine = True
             self._report(prefiller, None)
 
     def _prefiller_with_same_server(self, known: BootstrapServer) -> Backend | None:
@@ -174,23 +176,23 @@ class BootstrapServers:
 
         None: there is none, or a decoder has reached this prefiller.
         """
-        if known.is_its_own:
+        if known.lists_own_engine:
             return None
         same = [backend for backend, address in self._addresses().items() if address == known.address]
         ids = {engine_id for _, engine_id in known.engines}
         same += [
             other.prefiller
-            for other in self._known.values()
+            for other in self._servers.values()
             if ids.intersection(engine_id for _, engine_id in other.engines)
         ]
         return next((backend for backend in same if backend != known.prefiller), None)
 
-    async def _query_engines(self, known: BootstrapServer) -> None:
+    async def _refresh_engines(self, known: BootstrapServer) -> None:
         port = known.address.rpartition(":")[2]
         is_certain = True
         no_server = f"what answers at port {port} is not a bootstrap server of vLLM"
         try:
-            engines = parse_engines(await self._query(known.address))
+            engines = parse_engines(await self._fetch_engines(known.address))
             problem = None if engines else (Failure.CONNECT, "no engine has registered with its bootstrap server yet")
             if engines and not self._lists_own_engine(known.prefiller, engines):
                 problem = (Failure.BOOTSTRAP, f"the bootstrap server at port {port} is another prefiller's")
@@ -206,14 +208,14 @@ class BootstrapServers:
             problem = (Failure.BAD_ANSWER, no_server)
         if problem is None:
             known.engines, known.problem = engines, None
-            known.due = self._clock() + _FRESH_ANSWER_SECONDS
+            known.next_query_at = self._clock() + _FRESH_ANSWER_SECONDS
         elif not known.engines:
-            if await self._engine_answers(known.prefiller):
+            if await self._is_engine_healthy(known.prefiller):
                 problem = (Failure.BOOTSTRAP, problem[1])
                 if is_certain:
                     self._report_problem(known, problem[1])
             known.problem = problem
-            known.due = self._clock() + _PROBLEM_MEMORY_SECONDS
+            known.next_query_at = self._clock() + _PROBLEM_MEMORY_SECONDS
 
     def _report_problem(self, known: BootstrapServer, problem: str) -> None:
         self._report(
@@ -227,7 +229,7 @@ class BootstrapServers:
         engine_id = self._engine_id(prefiller)
         return engine_id is None or any(listed.partition("_dp")[0] == engine_id for _, listed in engines)
 
-    async def _engine_answers(self, prefiller: Backend) -> bool:
+    async def _is_engine_healthy(self, prefiller: Backend) -> bool:
         """Return whether a prefiller's engine answers a health check. Any status counts as an answer."""
         try:
             await self._client.get_status(prefiller.url, _HEALTH_PATH, _QUERY_TIMEOUT_SECONDS)
@@ -235,7 +237,7 @@ class BootstrapServers:
             return False
         return True
 
-    async def _query(self, address: str) -> bytes:
+    async def _fetch_engines(self, address: str) -> bytes:
         """Send a query to a bootstrap server and return its answer. Raises EngineRequestError, ValueError.
 
         The query carries no API key.

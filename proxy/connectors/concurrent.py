@@ -44,7 +44,7 @@ class BackgroundPrefill:
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
 
-    async def race(
+    async def await_first_result(
         self, opening: Coroutine[Any, Any, Response], is_served: Callable[[], bool] = lambda: False
     ) -> Response:
         """Open the decode leg while the prefill leg runs. The caller must enter the response at once.

@@ -48,7 +48,10 @@ _PREFILL_LIMIT_CHANGES: Final = {"max_completion_tokens": 1}
 
 
 class DisaggregatedConnector(Connector):
-    """Prefills on one vLLM engine and decodes on another. Protocols implement `legs_of_both` or `open_both`."""
+    """Prefills on one vLLM engine and decodes on another.
+
+    Protocols implement `make_both_legs` or `open_two_leg_attempt`.
+    """
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -56,37 +59,43 @@ class DisaggregatedConnector(Connector):
         self._ranks = RankCounts()
         self._one_engine = OneEngineCalls(context, self._ranks)
 
-    def check(self, call: Call) -> None:
+    def check_call(self, call: Call) -> None:
         """Raise BadRequest for a call that can neither be handed over nor be served by one engine."""
         if not call.is_ordinary and not RARE_MEMBERS.isdisjoint(call.values):
-            self._one_engine.check(call)
+            self._one_engine.check_call(call)
 
-    def splits(self, call: Call) -> bool:
+    def splits_into_units(self, call: Call) -> bool:
         """Return True, because a handoff carries one sequence, but False for a beam search, which needs one engine."""
         return call.is_ordinary or not uses_beam_search(call)
 
-    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
+    def open_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt]:
         """Open the prefill leg and the decode leg of a call, or its only leg."""
-        legs = self.legs(call, request, timeline)
-        return self.open_both(call, request, timeline) if legs is None else open_attempt(legs, self._upstream)
+        legs = self.make_legs(call, request, timeline)
+        return (
+            self.open_two_leg_attempt(call, request, timeline) if legs is None else open_attempt(legs, self._upstream)
+        )
 
     def open_decoder_only_attempt(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt]:
         """Return an attempt that a decoder serves alone, without a prefiller."""
-        return open_attempt(self._one_engine.decoder.legs(call, request, timeline), self._upstream)
+        return open_attempt(self._one_engine.decoder.make_legs(call, request, timeline), self._upstream)
 
-    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+    def make_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         if call.is_ordinary or RARE_MEMBERS.isdisjoint(call.values):
-            return self.legs_of_both(call, request, timeline)
-        return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
+            return self.make_both_legs(call, request, timeline)
+        return self._one_engine.make_legs(call, request, timeline) or self.make_both_legs(call, request, timeline)
 
-    def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the legs of a call that can be handed over, or None if they need tasks; see `open_both`."""
+    def make_both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+        """Return the legs of a call that can be handed over, or None if they need tasks; see `open_two_leg_attempt`."""
         return None
 
-    def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Open the legs of a call that can be handed over, if they need tasks. See Connector.open."""
+    def open_two_leg_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Open the legs of a call that can be handed over, if they need tasks. See Connector.open_attempt."""
         raise NotImplementedError
 
 
@@ -101,14 +110,14 @@ class PrefillBodyMaker:
             "kv_transfer_params": orjson.Fragment(dumps(kv_params)),
         }  # written once, not per prompt
         self._changes = changes
-        self._limited = {**changes, **_PREFILL_LIMIT_CHANGES}
+        self._limit_changes = {**changes, **_PREFILL_LIMIT_CHANGES}
 
-    def body(self, call: Call, pool: Pool, prefiller: Backend) -> Body:
+    def make_body(self, call: Call, pool: Pool, prefiller: Backend) -> Body:
         """Return the body of the prefill leg of a call, for a prefiller of the pool."""
         values = call.values
         if call.kv_params or "tool_choice" in values:
             return make_prefill_body(call, pool, prefiller, self._kv_params)
-        return call.body(self._limited if "max_completion_tokens" in values else self._changes)
+        return call.make_body(self._limit_changes if "max_completion_tokens" in values else self._changes)
 
 
 def make_prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[str, object]) -> Body:
@@ -123,4 +132,4 @@ def make_prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Map
         is_forced = isinstance(tool_choice, dict) or tool_choice == "required"
         if is_forced and not FORCED_TOOL_PREFILL.is_in(pool.engine_version(prefiller)):
             changes["tool_choice"] = "auto"  # makes the same prompt
-    return call.body(changes)
+    return call.make_body(changes)

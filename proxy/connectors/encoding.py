@@ -63,27 +63,29 @@ class EncodingConnector(Connector):
         self._upstream = context.upstream
         self.apis = connector.apis
 
-    def check(self, call: Call) -> None:
+    def check_call(self, call: Call) -> None:
         """Raise BadRequest for a call that the inner connector cannot serve."""
-        self._connector.check(call)
+        self._connector.check_call(call)
 
-    def splits(self, call: Call) -> bool:
+    def splits_into_units(self, call: Call) -> bool:
         """Return the decision of the inner connector."""
-        return self._connector.splits(call)
+        return self._connector.splits_into_units(call)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the HTTP routes of the connector that serves the encoded calls."""
         return self._connector.routes()
 
-    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
+    def open_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt]:
         """Encode the media of a call, then open the attempt of the inner connector.
 
         Each attempt encodes again, because the cache may have lost items since the previous attempt.
         """
         items = find_media_parts(call)
         if not items:
-            return self._connector.open(call, request, timeline)
-        return self._open_encoded(call, items, request, timeline)
+            return self._connector.open_attempt(call, request, timeline)
+        return self._open_encoded_attempt(call, items, request, timeline)
 
     def open_decoder_only_attempt(
         self, call: Call, request: PickRequest, timeline: Timeline
@@ -91,12 +93,12 @@ class EncodingConnector(Connector):
         """Return the inner connector's attempt without a prefiller. The call must have no media."""
         return self._connector.open_decoder_only_attempt(call, request, timeline)
 
-    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+    def make_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """Return the legs of the inner connector; None for a call with media, which needs a task."""
-        return None if find_media_parts(call) else self._connector.legs(call, request, timeline)
+        return None if find_media_parts(call) else self._connector.make_legs(call, request, timeline)
 
     @asynccontextmanager
-    async def _open_encoded(
+    async def _open_encoded_attempt(
         self,
         call: Call,
         items: Sequence[Mapping[str, Any]],
@@ -118,11 +120,11 @@ class EncodingConnector(Connector):
                 if (address := self._receiving_address(backend)) is not None:
                     request = request.preferring(backend)  # it must get the request, too
                     break
-            places = await self._encode(call, items, request.avoid, address)
+            places = await self._encode_media(call, items, request.avoid, address)
             timeline.end_encoding()
         if places:
-            call = call.changed({"ec_transfer_params": places})
-        async with self._connector.open(call, request, timeline) as attempt:
+            call = call.copy_with_changes({"ec_transfer_params": places})
+        async with self._connector.open_attempt(call, request, timeline) as attempt:
             yield attempt
 
     def _receiving_address(self, backend: Backend) -> str | None:
@@ -133,7 +135,7 @@ class EncodingConnector(Connector):
             return None
         return f"tcp://{backend.name.rpartition(':')[0]}:{setup.ec_port}"
 
-    async def _encode(
+    async def _encode_media(
         self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend], receiver: str | None
     ) -> dict[str, object]:
         """Encode all items, a limited number at a time. Return the parameters by which engines find the results.
@@ -151,7 +153,7 @@ class EncodingConnector(Connector):
                 # The random part makes the ids of a repeated request different for engines.
                 request_id = f"{attempt_id}:{index}:{new_attempt_id()[:6]}"
                 target = {} if receiver is None else _target(receiver, transfers[index : index + 1])
-                places.update(await self._encode_one(call, item, request_id, avoid, target))
+                places.update(await self._encode_medium(call, item, request_id, avoid, target))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -161,7 +163,7 @@ class EncodingConnector(Connector):
             raise failed.exceptions[0] from None
         return places if receiver is None else _items(transfers)
 
-    async def _encode_one(
+    async def _encode_medium(
         self,
         call: Call,
         item: Mapping[str, Any],
@@ -180,7 +182,7 @@ class EncodingConnector(Connector):
         if target:
             body["ec_transfer_params"] = target
         await self._wait_for_encoders()
-        with self._encoders.lease(PickRequest.of(Load(compute=max(1, tokens)), avoid=avoid)) as lease:
+        with self._encoders.lease(PickRequest.of(Load(compute_tokens=max(1, tokens)), avoid=avoid)) as lease:
             response, answer = await self._upstream.fetch(
                 lease.backend,
                 Api.CHAT.path,

@@ -48,10 +48,10 @@ class KvSource(Enum):
 class KvState(Enum):
     """The state of the KV cache in a handoff."""
 
-    COMPUTING = "computing"
-    HELD = "held"
+    BEING_COMPUTED = "computing"
+    HELD_BY_PREFILLER = "held"
     """The decoder can fetch the KV cache. In some protocols, only a part of it is computed yet."""
-    ARRIVED = "arrived"
+    ARRIVED_AT_DECODER = "arrived"
     """The decoder has sent output. It may have computed the KV cache itself."""
     LOST = "lost"
     """The decoder gave up before its first output."""
@@ -61,13 +61,13 @@ class KvState(Enum):
 PREFILLER_SOURCE: Final = KvSource.PREFILLER
 DECODER_SOURCE: Final = KvSource.DECODER
 _PREFILL_STAGE: Final = Stage.PREFILL
-_BEING_COMPUTED: Final = KvState.COMPUTING
-_HELD_BY_PREFILLER: Final = KvState.HELD
-_ARRIVED_AT_DECODER: Final = KvState.ARRIVED
+_BEING_COMPUTED: Final = KvState.BEING_COMPUTED
+_HELD_BY_PREFILLER: Final = KvState.HELD_BY_PREFILLER
+_ARRIVED_AT_DECODER: Final = KvState.ARRIVED_AT_DECODER
 # Share of the predicted prefill that is not counted as handoff where the end of the prefill is only predicted. The
 # prediction includes the mean time of transfers, because it is learned from the same answers.
 _CERTAIN_PREFILL_SHARE: Final = 0.75
-_SETTLED_STATES: Final = (KvState.ARRIVED, KvState.LOST)
+_SETTLED_STATES: Final = (KvState.ARRIVED_AT_DECODER, KvState.LOST)
 
 
 class LocalKvListener:
@@ -78,14 +78,14 @@ class LocalKvListener:
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
 
-    def note_arrived(self) -> None:
+    def record_kv_arrival(self) -> None:
         """Record the engine's first output. May be called again."""
         self._lease.confirm()
 
-    def note_kept(self, params: Any, ids: array[int] | None) -> None:
+    def keep_answer_kv(self, params: Any, ids: array[int] | None) -> None:
         """Do nothing. Called when the engine keeps the KV cache of its answer, which no protocol with one leg reads."""
 
-    def note_lost(self) -> None:
+    def record_kv_loss(self) -> None:
         """Do nothing. Called when the engine gave up before its first output; there is no KV cache to release."""
 
 
@@ -97,9 +97,18 @@ class KvHandoff:
     """
 
     __slots__ = (
-        *("prefiller", "decoder", "source", "kv", "failed", "state", "on_arrived", "answers_after_transfer"),
+        *(
+            "prefiller",
+            "decoder",
+            "source",
+            "prefilled_kv",
+            "failed_error",
+            "state",
+            "on_arrived",
+            "answers_after_transfer",
+        ),
         "kept_answers",
-        *("_context", "_call", "_request", "_timeline", "_least_tokens", "_kept", "_computed_at"),
+        *("_context", "_call", "_request", "_timeline", "_least_tokens", "_kept_params", "_computed_at"),
     )
 
     def __init__(
@@ -117,9 +126,9 @@ class KvHandoff:
         self.prefiller: Lease
         self.decoder: Lease
         self.source: KvSource = PREFILLER_SOURCE
-        self.kv: PrefilledKv | None = None
+        self.prefilled_kv: PrefilledKv | None = None
         """The KV that the prefiller keeps until the decoder has fetched it; None if no KV has to be freed."""
-        self.failed = set(request.avoid)
+        self.failed_error = set(request.avoid)
         """Backends that have failed in this attempt. The releaser uses one of them only if there is no other."""
         self.state: KvState = _BEING_COMPUTED
         self.on_arrived: Callable[[], None] | None = None
@@ -136,7 +145,7 @@ class KvHandoff:
         self._request = request
         self._timeline = timeline
         self._least_tokens = least_tokens
-        self._kept: PrefilledKv | None = None
+        self._kept_params: PrefilledKv | None = None
         self._computed_at = 0.0  # time of the prefiller's answer; 0.0: it has not arrived
 
     @property
@@ -144,7 +153,7 @@ class KvHandoff:
         """Whether the decoder has either sent its first output or given up."""
         return self.state in _SETTLED_STATES
 
-    def note_prefilled(self, tokens: int | None, cached: int | None) -> None:
+    def record_prefill(self, tokens: int | None, cached: int | None) -> None:
         """Record the end of the prefill. The prefiller's answer reports the prompt's tokens and its cached tokens."""
         self._computed_at = self._timeline.clock()
         if self.answers_after_transfer and (sent := self._prefill_sent_at()) is not None:
@@ -159,20 +168,20 @@ class KvHandoff:
         self.prefiller.note_usage(tokens, cached)
         self.prefiller.free_compute()
 
-    def note_kv_held(self, kv: PrefilledKv | None = None) -> None:
+    def record_kv_held(self, kv: PrefilledKv | None = None) -> None:
         """Record that the prefiller has the KV cache for the decoder. A later failure may be a failure to fetch it.
 
         `kv`: the KV that the prefiller keeps; None: use the value that was set before.
         """
         if kv is None:
-            kv = self.kv
-        self.kv = self._kept = kv
+            kv = self.prefilled_kv
+        self.prefilled_kv = self._kept_params = kv
         if kv is not None:
             self._context.releaser.last_transfer = kv.transfer
         if self.state is _BEING_COMPUTED:
             self.state = _HELD_BY_PREFILLER
 
-    def note_arrived(self) -> None:
+    def record_kv_arrival(self) -> None:
         """Record the decoder's first output: the KV cache has arrived. May be called again."""
         if self.state in _SETTLED_STATES:
             return
@@ -185,8 +194,8 @@ class KvHandoff:
         else:
             if source is PREFILLER_SOURCE:
                 self._context.pools.quarantine.note_success(prefiller, decoder)
-                if self._call.stream and not self.failed:  # otherwise the first output is not the first token
-                    self._note_time(prefiller, decoder)
+                if self._call.stream and not self.failed_error:  # otherwise the first output is not the first token
+                    self._record_handoff_time(prefiller, decoder)
             tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
             verdict = self._context.compatibility.note_handoff(prefiller, decoder, tokens, self._least_tokens)
             self._timeline.kv = verdict
@@ -194,14 +203,14 @@ class KvHandoff:
                 self._timeline.kv_verdict = partial(
                     self._context.compatibility.incompatibilities.verdict, decoder, prefiller
                 )
-            if self.kv is not None:
-                self._context.releaser.note_fetch(self.kv, decoder, verdict, self.failed)
-                self.kv = self._kept = None
+            if self.prefilled_kv is not None:
+                self._context.releaser.record_fetch(self.prefilled_kv, decoder, verdict, self.failed_error)
+                self.prefilled_kv = self._kept_params = None
         self.decoder.confirm()
         if self.on_arrived is not None:
             self.on_arrived()
 
-    def _note_time(self, prefiller: Backend, decoder: Backend) -> None:
+    def _record_handoff_time(self, prefiller: Backend, decoder: Backend) -> None:
         """Record the seconds since the end of the prefill as the time of this pair's handoff."""
         timeline = self._timeline
         now, began = timeline.clock(), self._computed_at
@@ -221,20 +230,20 @@ class KvHandoff:
         stages = self._timeline.stages
         return self._timeline.times[stages.index(_PREFILL_STAGE)] if _PREFILL_STAGE in stages else None
 
-    def note_kept(self, params: Any, ids: array[int] | None) -> None:
+    def keep_answer_kv(self, params: Any, ids: array[int] | None) -> None:
         """Record that the decoder keeps the KV cache of its answer for the conversation's next turn."""
         if self.kept_answers is not None:
             self.kept_answers.keep(self._call, self.decoder.backend, params, ids)
 
-    def note_lost(self) -> None:
+    def record_kv_loss(self) -> None:
         """Record that the decoder gave up before its first output. May be called again."""
         if self.is_settled:
             return
         self.state = KvState.LOST
         self.prefiller.free_kv()
-        self._hold_against_pair()
-        if self.kv is not None and not self.kv.outlives_giving_up:
-            self.kv = self._kept = None
+        self._blame_pair()
+        if self.prefilled_kv is not None and not self.prefilled_kv.survives_rejected_decode:
+            self.prefilled_kv = self._kept_params = None
 
     def __enter__(self) -> Self:
         """Choose and lease a prefiller and a decoder. Raises NoBackendAvailable."""
@@ -252,7 +261,7 @@ class KvHandoff:
         if error is None and not usage.is_resumed:
             self.decoder.answer_tokens = usage.completion_tokens
         try:
-            if self._kept is not None or error is not None:
+            if self._kept_params is not None or error is not None:
                 self._settle_unfetched(error)
         finally:
             try:
@@ -265,14 +274,14 @@ class KvHandoff:
         if isinstance(error, UpstreamError):
             if error.failure is Failure.BOOTSTRAP:  # the decoder asked another prefiller, so nothing is kept here
                 return
-            self.failed.add(error.backend)
+            self.failed_error.add(error.backend)
             # A decoder that refused the connection has not tried to fetch KV.
-            if self.state is _HELD_BY_PREFILLER and error.is_backends_fault and error.failure is not Failure.CONNECT:
-                self._hold_against_pair()
-        if self._kept is not None:
-            self._context.releaser.note_orphan(self._kept, self.failed)
+            if self.state is _HELD_BY_PREFILLER and error.is_fault_of_backend and error.failure is not Failure.CONNECT:
+                self._blame_pair()
+        if self._kept_params is not None:
+            self._context.releaser.add_orphan(self._kept_params, self.failed_error)
 
-    def _hold_against_pair(self) -> None:
+    def _blame_pair(self) -> None:
         """Count a failed handoff against the prefiller and the decoder as a pair, because either may have caused it."""
         if self.source is not PREFILLER_SOURCE:
             return

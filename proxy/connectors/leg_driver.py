@@ -24,7 +24,10 @@ class AttemptOwner(Protocol):
     """The owner of one attempt, which receives its outcome."""
 
     def on_attempt(self, attempt: Attempt) -> None:
-        """Take the decoder's answer. To end the attempt, call `LegDriver.finish`, `fail` or `release`."""
+        """Take the decoder's answer.
+
+        To end the attempt, call `LegDriver.finish_attempt`, `fail_attempt` or `release_attempt`.
+        """
 
     def on_failure(self, error: NoBackendAvailable | UpstreamError) -> None:
         """Handle a failed attempt, whose leases and connections have already been given back."""
@@ -48,29 +51,29 @@ class LegDriver:
         self._sent: EngineLeg | None = None
         self._response: Response | None = None
 
-    def start(self, legs: Legs) -> None:
+    def start_legs(self, legs: Legs) -> None:
         """Send the first leg of an attempt. The owner may receive the outcome before this method returns."""
         self._legs = legs
-        self._advance(None)
+        self._advance_legs(None)
 
-    def finish(self) -> None:
+    def finish_attempt(self) -> None:
         """End an attempt whose answer was received completely."""
         legs = self._take_legs()
         if legs is not None:
             finish_legs(legs)
 
-    def fail(self, error: BaseException) -> None:
+    def fail_attempt(self, error: BaseException) -> None:
         """End an attempt whose answer failed. Raises `error`, or the prefill leg's error if that leg has failed."""
         legs = self._take_legs()
         if legs is None:
             raise error
         fail_legs(legs, error)
 
-    def release(self, error: BaseException) -> None:
+    def release_attempt(self, error: BaseException) -> None:
         """Give up the attempt in any state. Closes its connections and gives back its leases."""
-        self._drop()
+        self._drop_response()
         with suppress(type(error)):
-            self.fail(error)
+            self.fail_attempt(error)
 
     def _take_legs(self) -> Legs | None:
         """Return the legs and drop the references to the owner and the response, so that no reference cycle remains."""
@@ -78,7 +81,7 @@ class LegDriver:
         self._owner = self._response = None
         return legs
 
-    def _advance(self, result: Any, failed: Exception | None = None) -> None:
+    def _advance_legs(self, result: Any, failed: Exception | None = None) -> None:
         """Give the legs the result of the last step, and take the next step. `result` is None for the first step."""
         legs, owner = self._legs, self._owner
         if legs is None or owner is None:
@@ -94,51 +97,51 @@ class LegDriver:
             owner.on_defect(error)
             return
         if type(step) is EngineLeg:
-            self._send(step)
+            self._send_leg(step)
         elif isinstance(step, Attempt):
             owner.on_attempt(step)
         elif type(step) is LegPair:
             prefill, decode = step.take_legs()
-            PrefillLegOfPair(self._upstream, step, self._on_prefill_failure).start(prefill)
-            self._send(decode)
+            PrefillLegOfPair(self._upstream, step, self._on_prefill_failure).start_leg(prefill)
+            self._send_leg(decode)
         else:
             assert isinstance(step, Response)
             step.collect(self._on_body)
 
-    def _send(self, leg: EngineLeg, connection: EngineConnection | None = None) -> None:
+    def _send_leg(self, leg: EngineLeg, connection: EngineConnection | None = None) -> None:
         """Send a leg on `connection` if there is one, otherwise on an idle or a new connection."""
         upstream = self._upstream
         self._sent = leg
         if connection is None and (connection := upstream.take_idle(leg.backend)) is None:
-            self._connecting = asyncio.create_task(self._connect(leg))
+            self._connecting = asyncio.create_task(self._connect_and_send(leg))
             return
         self._connection = connection
         if leg.preconnect_to is not None:
             upstream.preconnect(leg.preconnect_to)
         exchange: WholeResponse | Response
-        if leg.wants_whole:
-            exchange = WholeResponse(connection, self._on_whole)
+        if leg.wants_whole_body:
+            exchange = WholeResponse(connection, self._on_whole_answer)
         else:
             exchange = self._response = Response(connection, self._on_head)
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
-    async def _connect(self, leg: EngineLeg, stale: UpstreamError | None = None) -> None:
+    async def _connect_and_send(self, leg: EngineLeg, stale: UpstreamError | None = None) -> None:
         """Open a connection and send a leg. `stale`: the error of this leg on an idle connection that was closed."""
         try:
             connection = await self._upstream.connect(leg.backend)
         except UpstreamError as error:
             self._connecting = None
             # Report the stale connection rather than CONNECT: the engine had the request and may have died of it.
-            self._advance(None, stale or error)
+            self._advance_legs(None, stale or error)
             return
         self._connecting = None
-        self._send(leg, connection)
+        self._send_leg(leg, connection)
 
-    def _on_whole(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
+    def _on_whole_answer(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
         """Handle the complete answer of an engine."""
-        self._give_back()
+        self._give_back_connection()
         if error is None:
-            self._advance((response, body))
+            self._advance_legs((response, body))
         else:
             self._on_no_answer(error)
 
@@ -147,52 +150,52 @@ class LegDriver:
         if error is None:
             self._connection = None
             self._sent = None  # a long answer would keep its body
-            self._advance(self._response)
+            self._advance_legs(self._response)
         else:
-            self._give_back()
+            self._give_back_connection()
             self._on_no_answer(error)
 
     def _on_no_answer(self, error: UpstreamError) -> None:
         leg = self._sent
         assert leg is not None
-        if error.is_stale:  # which happens on idle connections only
+        if error.is_stale_connection:  # which happens on idle connections only
             self._upstream.distrust(leg.backend)
             if leg.resend_if_stale:
-                self._connecting = asyncio.create_task(self._connect(leg, error))
+                self._connecting = asyncio.create_task(self._connect_and_send(leg, error))
                 return
-        self._advance(None, error)
+        self._advance_legs(None, error)
 
     def _on_body(self, body: bytes, error: UpstreamError | None) -> None:
         """Handle the body of an answer for which the legs wait."""
         if error is None:
-            self._advance(body)
+            self._advance_legs(body)
         else:
-            self._advance(None, error)
+            self._advance_legs(None, error)
 
     def _on_prefill_failure(self, error: Exception) -> None:
         """End the decode leg because the prefill leg of the same pair failed."""
         if self._sent is not None:  # the decoder has not answered yet
-            self._drop()
-            self._advance(None, error)
+            self._drop_response()
+            self._advance_legs(None, error)
         elif self._response is not None:
             abort_decode(self._response, error)
 
-    def _drop(self) -> None:
+    def _drop_response(self) -> None:
         """Give up the leg that is under way, and close its connection."""
         self._sent = None
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
             connecting.cancel()
-        self._give_back()
+        self._give_back_connection()
 
-    def _give_back(self) -> None:
+    def _give_back_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._upstream.give_back(connection)
 
 
 class PrefillLegOfPair:
-    """The prefill leg of a pair. It runs from `start` until it ends or the pair stops it."""
+    """The prefill leg of a pair. It runs from `start_leg` until it ends or the pair stops it."""
 
     __slots__ = ("_connecting", "_connection", "_on_failure", "_pair", "_upstream", "_waiting")
 
@@ -205,15 +208,15 @@ class PrefillLegOfPair:
         self._waiting: asyncio.Future[None] | None = None
         """The future of the task that waits for the end of this leg; None if no task waits."""
 
-    def start(self, leg: EngineLeg) -> None:
+    def start_leg(self, leg: EngineLeg) -> None:
         """Send the prefill leg of a pair."""
         pair = self._pair
-        pair.stop, pair.ended = self._stop, self._wait_for_end
+        pair.stop_prefill, pair.wait_for_prefill_end = self._stop_leg, self._wait_for_end
         connection = self._upstream.take_idle(leg.backend)
         if connection is None:
-            self._connecting = asyncio.create_task(self._connect(leg))
+            self._connecting = asyncio.create_task(self._connect_and_send(leg))
         else:
-            self._send(leg, connection)
+            self._send_leg(leg, connection)
 
     async def _wait_for_end(self) -> None:
         """Wait for the end of the prefill leg. Raises the leg's error if it failed."""
@@ -223,64 +226,66 @@ class PrefillLegOfPair:
         if self._pair.error is not None:
             raise self._pair.error
 
-    async def _connect(self, leg: EngineLeg) -> None:
+    async def _connect_and_send(self, leg: EngineLeg) -> None:
         try:
             connection = await self._upstream.connect(leg.backend)
         except UpstreamError as error:
             self._connecting = None
-            self._fail(error)
+            self._fail_leg(error)
             return
         self._connecting = None
-        self._send(leg, connection)
+        self._send_leg(leg, connection)
 
-    def _send(self, leg: EngineLeg, connection: EngineConnection) -> None:
+    def _send_leg(self, leg: EngineLeg, connection: EngineConnection) -> None:
         self._connection = connection
-        exchange = WholeResponse(connection, self._on_whole)
+        exchange = WholeResponse(connection, self._on_whole_answer)
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
-    def _on_whole(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
+    def _on_whole_answer(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
         """Handle the complete answer of the prefiller."""
-        self._give_back()
+        self._give_back_connection()
         if error is not None:
-            self._fail(error)
+            self._fail_leg(error)
             return
         try:
-            self._pair.read(response, body)
+            self._pair.read_prefill_answer(response, body)
         except Exception as problem:
-            self._fail(problem)
+            self._fail_leg(problem)
             return
-        self._wake()
+        self._wake_waiter()
 
-    def _fail(self, error: Exception) -> None:
-        if isinstance(error, UpstreamError) and error.is_stale:  # the next attempt sends it again
+    def _fail_leg(self, error: Exception) -> None:
+        if isinstance(error, UpstreamError) and error.is_stale_connection:  # the next attempt sends it again
             self._upstream.distrust(error.backend)
         is_served = self._pair.is_served
         if is_served is not None and is_served():
-            self._wake()
+            self._wake_waiter()
             return
         self._pair.error = error
-        self._wake()
+        self._wake_waiter()
         self._on_failure(error)
 
-    def _stop(self) -> None:
+    def _stop_leg(self) -> None:
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
             connecting.cancel()
-        self._give_back()
-        self._wake()
+        self._give_back_connection()
+        self._wake_waiter()
 
-    def _wake(self) -> None:
+    def _wake_waiter(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    def _give_back(self) -> None:
+    def _give_back_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._upstream.give_back(connection)
 
 
 class open_attempt:  # noqa: N801 - used as a function
-    """Opens an attempt from a coroutine. It is an async context manager whose value is the Attempt; see Connector.open.
+    """Opens an attempt from a coroutine.
+
+    It is an async context manager whose value is the Attempt; see Connector.open_attempt.
 
     Raises the errors of the legs: NoBackendAvailable, UpstreamError.
     """
@@ -292,22 +297,22 @@ class open_attempt:  # noqa: N801 - used as a function
 
     async def __aenter__(self) -> Attempt:
         self._opening = asyncio.get_running_loop().create_future()
-        self._driver.start(self._legs)
+        self._driver.start_legs(self._legs)
         try:
             return await self._opening
         except BaseException as error:
             if self._opening.done() and not self._opening.cancelled():
                 self._opening.exception()  # retrieved, also where the task was cancelled in the same moment
-            self._driver.release(error)
+            self._driver.release_attempt(error)
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._driver.finish()
+            self._driver.finish_attempt()
         else:
-            self._driver.fail(error)
+            self._driver.fail_attempt(error)
 
     # AttemptOwner
 
@@ -330,5 +335,5 @@ def abort_decode(response: Response, error: BaseException) -> None:
     The error of the prefill leg replaces that of the decode leg; see `run_prefill_beside` and LegPair.
     """
     if not isinstance(error, UpstreamError):
-        error = response.fail(Failure.BROKEN, "the prefill leg failed")
+        error = response.make_failure(Failure.BROKEN, "the prefill leg failed")
     response.abort(error)

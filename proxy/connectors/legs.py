@@ -36,19 +36,19 @@ address accepts only 0.
 class KvOutcomeListener(Protocol):
     """Receives the outcome of the handoff of an attempt's KV cache."""
 
-    def note_arrived(self) -> None:
+    def record_kv_arrival(self) -> None:
         """Record the decoder's first output. It shows that the prefiller no longer has to keep the KV cache.
 
         May be called again.
         """
 
-    def note_lost(self) -> None:
+    def record_kv_loss(self) -> None:
         """Record that the decoder gave up before its first output. It may have failed to fetch the KV cache.
 
         May be called again.
         """
 
-    def note_kept(self, params: Any, ids: array[int] | None) -> None:
+    def keep_answer_kv(self, params: Any, ids: array[int] | None) -> None:
         """Record the KV parameters of a complete answer, whose KV cache the decoder keeps, and all token ids.
 
         `ids`: those of the prompt and the answer; None if they are not known for certain.
@@ -80,33 +80,33 @@ class Attempt:
         return self.timeline.usage.prompt_tokens
 
     @property
-    def prompt_details(self) -> dict[str, Any] | None:
+    def prompt_tokens_details(self) -> dict[str, Any] | None:
         """The correct `prompt_tokens_details`, as an engine reported them; None if no engine reported correct ones."""
         return self.timeline.usage.prompt_details
 
-    def note_usage(self, usage: Any) -> None:
+    def record_usage(self, usage: Any) -> None:
         """Record the `usage` of the decoder's answer.
 
         Its counts of the prompt are used only if the decoder computed the prompt. Otherwise decoders report the KV
         cache from the prefiller as cached.
         """
-        self.timeline.usage.add_completion(usage)
+        self.timeline.usage.add_completion_usage(usage)
         if not self.has_kv_from_prefiller:
-            self.timeline.usage.add_prompt(usage)
+            self.timeline.usage.add_prompt_usage(usage)
 
-    def note_kv_arrived(self) -> None:
+    def record_kv_arrival(self) -> None:
         """Record the decoder's first output. It shows that the prefiller no longer has to keep the KV cache.
 
         May be called again, by the next reader of the same stream.
         """
-        self.handoff.note_arrived()
+        self.handoff.record_kv_arrival()
         stages = self.timeline.stages
         if not stages or stages[-1] is not _STREAM_STAGE:
             self.timeline.enter(_STREAM_STAGE)
 
-    def note_kv_lost(self) -> None:
+    def record_kv_loss(self) -> None:
         """Record that the decoder gave up before its first output. It may have failed to fetch the KV cache."""
-        self.handoff.note_lost()
+        self.handoff.record_kv_loss()
         self.timeline.enter(_STREAM_STAGE)
 
 
@@ -120,10 +120,10 @@ class EngineLeg:
     headers: Mapping[str, str]
     """Request headers, with lower-case names."""
     answer_seconds: float
-    """Time limit in seconds until the answer begins, or until it is complete if `wants_whole`."""
+    """Time limit in seconds until the answer begins, or until it is complete if `wants_whole_body`."""
     resend_if_stale: bool = False
     """Whether to send the leg again if the engine had already closed the idle connection."""
-    wants_whole: bool = False
+    wants_whole_body: bool = False
     """Whether the driver reads the complete answer before the next step, instead of returning its stream; see Legs."""
     preconnect_to: Backend | None = None
     """Backend to which the driver connects while this leg runs; None: to none. The next leg probably goes there."""
@@ -137,7 +137,7 @@ class LegPair:
     the prefill leg's error is raised instead, because a missing KV cache explains whatever the decoder reports.
     """
 
-    __slots__ = ("_legs", "ended", "error", "is_served", "read", "stop")
+    __slots__ = ("_legs", "wait_for_prefill_end", "error", "is_served", "read_prefill_answer", "stop_prefill")
 
     def __init__(
         self,
@@ -152,11 +152,11 @@ class LegPair:
         effect. None: it needs the prefiller until the prefill leg has ended."""
         self.error: Exception | None = None
         """The error of the prefill leg, which the driver sets: an UpstreamError unless the program has a defect."""
-        self.stop: Callable[[], object] | None = None
+        self.stop_prefill: Callable[[], object] | None = None
         """Cancels the prefill leg; None if it is not under way. The driver sets it."""
-        self.ended: Callable[[], Awaitable[None]] | None = None
+        self.wait_for_prefill_end: Callable[[], Awaitable[None]] | None = None
         """Waits for the end of the prefill leg and raises its UpstreamError; None if the driver cannot wait."""
-        self.read = read
+        self.read_prefill_answer = read
         """Reads the prefiller's answer, which has a head and a body. Raises UpstreamError if the prefill failed."""
 
     def take_legs(self) -> tuple[EngineLeg, EngineLeg]:
@@ -171,8 +171,8 @@ class LegPair:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.stop is not None:
-            self.stop()
+        if self.stop_prefill is not None:
+            self.stop_prefill()
         if self.error is not None and error is not self.error and isinstance(error, UpstreamError):
             raise self.error from error
 
@@ -182,10 +182,11 @@ if TYPE_CHECKING:
     """Generator of the steps of one attempt. The driver performs each step and sends its result, or throws an
     UpstreamError in:
 
-    - Leg: the driver sends it. The result is its Response once the headers have arrived; with `wants_whole`, the answer
-      and its body once its connection was given back.
+    - Leg: the driver sends it. The result is its Response once the headers have arrived; with `wants_whole_body`, the
+      answer and its body once its connection was given back.
     - Pair: the driver sends both legs. The result is the Response of the decode leg once its headers have arrived. The
-      prefill leg's whole answer goes to `LegPair.read`. If the prefill leg fails, the decode leg fails, too.
+      prefill leg's whole answer goes to `LegPair.read_prefill_answer`. If the prefill leg fails, the decode leg fails,
+      too.
     - Response: the driver reads it. The result is its whole body, as bytes.
     - Attempt: the last step. The driver resumes the generator when the answer was taken, or throws in the error with
       which the answer ended. The generator gives back every lease and connection, and ends.
@@ -213,9 +214,9 @@ def fail_legs(legs: Legs, error: BaseException) -> None:
 class ClaimedRanks:
     """The ranks of one backend that legs of this worker use."""
 
-    legs: list[int] = field(default_factory=list)
+    leg_counts: list[int] = field(default_factory=list)
     """The number of legs under way, by rank."""
-    turn: int = 0
+    next_rank: int = 0
     """The rank that is used next if several ranks have equally few legs."""
 
 
@@ -229,19 +230,19 @@ class RankCounts:
     def __init__(self) -> None:
         self._backends: dict[int, ClaimedRanks] = {}  # by slot; there are as many slots as there can be backends
 
-    def claim(self) -> RankClaim:
+    def start_claim(self) -> RankClaim:
         """Return a claim for one leg, a context manager that gives its rank back at the end."""
         return RankClaim(self)
 
-    def take(self, backend: Backend, count: int) -> tuple[list[int], int]:
+    def take_rank(self, backend: Backend, count: int) -> tuple[list[int], int]:
         """Claim the best rank of a backend with `count` ranks. Return the legs under way by rank, and the rank."""
         claimed = self._backends.setdefault(backend.slot, ClaimedRanks())
-        legs = claimed.legs
+        legs = claimed.leg_counts
         legs.extend([0] * (count - len(legs)))
         fewest = min(legs[:count])
-        turn = claimed.turn % count
+        turn = claimed.next_rank % count
         rank = legs.index(fewest, turn) if fewest in legs[turn:count] else legs.index(fewest)
-        claimed.turn = rank + 1
+        claimed.next_rank = rank + 1
         legs[rank] += 1
         return legs, rank
 
@@ -263,19 +264,19 @@ class RankClaim:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._legs is not None:
-            self.free()
+            self.release_ranks()
 
     def claim_rank(self, backend: Backend, count: int) -> int:
         """Claim a rank of this backend, which has `count` ranks, and return it. Any previous rank is given back."""
-        self.free()
-        self._legs, self._rank = self._ranks.take(backend, count)
+        self.release_ranks()
+        self._legs, self._rank = self._ranks.take_rank(backend, count)
         return self._rank
 
-    def header(self, backend: Backend, count: int) -> dict[str, str]:
+    def rank_header(self, backend: Backend, count: int) -> dict[str, str]:
         """Return the header that selects a rank of this backend; empty if the backend has only one rank."""
         return {RANK_HEADER: str(self.claim_rank(backend, count))} if count > 1 else {}
 
-    def free(self) -> None:
+    def release_ranks(self) -> None:
         """Give the rank back before the end of the block. May be called again."""
         if self._legs is not None:
             self._legs[self._rank] -= 1

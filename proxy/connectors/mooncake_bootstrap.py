@@ -53,30 +53,34 @@ class MooncakeBootstrap(DisaggregatedConnector):
             context.client,
             report=lambda backend, hint: context.compatibility.report(backend, IncompatibilityKind.BOOTSTRAP, hint),
             engine_id=context.pools.prefill.engine_id,
-            addresses=lambda: {backend: self._address(backend) for backend in self._pools.prefill.backends()},
+            addresses=lambda: {backend: self._bootstrap_address(backend) for backend in self._pools.prefill.backends()},
         )
 
     @asynccontextmanager
-    async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
+    async def open_two_leg_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AsyncIterator[Attempt]:
         timeouts = self._context.live.settings.timeouts
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,
-            self._ranks.claim() as prefill_rank,
-            self._ranks.claim() as decode_rank,
+            self._ranks.start_claim() as prefill_rank,
+            self._ranks.start_claim() as decode_rank,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             timeline.enter(Stage.PREFILL)
             meeting = await self._choose_engine(prefiller, prefill_rank)
             timeline.prefill_id = timeline.decode_id = meeting.attempt_id
-            handoff.kv = _orphaned_kv(call, prefiller, meeting)
-            handoff.on_arrived = lambda: self._bootstraps.note_reached(prefiller)
+            handoff.prefilled_kv = _orphaned_kv(call, prefiller, meeting)
+            handoff.on_arrived = lambda: self._bootstraps.mark_reachable(prefiller)
             # The status of a streamed answer arrives at once, but nothing more before the end of the prefill.
             answer_seconds = prefill_timeout_seconds(timeouts, call) + first_byte_timeout_seconds(timeouts, call)
             with self._bootstraps.forget_on_failure(prefiller):
-                async with run_prefill_beside(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
-                    opening = self._decode(call, decoder, meeting, decode_rank, answer_seconds)
-                    with await leg.race(opening, lambda: handoff.is_settled) as response:
+                async with run_prefill_beside(
+                    self._run_prefill_leg(call, meeting, prefill_rank, handoff, timeline)
+                ) as leg:
+                    opening = self._send_decode_leg(call, decoder, meeting, decode_rank, answer_seconds)
+                    with await leg.await_first_result(opening, lambda: handoff.is_settled) as response:
                         await check_status(response)
                         yield Attempt(
                             response,
@@ -87,29 +91,29 @@ class MooncakeBootstrap(DisaggregatedConnector):
                             first_token_seconds=answer_seconds,
                         )
 
-    def _address(self, prefiller: Backend) -> str:
+    def _bootstrap_address(self, prefiller: Backend) -> str:
         return bootstrap_address(prefiller, self._context.live.settings.mooncake.bootstrap_port)
 
     async def _choose_engine(self, prefiller: Backend, rank: RankClaim) -> KvMeetingPoint:
         """Choose the engine behind a prefiller's address. Raises UpstreamError."""
-        address = self._address(prefiller)
-        engines = await self._bootstraps.engines(prefiller, address)
+        address = self._bootstrap_address(prefiller)
+        engines = await self._bootstraps.query_engines(prefiller, address)
         return KvMeetingPoint(new_attempt_id(), address, *engines[rank.claim_rank(prefiller, len(engines))])
 
-    async def _decode(
+    async def _send_decode_leg(
         self, call: Call, decoder: Backend, meeting: KvMeetingPoint, rank: RankClaim, answer_seconds: float
     ) -> Response:
         """Open the decode leg. Raises UpstreamError."""
-        steering = rank.header(decoder, self._context.live.settings.balance.decode_dp_ranks)
+        steering = rank.rank_header(decoder, self._context.live.settings.balance.decode_dp_ranks)
         return await self._upstream.open(
             decoder,
             call.api.path,
-            call.body({"kv_transfer_params": {**meeting.decode_params, **call.kv_params}}),
+            call.make_body({"kv_transfer_params": {**meeting.decode_params, **call.kv_params}}),
             {**call.headers, "x-request-id": meeting.attempt_id, **steering},
             answer_seconds=answer_seconds,
         )
 
-    async def _prefill(
+    async def _run_prefill_leg(
         self, call: Call, meeting: KvMeetingPoint, rank: RankClaim, handoff: KvHandoff, timeline: Timeline
     ) -> None:
         """Run the prefill leg. Raises UpstreamError if the decoder would get no KV."""
@@ -126,12 +130,12 @@ class MooncakeBootstrap(DisaggregatedConnector):
         except UpstreamError as error:
             if handoff.is_settled:  # the decoder is at work and no longer needs the prefiller
                 return
-            self._releaser.note_possible_orphan(prefiller, call.prompt_tokens, error)
+            self._releaser.add_possible_orphan(prefiller, call.prompt_tokens, error)
             raise
-        prompt_counts = timeline.usage.add_prompt(answer.usage)
-        rank.free()
-        handoff.note_prefilled(*prompt_counts)
-        handoff.note_kv_held()
+        prompt_counts = timeline.usage.add_prompt_usage(answer.read_usage)
+        rank.release_ranks()
+        handoff.record_prefill(*prompt_counts)
+        handoff.record_kv_held()
         if not handoff.is_settled:
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
@@ -169,5 +173,5 @@ def _orphaned_kv(call: Call, prefiller: Backend, meeting: KvMeetingPoint) -> Pre
         KvTransfer.OTHER,
         call.prompt_tokens,
         call.headers,
-        outlives_giving_up=True,  # a decoder that cannot load KV gives up like this
+        survives_rejected_decode=True,  # a decoder that cannot load KV gives up like this
     )

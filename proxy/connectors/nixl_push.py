@@ -154,12 +154,12 @@ class NixlPush(DisaggregatedConnector):
         self.releaser = context.releaser
         self.places = EnginePlaces()
 
-    def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+    def make_both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         balance = self._context.live.settings.balance
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,
-            self._ranks.claim() as prefill_rank,
-            self._ranks.claim() as decode_rank,
+            self._ranks.start_claim() as prefill_rank,
+            self._ranks.start_claim() as decode_rank,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
@@ -169,10 +169,10 @@ class NixlPush(DisaggregatedConnector):
             attempt.rank, attempt.place = rank, self.places.of(prefiller, rank)
             timeline.prefill_id = timeline.decode_id = attempt.id
             prefill = self._prefill_leg(attempt, balance.prefill_dp_ranks)
-            steering = decode_rank.header(decoder, balance.decode_dp_ranks)
+            steering = decode_rank.rank_header(decoder, balance.decode_dp_ranks)
             try:
                 if attempt.place is None:
-                    prefill.wants_whole, prefill.preconnect_to = True, decoder
+                    prefill.wants_whole_body, prefill.preconnect_to = True, decoder
                     answer, body = yield prefill
                     attempt.read(answer, body)
                     response: Response = yield self._decode_leg(attempt, steering)
@@ -190,10 +190,10 @@ class NixlPush(DisaggregatedConnector):
 
     def _note_failure(self, error: UpstreamError, prefiller: Backend, attempt: _PushAttempt) -> None:
         """Record a failure before the decoder's first output. A restart of the prefiller may be its cause."""
-        if not (error.is_backpressure or error.is_clients_fault):
+        if not (error.is_backpressure or error.is_fault_of_client):
             self.places.distrust(prefiller, attempt.rank)
         if error.backend == prefiller and not attempt.has_answer:
-            self.releaser.note_possible_orphan(prefiller, attempt.call.prompt_tokens, error)
+            self.releaser.add_possible_orphan(prefiller, attempt.call.prompt_tokens, error)
 
     def _prefill_leg(self, attempt: _PushAttempt, ranks: int) -> EngineLeg:
         """Return the prefill leg. `ranks`: the data-parallel ranks behind the prefiller's address."""
@@ -201,7 +201,7 @@ class NixlPush(DisaggregatedConnector):
         headers = {**call.headers, "x-request-id": attempt.id}
         if ranks > 1:
             headers[RANK_HEADER] = str(attempt.rank)
-        body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
+        body = _ASK_FOR_KV.make_body(call, self._pools.prefill, prefiller)
         return EngineLeg(
             prefiller, call.api.path, body, headers, prefill_timeout_seconds(self._context.live.settings.timeouts, call)
         )
@@ -212,7 +212,7 @@ class NixlPush(DisaggregatedConnector):
         assert place is not None
         # The prefiller's id of a prompt is known after its answer. Another prompt's id would keep that prompt's KV.
         request_id = place.remote_request_id if attempt.has_answer else attempt.id
-        body = call.body({"kv_transfer_params": {**place.decode_params(request_id), **call.kv_params}})
+        body = call.make_body({"kv_transfer_params": {**place.decode_params(request_id), **call.kv_params}})
         headers = {**call.headers, "x-request-id": attempt.id, **steering}
         return EngineLeg(attempt.handoff.decoder.backend, call.api.path, body, headers, self.decode_seconds(call))
 
@@ -234,7 +234,7 @@ class NixlPush(DisaggregatedConnector):
             raise self._make_missing_kv_error(answer) from None
         if place.transfer_mode != "push":
             compatibility.report(prefiller, IncompatibilityKind.CONNECTOR, _PULL_HINT)
-            raise answer.fail(Failure.MISSING_KV, "its KV parameters are not those of NixlPushConnector")
+            raise answer.make_failure(Failure.MISSING_KV, "its KV parameters are not those of NixlPushConnector")
         compatibility.note_prefill(prefiller, True)
         self.places.learn(prefiller, rank, place)
         return place
@@ -247,7 +247,7 @@ class NixlPush(DisaggregatedConnector):
         is_repeated = self._context.live.settings.kv.on_missing != "error"
         self._context.metrics.missing_kv_total.labels("retry_prefill" if is_repeated else "error").inc()
         failure = Failure.BOOTSTRAP if is_repeated else Failure.MISSING_KV
-        missing = answer.fail(failure, "the answer has no KV parameters for a decoder")
+        missing = answer.make_failure(failure, "the answer has no KV parameters for a decoder")
         missing.code, missing.status = "kv_handoff_failed", 502
         return missing
 
@@ -280,15 +280,15 @@ class _PushAttempt:
         prefilled = parse_prefilled(answer, body)
         self.has_answer = True
         call, handoff, timeline, prefiller = self.call, self.handoff, self._timeline, answer.backend
-        prompt_counts = timeline.usage.add_prompt(prefilled.usage)
+        prompt_counts = timeline.usage.add_prompt_usage(prefilled.read_usage)
         params = bytes(prefilled.kv_transfer_params)
         place = self._connector.learn(answer, self.rank, params)
-        self._claim.free()
-        handoff.note_prefilled(*prompt_counts)
+        self._claim.release_ranks()
+        handoff.record_prefill(*prompt_counts)
         kv = PrefilledKv(prefiller, params, KvTransfer.NIXL_PUSH, call.prompt_tokens, call.headers, True)
-        handoff.note_kv_held(kv)
+        handoff.record_kv_held(kv)
         if self.place is not None and self.place.remote_engine_id != place.remote_engine_id:
-            raise answer.fail(Failure.RESTARTED, "another engine than before answers at its address")
+            raise answer.make_failure(Failure.RESTARTED, "another engine than before answers at its address")
         if not handoff.is_settled:
             timeline.enter(self._next_stage())
         self.place = place

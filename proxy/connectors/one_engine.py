@@ -64,15 +64,15 @@ class SingleLegMaker:
         self._ranks = ranks
         self._members = members
 
-    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Return the legs of an attempt; see Connector.legs."""
+    def make_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+        """Return the legs of an attempt; see Connector.make_legs."""
         is_prefiller = self._role is Role.PREFILL
         timeouts, balance = self._context.live.settings.timeouts, self._context.live.settings.balance
         attempt_id = new_attempt_id()
         changes: dict[str, object] = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
         if self._members is not None:
             changes.update(self._members(attempt_id))
-        with self._pool.lease(request) as lease, self._ranks.claim() as rank:
+        with self._pool.lease(request) as lease, self._ranks.start_claim() as rank:
             timeline.begin_attempt()
             timeline.kv = self._kv
             if is_prefiller:
@@ -89,8 +89,8 @@ class SingleLegMaker:
             leg = EngineLeg(
                 lease.backend,
                 call.api.path,
-                call.body(changes),
-                {**call.headers, "x-request-id": attempt_id, **rank.header(lease.backend, dp_ranks)},
+                call.make_body(changes),
+                {**call.headers, "x-request-id": attempt_id, **rank.rank_header(lease.backend, dp_ranks)},
                 answer_seconds,
                 resend_if_stale=True,
             )
@@ -119,25 +119,28 @@ class OneEngineCalls:
         self._prefiller = SingleLegMaker(context, Role.PREFILL, ranks)
         self.decoder = SingleLegMaker(context, Role.DECODE, ranks)
 
-    def check(self, call: Call) -> None:
+    def check_call(self, call: Call) -> None:
         """Raise BadRequest for a call that can neither be handed over nor be served by one engine."""
-        self._role(call)
+        self._role_of_call(call)
 
-    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the legs of a call that one engine serves. None: the call can be handed over. See Connector.legs."""
-        role = self._role(call)
+    def make_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+        """Return the legs of a call that one engine serves.
+
+        None: the call can be handed over. See Connector.make_legs.
+        """
+        role = self._role_of_call(call)
         if role is None:
             return None
-        return (self._prefiller if role is Role.PREFILL else self.decoder).legs(call, request, timeline)
+        return (self._prefiller if role is Role.PREFILL else self.decoder).make_legs(call, request, timeline)
 
-    def _role(self, call: Call) -> Role | None:
+    def _role_of_call(self, call: Call) -> Role | None:
         """Return the role that serves a call alone; None if the call can be handed over. Raises BadRequest."""
         if RARE_MEMBERS.isdisjoint(call.values):
             return None
         problem = _find_problem(call)
         if problem is None:
             return None
-        if call.is_all_prompt and not uses_beam_search(call):
+        if call.needs_only_prefill and not uses_beam_search(call):
             return Role.PREFILL
         if self._context.live.settings.kv.on_unsupported == "local":
             return Role.DECODE
@@ -149,7 +152,7 @@ def uses_beam_search(call: Call) -> bool:
     if RARE_MEMBERS.isdisjoint(call.values):
         return False
     best_of = call.values.get("best_of")
-    return bool(call.values.get("use_beam_search")) or (isinstance(best_of, int) and best_of > call.samples)
+    return bool(call.values.get("use_beam_search")) or (isinstance(best_of, int) and best_of > call.samples_per_prompt)
 
 
 def asks_for_echoed_logprobs(call: Call) -> bool:

@@ -29,7 +29,7 @@ class PlainConnector(Connector):
         super().__init__(context)
         self._leg = SingleLegMaker(context, Role.DECODE, RankCounts(), kv="-")
 
-    def splits(self, call: Call) -> bool:
+    def splits_into_units(self, call: Call) -> bool:
         """Return False, because an engine serves all prompts and samples of a call."""
         return False
 
@@ -37,8 +37,8 @@ class PlainConnector(Connector):
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt]:
         """Return the same attempt as `open`. See Connector.open_decoder_only_attempt."""
-        return self.open(call, request, timeline)
+        return self.open_attempt(call, request, timeline)
 
-    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Return the only leg of the call. See Connector.legs."""
-        return self._leg.legs(call, request, timeline)
+    def make_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+        """Return the only leg of the call. See Connector.make_legs."""
+        return self._leg.make_legs(call, request, timeline)

@@ -131,7 +131,7 @@ class KeptAnswers:
         ids = _own_ids(call)
         if ids is None:
             leg = EngineLeg(
-                prefiller, "/tokenize", _tokenize_body(call), call.headers, _TOKENIZE_SECONDS, wants_whole=True
+                prefiller, "/tokenize", _tokenize_body(call), call.headers, _TOKENIZE_SECONDS, wants_whole_body=True
             )
             try:
                 response, body = yield leg
@@ -144,7 +144,7 @@ class KeptAnswers:
 
     def note_read(self, kept: KeptAnswer) -> None:
         """Record that a prefiller has read a cache, so that the decoder has freed it."""
-        self._releaser.unpin(kept.pin)
+        self._releaser.unpin_answer(kept.pin)
 
     def _take(self, call: Call, prefiller: Backend) -> KeptAnswer | None:
         setup = self._setup(self._pools.prefill, prefiller)
@@ -172,7 +172,7 @@ class KeptAnswers:
 
 def _names(call: Call, *, is_stored: bool) -> Iterator[object]:
     """Yield the names under which an answer is stored, or under which it may be stored: one, or several."""
-    session, keys = call.session, call.prefix_keys.keys
+    session, keys = call.session_id, call.prefix_keys.keys
     # The last piece of a prompt grows with the next turn. The other ones stay the same.
     for key in keys[-2:-1] if is_stored else reversed(keys):
         yield session, key
@@ -201,13 +201,13 @@ def _has_media(messages: Any) -> bool:
 
 def _own_ids(call: Call) -> array[int] | None:
     """Return the prompt if it is a list of token ids; None for any other prompt."""
-    prompt = call.members(("prompt",)).get("prompt") if call.api is Api.COMPLETIONS else None
+    prompt = call.read_members(("prompt",)).get("prompt") if call.api is Api.COMPLETIONS else None
     return _as_ids(prompt) if isinstance(prompt, list) else None
 
 
 def _tokenize_body(call: Call) -> bytes:
     names = ("model", "messages", "tools", "chat_template_kwargs") if call.api is Api.CHAT else ("model", "prompt")
-    return dumps(call.members(names))
+    return dumps(call.read_members(names))
 
 
 def _ids_in(answer: bytes) -> array[int] | None:

@@ -65,7 +65,7 @@ class PrefilledKv:
     transfer: KvTransfer
     tokens: int
     headers: Mapping[str, str]
-    outlives_giving_up: bool = False
+    survives_rejected_decode: bool = False
     """Whether the prefiller still keeps the KV after a decoder has given up before its first output."""
 
 
@@ -91,7 +91,7 @@ class KvParams(msgspec.Struct):
     remote_pcp_size: Any = msgspec.UNSET
 
     @property
-    def transfer(self) -> KvTransfer:
+    def transfer_protocol(self) -> KvTransfer:
         """The connector that wrote these parameters, recognised by a member that only its `request_finished` writes."""
         if self.tp_size is not msgspec.UNSET:  # vLLM's nixl/pull_scheduler.py and nixl/push_scheduler.py
             return KvTransfer.NIXL_PUSH if self.transfer_mode == "push" else _NIXL_TRANSFER
@@ -182,14 +182,14 @@ class KvReleaser(BackgroundOwner):
         self._pins_of = -1
         """The change counter of the prefiller pool at the time when the cache was filled."""
         self._background = BackgroundTasks(logger, "a release of KV", grace_seconds=_SHUTDOWN_SECONDS)
-        self._room = asyncio.Semaphore(_MAX_CONCURRENT_RELEASES)
+        self._release_slots = asyncio.Semaphore(_MAX_CONCURRENT_RELEASES)
 
     @property
-    def pending(self) -> int:
+    def pending_count(self) -> int:
         """The number of releases that have not ended."""
         return len(self._background)
 
-    def note_orphan(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
+    def add_orphan(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
         """Count KV cache that probably no decoder has fetched, and release it at its prefiller.
 
         `failed`: backends that are used for the release only if there is no other.
@@ -198,22 +198,22 @@ class KvReleaser(BackgroundOwner):
         pin = self._pinned_kv.pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
         if self._live.settings.kv.release == "never":
             return
-        if not self._is_supported(kv):
-            self._note_result(kv, "unsupported")
+        if not self._is_release_supported(kv):
+            self._record_release_result(kv, "unsupported")
         elif len(self._background) >= _MAX_PENDING_RELEASES:
-            self._note_result(kv, "failed")
+            self._record_release_result(kv, "failed")
         else:
-            self._background.start(self._release(kv, pin, failed))
+            self._background.start_task(self._release_orphan(kv, pin, failed))
 
     def pin_answer(self, decoder: Backend, tokens: int, seconds: float) -> Pin:
         """Count the KV cache of an answer that a decoder keeps for a prefiller."""
         return self._pinned_kv.pin(decoder, tokens, seconds)
 
-    def unpin(self, pin: Pin) -> None:
+    def unpin_answer(self, pin: Pin) -> None:
         """Record that an engine has freed the KV cache of an answer before its time."""
         self._pinned_kv.unpin(pin)
 
-    def note_fetch(
+    def record_fetch(
         self, kv: PrefilledKv, decoder: Backend, verdict: HandoffVerdict, failed: Collection[Backend]
     ) -> None:
         """Record the answer of a decoder that should have fetched KV.
@@ -222,21 +222,21 @@ class KvReleaser(BackgroundOwner):
         does so, the KV is remembered until it is known.
         """
         if verdict is _COMPUTED_VERDICT:
-            self.note_orphan(kv, {*failed, decoder})
+            self.add_orphan(kv, {*failed, decoder})
         elif verdict is _UNKNOWN_VERDICT:
             doubtful = self._doubtful.get(decoder.key)
             if doubtful is None:
                 doubtful = self._doubtful[decoder.key] = decoder, deque(maxlen=_MAX_DOUBTFUL_KV)
             doubtful[1].append((kv.prefiller, kv.tokens, kv.transfer, time.monotonic()))
 
-    def look(self) -> None:
+    def check_doubtful_kv(self) -> None:
         """Count or drop the KV of decoders that are now known to fetch KV or not. Must be called periodically."""
         for decoder, doubtful in list(self._doubtful.values()):
             if self._incompatibilities.verdict(decoder) is not HandoffVerdict.UNKNOWN:
                 del self._doubtful[decoder.key]
-                self._pin(decoder, doubtful)
+                self._pin_doubtful_kv(decoder, doubtful)
 
-    def _pin(self, decoder: Backend, doubtful: Iterable[tuple[Backend, int, KvTransfer, float]]) -> None:
+    def _pin_doubtful_kv(self, decoder: Backend, doubtful: Iterable[tuple[Backend, int, KvTransfer, float]]) -> None:
         now = time.monotonic()
         for prefiller, tokens, transfer, answered_at in doubtful:
             until = answered_at + self.pin_seconds(prefiller, transfer)
@@ -245,20 +245,20 @@ class KvReleaser(BackgroundOwner):
                 self._metrics.kv_orphans_total.inc()
                 self._pinned_kv.pin(prefiller, tokens, until - now)
 
-    def note_possible_orphan(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
+    def add_possible_orphan(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
         """Count KV that a prefiller may keep although its answer was lost. Such KV cannot be released."""
         if may_have_pinned_kv(error):
             seconds = self.pin_seconds(prefiller, self.last_transfer)
             self._pinned_kv.pin(prefiller, tokens, seconds, suspected=True)
 
-    async def _release(self, kv: PrefilledKv, pin: Pin, failed: Collection[Backend]) -> None:
+    async def _release_orphan(self, kv: PrefilledKv, pin: Pin, failed: Collection[Backend]) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + min(self._live.settings.admission.wait_seconds, pin.until - pin.since)
         avoid = set(failed)
         pause_seconds = self._settle_seconds
         while True:
             await asyncio.sleep(pause_seconds)
-            async with self._room:
+            async with self._release_slots:
                 released = await self._request_release(kv, avoid)
             left_seconds = until - loop.time()
             if released is not None or left_seconds <= 0:
@@ -269,7 +269,7 @@ class KvReleaser(BackgroundOwner):
             )
         if released:
             self._pinned_kv.unpin(pin)
-        self._note_result(kv, "released" if released else "failed")
+        self._record_release_result(kv, "released" if released else "failed")
 
     async def _request_release(self, kv: PrefilledKv, failed: set[Backend]) -> bool | None:
         """Send a decoder a request that names the KV. Return whether the decoder rejected the request.
@@ -288,7 +288,7 @@ class KvReleaser(BackgroundOwner):
             "kv_transfer_params": orjson.Fragment(kv.params),
         }
         try:
-            decoder = self._decoder(kv, failed)
+            decoder = self._choose_decoder(kv, failed)
             response, answer = await self._upstream.fetch(
                 decoder,
                 Api.COMPLETIONS.path,
@@ -307,7 +307,7 @@ class KvReleaser(BackgroundOwner):
         # An engine that accepts any model name (VLLM_SKIP_MODEL_NAME_VALIDATION) fetches the KV, which also frees it.
         return response.status == 200 or (response.status in (400, 404) and RELEASE_MODEL.encode() in answer)
 
-    def _decoder(self, kv: PrefilledKv, failed: Collection[Backend]) -> Backend:
+    def _choose_decoder(self, kv: PrefilledKv, failed: Collection[Backend]) -> Backend:
         """Return a decoder that can release this KV, preferably one that has not failed. Raises NoBackendAvailable."""
         decoders = self._pools.decode
         unable = {backend for backend in decoders.eligible() if not self._can_release(backend, kv)}
@@ -316,7 +316,7 @@ class KvReleaser(BackgroundOwner):
         except NoBackendAvailable:
             return decoders.pick(unable)
 
-    def _is_supported(self, kv: PrefilledKv) -> bool:
+    def _is_release_supported(self, kv: PrefilledKv) -> bool:
         """Return whether any decoder can release this KV. True also if there are no decoders at present."""
         decoders = self._pools.decode.eligible()
         return not decoders or any(self._can_release(decoder, kv) for decoder in decoders)
@@ -343,7 +343,7 @@ class KvReleaser(BackgroundOwner):
             seconds = self._pins[prefiller.key, transfer] = kv_pin_seconds(transfer, pool.engine_version(prefiller))
         return seconds
 
-    def _note_result(self, kv: PrefilledKv, result: str) -> None:
+    def _record_release_result(self, kv: PrefilledKv, result: str) -> None:
         self._metrics.kv_released_total.labels(result).inc()
         logger.debug("kv release: %s: prefill instance %s", result, kv.prefiller.name)
 

@@ -90,7 +90,7 @@ class SequentialConnector(DisaggregatedConnector):
         self._kept_answers: KeptAnswers | None = None
         """The KV caches that decoders keep after answers; None if the protocol has none."""
 
-    def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+    def make_both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Return both legs, or only a decode leg if the prompt is short or the decoder would finish it sooner.
 
         See Disaggregated.
@@ -98,22 +98,22 @@ class SequentialConnector(DisaggregatedConnector):
         kv = self._context.live.settings.kv
         if call.prompt_tokens < kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
-            return self._one_engine.decoder.legs(call, request, timeline)
+            return self._one_engine.decoder.make_legs(call, request, timeline)
         if kv.skip_prefill:
             return self._legs_to_faster_role(call, request, timeline)
-        return self._both_legs(call, request, timeline)
+        return self._legs_to_both_engines(call, request, timeline)
 
     def _legs_to_faster_role(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Run both legs, or only a decoder's if it is expected to be faster. LocalPrefill learns from the outcome."""
         local, usage = self._local_prefill, timeline.usage
         if usage.is_resumed:
-            yield from self._both_legs(call, request, timeline)
+            yield from self._legs_to_both_engines(call, request, timeline)
             return
         prompt = prompt_costs(request)
         kv = self._context.live.settings.kv
         choice = local.faster_decoder(prompt, kv.local_max_tokens, is_careful=kv.skip_prefill == "auto")
         if choice is None:
-            yield from self._both_legs(call, request, timeline)
+            yield from self._legs_to_both_engines(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
                 local.note_handoff(
                     timeline.decoder, prompt, _first_token_listener(timeline), usage.completion_tokens or 0
@@ -121,14 +121,14 @@ class SequentialConnector(DisaggregatedConnector):
             return
         self._metrics.prefills_skipped_total.inc()
         chosen = replace(request, prefer=choice.decoder, computes_prompt=call.stream)
-        yield from self._one_engine.decoder.legs(call, chosen, timeline)
+        yield from self._one_engine.decoder.make_legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         prompt_counts = None if tokens is None or cached is None else (tokens, cached)
         local.note_local_prefill(
             timeline.decoder, choice, _first_token_listener(timeline), usage.completion_tokens or 0, prompt_counts
         )
 
-    def _both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+    def _legs_to_both_engines(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         balance = self._context.live.settings.balance
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
             timeline.enter(_PREFILL_STAGE)
@@ -139,38 +139,38 @@ class SequentialConnector(DisaggregatedConnector):
                 if kept_answers.answers:
                     kept = yield from kept_answers.find(call, handoff.prefiller.backend)
             while True:
-                rank = self._ranks.claim() if balance.prefill_dp_ranks > 1 else None
+                rank = self._ranks.start_claim() if balance.prefill_dp_ranks > 1 else None
                 prefilled: PrefillAnswerBody | None = None
                 try:
                     answer, body = yield self._prefill_leg(call, handoff, rank, timeline, kept)
                     prefilled = parse_prefilled(answer, body)
                 except UpstreamError as error:
-                    if kept is None or error.failure is not Failure.STATUS or not error.is_breakdown:
-                        self.prefill_failed(call, error)
+                    if kept is None or error.failure is not Failure.STATUS or not error.is_engine_breakdown:
+                        self.record_prefill_failure(call, error)
                         raise
                 finally:
                     if rank is not None:
-                        rank.free()
+                        rank.release_ranks()
                 if kept is not None:
-                    self._note_read_back(kept, "failed" if prefilled is None else "read")
+                    self._record_read_back(kept, "failed" if prefilled is None else "read")
                     kept = None
                 if prefilled is None:  # the decoder may have lost the cache, so the prefiller computes the prompt
                     continue
-                prompt_counts = timeline.usage.add_prompt(prefilled.usage)
+                prompt_counts = timeline.usage.add_prompt_usage(prefilled.read_usage)
                 params, kv = _parse_kept_kv(prefilled, call, handoff.prefiller.backend)
                 if kv is None and prefilled.ended_by_stop:
                     self.allow_decode_without_kv(handoff, answer)
                     break
-                if self.accepts_prefill(call, handoff, answer, kv, asks_again):
+                if self.accepts_prefill_answer(call, handoff, answer, kv, asks_again):
                     break
                 asks_again = False
                 timeline.note_prefiller_replaced(handoff.prefiller.pick)
             if kv is None:
                 handoff.source = self.source_without_kv
             is_local = handoff.source is DECODER_SOURCE
-            handoff.note_prefilled(*prompt_counts)
-            handoff.note_kv_held(kv)
-            rank = self._ranks.claim() if balance.decode_dp_ranks > 1 else None
+            handoff.record_prefill(*prompt_counts)
+            handoff.record_kv_held(kv)
+            rank = self._ranks.start_claim() if balance.decode_dp_ranks > 1 else None
             try:
                 body = _make_decode_body(call, None if is_local else params)
                 # An answer that is not streamed arrives in one piece, so its handoff and decoding cannot be separated.
@@ -180,7 +180,7 @@ class SequentialConnector(DisaggregatedConnector):
                         response: Response = yield self._decode_leg(call, body, handoff, rank, timeline)
                         break
                     except UpstreamError as error:
-                        self._move_decoder(handoff, error, timeline)
+                        self._move_to_another_decoder(handoff, error, timeline)
                 del answer, body, prefilled, params  # a long answer would keep these kilobytes
                 with response:
                     if not response.is_success:
@@ -190,16 +190,16 @@ class SequentialConnector(DisaggregatedConnector):
                     yield Attempt(response, timeline, handoff.prefiller.backend, not is_local, handoff)
             finally:
                 if rank is not None:
-                    rank.free()
+                    rank.release_ranks()
 
     # Decisions of a protocol
 
     @abstractmethod
-    def prefill_failed(self, call: Call, error: UpstreamError) -> None:
+    def record_prefill_failure(self, call: Call, error: UpstreamError) -> None:
         """Handle a prefill leg that failed or whose answer was lost."""
 
     @abstractmethod
-    def accepts_prefill(
+    def accepts_prefill_answer(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
         """Return whether to send the decode leg after this prefill. Otherwise the prefill leg is sent again.
@@ -217,7 +217,7 @@ class SequentialConnector(DisaggregatedConnector):
 
     # Legs
 
-    def _note_read_back(self, kept: KeptAnswer, result: str) -> None:
+    def _record_read_back(self, kept: KeptAnswer, result: str) -> None:
         """Count a prefill leg that named a decoder's KV cache. `result`: `read`, or `failed`."""
         assert self._kept_answers is not None
         self._metrics.read_backs_total.labels(result).inc()
@@ -232,9 +232,9 @@ class SequentialConnector(DisaggregatedConnector):
         timeline.prefiller, timeline.prefill_id = prefiller.name, new_attempt_id()
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
-            headers |= rank.header(prefiller, self._context.live.settings.balance.prefill_dp_ranks)
+            headers |= rank.rank_header(prefiller, self._context.live.settings.balance.prefill_dp_ranks)
         if kept is None:
-            body = _PREFILL_BODY_MAKER.body(call, self._pools.prefill, prefiller)
+            body = _PREFILL_BODY_MAKER.make_body(call, self._pools.prefill, prefiller)
         else:
             body = make_prefill_body(call, self._pools.prefill, prefiller, kept.params)
         seconds = prefill_timeout_seconds(self._context.live.settings.timeouts, call)
@@ -244,7 +244,7 @@ class SequentialConnector(DisaggregatedConnector):
             body,
             headers,
             seconds,
-            wants_whole=True,
+            wants_whole_body=True,
             preconnect_to=handoff.decoder.backend,
         )
 
@@ -256,17 +256,17 @@ class SequentialConnector(DisaggregatedConnector):
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
             # Any rank can fetch the KV of any rank of the prefiller, which the parameters name.
-            headers |= rank.header(decoder, self._context.live.settings.balance.decode_dp_ranks)
-        return EngineLeg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
+            headers |= rank.rank_header(decoder, self._context.live.settings.balance.decode_dp_ranks)
+        return EngineLeg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.prefilled_kv, call))
 
-    def _move_decoder(self, handoff: KvHandoff, error: UpstreamError, timeline: Timeline) -> None:
+    def _move_to_another_decoder(self, handoff: KvHandoff, error: UpstreamError, timeline: Timeline) -> None:
         """Move to another decoder after a refused connection. The refused request has not used the KV.
 
         Raises `error` if it is another failure, and NoBackendAvailable if there is no other decoder.
         """
         if error.failure is not Failure.CONNECT:
             raise error
-        if not self.move_lease(handoff.decoder, handoff.failed, error):
+        if not self.move_lease(handoff.decoder, handoff.failed_error, error):
             # Another prefill would only pin more KV cache that no decoder pulls.
             raise NoBackendAvailable(Role.DECODE) from error
         timeline.note_decoder_replaced(handoff.decoder.pick)
@@ -321,7 +321,7 @@ def _parse_kept_kv(
         return None, None
     if parsed.do_remote_prefill is not True:
         return params if params[1:-1].strip() else None, None
-    return params, PrefilledKv(prefiller, params, parsed.transfer, call.prompt_tokens, call.headers)
+    return params, PrefilledKv(prefiller, params, parsed.transfer_protocol, call.prompt_tokens, call.headers)
 
 
 def _make_decode_body(call: Call, params: bytes | None) -> Body:
@@ -330,7 +330,7 @@ def _make_decode_body(call: Call, params: bytes | None) -> Body:
         members = orjson.dumps(dict(call.kv_params))
         params = members if params is None else params[:-1] + b"," + members[1:]
     if params is None:
-        return call.body({})
+        return call.make_body({})
     return call.document.with_raw_member(call.changes, "kv_transfer_params", params)
 
 
@@ -347,11 +347,11 @@ class VllmPull(SequentialConnector):
         super().__init__(context)
         self._kept_answers = KeptAnswers(context.pools, context.releaser, context.live)
 
-    def prefill_failed(self, call: Call, error: UpstreamError) -> None:
+    def record_prefill_failure(self, call: Call, error: UpstreamError) -> None:
         """Release the KV that the prefiller may keep after such a failure."""
-        self._releaser.note_possible_orphan(error.backend, call.prompt_tokens, error)
+        self._releaser.add_possible_orphan(error.backend, call.prompt_tokens, error)
 
-    def accepts_prefill(
+    def accepts_prefill_answer(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
         """Return False once for an answer without KV parameters, if `kv.on_missing` demands another prefill."""
@@ -369,7 +369,7 @@ class VllmPull(SequentialConnector):
             return True
         self._metrics.missing_kv_total.labels("retry_prefill").inc()
         self.move_lease(
-            lease, handoff.failed, _make_missing_kv_error(answer)
+            lease, handoff.failed_error, _make_missing_kv_error(answer)
         )  # the same prefiller again if there is no other
         return False
 
@@ -392,7 +392,7 @@ class VllmPull(SequentialConnector):
 
 
 def _make_missing_kv_error(answer: EngineAnswer) -> UpstreamError:
-    return answer.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
+    return answer.make_failure(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
 
 
 class VllmStore(SequentialConnector):
@@ -406,10 +406,10 @@ class VllmStore(SequentialConnector):
     least_tokens = MIN_STORED_TOKENS
     source_without_kv = KvSource.STORE
 
-    def prefill_failed(self, call: Call, error: UpstreamError) -> None:
+    def record_prefill_failure(self, call: Call, error: UpstreamError) -> None:
         """Do nothing, because stored KV needs no release."""
 
-    def accepts_prefill(
+    def accepts_prefill_answer(
         self, call: Call, handoff: KvHandoff, answer: EngineAnswer, kv: PrefilledKv | None, asks_again: bool
     ) -> bool:
         """Accept any answer."""

@@ -70,25 +70,25 @@ class SglangBootstrap(Connector):
         self._aborts = AbortSender(context.upstream, context.background)
         self._prefiller = SingleLegMaker(context, Role.PREFILL, self._ranks, _fake_bootstrap_members)
 
-    def check(self, call: Call) -> None:
+    def check_call(self, call: Call) -> None:
         """Raise BadRequest for echoed log probabilities, because the decoder does not have them."""
-        if asks_for_echoed_logprobs(call) and not call.is_all_prompt:
+        if asks_for_echoed_logprobs(call) and not call.needs_only_prefill:
             raise make_echo_error()
 
-    def splits(self, call: Call) -> bool:
+    def splits_into_units(self, call: Call) -> bool:
         """Return True, because samples would share one room (`_handle_batch_request`, tokenizer_manager.py)."""
         return True
 
-    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+    def make_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Return the legs of an attempt: both, or only the prefiller's if the call needs no decoder."""
         if _needs_only_prefill(call):
-            return self._prefiller.legs(call, request, timeline)
-        return self._both_legs(call, request, timeline)
+            return self._prefiller.make_legs(call, request, timeline)
+        return self._legs_of_pair(call, request, timeline)
 
-    def _both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+    def _legs_of_pair(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,
-            self._ranks.claim() as claim,
+            self._ranks.start_claim() as claim,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             if self._allocates_after_prefill(decoder):
@@ -98,16 +98,16 @@ class SglangBootstrap(Connector):
             handoff.answers_after_transfer = True
             timeline.enter(Stage.PREFILL)
             legs = SglangLegs(call, handoff, claim, timeline, self._context.live.settings.sglang.dp_size)
-            timeline.prefill_id = timeline.decode_id = legs.id
-            handoff.note_kv_held()  # the engines meet at once, and either of them may report a failure
+            timeline.prefill_id = timeline.decode_id = legs.request_id
+            handoff.record_kv_held()  # the engines meet at once, and either of them may report a failure
             try:
-                pair = LegPair(self._prefill_leg(legs), self._decode_leg(legs), legs.read)
+                pair = LegPair(self._prefill_leg(legs), self._decode_leg(legs), legs.read_prefill_answer)
                 with pair:
                     response: Response = yield pair
                     with response:
                         if not response.is_success:
                             raise make_refusal(response, (yield response))
-                        legs.decoder_answers()
+                        legs.note_decoder_output()
                         # The decoder gets the number of cached tokens from the prefiller (`_commit_transfer_to_req`),
                         # so its usage needs no correction.
                         yield Attempt(
@@ -122,8 +122,8 @@ class SglangBootstrap(Connector):
             except BaseException as error:
                 if isinstance(error, UpstreamError):
                     legs.note_failure(error)
-                for backend in legs.at_work:
-                    self._aborts.send(backend, legs.id, call.headers)
+                for backend in legs.working_backends:
+                    self._aborts.send_abort(backend, legs.request_id, call.headers)
                 raise
 
     def _allocates_after_prefill(self, decoder: Backend) -> bool:
@@ -163,24 +163,24 @@ class SglangLegs:
         self.call = call
         self.prefiller = handoff.prefiller.backend
         self.decoder = handoff.decoder.backend
-        self.id = new_attempt_id()
+        self.request_id = new_attempt_id()
         rank = claim.claim_rank(self.prefiller, dp_size)
-        members = bootstrap_members(self.prefiller, self.id, rank, dp_size)
-        self.decode_body = self.prefill_body = call.body(members)
-        if call.members(_TOKEN_ID_MEMBERS):
+        members = bootstrap_members(self.prefiller, self.request_id, rank, dp_size)
+        self.decode_body = self.prefill_body = call.make_body(members)
+        if call.read_members(_TOKEN_ID_MEMBERS):
             # The ids in the prefiller's answer are not used, and would be as long as the prompt.
-            self.prefill_body = call.body({**members, **dict.fromkeys(_TOKEN_ID_MEMBERS, REMOVED)})
-        self.headers = {**call.headers, "x-request-id": self.id}
-        self.at_work = {self.prefiller, self.decoder}
+            self.prefill_body = call.make_body({**members, **dict.fromkeys(_TOKEN_ID_MEMBERS, REMOVED)})
+        self.headers = {**call.headers, "x-request-id": self.request_id}
+        self.working_backends = {self.prefiller, self.decoder}
         """Engines that may have received the request and have not ended it."""
-        self.answer: bytes | None = None
+        self.prefill_answer_body: bytes | None = None
         """The prefiller's answer; None until it has arrived."""
         self._handoff = handoff
         self._claim = claim
         self._timeline = timeline
         self._decoder_answers = False
 
-    def read(self, response: EngineResponse, answer: bytes) -> None:
+    def read_prefill_answer(self, response: EngineResponse, answer: bytes) -> None:
         """Read the prefiller's complete answer, which shows that the decoder has the KV cache.
 
         Raises UpstreamError if it failed.
@@ -188,18 +188,18 @@ class SglangLegs:
         if response.status != 200:
             raise make_refusal(response, answer)
         if (error := find_answer_error(answer)) is not None:
-            if error.is_wish:
-                raise response.fail(Failure.ABORTED, "aborted the prefill")
-            raise response.refuse("reported an error in its answer", error.status, error.body, ERROR_HEADERS)
-        self.answer = answer
-        self.at_work.discard(self.prefiller)
+            if error.is_requested:
+                raise response.make_failure(Failure.ABORTED, "aborted the prefill")
+            raise response.make_refusal("reported an error in its answer", error.status, error.body, ERROR_HEADERS)
+        self.prefill_answer_body = answer
+        self.working_backends.discard(self.prefiller)
         self._handoff.prefiller.free_compute()
         self._handoff.decoder.charge_kv()
-        self._claim.free()
+        self._claim.release_ranks()
         if self._timeline.stage is Stage.PREFILL:
             self._enter_next_stage()
 
-    def decoder_answers(self) -> None:
+    def note_decoder_output(self) -> None:
         """Record that the decoder's status line has arrived. Some engines send it before their first output."""
         self._decoder_answers = True
         if self._timeline.stage is Stage.HANDOFF:
@@ -208,7 +208,7 @@ class SglangLegs:
     def note_failure(self, error: UpstreamError) -> None:
         """Record which engine does not work on the request, because it rejected it or was not reached."""
         if error.failure in (Failure.CONNECT, Failure.STATUS):
-            self.at_work.discard(error.backend)
+            self.working_backends.discard(error.backend)
 
     def _enter_next_stage(self) -> None:
         if not self.call.stream:
@@ -226,13 +226,13 @@ class _PrefillAnswer:
 
     @property
     def body_or_none(self) -> bytes | None:
-        return self._legs.answer
+        return self._legs.prefill_answer_body
 
-    async def whole(self) -> bytes:
-        assert self._pair.ended is not None  # a caller in a task has a driver that can wait
-        await self._pair.ended()
-        assert self._legs.answer is not None
-        return self._legs.answer
+    async def wait_for_body(self) -> bytes:
+        assert self._pair.wait_for_prefill_end is not None  # a caller in a task has a driver that can wait
+        await self._pair.wait_for_prefill_end()
+        assert self._legs.prefill_answer_body is not None
+        return self._legs.prefill_answer_body
 
 
 def bootstrap_members(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> dict[str, object]:
@@ -265,8 +265,8 @@ def _fake_bootstrap_members(attempt_id: str) -> dict[str, object]:
 def _needs_only_prefill(call: Call) -> bool:
     """Return whether a call asks only for the log probabilities of the prompt, and for at most one token."""
     if call.api is Api.GENERATE:
-        return sglang.asks_only_for_prompt_logprobs(call.members(sglang.MEMBERS_NEEDING_PREFILL_ANSWER))
-    return asks_for_echoed_logprobs(call) and call.is_all_prompt
+        return sglang.asks_only_for_prompt_logprobs(call.read_members(sglang.MEMBERS_NEEDING_PREFILL_ANSWER))
+    return asks_for_echoed_logprobs(call) and call.needs_only_prefill
 
 
 def choose_room_of_rank(drawn: int, rank: int, dp_size: int) -> int:
@@ -289,13 +289,13 @@ class AbortSender:
         self._background = background
         self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
 
-    def send(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
+    def send_abort(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
         """Send an engine the abort of an attempt. `headers`: may contain the credential that engines require."""
         if len(self._background) < _MAX_ABORTS_PENDING:
             places = self._places.setdefault(backend, asyncio.Semaphore(_MAX_ABORTS_AT_ONCE))
-            self._background.start(self._send(backend, attempt_id, headers, places))
+            self._background.start_task(self._post_abort(backend, attempt_id, headers, places))
 
-    async def _send(
+    async def _post_abort(
         self, backend: Backend, attempt_id: str, headers: Mapping[str, str], places: asyncio.Semaphore
     ) -> None:
         body = orjson.dumps({"rid": attempt_id})

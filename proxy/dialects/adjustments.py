@@ -42,27 +42,27 @@ class ModelNames:
 
     def __init__(self, aliases: Sequence[str]) -> None:
         pairs = [(alias, served) for alias, _, served in (entry.rpartition("=") for entry in aliases)]
-        self.exact: Mapping[str, str] = {
+        self.engine_names_by_alias: Mapping[str, str] = {
             alias: served for alias, served in pairs if _WILDCARD_CHARACTERS.isdisjoint(alias)
         }
         """The engines' names by the aliases without wildcards, which `GET /v1/models` can list."""
-        self._patterns = [(alias, served) for alias, served in pairs if alias not in self.exact]
-        self._served = frozenset(served for _, served in pairs)
+        self._alias_patterns = [(alias, served) for alias, served in pairs if alias not in self.engine_names_by_alias]
+        self._engine_names = frozenset(served for _, served in pairs)
         self.has_aliases = bool(pairs)
 
     def engine_name(self, name: str) -> str:
         """Return the engines' name of a model."""
-        if name in self.exact or name in self._served:
-            return self.exact.get(name, name)
-        return next((served for pattern, served in self._patterns if fnmatchcase(name, pattern)), name)
+        if name in self.engine_names_by_alias or name in self._engine_names:
+            return self.engine_names_by_alias.get(name, name)
+        return next((served for pattern, served in self._alias_patterns if fnmatchcase(name, pattern)), name)
 
-    def with_engine_name(self, call: Call) -> Call:
+    def translate_model_name(self, call: Call) -> Call:
         """Return the call with the engines' name of its model. Its answer has the client's name."""
         alias = call.values.get("model")
-        if not self._served or not isinstance(alias, str) or (served := self.engine_name(alias)) == alias:
+        if not self._engine_names or not isinstance(alias, str) or (served := self.engine_name(alias)) == alias:
             return call
         call.document.values.update({"model": served})
-        return replace(call, changes={**call.changes, "model": served}, alias=alias)
+        return replace(call, changes={**call.changes, "model": served}, model_alias=alias)
 
 
 def limit_priority(call: Call, least: int, *, lower_first: bool) -> Call:
@@ -110,20 +110,20 @@ class SystemMessageJoiner:
     """
 
     def __init__(self, models: Sequence[str]) -> None:
-        self._models = models
+        self._model_patterns = models
 
-    def with_joined_system(self, call: Call) -> Call:
+    def join_system_messages(self, call: Call) -> Call:
         """Return the call with its system messages joined if its model needs that."""
-        changes = self.changes(call.values)
+        changes = self.changed_chat_members(call.values)
         if not changes:
             return call
         call.document.values.update(changes)
-        return call.part(changes)
+        return call.make_unit_call(changes)
 
-    def changes(self, chat: Mapping[str, Any]) -> dict[str, object]:
+    def changed_chat_members(self, chat: Mapping[str, Any]) -> dict[str, object]:
         """Return the members of a chat that change; empty if its model accepts the chat unchanged."""
         model, messages = chat.get("model"), chat["messages"]
-        if not any(map(fnmatchcase, repeat(str(model)), self._models)):
+        if not any(map(fnmatchcase, repeat(str(model)), self._model_patterns)):
             return {}
         contents = [message["content"] for message in messages if message["role"] == "system"]
         if len(contents) == 0 or (len(contents) == 1 and messages[0]["role"] == "system"):

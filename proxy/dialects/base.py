@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class EngineAnswer(Protocol):
     """Makes the errors of one engine's answer. `upstream.Response` implements it."""
 
-    def fail(self, failure: Failure, message: str) -> UpstreamError:
+    def make_failure(self, failure: Failure, message: str) -> UpstreamError:
         """Return the error for an answer that arrived but cannot be used."""
 
-    def unreadable(self, message: str) -> UpstreamError:
+    def make_unreadable_error(self, message: str) -> UpstreamError:
         """Return the error for a complete answer that has members of an unexpected form; see UpstreamError."""
 
-    def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
+    def make_refusal(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
         """Return the error for a request that the engine refused.
 
         The client gets the engine's status and body unchanged.
@@ -46,7 +46,7 @@ class PrefillAnswer(Protocol):
     def body_or_none(self) -> bytes | None:
         """The complete body of the prefiller's answer; None until it has arrived."""
 
-    async def whole(self) -> bytes:
+    async def wait_for_body(self) -> bytes:
         """Wait for the complete body of the prefiller's answer, and return it. Raises UpstreamError."""
 
 
@@ -65,7 +65,7 @@ class AnsweredAttempt(Protocol):
         """The number of tokens in the prompt; None until an engine reports it."""
 
     @property
-    def prompt_details(self) -> dict[str, Any] | None:
+    def prompt_tokens_details(self) -> dict[str, Any] | None:
         """The correct `prompt_tokens_details`, as an engine reported them; None if no engine reported correct ones."""
 
     @property
@@ -93,7 +93,7 @@ class CompleteAnswer(Protocol):
     def body(self) -> bytes:
         """Return the JSON body of the answer. As far as possible, it consists of the engine's own bytes."""
 
-    def values(self) -> dict[str, Any]:
+    def parsed_body(self) -> dict[str, Any]:
         """Return the answer's body as Python objects. Long members may be an `orjson.Fragment`, for orjson only."""
 
 
@@ -103,7 +103,7 @@ class AnswerAssembler(Protocol):
     def add(self, payload: dict[str, Any]) -> bytes:
         """Add a chunk's payload to the answer. Returns empty bytes: the client gets the complete answer at its end."""
 
-    def cut(self, tokens: int) -> None:
+    def truncate_to_tokens(self, tokens: int) -> None:
         """Keep the parts of the answer that belong to its first `tokens` tokens, and remove the rest."""
 
     def values(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class AnswerAssembler(Protocol):
 class UnitRendering(Protocol):
     """Writes the client's events of one unit's streams."""
 
-    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
+    def begin_decoder_answer(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """Begin to write the answer of another decoder. Drops events of the previous decoder that were not sent yet.
 
         Args:
@@ -125,7 +125,8 @@ class UnitRendering(Protocol):
     def render(self, payload: dict[str, Any]) -> bytes:
         """Return the client's bytes for one parsed event of the engines' API.
 
-        The result is empty if the client gets nothing for this event, or not yet. `render_ending` writes the usage.
+        The result is empty if the client gets nothing for this event, or not yet. `render_final_events` writes the
+        usage.
         """
 
     async def wait_for_remaining_events(self) -> bytes:
@@ -138,11 +139,11 @@ class UnitRendering(Protocol):
 class Rendering(Protocol):
     """Writes the answer to one streamed client request from the streams of all its units."""
 
-    def unit(self, unit: Unit) -> UnitRendering | None:
+    def make_unit_rendering(self, unit: Unit) -> UnitRendering | None:
         """Return the writer of one sample's events; None if the client gets the engine's events byte for byte."""
 
-    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """Return the events that follow the streams of all units and precede `Dialect.done_event`.
+    def render_final_events(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """Return the events that follow the streams of all units and precede `Dialect.stream_end_event`.
 
         Args:
             usages: The usage of each unit, in the order of the units; None for a unit whose engine reported none.
@@ -170,25 +171,25 @@ class Dialect(ABC):
     """The HTTP methods that requests of this dialect may use."""
     request_id_header: ClassVar[str] = "X-Request-Id"
     """The response header in which clients of this dialect expect the request ID."""
-    speaks_as_engines: ClassVar[bool] = False
+    uses_engine_format: ClassVar[bool] = False
     """Whether requests, and answers with one choice, pass between client and engine unchanged."""
-    done_event: ClassVar[bytes] = DONE_EVENT
+    stream_end_event: ClassVar[bytes] = DONE_EVENT
     """The last bytes of a complete stream."""
-    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
+    keep_alive_event: ClassVar[bytes] = b": keep-alive\n\n"
     """The event that the gateway sends while a stream is silent, to keep its connection open; see KeepAlive."""
 
     # Requests
 
     @abstractmethod
-    def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+    def parse_request(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """Return the call of a request body. Raises BadRequest for a body that no engine could read."""
 
     @abstractmethod
-    def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
+    def split_into_units(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
         """Return the units of a call, ordered by index. Raises BadRequest for more than `max_units`."""
 
     @abstractmethod
-    def is_single(self, call: Call) -> bool:
+    def has_single_choice(self, call: Call) -> bool:
         """Return whether the answer is one choice that is generated as one sequence of tokens."""
 
     # Answers of engines
@@ -217,7 +218,7 @@ class Dialect(ABC):
         """Raise UpstreamError if a complete engine answer is broken, lacks a part, or reports a failure."""
 
     @abstractmethod
-    def usage(self, values: dict[str, Any]) -> Any:
+    def read_usage(self, values: dict[str, Any]) -> Any:
         """Return the usage in a complete engine answer, in OpenAI's form. The caller must check its type."""
 
     @abstractmethod
@@ -238,7 +239,7 @@ class Dialect(ABC):
     # Answers to clients
 
     @abstractmethod
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
+    def render_complete_body(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the JSON body of an answer that is not streamed. `answers` are in the order of `units`."""
 
     @abstractmethod

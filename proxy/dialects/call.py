@@ -45,7 +45,7 @@ PRIORITY_HEADER: Final = "x-request-priority"
 """Name of the header with the priority in the gateway's queue. The gateway serves lower numbers first."""
 
 SESSION_HEADER: Final = "x-session-id"
-"""Name of the header with the client's name for a conversation; see Call.session."""
+"""Name of the header with the client's name for a conversation; see Call.session_id."""
 
 FORWARDED_HEADERS: Final = (*TRACE_CONTEXT_HEADERS, TTFT_DEADLINE_HEADER, PRIORITY_HEADER, SESSION_HEADER)
 """Names of the client's headers that engines get, besides the client's credential. All other headers are rebuilt or
@@ -90,11 +90,11 @@ class Call:
     """Whether the client uses only fields in `ORDINARY_FIELDS`. Checks for rare fields can then be skipped."""
     kv_params: Mapping[str, object] = field(default_factory=dict)
     """Members that are added to the `kv_transfer_params` of every leg."""
-    alias: str | None = None
+    model_alias: str | None = None
     """The client's name of the model; None if the engines use the same name."""
     answer_context: Any = None
     """Facts about the client's request that the dialect needs when it writes the answer; None if it needs none."""
-    left_out: Sequence[str] = ()
+    omitted_kinds: Sequence[str] = ()
     """Kinds of tools and content that the dialect omitted, because no engine can serve them."""
     values: Mapping[str, Any] = field(init=False, repr=False, compare=False)
     """The members of the document, with the values that engines read."""
@@ -103,7 +103,7 @@ class Call:
         self.values = self.document.values
 
     @property
-    def is_all_prompt(self) -> bool:
+    def needs_only_prefill(self) -> bool:
         """Whether the answer has at most one token, so that a prefiller can serve the whole call.
 
         Completions that only echo their prompt may ask for 0 tokens.
@@ -112,7 +112,7 @@ class Call:
         limit = values.get("max_completion_tokens") if self.api is Api.CHAT else None
         return (values.get("max_tokens") if limit is None else limit) in (0, 1)
 
-    def pick_request(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> PickRequest:
+    def make_pick_request(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> PickRequest:
         """Return the load of an attempt, and the backends that the attempt avoids or prefers; see PickRequest.
 
         A prefiller is charged compute until it answers, and kv until the decoder's first token. A decoder is charged
@@ -135,7 +135,7 @@ class Call:
         return NO_PREFIX_KEYS if self.prompt is None else self.prompt.keys
 
     @property
-    def session(self) -> str | None:
+    def session_id(self) -> str | None:
         """The ID of the conversation; None if the request has none.
 
         The ID comes from the header `x-session-id`. Otherwise it is the first of these members that is present:
@@ -184,26 +184,26 @@ class Call:
     @property
     def model(self) -> object:
         """The client's name of the model, which may be any JSON value; None if the request has none."""
-        return self.values.get("model") if self.alias is None else self.alias
+        return self.values.get("model") if self.model_alias is None else self.model_alias
 
     @property
     def served_model(self) -> object:
         """The engines' name of the model, after the aliases of the settings; None if the request has none."""
         return self.changes.get("model", self.values.get("model"))
 
-    def members(self, names: Collection[str]) -> dict[str, Any]:
+    def read_members(self, names: Collection[str]) -> dict[str, Any]:
         """Return those members of the body that are present, with the values that engines get."""
         changes = {name: value for name, value in self.changes.items() if name in names}
         values = self.document.values
         return {name: values[name] for name in names if name in values} | changes
 
     @property
-    def samples(self) -> int:
+    def samples_per_prompt(self) -> int:
         """The number of answers that the client wants for each prompt (`n`)."""
         return self.values.get("n") or 1
 
     @property
-    def sampling(self) -> Mapping[str, Any]:
+    def sampling_members(self) -> Mapping[str, Any]:
         """The object whose members control sampling: the body, or its `sampling_params` in SGLang's own API."""
         if self.api is not Api.GENERATE:
             return self.values
@@ -211,29 +211,29 @@ class Call:
         return params if isinstance(params, dict) else {}
 
     @property
-    def stops(self) -> Sequence[str]:
+    def stop_strings(self) -> Sequence[str]:
         """The stop strings of the request."""
-        stop = self.sampling.get("stop")
+        stop = self.sampling_members.get("stop")
         if isinstance(stop, list):
             return [text for text in stop if isinstance(text, str)]
         return [stop] if isinstance(stop, str) else []
 
     @property
-    def wants_ids(self) -> bool:
+    def wants_token_ids(self) -> bool:
         """Whether the client asks for token ids."""
         return self.api is Api.GENERATE or bool(self.values.get("return_token_ids"))
 
     @property
-    def shows_single_tokens(self) -> bool:
+    def shows_token_details(self) -> bool:
         """Whether the client's answer has data for each token: token ids or log probabilities."""
         logprobs = self.values.get("logprobs")  # 0 in a completion asks for those of the answer's own tokens
-        return self.wants_ids or (logprobs is not None and logprobs is not False)
+        return self.wants_token_ids or (logprobs is not None and logprobs is not False)
 
-    def body(self, changes: Mapping[str, object]) -> Body:
+    def make_body(self, changes: Mapping[str, object]) -> Body:
         """Return the JSON body of one leg: the client's bytes with the changes of this call and of the leg."""
-        return self.document.with_both(self.changes, changes)
+        return self.document.merge_changes(self.changes, changes)
 
-    def changed(
+    def copy_with_changes(
         self,
         changes: Mapping[str, object],
         *,
@@ -263,37 +263,37 @@ class Call:
             self.output_limit,
             self.is_ordinary,
             self.kv_params,
-            self.alias,
+            self.model_alias,
             self.answer_context,
         )
 
-    def in_context(self, context: Mapping[str, str]) -> Call:
+    def copy_with_trace_context(self, context: Mapping[str, str]) -> Call:
         """Return a copy of this call with the trace context in these headers, instead of the client's."""
         others = {name: value for name, value in self.headers.items() if name not in TRACE_CONTEXT_HEADERS}
         return replace(self, headers={**others, **context})
 
-    def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
+    def make_unit_call(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
         """Return the call for one sample of one prompt of this call.
 
         Args:
-            changes: Members of the body that are replaced; see `changed`.
+            changes: Members of the body that are replaced; see `copy_with_changes`.
             prompt_tokens: The length of its prompt in tokens; None: that of this call.
         """
-        prompt = None if self.prompt is None else self.prompt.changed(changes)
-        return self.changed(changes, prompt_tokens=prompt_tokens, prompt=prompt)
+        prompt = None if self.prompt is None else self.prompt.copy_with_changes(changes)
+        return self.copy_with_changes(changes, prompt_tokens=prompt_tokens, prompt=prompt)
 
 
 def measure_prompt(document: Document, cost: Cost) -> tuple[int, PromptPrefixes]:
     """Return the estimated prompt length in tokens, at least 1, and the prompt."""
-    messages, length = document.excerpt("messages")
+    messages, length = document.excerpt_member("messages")
     total, has_reasoning, has_media = _measure_messages(messages, cost, length)
     values = document.values
     if "tools" in values:
-        total += len(document.view("tools")) // cost.bytes_per_token
+        total += len(document.raw_member_view("tools")) // cost.bytes_per_token
     if "prompt" in values:
         ids = document.count_token_ids("prompt")
         if ids is None:
-            text, length = document.excerpt("prompt")
+            text, length = document.excerpt_member("prompt")
             ids = estimate_text_tokens(text, cost, length)
         total += ids
     return total or 1, PromptPrefixes(document, None, has_reasoning, has_media)

@@ -34,7 +34,7 @@ def split_into_units(call: Call, cost: Cost, max_units: int) -> list[Unit]:
 
     Raises BadRequest for more than `max_units`.
     """
-    prompts, samples = _prompt_list(call), call.samples
+    prompts, samples = _prompt_list(call), call.samples_per_prompt
     if len(prompts) * samples > max_units:
         raise BadRequest(
             f"{len(prompts)} prompts x n={samples} is more than the limit of {max_units} answers", param="n"
@@ -53,7 +53,7 @@ def split_into_units(call: Call, cost: Cost, max_units: int) -> list[Unit]:
             if prompt is not None:
                 changes["prompt"] = prompt
                 tokens = max(1, estimate_text_tokens(prompt, cost))
-            units.append(Unit(call.part(changes, tokens), prompt_index * samples + sample, sample == 0))
+            units.append(Unit(call.make_unit_call(changes, tokens), prompt_index * samples + sample, sample == 0))
     return units
 
 
@@ -62,7 +62,7 @@ def has_single_choice(call: Call) -> bool:
     values = call.values
     return (
         _prompt_list(call) == [None]
-        and call.samples == 1
+        and call.samples_per_prompt == 1
         and not (values.get("use_beam_search") or values.get("best_of"))
     )
 
@@ -102,8 +102,8 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
         return None
     unit_counts = [read_usage_counts(usage) for usage in objects]
     firsts = [each for unit, each in zip(units, unit_counts, strict=True) if unit.is_first_sample]
-    prompt = sum(each.prompt or 0 for each in firsts)
-    completion = sum(each.completion or 0 for each in unit_counts)
+    prompt = sum(each.prompt_tokens or 0 for each in firsts)
+    completion = sum(each.completion_tokens or 0 for each in unit_counts)
     merged: dict[str, Any] = {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
@@ -111,9 +111,11 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
     }
     of_firsts = [usage for unit, usage in zip(units, objects, strict=True) if unit.is_first_sample]
     if _all_usages_have(of_firsts, "prompt_tokens_details"):
-        merged["prompt_tokens_details"] = {"cached_tokens": sum(each.cached or 0 for each in firsts)}
+        merged["prompt_tokens_details"] = {"cached_tokens": sum(each.cached_tokens or 0 for each in firsts)}
     if _all_usages_have(objects, "completion_tokens_details"):
-        merged["completion_tokens_details"] = {"reasoning_tokens": sum(each.reasoning or 0 for each in unit_counts)}
+        merged["completion_tokens_details"] = {
+            "reasoning_tokens": sum(each.reasoning_tokens or 0 for each in unit_counts)
+        }
     return merged
 
 
@@ -134,17 +136,17 @@ class MergedStreams:
     def __init__(self, units: Sequence[Unit], *, has_usage_chunk: bool, alias: str | None = None) -> None:
         self._units = units
         self._has_usage_chunk = has_usage_chunk
-        self._common: dict[str, Any] = {} if alias is None else {"model": alias}
+        self._shared_members: dict[str, Any] = {} if alias is None else {"model": alias}
 
-    def unit(self, unit: Unit) -> UnitRendering:
-        return _MergedUnitRendering(self._common, unit.index)
+    def make_unit_rendering(self, unit: Unit) -> UnitRendering:
+        return _MergedUnitRendering(self._shared_members, unit.index)
 
-    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_final_events(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return the usage chunk of all units; empty if the client wants none, or if an engine reported no usage."""
         usage = merge_usage(self._units, usages) if self._has_usage_chunk else None
         if usage is None:
             return b""
-        return data_event({**last_payload, **self._common, "choices": [], "usage": usage})
+        return data_event({**last_payload, **self._shared_members, "choices": [], "usage": usage})
 
     def error_event(self, error: GatewayError) -> bytes:
         """Return the event of an error, in the form that engines use."""
@@ -153,18 +155,18 @@ class MergedStreams:
 
 class _MergedUnitRendering:
     def __init__(self, shared_members: dict[str, Any], index: int) -> None:
-        self._common = shared_members
+        self._shared_members = shared_members
         self._index = index
 
-    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
+    def begin_decoder_answer(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """Do nothing, because no event of the previous decoder waits here."""
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Return the payload with the members that all chunks of the answer have in common."""
-        if "id" not in self._common:
-            self._common.update((name, payload[name]) for name in ("id", "created") if name in payload)
+        if "id" not in self._shared_members:
+            self._shared_members.update((name, payload[name]) for name in ("id", "created") if name in payload)
         choices = [{**choice, "index": self._index} for choice in payload["choices"]]
-        return data_event({**payload, **self._common, "choices": choices})
+        return data_event({**payload, **self._shared_members, "choices": choices})
 
     async def wait_for_remaining_events(self) -> bytes:
         """Return nothing, because no event waits for another engine."""

@@ -43,11 +43,11 @@ class AnswerParser(ABC):
 
     @property
     @abstractmethod
-    def in_tools(self) -> bool:
+    def is_in_tool_section(self) -> bool:
         """Whether the text so far ends inside the section of tool calls."""
 
     @abstractmethod
-    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+    def parse_text(self, text: str, *, finished: bool = False) -> dict[str, Any]:
         """Read more text and return its OpenAI chat delta; {} if there is none.
 
         `finished`: this is the end of the text.
@@ -69,7 +69,7 @@ class Grammar(ABC):
         """Return whether these last token ids of a prompt come from this family's tokenizer and chat template."""
 
     @abstractmethod
-    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+    def begins_with_reasoning(self, prompt_tail: str) -> bool | None:
         """Return whether the answer to this prompt begins with reasoning; None if the text has no marker.
 
         Args:
@@ -77,7 +77,7 @@ class Grammar(ABC):
         """
 
     @abstractmethod
-    def parser(
+    def make_parser(
         self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> AnswerParser:
         """Return the parser of one answer.
@@ -98,9 +98,9 @@ class VerbatimParser(AnswerParser):
 
     reads_markers = False
     held_text = ""
-    in_tools = False
+    is_in_tool_section = False
 
-    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+    def parse_text(self, text: str, *, finished: bool = False) -> dict[str, Any]:
         return {"content": text} if text or finished else {}
 
 
@@ -129,12 +129,12 @@ class KimiPhase(Enum):
 
     REASONING = auto()
     CONTENT = auto()
-    SECTION = auto()
+    TOOL_SECTION = auto()
     """Inside a tool section and outside a call. Text here is dropped."""
-    NAME = auto()
+    TOOL_NAME = auto()
     """Inside a call and before its arguments: the text is the id of the call, which contains its name."""
-    ARGUMENTS = auto()
-    AFTER = auto()
+    TOOL_ARGUMENTS = auto()
+    AFTER_TOOL_SECTION = auto()
     """After a tool section. Text here is dropped, but more calls may follow."""
 
 
@@ -142,16 +142,16 @@ class KimiPhase(Enum):
 _NEXT_MARKERS: Final = {
     (KimiPhase.REASONING, THINK_BEGIN): KimiPhase.REASONING,
     (KimiPhase.REASONING, THINK_END): KimiPhase.CONTENT,
-    (KimiPhase.REASONING, SECTION_BEGIN): KimiPhase.SECTION,
+    (KimiPhase.REASONING, SECTION_BEGIN): KimiPhase.TOOL_SECTION,
     (KimiPhase.CONTENT, THINK_END): KimiPhase.CONTENT,
-    (KimiPhase.CONTENT, SECTION_BEGIN): KimiPhase.SECTION,
-    (KimiPhase.SECTION, CALL_BEGIN): KimiPhase.NAME,
-    (KimiPhase.SECTION, SECTION_END): KimiPhase.AFTER,
-    (KimiPhase.NAME, ARGUMENT_BEGIN): KimiPhase.ARGUMENTS,
-    (KimiPhase.ARGUMENTS, CALL_END): KimiPhase.SECTION,
-    (KimiPhase.ARGUMENTS, SECTION_END): KimiPhase.AFTER,
-    (KimiPhase.AFTER, SECTION_BEGIN): KimiPhase.SECTION,
-    (KimiPhase.AFTER, CALL_BEGIN): KimiPhase.NAME,
+    (KimiPhase.CONTENT, SECTION_BEGIN): KimiPhase.TOOL_SECTION,
+    (KimiPhase.TOOL_SECTION, CALL_BEGIN): KimiPhase.TOOL_NAME,
+    (KimiPhase.TOOL_SECTION, SECTION_END): KimiPhase.AFTER_TOOL_SECTION,
+    (KimiPhase.TOOL_NAME, ARGUMENT_BEGIN): KimiPhase.TOOL_ARGUMENTS,
+    (KimiPhase.TOOL_ARGUMENTS, CALL_END): KimiPhase.TOOL_SECTION,
+    (KimiPhase.TOOL_ARGUMENTS, SECTION_END): KimiPhase.AFTER_TOOL_SECTION,
+    (KimiPhase.AFTER_TOOL_SECTION, SECTION_BEGIN): KimiPhase.TOOL_SECTION,
+    (KimiPhase.AFTER_TOOL_SECTION, CALL_BEGIN): KimiPhase.TOOL_NAME,
 }
 
 
@@ -163,17 +163,17 @@ _NEXT_MARKERS_WITHOUT_TOOLS: Final = {
 class KimiParser(AnswerParser):
     """Reads one answer of the Kimi K2 family. The text may be cut anywhere.
 
-    See Grammar.parser for the parameters. Before vLLM 0.27, which introduced its parser engine, vLLM behaved as with
-    `shows_blanks` and without `reports_half_calls`.
+    See Grammar.make_parser for the parameters. Before vLLM 0.27, which introduced its parser engine, vLLM behaved as
+    with `shows_blanks` and without `reports_half_calls`.
     """
 
     __slots__ = (
-        "_calls",
+        "_call_count",
         "_half_marker",
-        "_ids_made_up",
-        "_is_reported",
-        "_kept",
-        "_next",
+        "_made_up_id_count",
+        "_is_call_reported",
+        "_kept_text",
+        "_next_markers",
         "_one_call",
         "_phase",
         "_shows_blanks",
@@ -190,17 +190,17 @@ class KimiParser(AnswerParser):
         one_call: bool = False,
     ) -> None:
         self._phase = KimiPhase.REASONING if in_reasoning else KimiPhase.CONTENT
-        self._next = _NEXT_MARKERS if calls_tools else _NEXT_MARKERS_WITHOUT_TOOLS
+        self._next_markers = _NEXT_MARKERS if calls_tools else _NEXT_MARKERS_WITHOUT_TOOLS
         self._shows_blanks = shows_blanks
         self._reports_half_calls = reports_half_calls
         self._one_call = one_call
         self._half_marker = ""
-        self._kept: list[str] = []
+        self._kept_text: list[str] = []
         """White space that is sent only if text follows, or the id of a call that is not reported yet."""
-        self._calls = 0
-        self._is_reported = False
+        self._call_count = 0
+        self._is_call_reported = False
         """Whether the last tool call was reported."""
-        self._ids_made_up = 0
+        self._made_up_id_count = 0
 
     @property
     def phase(self) -> KimiPhase:
@@ -208,21 +208,21 @@ class KimiParser(AnswerParser):
         return self._phase
 
     @property
-    def calls(self) -> int:
+    def call_count(self) -> int:
         """The number of tool calls that have begun. The next call gets this index."""
-        return self._calls
+        return self._call_count
 
     @property
     def held_text(self) -> str:
         """The text that was read but is not in a delta yet: white space at the end, or an incomplete marker."""
-        return "".join(self._kept) + self._half_marker
+        return "".join(self._kept_text) + self._half_marker
 
     @property
-    def in_tools(self) -> bool:
+    def is_in_tool_section(self) -> bool:
         """Whether the text so far ends inside a tool section."""
-        return self._phase in (KimiPhase.SECTION, KimiPhase.NAME, KimiPhase.ARGUMENTS)
+        return self._phase in (KimiPhase.TOOL_SECTION, KimiPhase.TOOL_NAME, KimiPhase.TOOL_ARGUMENTS)
 
-    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+    def parse_text(self, text: str, *, finished: bool = False) -> dict[str, Any]:
         """Read more text and return its OpenAI chat delta; {} if there is none. `finished`: the text ends here.
 
         `reasoning` and `content` are never empty. `tool_calls` has an entry with index, id, type and name for each call
@@ -235,21 +235,21 @@ class KimiParser(AnswerParser):
         pieces: dict[str, list[Any]] = {}
         run = []
         for piece in _MARKER_PATTERN.split(text[: len(text) - len(self._half_marker)]):
-            following = self._next.get((self._phase, piece))
+            following = self._next_markers.get((self._phase, piece))
             if following is None:
                 run.append(piece)
             else:
-                self._take("".join(run), pieces)
-                self._enter(following, pieces)
+                self._consume_text("".join(run), pieces)
+                self._enter_phase(following, pieces)
                 run.clear()
-        self._take("".join(run), pieces)
+        self._consume_text("".join(run), pieces)
         if finished:
-            self._finish(pieces)
+            self._finish_answer(pieces)
         if self._one_call and "tool_calls" in pieces:
             pieces["tool_calls"] = [part for part in pieces["tool_calls"] if part["index"] == 0]
         return {name: parts if name == "tool_calls" else "".join(parts) for name, parts in pieces.items() if parts}
 
-    def _take(self, text: str, pieces: dict[str, list[Any]]) -> None:
+    def _consume_text(self, text: str, pieces: dict[str, list[Any]]) -> None:
         """Add text of the current phase to the delta."""
         if not text:
             return
@@ -257,81 +257,81 @@ class KimiParser(AnswerParser):
             case KimiPhase.REASONING:
                 shown = text if self._shows_blanks else text.rstrip()
                 if shown:
-                    pieces.setdefault("reasoning", []).extend((*self._kept, shown))
-                    self._kept.clear()
-                self._kept.append(text[len(shown) :])
+                    pieces.setdefault("reasoning", []).extend((*self._kept_text, shown))
+                    self._kept_text.clear()
+                self._kept_text.append(text[len(shown) :])
             case KimiPhase.CONTENT:
-                self._kept.append(text)
+                self._kept_text.append(text)
                 if self._shows_blanks or not text.isspace():
                     self._shows_blanks = True  # only white space before the first content is held back
-                    self._show_kept(pieces)
-            case KimiPhase.NAME:
-                self._kept.append(text)
-            case KimiPhase.ARGUMENTS if self._is_reported:
-                part = {"index": self._calls - 1, "function": {"arguments": text}}
+                    self._release_kept_text(pieces)
+            case KimiPhase.TOOL_NAME:
+                self._kept_text.append(text)
+            case KimiPhase.TOOL_ARGUMENTS if self._is_call_reported:
+                part = {"index": self._call_count - 1, "function": {"arguments": text}}
                 pieces.setdefault("tool_calls", []).append(part)
-            case KimiPhase.ARGUMENTS:
-                self._kept.clear()  # a call with arguments and a malformed id is not reported
-            case KimiPhase.SECTION | KimiPhase.AFTER:
+            case KimiPhase.TOOL_ARGUMENTS:
+                self._kept_text.clear()  # a call with arguments and a malformed id is not reported
+            case KimiPhase.TOOL_SECTION | KimiPhase.AFTER_TOOL_SECTION:
                 pass
 
-    def _enter(self, phase: KimiPhase, pieces: dict[str, list[Any]]) -> None:
+    def _enter_phase(self, phase: KimiPhase, pieces: dict[str, list[Any]]) -> None:
         match phase:
-            case KimiPhase.CONTENT | KimiPhase.SECTION if self._phase is KimiPhase.REASONING:
-                self._kept.clear()
-            case KimiPhase.NAME:
-                self._kept.clear()
-                self._calls += 1
-                self._is_reported = False
-            case KimiPhase.ARGUMENTS:
-                self._open(pieces)
-            case KimiPhase.SECTION | KimiPhase.AFTER if self._phase is KimiPhase.ARGUMENTS:
-                self._close(pieces)
+            case KimiPhase.CONTENT | KimiPhase.TOOL_SECTION if self._phase is KimiPhase.REASONING:
+                self._kept_text.clear()
+            case KimiPhase.TOOL_NAME:
+                self._kept_text.clear()
+                self._call_count += 1
+                self._is_call_reported = False
+            case KimiPhase.TOOL_ARGUMENTS:
+                self._begin_call(pieces)
+            case KimiPhase.TOOL_SECTION | KimiPhase.AFTER_TOOL_SECTION if self._phase is KimiPhase.TOOL_ARGUMENTS:
+                self._end_call(pieces)
         self._phase = phase
 
-    def _open(self, pieces: dict[str, list[Any]]) -> None:
+    def _begin_call(self, pieces: dict[str, list[Any]]) -> None:
         """Report a tool call if the text before its arguments is a valid id."""
-        match = _CALL_ID_PATTERN.match("".join(self._kept).strip())
+        match = _CALL_ID_PATTERN.match("".join(self._kept_text).strip())
         name = match[0].split(":")[0].removeprefix("functions.") if match else ""
         if match and name:
             self._report_call(match[0], name, pieces)
 
-    def _close(self, pieces: dict[str, list[Any]]) -> None:
+    def _end_call(self, pieces: dict[str, list[Any]]) -> None:
         """Report a call without arguments whose text is no id. The text becomes the name, and the id is made up.
 
         vLLM does the same. Before vLLM 0.27, such a call was not reported.
         """
-        name = "".join(self._kept)
+        name = "".join(self._kept_text)
         if name and self._reports_half_calls:
-            self._report_call(f"functions.{name}:{self._ids_made_up}", name, pieces)
-            self._ids_made_up += 1
-        self._kept.clear()
+            self._report_call(f"functions.{name}:{self._made_up_id_count}", name, pieces)
+            self._made_up_id_count += 1
+        self._kept_text.clear()
 
     def _report_call(self, call_id: str, name: str, pieces: dict[str, list[Any]]) -> None:
         function = {"name": name, "arguments": ""}
-        opener = {"index": self._calls - 1, "id": call_id, "type": "function", "function": function}
+        opener = {"index": self._call_count - 1, "id": call_id, "type": "function", "function": function}
         pieces.setdefault("tool_calls", []).append(opener)
-        self._kept.clear()
-        self._is_reported = True
+        self._kept_text.clear()
+        self._is_call_reported = True
 
-    def _finish(self, pieces: dict[str, list[Any]]) -> None:
+    def _finish_answer(self, pieces: dict[str, list[Any]]) -> None:
         half_marker, self._half_marker = self._half_marker, ""
         if self._phase is KimiPhase.REASONING:
-            self._kept.clear()  # as vLLM does, even if half a marker follows
-        self._take(half_marker, pieces)
+            self._kept_text.clear()  # as vLLM does, even if half a marker follows
+        self._consume_text(half_marker, pieces)
         match self._phase:
-            case KimiPhase.CONTENT | KimiPhase.SECTION | KimiPhase.AFTER:
-                self._show_kept(pieces)
-            case KimiPhase.NAME if self._reports_half_calls:
-                self._open(pieces)
-                self._close(pieces)
-            case KimiPhase.ARGUMENTS:
-                self._close(pieces)
+            case KimiPhase.CONTENT | KimiPhase.TOOL_SECTION | KimiPhase.AFTER_TOOL_SECTION:
+                self._release_kept_text(pieces)
+            case KimiPhase.TOOL_NAME if self._reports_half_calls:
+                self._begin_call(pieces)
+                self._end_call(pieces)
+            case KimiPhase.TOOL_ARGUMENTS:
+                self._end_call(pieces)
 
-    def _show_kept(self, pieces: dict[str, list[Any]]) -> None:
-        if self._kept:
-            pieces.setdefault("content", []).extend(self._kept)
-            self._kept.clear()
+    def _release_kept_text(self, pieces: dict[str, list[Any]]) -> None:
+        if self._kept_text:
+            pieces.setdefault("content", []).extend(self._kept_text)
+            self._kept_text.clear()
 
 
 class KimiGrammar(Grammar):
@@ -344,13 +344,13 @@ class KimiGrammar(Grammar):
         """Look for the header of the assistant's turn: `<|im_assistant|>assistant<|im_middle|>`."""
         return ASSISTANT_ID in prompt_tail and MESSAGE_MIDDLE_ID in prompt_tail
 
-    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+    def begins_with_reasoning(self, prompt_tail: str) -> bool | None:
         """Decide by the last marker in the prompt (vLLM `ParserEngine.is_reasoning_end`)."""
         opened = prompt_tail.rfind(THINK_BEGIN)
         closed = max(prompt_tail.rfind(THINK_END), prompt_tail.rfind(SECTION_BEGIN))
         return None if opened == closed else opened > closed
 
-    def parser(
+    def make_parser(
         self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> KimiParser:
         return KimiParser(
@@ -376,12 +376,12 @@ class ThinkTagsGrammar(Grammar):
         """Return True for any prompt."""
         return True
 
-    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+    def begins_with_reasoning(self, prompt_tail: str) -> bool | None:
         """Decide by the last tag in the prompt."""
         opened, closed = prompt_tail.rfind(THINK_BEGIN), prompt_tail.rfind(THINK_END)
         return None if opened == closed else opened > closed
 
-    def parser(
+    def make_parser(
         self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> AnswerParser:
         """Return the parser of the Kimi K2 family, which uses the same tags for reasoning."""

@@ -39,13 +39,13 @@ class OmittedParts:
     def __init__(self) -> None:
         self._kinds: dict[str, None] = {}
 
-    def add(self, what: str, kind: object) -> None:
+    def add_kind(self, what: str, kind: object) -> None:
         """Record an omitted part. `what` is `tool`, `item` or `content`."""
         if len(self._kinds) < _MAX_KINDS:
             self._kinds[f"{what} {kind_name(kind)}"] = None
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def listed_kinds(self) -> tuple[str, ...]:
         """The kinds of omitted parts, such as `tool web_search`, without repetitions."""
         return tuple(self._kinds)
 

@@ -45,16 +45,16 @@ class Messages(TranslatedDialect):
     path = "/v1/messages"
     label = "messages"
     request_id_header = "request-id"
-    keep_alive = event("ping", {"type": "ping"})
+    keep_alive_event = event("ping", {"type": "ping"})
 
-    def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
+    def make_chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
         return translate_to_chat(values, left_out)
 
-    def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def make_prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Add `max_tokens`, which a message must have, and which requests that count tokens lack."""
-        return super().prompt({**values, "max_tokens": 1})
+        return super().make_prompt({**values, "max_tokens": 1})
 
-    def answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
+    def make_answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
         return make_message(call, completion)
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
@@ -90,7 +90,7 @@ def make_message(call: Call, completion: ChatCompletion) -> dict[str, Any]:
     if completion.content or not (content or completion.calls):
         content.append({"type": "text", "text": completion.content})
     arguments = completion.calls[-1].arguments if completion.calls else None
-    ending = _MessageEnding(call, completion.finish_reason, completion.matched_stop, arguments, completion.usage)
+    ending = _MessageEnding(call, completion.finish_reason, completion.matched_stop_string, arguments, completion.usage)
     for each in completion.calls:
         is_cut = ending.is_cut_off and each is completion.calls[-1]
         block = _tool_use_block(ensure_call_id(each), each.name)
@@ -112,10 +112,10 @@ class MessageEvents(AnswerParts):
         self._prompt_usage: dict[str, Any] = {}
         self._arguments: str | None = None
         """The arguments of the last tool call that has ended; None if no call has ended."""
-        self._legal: ControlCharacterEscaper | None = None
+        self._checked_arguments: ControlCharacterEscaper | None = None
         """Escapes the arguments of the open tool call; None before the first call."""
 
-    def restart(self, attempt: AnsweredAttempt) -> None:
+    def restart_answer(self, attempt: AnsweredAttempt) -> None:
         """Set the prompt tokens of `message_start` to the prefiller's count, or otherwise to the estimate.
 
         The usage at the end of the message has the exact number.
@@ -124,7 +124,7 @@ class MessageEvents(AnswerParts):
         tokens = attempt.prompt_tokens
         if tokens is None:
             tokens = self._call.prompt_tokens
-        self._prompt_usage = {"prompt_tokens": tokens, "prompt_tokens_details": attempt.prompt_details}
+        self._prompt_usage = {"prompt_tokens": tokens, "prompt_tokens_details": attempt.prompt_tokens_details}
 
     def start_events(self, payload: dict[str, Any]) -> bytes:
         """Return `message_start`."""
@@ -134,14 +134,14 @@ class MessageEvents(AnswerParts):
             "message_start",
             {
                 "type": "message_start",
-                "message": {**_message_head(self._call, CompletionHead.read(payload)), **unknown},
+                "message": {**_message_head(self._call, CompletionHead.read_from(payload)), **unknown},
             },
         )
 
     def open_events(self, part: AnswerPart) -> bytes:
         """Return `content_block_start` for a part."""
         if part.kind is PartKind.CALL:
-            self._legal = ControlCharacterEscaper(part.written)
+            self._checked_arguments = ControlCharacterEscaper(part.written_bytes)
             block = _tool_use_block(part.id, part.name)
         else:
             block = _EMPTY_BLOCKS[part.kind]
@@ -157,8 +157,10 @@ class MessageEvents(AnswerParts):
             case PartKind.TEXT:
                 return _delta_event(part, {"type": "text_delta", "text": text})
             case PartKind.CALL:
-                assert self._legal is not None
-                return _delta_event(part, {"type": "input_json_delta", "partial_json": self._legal.escaped(text)})
+                assert self._checked_arguments is not None
+                return _delta_event(
+                    part, {"type": "input_json_delta", "partial_json": self._checked_arguments.escape_text(text)}
+                )
 
     def close_events(self, part: AnswerPart) -> bytes:
         """Return `content_block_stop`. A block of thinking gets a signature before it."""
@@ -169,14 +171,14 @@ class MessageEvents(AnswerParts):
             signature = _delta_event(part, {"type": "signature_delta", "signature": make_request_id()})
         return signature + event("content_block_stop", {"type": "content_block_stop", "index": part.index})
 
-    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_final_events(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return `message_delta` and `message_stop`."""
         (usage,) = usages
         events: list[bytes] = []
-        self._advance(events, at_end=True)
+        self._advance_parts(events, at_end=True)
         if self.is_empty:
-            events.append(self.open(AnswerPart(-1, PartKind.TEXT)))
-        events.append(self.close())
+            events.append(self.begin_part(AnswerPart(-1, PartKind.TEXT)))
+        events.append(self.end_open_part())
         ending = _MessageEnding(self._call, self.finish_reason or "", self.matched_stop, self._arguments, usage)
         delta = {"type": "message_delta", "delta": ending.stop(), "usage": _message_usage(usage or self._prompt_usage)}
         return b"".join((*events, event("message_delta", delta), _STOP_SEQUENCE_REASON))
@@ -187,7 +189,12 @@ class MessageEvents(AnswerParts):
 
 
 def _message_head(call: Call, head: CompletionHead) -> dict[str, Any]:
-    return {"id": f"msg_{head.name}", "type": "message", "role": "assistant", "model": call.model or head.model}
+    return {
+        "id": f"msg_{head.completion_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model or head.model,
+    }
 
 
 def _tool_use_block(name: str, function: str) -> dict[str, Any]:
@@ -218,7 +225,7 @@ class _MessageEnding:
         if not is_complete_reason(finish_reason):
             raise UnknownFinish(finish_reason)
         self._reason = _STOP_REASONS.get(finish_reason)
-        self._stop = matched if isinstance(matched, str) and matched in call.stops else None
+        self._stop = matched if isinstance(matched, str) and matched in call.stop_strings else None
         self._has_calls = arguments is not None
         self.is_cut_off = False
         """Whether the answer ended inside the arguments of its last tool call.
@@ -226,7 +233,7 @@ class _MessageEnding:
         The client gets no arguments of such a call.
         """
         if arguments and not is_json_object(arguments):
-            completion, limit = read_usage_counts(usage).completion, call.output_limit
+            completion, limit = read_usage_counts(usage).completion_tokens, call.output_limit
             # Old engines report "tool_calls" even if the limit or a stop string cut the call off. But a model may also
             # have written arguments that are not JSON, and then nothing was cut off.
             is_at_limit = completion is not None and limit is not None and completion >= limit
@@ -249,19 +256,19 @@ class _MessageEnding:
 
 def _is_complete_json(arguments: str) -> bool:
     nesting = JsonNesting()
-    nesting.feed(encode_utf8(arguments))
+    nesting.scan(encode_utf8(arguments))
     return nesting.is_closed
 
 
 def _message_usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return Anthropic's usage, which counts the cached tokens of the prompt separately."""
     tokens = read_usage_counts(usage)
-    cached = tokens.cached or 0
+    cached = tokens.cached_tokens or 0
     return {
-        "input_tokens": max(0, (tokens.prompt or 0) - cached),
+        "input_tokens": max(0, (tokens.prompt_tokens or 0) - cached),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": tokens.completion or 0,
+        "output_tokens": tokens.completion_tokens or 0,
     }
 
 

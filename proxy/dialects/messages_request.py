@@ -52,7 +52,7 @@ def translate_to_chat(values: Mapping[str, Any], left_out: OmittedParts) -> dict
     chat: dict[str, Any] = {name: values[name] for name in _UNCHANGED_MEMBERS if values.get(name) is not None}
     chat["max_tokens"] = chat["max_completion_tokens"] = read_positive_number(values, "max_tokens")
     if values.get("mcp_servers"):
-        left_out.add("tool", "mcp_servers")
+        left_out.add_kind("tool", "mcp_servers")
     chat |= _chat_messages(values, left_out)
     if stops := _stop_strings(values.get("stop_sequences")):
         chat["stop"] = stops
@@ -294,7 +294,7 @@ def _image_part(block: Mapping[str, Any], left_out: OmittedParts) -> Part:
     if kind == "base64" and isinstance(data, str):
         url = f"data:{source.get('media_type') or 'image/jpeg'};base64,{data}"
     elif kind != "url":  # a file that is kept at another service
-        left_out.add("content", "image")
+        left_out.add_kind("content", "image")
         return text_part(describe_omitted_part("image", name=source.get("file_id")))
     if not isinstance(url, str):
         raise BadRequest("an image block must have its source", param="messages")
@@ -313,7 +313,7 @@ def _document_parts(block: Mapping[str, Any], left_out: OmittedParts, depth: int
     if parts is not None:
         heading = join_lines((title, context))
         return [text_part(heading), *parts] if heading else parts
-    left_out.add("content", "document")
+    left_out.add_kind("content", "document")
     data = source.get("data")
     size_bytes = count_base64_bytes(data) if isinstance(data, str) else None
     name = title or source.get("url") or source.get("file_id")
@@ -346,7 +346,7 @@ def _unknown_block_parts(kind: object, block: Mapping[str, Any], left_out: Omitt
             return parts
     text = readable_text(kind, block)
     if text is None:
-        left_out.add("content", kind)
+        left_out.add_kind("content", kind)
         text = describe_omitted_part(f"content {kind_name(kind)}")
     return [text_part(text)]
 
@@ -424,7 +424,7 @@ def _tools_in_effect(
             tool = check_object_member(tool, "definition")
             by_name[str(tool.get("name"))] = tool
         elif tool.get("type") != "tool_reference" or str(tool.get("name")) not in by_name:
-            left_out.add("content", kind)  # of a tool that another service defines
+            left_out.add_kind("content", kind)  # of a tool that another service defines
             continue
         elif kind == "tool_addition":
             by_name[str(tool["name"])] = {**by_name[str(tool["name"])], "defer_loading": None}
@@ -438,7 +438,7 @@ def _tool_function(tool: dict[str, Any], left_out: OmittedParts) -> dict[str, An
     if not isinstance(name, str) or not isinstance(schema, dict):
         if kind in (None, "custom", "function"):
             raise BadRequest("tools must have a name and an input_schema", param="tools")
-        left_out.add("tool", kind)
+        left_out.add_kind("tool", kind)
         return None
     function: dict[str, Any] = {"name": name}
     if tool.get("description") is not None:

@@ -55,11 +55,11 @@ _COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_COMMON_READINGS, "logpr
 class OpenAi(Dialect):
     """The base of both dialects: OpenAI's request and answer formats."""
 
-    speaks_as_engines = True
+    uses_engine_format = True
     readings: ClassVar[Mapping[str, Reading]]
     """How to read the members of requests that the gateway uses itself."""
 
-    def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+    def parse_request(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         values = document.values
         is_ordinary = values.keys() <= ORDINARY_FIELDS
         stream = read_boolean(values, "stream")
@@ -84,34 +84,34 @@ class OpenAi(Dialect):
         tokens, prompt = measure_prompt(document, cost)
         limit = read_output_limit(values)
         output_tokens = limit or cost.default_output_tokens
-        return Call(  # by position, see Call.changed
+        return Call(  # by position, see Call.copy_with_changes
             *(self.api, document, tokens, output_tokens, stream, include_usage, headers, changes, prompt, limit),
             is_ordinary,
         )
 
-    def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
+    def split_into_units(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
         """Return one unit for each sample of each prompt."""
         return fanout.split_into_units(call, cost, max_units)
 
-    def is_single(self, call: Call) -> bool:
+    def has_single_choice(self, call: Call) -> bool:
         return fanout.has_single_choice(call)
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """Raise UpstreamError if a choice has not ended, or if the engine stopped working on it."""
         choices = values.get("choices")
         if not isinstance(choices, list) or not choices:
-            raise response.fail(Failure.BAD_ANSWER, "the answer has no choices")
+            raise response.make_failure(Failure.BAD_ANSWER, "the answer has no choices")
         for choice in choices:
             if not isinstance(choice, dict):
-                raise response.fail(Failure.BAD_ANSWER, "a choice of the answer is not an object")
+                raise response.make_failure(Failure.BAD_ANSWER, "a choice of the answer is not an object")
             if choice.get("stop_reason") == "recomputed":
-                raise response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
+                raise response.make_failure(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             if not choice.get("finish_reason"):
-                raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
+                raise response.make_failure(Failure.BROKEN, "the answer ended without a finish reason")
             if is_abort_reason(choice["finish_reason"]):
-                raise response.fail(Failure.ABORTED, "aborted the answer")
+                raise response.make_failure(Failure.ABORTED, "aborted the answer")
 
-    def usage(self, values: dict[str, Any]) -> Any:
+    def read_usage(self, values: dict[str, Any]) -> Any:
         """Return the member `usage` of an answer."""
         return values.get("usage")
 
@@ -120,23 +120,23 @@ class OpenAi(Dialect):
         corrections: dict[str, Any] = {name: REMOVED for name in ENGINE_MEMBERS if name in values}
         usage = values.get("usage")
         if attempt.has_kv_from_prefiller and isinstance(usage, dict):
-            corrected = replace_prompt_details(usage, attempt.prompt_details)
+            corrected = replace_prompt_details(usage, attempt.prompt_tokens_details)
             if corrected is not usage:
                 corrections["usage"] = corrected
         return corrections
 
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
+    def render_complete_body(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the answer of a single unit, or one answer with the choices of all units."""
         if len(units) > 1:
-            return fanout.merge_answers(units, [answer.values() for answer in answers], call.alias)
+            return fanout.merge_answers(units, [answer.parsed_body() for answer in answers], call.model_alias)
         (answer,) = answers
-        return answer.body() if call.alias is None else dumps({**answer.values(), "model": call.alias})
+        return answer.body() if call.model_alias is None else dumps({**answer.parsed_body(), "model": call.model_alias})
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """Return the writer of events. A single stream passes unchanged unless the model has an alias."""
-        if len(units) == 1 and call.alias is None:
+        if len(units) == 1 and call.model_alias is None:
             return _UnchangedRendering()
-        return fanout.MergedStreams(units, has_usage_chunk=call.include_usage, alias=call.alias)
+        return fanout.MergedStreams(units, has_usage_chunk=call.include_usage, alias=call.model_alias)
 
 
 class ChatCompletions(OpenAi):
@@ -147,7 +147,7 @@ class ChatCompletions(OpenAi):
     label = "chat"
     readings = _CHAT_READINGS
 
-    def is_single(self, call: Call) -> bool:
+    def has_single_choice(self, call: Call) -> bool:
         """Count samples alone, because a chat has one prompt."""
         values = call.values
         if call.is_ordinary or _SAMPLE_COUNTS.isdisjoint(values):
@@ -167,11 +167,11 @@ class Completions(OpenAi):
 class _UnchangedRendering:
     """The rendering of a single stream: the client gets the engine's events byte for byte."""
 
-    def unit(self, unit: Unit) -> UnitRendering | None:
+    def make_unit_rendering(self, unit: Unit) -> UnitRendering | None:
         """Return None: the client gets the engine's own bytes."""
         return None
 
-    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_final_events(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return nothing, because the stream has its own usage chunk."""
         return b""
 

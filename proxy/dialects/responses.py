@@ -46,14 +46,14 @@ class Responses(TranslatedDialect):
     path = "/v1/responses"
     label = "responses"
 
-    def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
+    def make_chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
         return translate_to_chat(values, left_out)
 
     def answer_context(self, values: Mapping[str, Any]) -> RequestForResponse:
         """Return the members of the request that its response repeats."""
         return RequestForResponse(values)
 
-    def answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
+    def make_answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
         return make_response(call, call.answer_context, completion)
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
@@ -86,12 +86,14 @@ def make_response(call: Call, request: RequestForResponse, completion: ChatCompl
     parts: list[AnswerPart] = []
     for kind, text in ((PartKind.REASONING, completion.reasoning), (PartKind.TEXT, completion.content)):
         if text:
-            parts.append(AnswerPart(len(parts), kind, written=bytearray(encode_utf8(text))))
+            parts.append(AnswerPart(len(parts), kind, written_bytes=bytearray(encode_utf8(text))))
     for each in completion.calls:
-        parts.append(AnswerPart(len(parts), PartKind.CALL, each, ensure_call_id(each), each.name, each.written))
+        parts.append(
+            AnswerPart(len(parts), PartKind.CALL, each, ensure_call_id(each), each.name, each.written_arguments)
+        )
     items = _OutputItems(request)
     is_cut = _incomplete_reason(completion.finish_reason) is not None
-    output = [items.item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
+    output = [items.make_item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
     return {
         **_response_head(call, request, completion.head),
         **_outcome_members(completion.finish_reason, output, completion.usage),
@@ -105,20 +107,20 @@ class ResponseEvents(AnswerParts):
         super().__init__()
         self._call = call
         self._request = request
-        self._begin()
+        self._reset_answer()
 
-    def _begin(self) -> None:
+    def _reset_answer(self) -> None:
         self._items = _OutputItems(self._request)
         self._number = 0
         self._head: dict[str, Any] = {}
         self._output: list[dict[str, Any]] = []
 
-    def restart(self, attempt: AnsweredAttempt) -> None:
-        self._begin()
+    def restart_answer(self, attempt: AnsweredAttempt) -> None:
+        self._reset_answer()
 
     def start_events(self, payload: dict[str, Any]) -> bytes:
         """Return `response.created` and `response.in_progress`."""
-        self._head = _response_head(self._call, self._request, CompletionHead.read(payload))
+        self._head = _response_head(self._call, self._request, CompletionHead.read_from(payload))
         unknown = {**self._head, "status": "in_progress", "output": [], "error": None, "incomplete_details": None}
         unknown |= {"usage": None, "completed_at": None}
         return self._event("response.created", response=unknown) + self._event("response.in_progress", response=unknown)
@@ -126,7 +128,7 @@ class ResponseEvents(AnswerParts):
     def open_events(self, part: AnswerPart) -> bytes:
         """Return the events that add an output item and its only content part."""
         added = self._event(
-            "response.output_item.added", output_index=part.index, item=self._items.item(part, is_begun=True)
+            "response.output_item.added", output_index=part.index, item=self._items.make_item(part, is_begun=True)
         )
         return (
             added
@@ -140,7 +142,7 @@ class ResponseEvents(AnswerParts):
         Their input arrives as JSON and can be converted only when it is complete.
         """
         if part.call is None:
-            part.written += encode_utf8(text)
+            part.written_bytes += encode_utf8(text)
         match part.kind:
             case PartKind.REASONING:
                 return self._make_item_event("response.reasoning_text.delta", part, content_index=0, delta=text)
@@ -148,7 +150,7 @@ class ResponseEvents(AnswerParts):
                 return self._make_item_event(
                     "response.output_text.delta", part, content_index=0, delta=text, logprobs=[]
                 )
-            case PartKind.CALL if self._request.kind_of(part.name) is not ToolKind.FUNCTION:
+            case PartKind.CALL if self._request.tool_kind(part.name) is not ToolKind.FUNCTION:
                 return b""
             case PartKind.CALL:
                 return self._make_item_event("response.function_call_arguments.delta", part, delta=text)
@@ -156,7 +158,7 @@ class ResponseEvents(AnswerParts):
     def close_events(self, part: AnswerPart) -> bytes:
         """Return the events that end a part. They have its whole text or arguments, and its complete output item."""
         is_cut = self.finish_reason is not None and _incomplete_reason(self.finish_reason) is not None
-        item = self._items.item(part, is_cut=is_cut)
+        item = self._items.make_item(part, is_cut=is_cut)
         self._output.append(item)
         text = part.text
         match part.kind:
@@ -166,9 +168,9 @@ class ResponseEvents(AnswerParts):
             case PartKind.TEXT:
                 done = self._make_item_event("response.output_text.done", part, content_index=0, text=text, logprobs=[])
                 done += self._make_content_event("response.content_part.done", part)
-            case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.SEARCH:
+            case PartKind.CALL if self._request.tool_kind(part.name) is ToolKind.TOOL_SEARCH:
                 done = b""
-            case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.CUSTOM:
+            case PartKind.CALL if self._request.tool_kind(part.name) is ToolKind.CUSTOM:
                 done = self._make_item_event("response.custom_tool_call_input.delta", part, delta=item["input"])
                 done += self._make_item_event("response.custom_tool_call_input.done", part, input=item["input"])
             case PartKind.CALL:
@@ -176,12 +178,12 @@ class ResponseEvents(AnswerParts):
                 done = self._make_item_event("response.function_call_arguments.done", part, **members)
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
-    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_final_events(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return `response.completed` or `response.incomplete`."""
         (usage,) = usages
         events: list[bytes] = []
-        self._advance(events, at_end=True)
-        events.append(self.close())
+        self._advance_parts(events, at_end=True)
+        events.append(self.end_open_part())
         whole = {**self._head, **_outcome_members(self.finish_reason, self._output, usage)}
         return b"".join(events) + self._event(f"response.{whole['status']}", response=whole)
 
@@ -189,7 +191,7 @@ class ResponseEvents(AnswerParts):
         """Return `response.failed`."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": error_text(error)}, "output": self._output}
-        head = self._head or _response_head(self._call, self._request, CompletionHead.read({}))
+        head = self._head or _response_head(self._call, self._request, CompletionHead.read_from({}))
         last = self._event("response.failed", response={**head, **failed, "usage": None})
         return b"".join((*self.unsent, last))
 
@@ -201,7 +203,7 @@ class ResponseEvents(AnswerParts):
         return numbered
 
     def _make_item_event(self, kind: str, about: AnswerPart, /, **members: Any) -> bytes:
-        return self._event(kind, item_id=self._items.id_of(about), output_index=about.index, **members)
+        return self._event(kind, item_id=self._items.item_id(about), output_index=about.index, **members)
 
     def _make_content_event(self, kind: str, part: AnswerPart) -> bytes:
         return self._make_item_event(kind, part, content_index=0, part=_content_part(part))
@@ -214,40 +216,40 @@ class _OutputItems:
         self._request = request
         self._ids: list[str] = []
 
-    def id_of(self, part: AnswerPart) -> str:
+    def item_id(self, part: AnswerPart) -> str:
         """Return the id of a part's item. A new id is drawn at the first use, and the parts come in order."""
         if part.index == len(self._ids):
             prefix = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}[part.kind]
             self._ids.append(f"{prefix}_{make_request_id()}")
         return self._ids[part.index]
 
-    def item(self, part: AnswerPart, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
+    def make_item(self, part: AnswerPart, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
         """Return a part's item so far.
 
         `is_begun`: the item has just begun and has no content. `is_cut`: the answer ended inside the item.
         """
         status = "in_progress" if is_begun else "incomplete" if is_cut else "completed"
-        item: dict[str, Any] = {"id": self.id_of(part)}
+        item: dict[str, Any] = {"id": self.item_id(part)}
         match part.kind:
             case PartKind.REASONING:
                 thoughts = part.text
-                seal = seal_reasoning(thoughts) if self._request.wants_sealed and not is_begun else None
+                seal = seal_reasoning(thoughts) if self._request.wants_sealed_reasoning and not is_begun else None
                 content = [] if is_begun else [_content_part(part)]
                 item |= {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
             case PartKind.TEXT:
                 item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content_part(part)]}
-            case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.SEARCH:
+            case PartKind.CALL if self._request.tool_kind(part.name) is ToolKind.TOOL_SEARCH:
                 arguments = {} if is_begun else decode_search(part.text)
                 item |= {"type": "tool_search_call", "call_id": part.id, "execution": "client", "arguments": arguments}
-            case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.CUSTOM:
-                item |= {"type": "custom_tool_call", **self._call(part), "input": decode_input_text(part.text)}
+            case PartKind.CALL if self._request.tool_kind(part.name) is ToolKind.CUSTOM:
+                item |= {"type": "custom_tool_call", **self._call_members(part), "input": decode_input_text(part.text)}
             case PartKind.CALL:
                 # A call without arguments gets an empty object, but only at its end.
                 written = part.text or ("" if is_begun else "{}")
-                item |= {"type": "function_call", **self._call(part), "arguments": written}
+                item |= {"type": "function_call", **self._call_members(part), "arguments": written}
         return {**item, "status": status}
 
-    def _call(self, part: AnswerPart) -> dict[str, str]:
+    def _call_members(self, part: AnswerPart) -> dict[str, str]:
         """Return the members that identify a tool call: its id, and the client's name and namespace of the tool."""
         tool = self._request.tools.get(part.name)
         if tool is None:
@@ -265,7 +267,13 @@ def _content_part(part: AnswerPart) -> dict[str, Any]:
 
 def _response_head(call: Call, request: RequestForResponse, head: CompletionHead) -> dict[str, Any]:
     model = call.model or head.model
-    return {"id": f"resp_{head.name}", "object": "response", "created_at": head.created, "model": model, **request.echo}
+    return {
+        "id": f"resp_{head.completion_id}",
+        "object": "response",
+        "created_at": head.created,
+        "model": model,
+        **request.echoed_members,
+    }
 
 
 def _incomplete_reason(finish_reason: object) -> str | None:
@@ -293,11 +301,11 @@ def _outcome_members(
 
 def _response_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     tokens = read_usage_counts(usage)
-    prompt, completion = tokens.prompt or 0, tokens.completion or 0
+    prompt, completion = tokens.prompt_tokens or 0, tokens.completion_tokens or 0
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": tokens.cached or 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": tokens.cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": tokens.reasoning or 0},
+        "output_tokens_details": {"reasoning_tokens": tokens.reasoning_tokens or 0},
         "total_tokens": prompt + completion,
     }

@@ -87,7 +87,7 @@ def _read_include(values: Mapping[str, Any]) -> list[Any]:
 
 
 def _chat_tools(values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
-    functions = [tool.function() for tool in read_tools(values, left_out)]
+    functions = [tool.make_function() for tool in read_tools(values, left_out)]
     choice = values.get("tool_choice")
     if choice is not None and not isinstance(choice, str | dict):
         raise BadRequest("tool_choice must be a text or an object", param="tool_choice")
@@ -176,7 +176,7 @@ class RequestForResponse:
     """The members of a request that its response repeats or depends on."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.echo: Mapping[str, Any] = {
+        self.echoed_members: Mapping[str, Any] = {
             **{
                 name: _ECHOED_DEFAULTS.get(name) if values.get(name) is None else values[name]
                 for name in _ECHOED_MEMBERS
@@ -188,10 +188,10 @@ class RequestForResponse:
         """The members that the response repeats."""
         self.tools: Mapping[str, ClientTool] = {tool.function_name: tool for tool in read_tools(values, OmittedParts())}
         """The tools, by the names of their functions in the chat."""
-        self.wants_sealed = "reasoning.encrypted_content" in _read_include(values)
+        self.wants_sealed_reasoning = "reasoning.encrypted_content" in _read_include(values)
         """Whether the client wants sealed reasoning. Clients send back reasoning only in this form."""
 
-    def kind_of(self, function: str) -> ToolKind:
+    def tool_kind(self, function: str) -> ToolKind:
         """Return the kind of the client's tool that a function represents; FUNCTION if the tool is unknown."""
         tool = self.tools.get(function)
         return ToolKind.FUNCTION if tool is None else tool.kind
@@ -342,7 +342,7 @@ def _message_part(part: Mapping[str, Any], left_out: OmittedParts) -> dict[str, 
     else:
         text, replacement = readable_text(kind, part), describe_omitted_part(f"content {kind_name(kind)}")
     if text is None:
-        left_out.add("content", kind)
+        left_out.add_kind("content", kind)
     return {"type": "text", "text": replacement if text is None else text}
 
 
@@ -375,7 +375,7 @@ def _describe_unknown_item(item: Mapping[str, Any], left_out: OmittedParts) -> s
     kind = item.get("type")
     text = readable_text(kind, item)
     if text is None:
-        left_out.add("item", kind)
+        left_out.add_kind("item", kind)
         text = describe_omitted_part(f"item {kind_name(kind)}")
     return text
 
@@ -466,7 +466,7 @@ class ToolKind(Enum):
     FUNCTION = "function"
     CUSTOM = "custom"
     """A tool that takes text instead of JSON."""
-    SEARCH = "tool_search"
+    TOOL_SEARCH = "tool_search"
     """A search for tools. The client adds the tools that it finds to the conversation (Codex)."""
 
 
@@ -486,7 +486,7 @@ class ClientTool:
         """The name of the function that the model calls."""
         return make_function_name(self.name, self.namespace)
 
-    def function(self) -> dict[str, Any]:
+    def make_function(self) -> dict[str, Any]:
         """Return the tool as a function of a chat. Chats have neither custom tools nor namespaces."""
         described: dict[str, Any] = {"name": self.function_name}
         if self.kind is ToolKind.CUSTOM:
@@ -526,9 +526,9 @@ def read_tools(values: Mapping[str, Any], left_out: OmittedParts) -> list[Client
 def _read_tool(tool: Mapping[str, Any], namespace: str | None, left_out: OmittedParts) -> Iterator[ClientTool]:
     kind, name = tool.get("type"), tool.get("name")
     if kind == "tool_search" and _is_client_search(tool):
-        yield ClientTool(SEARCH_TYPE, None, ToolKind.SEARCH, tool)
+        yield ClientTool(SEARCH_TYPE, None, ToolKind.TOOL_SEARCH, tool)
     elif kind not in ("function", "custom", "namespace") or (kind == "namespace" and namespace is not None):
-        left_out.add("tool", kind)
+        left_out.add_kind("tool", kind)
     elif not isinstance(name, str):
         raise BadRequest("a tool must have a name", param="tools")
     elif kind != "namespace":

@@ -68,13 +68,13 @@ class Segment:
     """Whether the usage comes in a separate chunk. Otherwise each event has it."""
 
     __slots__ = (
-        "data",
-        "done",
+        "event_data",
+        "has_done_event",
         "finish_reasons",
-        "has_engine_members",
-        "is_mute",
-        "kept_params",
-        "open_choices",
+        "has_engine_only_members",
+        "is_empty_event",
+        "kept_kv_params",
+        "unfinished_choices",
         "payload",
         "prompt_ids",
         "usage",
@@ -83,41 +83,41 @@ class Segment:
     def __init__(self) -> None:
         self.payload: Any = None
         """The parsed data of the last event, without the prompt's token ids; None if it was not JSON."""
-        self.data: bytes | None = None
+        self.event_data: bytes | None = None
         """The bytes of the last event's data, without the prompt's token ids; None if there are none."""
         self.prompt_ids: bytes | None = None
         """The token ids of the prompt, as the engine's JSON array; None until they arrive."""
-        self.has_engine_members = False
+        self.has_engine_only_members = False
         """Whether the last event had members that are only for engines. They are removed from `payload`."""
-        self.kept_params: Any = None
+        self.kept_kv_params: Any = None
         """The KV parameters with which the decoder names the cache of its answer, of any type; None: there are none."""
         self.finish_reasons: dict[int, str] = {}
-        self.open_choices: set[int] = set()
+        self.unfinished_choices: set[int] = set()
         self.usage: dict[str, Any] | None = None
         """The last usage seen."""
-        self.done = False
-        self.is_mute = False
+        self.has_done_event = False
+        self.is_empty_event = False
         """Whether the last chunk had no part of the answer: no text, no token ids, and no finish reason."""
 
     @property
     def is_finished(self) -> bool:
         """Whether every choice that began has finished, and at least one choice has begun."""
-        return bool(self.finish_reasons) and not self.open_choices
+        return bool(self.finish_reasons) and not self.unfinished_choices
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer is finished and the stream ended with `[DONE]`."""
-        return self.done and self.is_finished
+        return self.has_done_event and self.is_finished
 
-    def read(self, event: Event) -> Meaning:
+    def read_event(self, event: Event) -> Meaning:
         """Read the next event of a decoder's stream, and return its meaning."""
         self.payload = None
-        self.has_engine_members = False
-        self.data = data = event.data
+        self.has_engine_only_members = False
+        self.event_data = data = event.data
         if data is None:
             return OTHER
         if data == END_MARK:
-            self.done = True
+            self.has_done_event = True
             return DONE
         if not data or (data[0] <= _BLANK_VALUES and data.isspace()):  # some proxies send these to keep a stream open
             return OTHER
@@ -127,7 +127,7 @@ class Segment:
             end = data.find(b"]", begin) + 1
             if end:
                 self.prompt_ids = data[begin:end]
-                self.data = data = b"%bnull%b" % (data[:begin], data[end:])
+                self.event_data = data = b"%bnull%b" % (data[:begin], data[end:])
         if len(data) > LONG_BYTES and is_heavier_json(data, MAX_ANSWER_ELEMENTS):
             return MALFORMED
         try:
@@ -136,9 +136,9 @@ class Segment:
             return MALFORMED
         if not isinstance(payload, dict):
             return MALFORMED if payload else OTHER
-        self.has_engine_members = has_engine_members(payload)
-        if self.has_engine_members:
-            self.kept_params = payload.get("kv_transfer_params")
+        self.has_engine_only_members = has_engine_members(payload)
+        if self.has_engine_only_members:
+            self.kept_kv_params = payload.get("kv_transfer_params")
             remove_engine_members(payload)
         usage = payload.get("usage")
         has_usage = isinstance(usage, dict) and bool(usage)
@@ -147,7 +147,7 @@ class Segment:
         choices = payload.get("choices")
         if choices:
             try:
-                return self._read_choices(choices)
+                return self._classify_choices(choices)
             except (AttributeError, TypeError):  # not a list of objects
                 return MALFORMED
         if payload.get("error"):
@@ -156,11 +156,11 @@ class Segment:
 
     def forget_event(self) -> None:
         """Drop the last event that was read from the stream, to free its memory."""
-        self.payload = self.data = None
+        self.payload = self.event_data = None
 
-    def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:
+    def _classify_choices(self, choices: list[dict[str, Any]]) -> Meaning:
         has_content = False
-        self.is_mute = True
+        self.is_empty_event = True
         for choice in choices:
             index = choice.get("index", 0)
             reason = choice.get("finish_reason")
@@ -170,21 +170,21 @@ class Segment:
                 reason = choice["finish_reason"] = None
             if reason is not None:
                 if is_abort_reason(reason):
-                    self.is_mute = is_empty_choice(choice)
+                    self.is_empty_event = is_empty_choice(choice)
                     return ABORTED
                 self.finish_reasons[index] = reason
-                self.open_choices.discard(index)
+                self.unfinished_choices.discard(index)
                 has_content = True
-                self.is_mute = False
+                self.is_empty_event = False
                 continue
             if index not in self.finish_reasons:  # SGLang sends hidden states after the finish
-                self.open_choices.add(index)
+                self.unfinished_choices.add(index)
             if is_empty_choice(choice):
                 # The chunk `{"delta": {"role": "assistant", "content": ""}}` precedes a chat choice's first token.
                 has_content |= "role" not in (choice.get("delta") or ())
             else:
                 has_content = True
-                self.is_mute = False
+                self.is_empty_event = False
         return CONTENT if has_content else OPENING
 
 

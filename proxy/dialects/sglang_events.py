@@ -28,13 +28,13 @@ class GenerateEvents(Segment):
 
     __slots__ = ()
 
-    def read(self, event: Event) -> Meaning:
+    def read_event(self, event: Event) -> Meaning:
         """Read the next event of a decoder's stream, and return its meaning."""
-        self.payload, self.data = None, event.data
+        self.payload, self.event_data = None, event.data
         if event.data is None:
             return Meaning.OTHER
         if event.data == DONE_DATA:
-            self.done = True
+            self.has_done_event = True
             return Meaning.DONE
         if not event.data or event.data.isspace():
             return Meaning.OTHER
@@ -45,7 +45,7 @@ class GenerateEvents(Segment):
         except orjson.JSONDecodeError:
             return Meaning.MALFORMED
         if error := find_event_error(payload):
-            self.payload, self.data = loads(error.body), error.body
+            self.payload, self.event_data = loads(error.body), error.body
             return Meaning.ERROR
         usage = sglang.usage_of_event(payload)
         if usage is None:
@@ -54,7 +54,7 @@ class GenerateEvents(Segment):
         self.usage = usage
         if (finish := read_finish_reason(payload)) is not None:
             if is_abort_reason(finish):
-                self.is_mute = False
+                self.is_empty_event = False
                 return Meaning.ABORTED
             self.finish_reasons[0] = str(finish)
         return Meaning.CONTENT
@@ -66,17 +66,17 @@ class WatchedGenerateEvents(GenerateEvents):
     The only choice of the chunk also has `meta_info` and the log probabilities of the new tokens.
     """
 
-    __slots__ = ("_ids", "_is_half", "_text")
+    __slots__ = ("_ids", "_ends_with_half_pair", "_text")
 
     def __init__(self) -> None:
         super().__init__()
         self._text = self._ids = 0
-        self._is_half = False
+        self._ends_with_half_pair = False
         """Whether the text so far ends in the first half of a surrogate pair."""
 
-    def read(self, event: Event) -> Meaning:
+    def read_event(self, event: Event) -> Meaning:
         """Read an event. It is malformed without the whole answer so far: its new part cannot be computed."""
-        meaning = super().read(event)
+        meaning = super().read_event(event)
         if meaning not in (Meaning.CONTENT, Meaning.ABORTED):
             return meaning
         payload = self.payload
@@ -84,20 +84,20 @@ class WatchedGenerateEvents(GenerateEvents):
         if not (isinstance(text, str) and isinstance(ids, list)) or len(text) < self._text or len(ids) < self._ids:
             if meaning is Meaning.CONTENT:
                 return Meaning.MALFORMED
-            self.is_mute = True
+            self.is_empty_event = True
             self.payload = _make_chunk(meta, "", [], {})
             return meaning
         logprobs = {
             name: meta[name][self._ids :] for name in sglang.OUTPUT_LOGPROBS if isinstance(meta.get(name), list)
         }
-        self.payload = _make_chunk(meta, self._other_half(text) + text[self._text :], ids[self._ids :], logprobs)
-        self.is_mute = len(text) == self._text and len(ids) == self._ids
-        self._text, self._ids, self._is_half = len(text), len(ids), _ends_with_high_surrogate(text)
+        self.payload = _make_chunk(meta, self._second_surrogate(text) + text[self._text :], ids[self._ids :], logprobs)
+        self.is_empty_event = len(text) == self._text and len(ids) == self._ids
+        self._text, self._ids, self._ends_with_half_pair = len(text), len(ids), _ends_with_high_surrogate(text)
         return meaning
 
-    def _other_half(self, text: str) -> str:
+    def _second_surrogate(self, text: str) -> str:
         """Return the second half of a surrogate pair if the text so far ends with the first half; otherwise nothing."""
-        if not self._is_half or (character := ord(text[self._text - 1])) < _FIRST_SURROGATE_PAIR:
+        if not self._ends_with_half_pair or (character := ord(text[self._text - 1])) < _FIRST_SURROGATE_PAIR:
             return ""
         return chr(0xDC00 + (character - _FIRST_SURROGATE_PAIR) % 0x400)
 
@@ -150,7 +150,7 @@ class GenerateAnswerAssembler:
             self._meta["finish_reason"] = None
         return b""
 
-    def cut(self, tokens: int) -> None:
+    def truncate_to_tokens(self, tokens: int) -> None:
         """Remove text only if no token is kept, because the text of repeated tokens is skipped."""
         if not tokens:
             self._text, self._meta = "", {}

@@ -45,7 +45,7 @@ class SglangGenerate(Dialect):
     label = Api.GENERATE.value
     methods = ("POST", "PUT")
 
-    def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+    def parse_request(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """Return a call without `include_usage`, because SGLang reports usage in every answer."""
         values = document.values
         changes: dict[str, object] = {}
@@ -70,16 +70,16 @@ class SglangGenerate(Dialect):
             prompt=PromptPrefixes(document),
         )
 
-    def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
+    def split_into_units(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
         """Divide the estimated prompt tokens equally among the units: one for each sample of each prompt."""
         items = sglang.split_into_items(call.values, max_units)
-        tokens = max(1, call.prompt_tokens // sum(item.is_first for item in items))
+        tokens = max(1, call.prompt_tokens // sum(item.is_first_sample for item in items))
         return [
-            Unit(call.part(item.changes, tokens) if item.changes else call, index, item.is_first)
+            Unit(call.make_unit_call(item.changes, tokens) if item.changes else call, index, item.is_first_sample)
             for index, item in enumerate(items)
         ]
 
-    def is_single(self, call: Call) -> bool:
+    def has_single_choice(self, call: Call) -> bool:
         return not sglang.is_batch_request(call.values)
 
     def make_segment(self) -> Segment:
@@ -97,14 +97,14 @@ class SglangGenerate(Dialect):
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """Raise UpstreamError if a complete engine answer is an error or has no finish reason."""
         if error := find_event_error(values):
-            raise response.refuse("reported an error", error.status, error.body, ERROR_HEADERS)
+            raise response.make_refusal("reported an error", error.status, error.body, ERROR_HEADERS)
         finish = read_finish_reason(values)
         if finish is None:
-            raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
+            raise response.make_failure(Failure.BROKEN, "the answer ended without a finish reason")
         if is_abort_reason(finish):
-            raise response.fail(Failure.ABORTED, "aborted the answer")
+            raise response.make_failure(Failure.ABORTED, "aborted the answer")
 
-    def usage(self, values: dict[str, Any]) -> Any:
+    def read_usage(self, values: dict[str, Any]) -> Any:
         """Return the token counts in `meta_info` in the form of a usage."""
         return sglang.usage_of_event(values)
 
@@ -119,10 +119,10 @@ class SglangGenerate(Dialect):
         parts = _prefiller_members(call, attempt)
         if parts is None:
             return {}
-        completed = (await parts.whole()).complete(values)
+        completed = (await parts.wait_for_members()).complete_event(values)
         return {name: value for name, value in completed.items() if value is not values.get(name)}
 
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
+    def render_complete_body(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the answer, or a list of answers if the request has a list of prompts, even a list of one."""
         if not sglang.is_batch_request(call.values):
             return answers[0].body()
@@ -139,13 +139,13 @@ class _Rendering:
     def __init__(self, *, is_batch: bool) -> None:
         self._is_batch = is_batch
 
-    def unit(self, unit: Unit) -> UnitRendering | None:
+    def make_unit_rendering(self, unit: Unit) -> UnitRendering | None:
         """Return the writer of one unit's events; None if the client gets the engine's events unchanged."""
         if not self._is_batch and not _needs_prefiller(unit.call):
             return None
         return _UnitRendering(unit.call, unit.index if self._is_batch else None)
 
-    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_final_events(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Return nothing, because every event already has the usage."""
         return b""
 
@@ -161,37 +161,41 @@ class _UnitRendering:
         self._call = call
         self._index = index
         self._parts: PrefillerMembers | _LonePrefillerMembers | None = None
-        self._waiting: list[dict[str, Any]] = []
-        self._so_far = GenerateAnswerAssembler()
+        self._waiting_payloads: list[dict[str, Any]] = []
+        self._answer_so_far = GenerateAnswerAssembler()
         """Assembles the answer so far from the chunks of a watched stream. Other streams do not use it.
         """
 
-    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
+    def begin_decoder_answer(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         self._parts = _prefiller_members(self._call, attempt)
-        self._waiting.clear()
+        self._waiting_payloads.clear()
         if not goes_on:
-            self._so_far = GenerateAnswerAssembler()
+            self._answer_so_far = GenerateAnswerAssembler()
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Add an event and return the events that can be sent now."""
         if "choices" in payload:
-            self._so_far.add(payload)
-            payload = self._so_far.values()
-        self._waiting.append(payload)
+            self._answer_so_far.add(payload)
+            payload = self._answer_so_far.values()
+        self._waiting_payloads.append(payload)
         if self._parts is None:
-            return self._events(None)
-        parts = self._parts.parts_or_none
-        return b"" if parts is None else self._events(parts)
+            return self._render_events(None)
+        parts = self._parts.available_members
+        return b"" if parts is None else self._render_events(parts)
 
     async def wait_for_remaining_events(self) -> bytes:
-        return self._events(await self._parts.whole()) if self._waiting and self._parts is not None else b""
+        return (
+            self._render_events(await self._parts.wait_for_members())
+            if self._waiting_payloads and self._parts is not None
+            else b""
+        )
 
-    def _events(self, parts: sglang.PrefillerMeta | sglang.LonePrefillerMeta | None) -> bytes:
+    def _render_events(self, parts: sglang.PrefillerMeta | sglang.LonePrefillerMeta | None) -> bytes:
         events = []
-        for payload in self._waiting:
+        for payload in self._waiting_payloads:
             index = {} if self._index is None else {"index": self._index}
-            events.append(data_event({**(payload if parts is None else parts.complete(payload)), **index}))
-        self._waiting.clear()
+            events.append(data_event({**(payload if parts is None else parts.complete_event(payload)), **index}))
+        self._waiting_payloads.clear()
         return b"".join(events)
 
 
@@ -203,17 +207,17 @@ class PrefillerMembers:
         self._parts: sglang.PrefillerMeta | None = None
 
     @property
-    def parts_or_none(self) -> sglang.PrefillerMeta | None:
+    def available_members(self) -> sglang.PrefillerMeta | None:
         """The prefiller's members; None until its answer has arrived."""
         answer = self._answer.body_or_none
         if self._parts is None and answer is not None:
             self._parts = sglang.PrefillerMeta(answer)
         return self._parts
 
-    async def whole(self) -> sglang.PrefillerMeta:
+    async def wait_for_members(self) -> sglang.PrefillerMeta:
         """Wait for the prefiller's members and return them. Raises UpstreamError."""
-        await self._answer.whole()
-        parts = self.parts_or_none
+        await self._answer.wait_for_body()
+        parts = self.available_members
         assert parts is not None
         return parts
 
@@ -223,10 +227,10 @@ class _LonePrefillerMembers:
 
     def __init__(self, call: Call) -> None:
         params = call.changes.get("sampling_params", call.values.get("sampling_params"))
-        self.parts_or_none = sglang.LonePrefillerMeta(sglang.read_output_limit(params))
+        self.available_members = sglang.LonePrefillerMeta(sglang.read_output_limit(params))
 
-    async def whole(self) -> sglang.LonePrefillerMeta:
-        return self.parts_or_none
+    async def wait_for_members(self) -> sglang.LonePrefillerMeta:
+        return self.available_members
 
 
 def _prefiller_members(call: Call, attempt: AnsweredAttempt) -> PrefillerMembers | _LonePrefillerMembers | None:
@@ -237,7 +241,7 @@ def _prefiller_members(call: Call, attempt: AnsweredAttempt) -> PrefillerMembers
 
 
 def _needs_prefiller(call: Call) -> bool:
-    return sglang.needs_prefill_answer(call.members(sglang.MEMBERS_NEEDING_PREFILL_ANSWER))
+    return sglang.needs_prefill_answer(call.read_members(sglang.MEMBERS_NEEDING_PREFILL_ANSWER))
 
 
 def _count_media(value: object) -> int:

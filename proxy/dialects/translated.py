@@ -49,13 +49,13 @@ _MAX_TIMESTAMP: Final = 253_402_300_800
 class TranslatedDialect(ChatCompletions):
     """The base of dialects whose requests are translated to chats with one answer each."""
 
-    speaks_as_engines = False
-    done_event = b""  # each API's `render_ending` writes the last event
+    uses_engine_format = False
+    stream_end_event = b""  # each API's `render_final_events` writes the last event
 
-    def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+    def parse_request(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """Return the call of the translated chat; see Dialect."""
         left_out = OmittedParts()
-        chat = self.chat(document.values, left_out)
+        chat = self.make_chat(document.values, left_out)
         context = self.answer_context(document.values)
         for name, value in chat.items():
             if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number, and would lose it
@@ -64,19 +64,19 @@ class TranslatedDialect(ChatCompletions):
             raw = dumps(chat)
         except orjson.JSONEncodeError:
             raise BadRequest("the body is nested too deeply", code="invalid_json") from None
-        call = super().parse(Document(raw), cost, headers)
-        return replace(call, answer_context=context, left_out=left_out.kinds)
+        call = super().parse_request(Document(raw), cost, headers)
+        return replace(call, answer_context=context, omitted_kinds=left_out.listed_kinds)
 
     @abstractmethod
-    def chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
+    def make_chat(self, values: Mapping[str, Any], left_out: OmittedParts) -> dict[str, Any]:
         """Return the body of the equivalent chat completion. Raises BadRequest.
 
         Kinds of tools and content that no engine can serve are added to `left_out`.
         """
 
-    def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def make_prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the members of the chat that make its prompt, as in vLLM's TokenizeChatRequest. Raises BadRequest."""
-        chat = self.chat(values, OmittedParts())
+        chat = self.make_chat(values, OmittedParts())
         return {name: chat[name] for name in _PROMPT_MEMBERS if name in chat}
 
     def answer_context(self, values: Mapping[str, Any]) -> Any:
@@ -87,16 +87,16 @@ class TranslatedDialect(ChatCompletions):
         """Check every member of the chat's answer, because each contributes to the client's answer."""
         super().check_answer(response, values)
         try:
-            ChatCompletion.read(values)
+            ChatCompletion.read_answer(values)
         except UnreadableMember as odd:
-            raise response.unreadable(f"answered with a message that cannot be translated: {odd}") from None
+            raise response.make_unreadable_error(f"answered with a message that cannot be translated: {odd}") from None
 
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
+    def render_complete_body(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         (answer,) = answers
-        return dumps(self.answer(call, ChatCompletion.read(answer.values())))
+        return dumps(self.make_answer(call, ChatCompletion.read_answer(answer.parsed_body())))
 
     @abstractmethod
-    def answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
+    def make_answer(self, call: Call, completion: ChatCompletion) -> dict[str, Any]:
         """Convert a chat completion to an answer of this API."""
 
 
@@ -104,18 +104,18 @@ class TranslatedDialect(ChatCompletions):
 class CompletionHead:
     """The ID and time of a chat completion. A member of the wrong type counts as missing."""
 
-    name: str
+    completion_id: str
     """The engine's id without its prefix. The engine logs the same id. A random id if the engine sent none."""
     model: str | None
     created: int
     """The time of the answer, in seconds since 1970; 0 if the engine did not report it."""
 
     @classmethod
-    def read(cls, payload: Mapping[str, Any]) -> CompletionHead:
+    def read_from(cls, payload: Mapping[str, Any]) -> CompletionHead:
         """Read the head of a chat completion or of one of its chunks."""
         name, model, created = payload.get("id"), payload.get("model"), payload.get("created")
         return cls(
-            name=name.removeprefix("chatcmpl-") if isinstance(name, str) and name else make_request_id(),
+            completion_id=name.removeprefix("chatcmpl-") if isinstance(name, str) and name else make_request_id(),
             model=model if isinstance(model, str) else None,
             created=int(created) if isinstance(created, int | float) and 0 < created < _MAX_TIMESTAMP else 0,
         )
@@ -130,23 +130,23 @@ class ChatCompletion:
     content: str
     calls: Sequence[ToolCall]
     finish_reason: str
-    matched_stop: object
+    matched_stop_string: object
     usage: dict[str, Any] | None
     """The usage as the engine sent it; None if it sent none."""
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> ChatCompletion:
+    def read_answer(cls, values: Mapping[str, Any]) -> ChatCompletion:
         """Read an engine's answer. Raises UnreadableMember."""
         choice = _read_only_choice(values)
         message = read_object_member(choice.get("message"), "message")
         usage = values.get("usage")
         return cls(
-            head=CompletionHead.read(values),
+            head=CompletionHead.read_from(values),
             reasoning=read_reasoning(message),
             content=read_text(message.get("content"), "content"),
             calls=read_complete_calls(message.get("tool_calls")),
             finish_reason=_read_finish_reason(choice),
-            matched_stop=read_matched_stop(choice),
+            matched_stop_string=read_matched_stop(choice),
             usage=usage if isinstance(usage, dict) else None,
         )
 
@@ -189,19 +189,19 @@ class AnswerPart:
     id: str = ""
     """The id of a tool call."""
     name: str = ""
-    written: bytearray = field(default_factory=bytearray)
+    written_bytes: bytearray = field(default_factory=bytearray)
     """The text of the part, or the arguments of its tool call, in UTF-8.
 
     Dialects that do not need it again leave it empty.
     """
-    held: list[str] = field(default_factory=list)
+    held_fragments: list[str] = field(default_factory=list)
     """Texts that wait until an earlier part has ended."""
     has_ended: bool = False
 
     @property
     def text(self) -> str:
         """The text of an answer part, decoded from its bytes."""
-        return replace_surrogates(self.written)
+        return replace_surrogates(self.written_bytes)
 
 
 class AnswerParts(ABC):
@@ -211,9 +211,9 @@ class AnswerParts(ABC):
     """
 
     def __init__(self) -> None:
-        self._forget()
+        self._drop_parts()
 
-    def _forget(self) -> None:
+    def _drop_parts(self) -> None:
         self.finish_reason: str | None = None
         self.matched_stop: object = None
         """The stop string or token id at which the engine stopped; None if there is none."""
@@ -229,14 +229,14 @@ class AnswerParts(ABC):
 
     # Rendering
 
-    def unit(self, unit: Unit) -> UnitRendering | None:
+    def make_unit_rendering(self, unit: Unit) -> UnitRendering | None:
         """Return this object, because a translated request has only one sample."""
         return self
 
-    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
+    def begin_decoder_answer(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         if not goes_on:
-            self._forget()
-            self.restart(attempt)
+            self._drop_parts()
+            self.restart_answer(attempt)
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Return the client's bytes for one parsed event. Raises UnreadableMember."""
@@ -256,9 +256,9 @@ class AnswerParts(ABC):
             if choice.get("finish_reason") is not None:
                 self.finish_reason = _read_finish_reason(choice)
                 self.matched_stop = read_matched_stop(choice)
-                events.append(self._start())
+                events.append(self._start_answer())
             if self.finish_reason is not None:  # an odd engine adds parts after its finish reason
-                self._advance(events, at_end=True)
+                self._advance_parts(events, at_end=True)
         except UnreadableMember:
             self.unsent = events
             raise
@@ -269,8 +269,8 @@ class AnswerParts(ABC):
         return b""
 
     @abstractmethod
-    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """Return the events that follow the streams of all units and precede `Dialect.done_event`."""
+    def render_final_events(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """Return the events that follow the streams of all units and precede `Dialect.stream_end_event`."""
 
     @abstractmethod
     def error_event(self, error: GatewayError) -> bytes:
@@ -279,7 +279,7 @@ class AnswerParts(ABC):
     # Events of an API
 
     @abstractmethod
-    def restart(self, attempt: AnsweredAttempt) -> None:
+    def restart_answer(self, attempt: AnsweredAttempt) -> None:
         """Begin a new answer. Called when an engine begins to answer and the client has not received anything."""
 
     @abstractmethod
@@ -301,7 +301,7 @@ class AnswerParts(ABC):
     def close_events(self, part: AnswerPart) -> bytes:
         """Return the events with which a part ends. Each part is closed before the next one is opened."""
 
-    def close(self) -> bytes:
+    def end_open_part(self) -> bytes:
         """End the open part and return its events; empty if no part is open."""
         part, self._open = self._open, None
         if part is None:
@@ -309,15 +309,15 @@ class AnswerParts(ABC):
         part.has_ended = True
         return self.close_events(part)
 
-    def open(self, part: AnswerPart) -> bytes:
+    def begin_part(self, part: AnswerPart) -> bytes:
         """End the open part, begin another one, and return the events of both."""
-        before = self._start() + self.close()
+        before = self._start_answer() + self.end_open_part()
         part.index = self._next_index
         self._next_index += 1
         self._open = part
         return before + self.open_events(part)
 
-    def _start(self) -> bytes:
+    def _start_answer(self) -> bytes:
         """Return the events that precede all parts when the first part begins, and nothing later."""
         first, self._first = self._first, None
         if self.has_begun or first is None:
@@ -340,29 +340,29 @@ class AnswerParts(ABC):
             return
         if not self._waiting or self._waiting[-1].kind is not kind:
             self._waiting.append(AnswerPart(-1, kind))
-        self._waiting[-1].held.append(text)
-        self._advance(events)
+        self._waiting[-1].held_fragments.append(text)
+        self._advance_parts(events)
 
     def _add_to_call(self, fragment: dict[str, Any], events: list[bytes]) -> None:
-        call, text = self._calls.take(fragment)
-        if call.number == len(self._parts_of_calls):
-            part = AnswerPart(-1, PartKind.CALL, call, written=call.written)
+        call, text = self._calls.add_fragment(fragment)
+        if call.call_number == len(self._parts_of_calls):
+            part = AnswerPart(-1, PartKind.CALL, call, written_bytes=call.written_arguments)
             self._parts_of_calls.append(part)
             self._waiting.append(part)
         else:
-            part = self._parts_of_calls[call.number]
+            part = self._parts_of_calls[call.call_number]
         if part.has_ended:
             if text.strip():
                 raise UnreadableMember("a tool call went on after its arguments had ended")
             return
         if part is not self._open:
-            part.held.append(text)
+            part.held_fragments.append(text)
         elif text:
             events.append(self.text_events(part, text))
         if self._waiting:
-            self._advance(events)
+            self._advance_parts(events)
 
-    def _advance(self, events: list[bytes], *, at_end: bool = False) -> None:
+    def _advance_parts(self, events: list[bytes], *, at_end: bool = False) -> None:
         """Add the events of waiting parts, until a part cannot begin or end yet. Raises UnreadableMember."""
         waiting = self._waiting
         while waiting:
@@ -376,10 +376,10 @@ class AnswerParts(ABC):
                     return
                 part.id, part.name = ensure_call_id(part.call), part.call.name
             waiting.popleft()
-            events.append(self.open(part))
-            if text := "".join(part.held):
+            events.append(self.begin_part(part))
+            if text := "".join(part.held_fragments):
                 events.append(self.text_events(part, text))
-            part.held.clear()
+            part.held_fragments.clear()
 
 
 def read_matched_stop(choice: Mapping[str, Any]) -> object:

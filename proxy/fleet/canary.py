@@ -185,7 +185,7 @@ class Canary:
         traits = self._context.live.settings.connector_traits
         before = await self._counters(decoder)
         call, request, timeline = self._call(prefiller, decoder, salt)
-        opening = self._connector.open(call, request, timeline)
+        opening = self._connector.open_attempt(call, request, timeline)
         result, usage = await self._send(opening, timeline, CanaryResult(prefiller=prefiller, decoder=decoder))
         tokens = result.decoder_prompt_tokens or result.prompt_tokens
         if result.problem or not result.has_kv_from_prefiller or tokens is None:
@@ -209,12 +209,12 @@ class Canary:
         self, prefiller: Backend | None, decoder: Backend, salt: str | None = None
     ) -> tuple[Call, PickRequest, Timeline]:
         """Return a request that only these instances can serve."""
-        call = Completions().parse(
+        call = Completions().parse_request(
             parse_body(orjson.dumps(self._prompt.body(salt))), self._context.live.settings.cost, {}
         )
         pools = self._context.pools
         others = {*pools.prefill.backends(), *pools.decode.backends()}.difference({prefiller, decoder})
-        return call, call.pick_request(avoid=others, prefer=prefiller), Timeline()
+        return call, call.make_pick_request(avoid=others, prefer=prefiller), Timeline()
 
     async def _send(
         self, opening: AbstractAsyncContextManager[Attempt], timeline: Timeline, result: CanaryResult
@@ -300,12 +300,12 @@ class _AnswerReader:
 
     def received(self, data: bytes) -> bool:
         try:
-            events = self._splitter.feed(data)
+            events = self._splitter.split_chunk(data)
         except EventTooLong:
             self._fail(Failure.BAD_ANSWER, "sent an event that is too long")
             return False
         for event in events:
-            match self._segment.read(event):
+            match self._segment.read_event(event):
                 case Meaning.CONTENT:
                     self._begin()
                     self._take_payload(self._segment.payload)
@@ -335,7 +335,7 @@ class _AnswerReader:
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._attempt.note_kv_arrived()
+            self._attempt.record_kv_arrival()
 
     def _take_payload(self, payload: dict[str, Any]) -> None:
         for choice in payload["choices"]:
@@ -351,7 +351,7 @@ class _AnswerReader:
                 self._completion.set_result(None)
             return
         if not self._has_begun:
-            self._attempt.note_kv_lost()
+            self._attempt.record_kv_loss()
         # vLLM 0.18 to 0.30 ends a stream like this if the request was preempted before its first token, or if the
         # decoder could not load the KV cache.
         self._fail(
@@ -361,7 +361,7 @@ class _AnswerReader:
 
     def _fail(self, failure: Failure, message: str) -> None:
         if not self._completion.done():
-            self._completion.set_exception(self._attempt.response.fail(failure, message))
+            self._completion.set_exception(self._attempt.response.make_failure(failure, message))
 
 
 # Verdicts on a canary. Pure functions.
@@ -481,7 +481,7 @@ class CanaryWatch(BackgroundOwner):
         self._background = BackgroundTasks(logger, "a canary")
 
     def _begin(self) -> None:
-        self._background.keep(self._keep_sending, "canaries", self._context.metrics.background_restarts_total)
+        self._background.keep_running(self._keep_sending, "canaries", self._context.metrics.background_restarts_total)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings. A changed interval begins at once."""

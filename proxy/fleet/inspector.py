@@ -219,7 +219,9 @@ class Inspector(BackgroundOwner):
             self._transfers = Transfers(parts, self._background, traits)
 
     def _begin(self) -> None:
-        self._background.keep(self._keep_comparing, "engine_comparison", self._metrics.background_restarts_total)
+        self._background.keep_running(
+            self._keep_comparing, "engine_comparison", self._metrics.background_restarts_total
+        )
 
     async def _keep_comparing(self) -> None:
         while True:
@@ -358,7 +360,7 @@ class Transfers:
             has_handoffs = state.handoffs_read != self._scoreboard.handoffs(backend.slot)
             if has_handoffs and now >= state.due and not state.is_being_read:
                 state.is_being_read = True
-                self._background.start(self._read_decoder(backend, state, interval_seconds))
+                self._background.start_task(self._read_decoder(backend, state, interval_seconds))
         if self._traits.counts_expired_leases:
             self._read_leases(decoders, interval_seconds * _HEALTHY_INTERVALS)
         return any(not state.pairs and state.pause_seconds < interval_seconds for state in self._decoders.values())
@@ -466,7 +468,7 @@ class Transfers:
             state.due = now + interval_seconds
             if now < state.active_until:
                 state.is_being_read = True
-                self._background.start(self._read_prefiller(backend, state, handoffs))
+                self._background.start_task(self._read_prefiller(backend, state, handoffs))
 
     async def _read_prefiller(self, backend: Backend, state: _PrefillerState, handoffs: Mapping[Backend, int]) -> None:
         try:

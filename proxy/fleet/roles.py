@@ -123,7 +123,7 @@ class RoleMover(BackgroundOwner):
             self._roster.forget_refusal(backend)  # its options may be others now
         if setup.disaggregation_mode in (Role.PREFILL, Role.DECODE) and setup.disaggregation_mode != backend.role:
             self._asked.add(backend)
-            self._background.start(self._confirm(backend, path))
+            self._background.start_task(self._confirm(backend, path))
 
     async def _confirm(self, backend: Backend, path: str) -> None:
         """Begin a move if an engine really has the other role. Its report may be that of its start."""
@@ -163,7 +163,7 @@ class RoleMover(BackgroundOwner):
             self._finish(backend, move)
         else:
             self._asked.add(backend)
-            self._background.start(self._switch(backend, move, self._switch_path))
+            self._background.start_task(self._switch(backend, move, self._switch_path))
 
     def _finish(self, backend: Backend, move: Move) -> None:
         try:

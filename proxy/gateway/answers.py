@@ -78,7 +78,7 @@ class Answer(ABC):
 
     def call_for_engine(self, call: Call) -> Call:
         """Return a call for this answer in the form that engines get."""
-        return call if self.prompt is None or call.api is not Api.CHAT else self.prompt.completion(call)
+        return call if self.prompt is None or call.api is not Api.CHAT else self.prompt.make_completion_call(call)
 
     @property
     def has_damaged_calls(self) -> bool:
@@ -97,7 +97,7 @@ class Answer(ABC):
         """
         raise NotImplementedError
 
-    def values(self) -> dict[str, Any]:
+    def parsed_body(self) -> dict[str, Any]:
         """Return the answer's body as Python objects. Long members may be an `orjson.Fragment`, for orjson only.
 
         Only answers that are not streamed have values.
@@ -152,12 +152,12 @@ class Answer(ABC):
     def close(self, timeline: Timeline) -> None:
         """End an answer whose last engine has not ended it. Raises UnreadableMember if it cannot be assembled."""
         self._write_end(timeline)
-        timeline.usage.add_completion(self.delivery.usage)
+        timeline.usage.add_completion_usage(self.delivery.usage)
 
     def note_partial_usage(self, timeline: Timeline) -> None:
         """Record the tokens of an answer that has ended early, unless an engine has reported them."""
         if timeline.usage.completion_tokens is None:
-            timeline.usage.add_completion(self.delivery.partial_usage())
+            timeline.usage.add_completion_usage(self.delivery.partial_usage())
 
     def _write_end(self, timeline: Timeline) -> None:
         ending = self.delivery.missing_end(timeline.usage.prompt_details)
@@ -221,16 +221,16 @@ class EngineBody(Answer):
         if self._error is not None:
             raise self._error
         dialect, response, raw = self._dialect, attempt.response, self._raw
-        attempt.note_kv_arrived()
-        if len(raw) > SHORT_DOCUMENT_BYTES and dialect.speaks_as_engines:
+        attempt.record_kv_arrival()
+        if len(raw) > SHORT_DOCUMENT_BYTES and dialect.uses_engine_format:
             self._answer = parse_answer(LongAnswer, response, raw)
         else:
             self._answer = parse_answer(Document, response, raw)
         values = dict(self._answer.values)
         dialect.check_answer(response, values)
-        attempt.note_usage(dialect.usage(values))
+        attempt.record_usage(dialect.read_usage(values))
         if (kept := values.get("kv_transfer_params")) is not None:
-            attempt.handoff.note_kept(kept, _all_ids(values))
+            attempt.handoff.keep_answer_kv(kept, _all_ids(values))
         if not dialect.waits_for_prefiller(self.call):
             self._corrections = dialect.correct_members(values, attempt)
 
@@ -243,10 +243,10 @@ class EngineBody(Answer):
         if not self._corrections:
             return self._raw
         assert self._answer is not None
-        changed = self._answer.with_changes(self._corrections)
-        return join_body(Document(self._raw).with_changes(self._corrections) if changed is None else changed)
+        changed = self._answer.make_changed_body(self._corrections)
+        return join_body(Document(self._raw).make_changed_body(self._corrections) if changed is None else changed)
 
-    def values(self) -> dict[str, Any]:
+    def parsed_body(self) -> dict[str, Any]:
         assert self._answer is not None
         values = {**self._answer.values, **self._corrections}
         return {name: value for name, value in values.items() if value is not REMOVED}
@@ -285,7 +285,7 @@ class _Relayed(Answer):
 
     def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
         if self._rendering is not None:
-            self._rendering.begin(attempt, goes_on=self.delivery.seam is not None)
+            self._rendering.begin_decoder_answer(attempt, goes_on=self.delivery.seam is not None)
         timeouts, response = self._timeouts, attempt.response
         relay = self._relay = Relay(attempt, self.delivery, owner, self.writer, self._clock, timeouts.idle_seconds)
         response.limit_silence(attempt.first_token_seconds or timeouts.first_token_seconds)
@@ -311,14 +311,14 @@ class _Relayed(Answer):
         if relay.error is not None:
             raise relay.error
         delivery, segment = self.delivery, relay.segment
-        if segment.kept_params is not None:
-            attempt.handoff.note_kept(segment.kept_params, delivery.all_ids())
+        if segment.kept_kv_params is not None:
+            attempt.handoff.keep_answer_kv(segment.kept_kv_params, delivery.all_ids())
         if not segment.has_usage_chunk:
-            attempt.note_usage(delivery.total_usage(segment.usage))
+            attempt.record_usage(delivery.total_usage(segment.usage))
             return
         if delivery.is_stopped or delivery.usage is None:
             self._write_end(attempt.timeline)
-        attempt.note_usage(delivery.usage)
+        attempt.record_usage(delivery.usage)
 
     async def settle(self, attempt: Attempt) -> None:
         """Wait for the parts of the answer that come from other engines. Raises UpstreamError.
@@ -356,9 +356,9 @@ class AssembledBody(_Relayed):
     def complete(self, attempt: Attempt) -> None:
         super().complete(attempt)
         try:
-            self._dialect.check_answer(attempt.response, self.values())
+            self._dialect.check_answer(attempt.response, self.parsed_body())
         except UnreadableMember as odd:
-            raise attempt.response.unreadable(f"sent an answer that cannot be read: {odd}") from None
+            raise attempt.response.make_unreadable_error(f"sent an answer that cannot be read: {odd}") from None
 
     def close(self, timeline: Timeline) -> None:
         """End an answer whose last engine has not ended it. Raises UnreadableMember if it cannot be assembled.
@@ -366,7 +366,7 @@ class AssembledBody(_Relayed):
         Raises UnreadableMember.
         """
         super().close(timeline)
-        self.values()
+        self.parsed_body()
 
     @property
     def has_damaged_calls(self) -> bool:
@@ -380,13 +380,13 @@ class AssembledBody(_Relayed):
         """Return the tool calls that the model has completed."""
         if not self.delivery.transcript.tools or not self._assembly.is_complete(self.engine.stop_member):
             return []
-        calls: list[dict[str, Any]] = self.values()["choices"][0]["message"]["tool_calls"]
+        calls: list[dict[str, Any]] = self.parsed_body()["choices"][0]["message"]["tool_calls"]
         return calls
 
     def body(self) -> bytes:
-        return dumps(self.values())
+        return dumps(self.parsed_body())
 
-    def values(self) -> dict[str, Any]:
+    def parsed_body(self) -> dict[str, Any]:
         if self._values is None:
             self._values = self._assembly.values(self.delivery) if self._own is None else self._own.values()
         return self._values
@@ -440,13 +440,13 @@ class StreamedAnswer(_Relayed):
             shares_client: Whether other units write to the same stream.
             prompt: See Answer.
         """
-        new_segment = dialect.make_watched_segment if watching.is_close else dialect.make_segment
+        new_segment = dialect.make_watched_segment if watching.is_watched else dialect.make_segment
         delivery = Delivery(
             call,
             new_segment if prompt is None else partial(prompt.segment, call),
-            is_observed=watching.is_close,
+            is_observed=watching.is_watched,
             keeps_bytes=prompt is None,
-            tells_ids=watching.watch is WatchLevel.IDS,
+            tells_ids=watching.level is WatchLevel.CONTINUE_FROM_IDS,
             engine=watching.engine,
             rewrite=None if rendering is None else rendering.render,
         )

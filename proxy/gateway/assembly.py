@@ -52,7 +52,7 @@ class Assembly:
             return True
         return self.finish_reason == "stop" and self._last_choice.get(stop_member) is None
 
-    def cut(self, tokens: int) -> None:
+    def truncate_to_tokens(self, tokens: int) -> None:
         """Forget everything after the first `tokens` tokens."""
         for entries in (self._logprobs or {}).values():
             del entries[tokens:]
@@ -62,7 +62,7 @@ class Assembly:
         call, transcript, engine = delivery.call, delivery.transcript, delivery.engine
         head = {name: value for name, value in delivery.head.items() if name != "object"}
         wants_ids = bool(call.values.get("return_token_ids"))
-        hides = call.values.get("include_reasoning") is False and bool(transcript.reasoning)
+        hides = call.values.get("include_reasoning") is False and bool(transcript.reasoning_text)
         prompt_ids = orjson.Fragment(transcript.prompt_ids) if wants_ids and transcript.prompt_ids else None
         logprobs = None if hides else self._logprobs
         if logprobs is not None and "text_offset" in logprobs and engine.reports_offsets:
@@ -79,7 +79,7 @@ class Assembly:
             choice = {"index": 0, "message": _message(delivery, hides_reasoning=hides), **ending}
             rest = {"prompt_logprobs": None, "prompt_token_ids": prompt_ids, **delivery.tail}
         else:
-            choice = engine.whole_choice({"text": transcript.content}, ending, prompt_ids)
+            choice = engine.make_complete_choice({"text": transcript.content_text}, ending, prompt_ids)
             rest = {**delivery.tail}
         if self._has_routed_experts:
             choice["routed_experts"] = None
@@ -89,7 +89,7 @@ class Assembly:
             "object": "chat.completion" if call.api is Api.CHAT else "text_completion",
             **head,
             "choices": [choice],
-            **engine.whole_tail(delivery.fingerprint, delivery.usage),
+            **engine.make_final_members(delivery.fingerprint, delivery.usage),
             **rest,
         }
 
@@ -113,7 +113,7 @@ def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         # Empty text stays empty text if there is nothing else.
-        "content": transcript.content or (None if transcript.reasoning or transcript.tools else ""),
+        "content": transcript.content_text or (None if transcript.reasoning_text or transcript.tools else ""),
         **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
     }
     if transcript.tools:
@@ -126,5 +126,5 @@ def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
             }
             for call in drop_unnamed_calls(transcript.tools)
         ]
-    message[transcript.reasoning_field] = None if hides_reasoning else transcript.reasoning or None
+    message[transcript.reasoning_field] = None if hides_reasoning else transcript.reasoning_text or None
     return message

@@ -157,7 +157,7 @@ class AttemptLoop:
             entry.has_been_in = True
             return entry
         # All units of an admitted request are admitted, whatever the length of the wait.
-        pick_request = self._call.pick_request
+        pick_request = self._call.make_pick_request
         return admission.admit(
             key,
             patient=not self._is_first and self._rejection is None,
@@ -214,10 +214,10 @@ class AttemptLoop:
                 if begun is not None:
                     raise begun.error
                 pick_request, call = (
-                    self._call.pick_request(avoid, self._prefer),
+                    self._call.make_pick_request(avoid, self._prefer),
                     self._answer.call_for_engine(self._call),
                 )
-                async with self._parts.connector.open(call, pick_request, self._timeline) as attempt:
+                async with self._parts.connector.open_attempt(call, pick_request, self._timeline) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
                     return True
@@ -345,7 +345,7 @@ class AttemptLoop:
     async def _wait_for_backend(self, absence: NoBackendAvailable) -> None:
         """Decide whether to wait for a backend after there was none, or raise."""
         last, resuming = self._last_error, self._resuming
-        is_innocent = last is not None and (last.is_stale or last.failure in _MAY_SUCCEED_AGAIN)
+        is_innocent = last is not None and (last.is_stale_connection or last.failure in _MAY_SUCCEED_AGAIN)
         if absence.role is Role.DECODE and not is_innocent:
             await self._wait_for_decoder()
         is_innocent = is_innocent or self._has_returned(absence.role)

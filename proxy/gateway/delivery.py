@@ -58,7 +58,7 @@ class TokenShapes:
         self.current = None
         if is_token and self.attempts_left and is_whole:
             self.attempts_left -= 1
-            self.current = TokenShape.of(raw)
+            self.current = TokenShape.recognise(raw)
 
 
 _TOKEN_IDS: Final = b'"token_ids":['
@@ -78,7 +78,7 @@ class ChunkWriter:
         """
         self.last_payload: dict[str, Any] = {}
         """The last payload sent: a pattern for a merged usage chunk."""
-        self.wants_ids = call.wants_ids
+        self.wants_ids = call.wants_token_ids
         """Whether the client requested token ids."""
         self.hides_reasoning = is_observed and call.values.get("include_reasoning") is False
         """Whether the client does not get the reasoning."""
@@ -95,14 +95,14 @@ class ChunkWriter:
             self.last_payload = payload
             return self._rewrite(payload)
         if not self._is_observed or self.wants_ids:
-            if not segment.has_engine_members:
+            if not segment.has_engine_only_members:
                 return event.raw
             data = event.data
             assert data is not None
         else:
-            assert segment.data is not None
-            data = without_token_ids(segment.data)
-        if segment.has_engine_members:
+            assert segment.event_data is not None
+            data = without_token_ids(segment.event_data)
+        if segment.has_engine_only_members:
             data = cut_engine_members(data)
         if data is event.data:
             return event.raw
@@ -110,7 +110,7 @@ class ChunkWriter:
 
     def event_without_engine_members(self, segment: Segment, event: Event) -> bytes:
         """Return an event with the engine's bytes, but without the members that are for engines only."""
-        if not segment.has_engine_members:
+        if not segment.has_engine_only_members:
             return event.raw
         assert event.data is not None
         return b"data: %b\n\n" % cut_engine_members(event.data).replace(b"\n", b"\ndata: ")
@@ -159,7 +159,7 @@ class Collector(Protocol):
     def add(self, payload: dict[str, Any]) -> bytes:
         """Add the next chunk to the collected answer."""
 
-    def cut(self, tokens: int) -> None:
+    def truncate_to_tokens(self, tokens: int) -> None:
         """Forget everything after the first `tokens` tokens."""
 
 
@@ -257,7 +257,7 @@ class Delivery:
             return False
         if transcript.prompt_ids is None and call.api is not Api.GENERATE:
             return False
-        return not has_media_parts(call) and not engine.is_structured(call) and engine.reason_inexact(call) is None
+        return not has_media_parts(call) and not engine.is_structured(call) and engine.why_inexact(call) is None
 
     def all_ids(self) -> array[int] | None:
         """Return the token ids of the prompt and of the whole answer; None if they are not known for certain."""
@@ -281,7 +281,7 @@ class Delivery:
         self.seam = self._expected_prompt_ids = None
         self.is_touched = self.is_finished = self.has_lost_track = False
         if self._whole is not None:
-            self._whole.cut(0)
+            self._whole.truncate_to_tokens(0)
 
     def go_on(self, resumption: Resumption) -> None:
         """Prepare for a stream that continues the answer."""
@@ -290,9 +290,9 @@ class Delivery:
         self._expected_prompt_ids = resumption.prompt_ids
         self.is_touched = False
         if resumption.action is not Action.REPLAY:
-            self.transcript.cut(resumption.kept)
+            self.transcript.truncate_to_ids(resumption.kept_ids)
             if self._whole is not None:
-                self._whole.cut(resumption.kept)
+                self._whole.truncate_to_tokens(resumption.kept_ids)
 
     def lose_track(self) -> None:
         """Record that the transcript is incomplete, so that the answer can only begin again."""
@@ -351,7 +351,7 @@ class Delivery:
         assembled: raises UnreadableMember.
         """
         try:
-            return self.transcript.take(choice, ids)
+            return self.transcript.add_choice(choice, ids)
         except UnreadableMember:
             if self._whole is not None:
                 raise
@@ -361,7 +361,7 @@ class Delivery:
     def _learn(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
         """Learn the shape of tokens from an event. After tool calls, tokens may differ in more than their text."""
         is_token = choice.get("finish_reason") is None and choice.get("logprobs") is None and not self.transcript.tools
-        self.shapes.learn(event.raw, is_token=is_token, is_whole=segment.data is event.data)
+        self.shapes.learn(event.raw, is_token=is_token, is_whole=segment.event_data is event.data)
 
     def take_recompute_chunk(self, segment: Segment) -> bytes:
         """Take the last chunk of a decoder that gives up. Its text counts, its finish and tool calls do not."""
@@ -378,7 +378,7 @@ class Delivery:
         remove_tool_calls(choice)
         remove_possible_stop([choice], self.call)
         shows = self._take(choice, choice.get("token_ids"))
-        if not shows and not (self.call.shows_single_tokens and choice.get("token_ids")):
+        if not shows and not (self.call.shows_token_details and choice.get("token_ids")):
             return b""
         return self._with_held_events(self.writer.changed_event(payload, choice))
 
@@ -399,7 +399,7 @@ class Delivery:
         if not segment.is_finished:
             return b""  # the stream ended without an answer
         engine_usage = segment.usage or {}
-        usage = engine_usage if self.seam is None else self.seam.usage(engine_usage)
+        usage = engine_usage if self.seam is None else self.seam.count_whole_usage(engine_usage)
         if self.seam is not None:
             self._count_reasoning(usage)
         self.usage = replace_prompt_details(usage, details) if handed_over else usage
@@ -411,7 +411,7 @@ class Delivery:
 
     def total_usage(self, usage: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the usage of the whole answer from that of the present decoder. None: it sent none."""
-        return usage if self.seam is None or usage is None else self.seam.usage(usage)
+        return usage if self.seam is None or usage is None else self.seam.count_whole_usage(usage)
 
     def pass_other_event(self, segment: Segment, event: Event) -> bytes:
         """Take a comment or unknown data, which is for the client to interpret. It is held before the first token."""
@@ -428,7 +428,7 @@ class Delivery:
         parts = []
         if self.seam is not None and not self.is_finished:
             for payload, _ in self.seam.make_ending_chunks():
-                self.transcript.take(payload["choices"][0], None)
+                self.transcript.add_choice(payload["choices"][0], None)
                 parts.append(self.writer.changed_event(payload, payload["choices"][0]))
         if self.usage is None:
             self.usage = self._usage_or_count(details)
@@ -439,7 +439,7 @@ class Delivery:
 
     def partial_usage(self) -> dict[str, Any] | None:
         """Return the usage of the answer so far, by its token ids. None: engines do not report them."""
-        return None if self.has_lost_track else self.transcript.counted_usage()
+        return None if self.has_lost_track else self.transcript.estimate_usage()
 
     def _usage_or_count(self, details: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the usage from the last chunk, or count the token ids. None: there are neither.
@@ -449,7 +449,7 @@ class Delivery:
         segment = self.segment
         if self.seam is None and segment is not None and segment.usage and len(segment.finish_reasons) == 1:
             return replace_prompt_details(segment.usage, details)
-        if self.has_lost_track or (usage := self.transcript.counted_usage()) is None:
+        if self.has_lost_track or (usage := self.transcript.estimate_usage()) is None:
             return None
         self._count_reasoning(usage)
         return replace_prompt_details(usage, details)
@@ -460,24 +460,24 @@ class Delivery:
         assert self.seam is not None
         payload = split_off_finish_reason(segment.payload)[0] if recomputed else segment.payload
         parts = []
-        chunks = self.seam.rewrite(payload, recomputed=recomputed)
+        chunks = self.seam.rewrite_chunk(payload, recomputed=recomputed)
         if recomputed and not self.seam.withheld_text and not self.is_stopped:
             remove_possible_stop([chunk["choices"][0] for chunk, _ in chunks], self.call)
         for chunk, ids in chunks:
             choice = chunk["choices"][0]
             is_last = choice.get("finish_reason") is not None
             self.is_finished |= is_last
-            shows = self.transcript.take(choice, ids)
+            shows = self.transcript.add_choice(choice, ids)
             if chunk.get("usage"):
                 self._count_reasoning(chunk["usage"])
-            if shows or is_last or (self.call.shows_single_tokens and choice.get("token_ids")):
+            if shows or is_last or (self.call.shows_token_details and choice.get("token_ids")):
                 parts.append(self.writer.changed_event(chunk, choice))
         return b"".join(parts)
 
     def _count_reasoning(self, usage: dict[str, Any]) -> None:
         """Add the count of reasoning tokens, which completions and our own usage lack."""
         if self.counts_reasoning and usage.get("completion_tokens_details") is None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.transcript.reasoning_ids}
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.transcript.count_reasoning_ids}
 
     def _with_held_events(self, output: bytes) -> bytes:
         """Return the output with the events held before it. From now on the client has a part of the answer."""

@@ -71,7 +71,7 @@ class Detokenizer:
 
     async def chat_tokens(self, call: Call) -> list[int] | None:
         """Return the token ids of the prompt that engines render from a chat, or None if no engine answers."""
-        body = call.body(dict.fromkeys(_STREAM_MEMBERS, REMOVED))  # engines reject queries with these members
+        body = call.make_body(dict.fromkeys(_STREAM_MEMBERS, REMOVED))  # engines reject queries with these members
         tokens = await self._query(_TOKENIZE_PATH, body, call.headers, ("tokens",))
         return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
 
@@ -163,7 +163,7 @@ class ChatPrompts:
         room = (self._abilities.max_model_len() or 0) - len(ids)
         if tail is None or room <= 0:
             return None
-        in_reasoning = bool(grammar.opens_reasoning(tail))
+        in_reasoning = bool(grammar.begins_with_reasoning(tail))
         if in_reasoning and not has(KIMI_REASONING):
             self._log_once("chats begin with reasoning, and not all engines have --reasoning-parser kimi_k2")
             return None

@@ -195,7 +195,7 @@ class Intake:
         self._max_body_bytes = settings.listen.max_body_bytes
         most = settings.listen.max_body_elements
         self._max_elements = {
-            path: most if dialect.speaks_as_engines else most // 2  # a translated body is parsed twice
+            path: most if dialect.uses_engine_format else most // 2  # a translated body is parsed twice
             for path, dialect in self.dialects.items()
         }
         self._cost = settings.cost
@@ -217,15 +217,15 @@ class Intake:
         Raises:
             GatewayError: The request cannot be served.
         """
-        call = dialect.parse(document, self._cost, headers)
+        call = dialect.parse_request(document, self._cost, headers)
         if key.slot is not None and (not call.is_ordinary or PRIORITY_HEADER in headers):
             call = limit_priority(call, key.priority, lower_first=self._lower_priority_first)
         if self._names.has_aliases:
-            call = self._names.with_engine_name(call)
+            call = self._names.translate_model_name(call)
         if isinstance(dialect, TranslatedDialect):
-            call = self._system_first.with_joined_system(call)
-            if call.left_out:
-                self._log_left_out(dialect.path, key.name, call.left_out)
+            call = self._system_first.join_system_messages(call)
+            if call.omitted_kinds:
+                self._log_left_out(dialect.path, key.name, call.omitted_kinds)
         return call
 
     def parts_of(self, lane: Lane) -> RequestParts:

@@ -226,7 +226,7 @@ class Lanes:
         return name if isinstance(name, str) and name else self._names.engine_name("")
 
     def _some_names(self) -> str:
-        return quoted({*self.models.names, *self._names.exact}, _MAX_NAMES)
+        return quoted({*self.models.names, *self._names.engine_names_by_alias}, _MAX_NAMES)
 
     def _regroup(self) -> None:
         """Make a lane for each group of models. A lane with some of the names is reused, with its learned values."""

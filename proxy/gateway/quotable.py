@@ -21,4 +21,4 @@ def quotable_texts(delivery: Delivery) -> Sequence[str] | None:
     if texts is None:
         return None
     tools = [text for tool in transcript.tools for text in (tool.name, tool.arguments)]
-    return [*texts, transcript.content, transcript.reasoning, *tools]
+    return [*texts, transcript.content_text, transcript.reasoning_text, *tools]

@@ -201,19 +201,19 @@ class Relay:
             self._end(None)  # bytes after `[DONE]` are ignored
             return False
         try:
-            events = self._splitter.feed(data)
+            events = self._splitter.split_chunk(data)
         except EventTooLong:
-            self._end(self._attempt.response.fail(Failure.BAD_ANSWER, "an event of the stream is too long"))
+            self._end(self._attempt.response.make_failure(Failure.BAD_ANSWER, "an event of the stream is too long"))
             return False
         output: list[bytes] = []
         has_content = is_progress = False
         segment, delivery = self.segment, self._delivery
         for event in events:
-            meaning = segment.read(event)
+            meaning = segment.read_event(event)
             try:
                 if meaning is CONTENT:
                     # Without token ids, an empty chunk may be a token that shows nothing.
-                    is_progress |= not (segment.is_mute and delivery.tells_ids)
+                    is_progress |= not (segment.is_empty_event and delivery.tells_ids)
                     if not self._opened:
                         self._open()
                     if part := delivery.content(segment, event):
@@ -224,14 +224,14 @@ class Relay:
                 else:
                     self._read_other(meaning, event, output)
             except AnswerMismatch:
-                fail = self._attempt.response.fail
+                fail = self._attempt.response.make_failure
                 self._end(fail(Failure.NOT_RESUMED, "did not continue the answer it was given"))
             except UnreadableMember as odd:
                 self._end_unreadable(f"sent an event that cannot be read: {odd}")
             except Exception as error:
                 log_unexpected(error)
                 self._end_unreadable(UNWRITABLE)
-            if self.is_ended or segment.done:
+            if self.is_ended or segment.has_done_event:
                 break
         if has_content and self._clock is not None:
             self._clock.tick()
@@ -252,7 +252,9 @@ class Relay:
         if self.segment.is_complete:  # after `[DONE]` a broken connection does not matter
             error = None
         elif error is None:
-            error = self._attempt.response.fail(Failure.BROKEN, "the stream ended before the answer was complete")
+            error = self._attempt.response.make_failure(
+                Failure.BROKEN, "the stream ended before the answer was complete"
+            )
         self.is_ended, self._is_over, self.error = True, True, error
         owner = self._owner
         self.stop_reading()
@@ -279,7 +281,7 @@ class Relay:
             notes, settle, skips, hides_ids = None, _settle_nothing, _NO_IDS, False
             if delivery.is_observed:
                 transcript = delivery.transcript
-                notes, settle = transcript.note_lists(is_reasoning=shape.is_reasoning), transcript.settle
+                notes, settle = transcript.token_lists(is_reasoning=shape.is_reasoning), transcript.settle_noted_tokens
                 if shape.is_reasoning:
                     skips = frozenset(transcript.grammar.reasoning_end_ids)
                 hides_ids = not delivery.writer.wants_ids
@@ -343,17 +345,17 @@ class Relay:
             self._is_over = True
             attempt.response.limit_silence(END_MARK_SECONDS)
         elif meaning is ERROR:
-            error = _engine_error(attempt, segment.payload, segment.data)
+            error = _engine_error(attempt, segment.payload, segment.event_data)
             error.quotable = partial(quotable_texts, self._delivery)
             self._end(error)
         elif meaning is RECOMPUTED:
             part = self._read_last_chunk()
-            given_up = attempt.response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
+            given_up = attempt.response.make_failure(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             self._end(None if delivery.is_stopped else given_up)
         elif meaning is ABORTED:
-            if self._opened or not segment.is_mute:
+            if self._opened or not segment.is_empty_event:
                 part = self._read_last_chunk()
-            aborted = attempt.response.fail(Failure.ABORTED, "aborted the answer")
+            aborted = attempt.response.make_failure(Failure.ABORTED, "aborted the answer")
             self._end(None if delivery.is_stopped else aborted)
         else:
             if meaning is MALFORMED:
@@ -376,19 +378,19 @@ class Relay:
 
     def _unfinished(self) -> UpstreamError:
         """Return the error for a stream with `[DONE]` but without a finish reason."""
-        fail = self._attempt.response.fail
+        fail = self._attempt.response.make_failure
         if self._delivery.is_touched:
             return fail(Failure.BROKEN, "the stream ended without a finish reason")
         if not self._opened:
             self._opened = True
-            self._attempt.note_kv_lost()
+            self._attempt.record_kv_loss()
         # vLLM 0.18 to 0.30 end a request so if it was preempted before its first token or could not load its KV cache.
         return fail(Failure.RECOMPUTED, "the stream ended before its first token")
 
     def _open(self) -> None:
         """Record that the decoder has begun to answer."""
         self._opened = True
-        self._attempt.note_kv_arrived()
+        self._attempt.record_kv_arrival()
         self._attempt.response.limit_silence(self._idle_seconds, True)
         if self._owner is not None:
             self._owner.on_first_output()
@@ -405,7 +407,7 @@ class Relay:
     def _end_unreadable(self, message: str) -> None:
         """End the stream at an event after which it is unknown what the client has."""
         self._delivery.lose_track()
-        self._end(self._attempt.response.unreadable(message))
+        self._end(self._attempt.response.make_unreadable_error(message))
 
 
 def _settle_nothing() -> None:
@@ -418,4 +420,4 @@ def _engine_error(attempt: Attempt, payload: dict[str, Any], data: bytes | None)
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     json_type = {"content-type": "application/json"}
-    return attempt.response.refuse("reported an error in its stream", status, data, json_type)
+    return attempt.response.make_refusal("reported an error in its stream", status, data, json_type)

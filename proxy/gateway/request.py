@@ -129,12 +129,12 @@ class Request:
         self._record = record
         record.key, record.stream, record.model = self._key.name, call.stream, call.model
         if self._key.token_limit is not None:
-            samples = call.samples
+            samples = call.samples_per_prompt
             self._reservation = self._key.token_limit.reserve(samples * (call.prompt_tokens + (call.output_limit or 0)))
         if parts.lanes.models.is_mixed:
             record.served_model = parts.lanes.find_known_name(call.served_model)
         if record.context is not None:
-            call = self._call = call.in_context(record.context)
+            call = self._call = call.copy_with_trace_context(record.context)
         service = parts.service
         parts.drain.enter(self)
         settings = parts.settings
@@ -147,7 +147,7 @@ class Request:
         )
         writer.gathers_tokens = self._key.gathers_tokens
         if call.stream and parts.keeps_streams_alive:
-            writer.keep_alive_by(settings.stream, dialect.keep_alive)
+            writer.keep_alive_by(settings.stream, dialect.keep_alive_event)
         try:
             if settings.sglang.chat_sampling and service.watching(dialect, call).engine is SGLANG:
                 self._run(self._continue_in_task())
@@ -157,7 +157,7 @@ class Request:
                 self._run(self._continue_in_task())
                 return
             self._timeline = record.timeline()
-            pick_request = work.answers[0].call.pick_request
+            pick_request = work.answers[0].call.make_pick_request
             if service.admission.admits_at_once(record.key, pick_request):
                 self._begin_attempt(work)
             else:
@@ -201,7 +201,7 @@ class Request:
         parts, timeline = self._parts, self._timeline
         assert timeline is not None
         call = work.answers[0].call
-        legs = parts.connector.legs(call, call.pick_request(), timeline)
+        legs = parts.connector.make_legs(call, call.make_pick_request(), timeline)
         if legs is None:
             self._leave_to_task()
             return
@@ -209,7 +209,7 @@ class Request:
         parts.service.budget.enter()
         self._is_let_in = True
         self._driver = LegDriver(parts.upstream, self)
-        self._driver.start(legs)
+        self._driver.start_legs(legs)
 
     def _leave_to_task(self) -> None:
         """Let a task make all attempts, with another timeline."""
@@ -254,7 +254,7 @@ class Request:
         assert work is not None
         try:
             work.answers[0].complete(attempt)
-            driver.finish()
+            driver.finish_attempt()
         except UpstreamError as error:
             self._end_failed_attempt(error)
             return
@@ -296,7 +296,7 @@ class Request:
         driver, self._driver = self._driver, None
         assert driver is not None
         try:
-            driver.fail(error)
+            driver.fail_attempt(error)
         except (NoBackendAvailable, UpstreamError) as raised:
             self._run(self._continue_in_task(self._failed_attempt(raised)))
         except Exception as raised:
@@ -354,7 +354,7 @@ class Request:
         self._has_task = True
         parts, record, work = self._parts, self._record, self._work
         service = parts.service
-        record.samples = self._call.samples
+        record.samples = self._call.samples_per_prompt
         token = logs.request_id.set(record.request_id)
         self._uncount()
         task = asyncio.current_task()
@@ -414,7 +414,7 @@ class Request:
             queued.leave()
         driver, self._driver = self._driver, None
         if driver is not None:
-            driver.release(error)
+            driver.release_attempt(error)
             assert self._timeline is not None
             self._timeline.leave()
         if isinstance(error, GatewayError):

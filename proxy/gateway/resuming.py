@@ -66,7 +66,7 @@ class Resuming:
 
     def is_incident(self, error: UpstreamError) -> bool:
         """Return whether the error has broken off an answer that had begun. Unreadable bytes are no part of it."""
-        if error.is_unreadable and self._delivery.seam is None:
+        if error.is_unreadable_answer and self._delivery.seam is None:
             return False
         return self._delivery.is_touched or error.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED)
 
@@ -81,7 +81,7 @@ class Resuming:
             UpstreamError: The answer cannot be resumed.
         """
         settings = self._settings
-        if settings.mode == "off" or self.is_unrepeatable or (error.is_clients_fault and self._delivery.seam is None):
+        if settings.mode == "off" or self.is_unrepeatable or (error.is_fault_of_client and self._delivery.seam is None):
             raise error
         # An evacuation is no failure, and happens once for each removed instance.
         self._moves += error.failure is Failure.REMOVED
@@ -100,7 +100,7 @@ class Resuming:
     def given_up_error(self, error: UpstreamError, reason: str) -> UpstreamError:
         """Return the error for an answer that had begun and cannot be completed. `reason`: why it cannot."""
         self._metrics.resume_failures_total.labels(error.failure.value).inc()
-        return error.as_given_up(reason, keeps_body=self._delivery.seam is None)
+        return error.copy_as_abandoned(reason, keeps_body=self._delivery.seam is None)
 
     async def _plan(self, error: UpstreamError, call: Call) -> Resumption:
         """Return the plan for the next attempt. Raises CannotResume."""
@@ -108,7 +108,7 @@ class Resuming:
         if error.failure is Failure.NOT_RESUMED:
             if self.action not in (Action.CHAT_TOKENS, Action.ROLL_BACK):
                 raise CannotResume("the engine did not continue it exactly")
-            self._chats = ChatTokenApi.COMPLETIONS
+            self._chats = ChatTokenApi.COMPLETIONS_API
         elif not delivery.is_touched:
             if delivery.seam is None:
                 delivery.begin_anew()
@@ -132,7 +132,7 @@ class Resuming:
             delivery.begin_anew()
         else:
             delivery.go_on(resumption)
-        self._timeline.usage.is_resumed = resumption.kept > 0
+        self._timeline.usage.is_resumed = resumption.kept_ids > 0
         return resumption
 
     async def _prompt_ids(self) -> bytes | None:
@@ -143,7 +143,7 @@ class Resuming:
         call, usage = self._answer.call, self._usage()
         if call.api is not Api.GENERATE:
             return None
-        members = call.members(("text", "input_ids"))
+        members = call.read_members(("text", "input_ids"))
         ids = members.get("input_ids")
         if isinstance(text := members.get("text"), str):
             ids = await self._parts.detokenizer.tokens(call.values.get("model"), text, call.headers)
@@ -161,30 +161,30 @@ class Resuming:
         delivery.counts_reasoning |= (
             bool(counts)
             or self._usage().get("completion_tokens_details") is not None
-            or (bool(delivery.transcript.reasoning) and abilities.has_if_known(REASONING_USAGE))
+            or (bool(delivery.transcript.reasoning_text) and abilities.has_if_known(REASONING_USAGE))
         )
         # An engine that could count reasoning tokens and does not has no reasoning parser.
         is_unparsed = counts is False and abilities.has_if_known(REASONING_USAGE)
         prompt = self._answer.prompt
         if prompt is not None:
-            chats = ChatTokenApi.COMPLETIONS
+            chats = ChatTokenApi.COMPLETIONS_API
         elif self._settings.chats != "auto":
             chats = ChatTokenApi(self._settings.chats)
         else:
-            chats = ChatTokenApi.NATIVE if abilities.has(CHAT_TOKEN_IDS) else ChatTokenApi.COMPLETIONS
+            chats = ChatTokenApi.NATIVE_MEMBER if abilities.has(CHAT_TOKEN_IDS) else ChatTokenApi.COMPLETIONS_API
         return Situation(
             engine=self._answer.engine,
             call=self._answer.call,
-            head=delivery.head,
+            answer_head=delivery.head,
             transcript=delivery.transcript,
-            shown=delivery.has_output,
-            shows_ids=delivery.call.shows_single_tokens,
-            ahead=() if delivery.seam is None else delivery.seam.swallowed,
-            segment=self.count,
-            chats=self._chats or chats,
+            is_answer_shown=delivery.has_output,
+            shows_ids=delivery.call.shows_token_details,
+            dropped_ids=() if delivery.seam is None else delivery.seam.swallowed_ids,
+            decoder_count=self.count,
+            chat_token_api=self._chats or chats,
             keeps_length=abilities.has_if_known(LENGTH_BESIDE_TOOL_CALLS),
             shows_blanks=prompt is None and not abilities.has_if_known(TRAILING_BLANKS_HELD),
-            seeds_repeat=abilities.has(SEEDS_REPEAT),
+            repeats_seeded_answers=abilities.has(SEEDS_REPEAT),
             parses_reasoning=True if delivery.counts_reasoning else False if is_unparsed else None,
             chat_sampling=None if prompt is None else prompt.sampling,
             max_model_len=abilities.max_model_len(),

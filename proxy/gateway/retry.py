@@ -47,7 +47,7 @@ def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_
 def _attempts(error: UpstreamError, max_attempts: int) -> int:
     if error.failure in _UNLIMITED or error.is_backpressure:
         return max_attempts
-    if error.failure in (Failure.TIMEOUT, Failure.MISSING_KV, Failure.NOT_RESUMED) or error.is_clients_fault:
+    if error.failure in (Failure.TIMEOUT, Failure.MISSING_KV, Failure.NOT_RESUMED) or error.is_fault_of_client:
         return 1
     return 2
 

@@ -94,7 +94,7 @@ class Suspects:
         Raises:
             SuspectRequest: The same request has crashed engines before.
         """
-        earlier = 0 if self.memory.is_empty else self.memory.engines(call.body({}))
+        earlier = 0 if self.memory.is_empty else self.memory.engines(call.make_body({}))
         if earlier >= MAX_ENGINES:
             raise SuspectRequest
         return Suspicion(earlier, is_split=units > 1, call=call)
@@ -108,14 +108,14 @@ class Suspects:
         if error is not None:
             if engines := suspicion.engines(self.clock()):
                 least_poison = MAX_ENGINES if suspicion.is_convicted else 0
-                self.memory.remember(call.body({}), max(least_poison, min(engines, MAX_ENGINES - 1)))
+                self.memory.remember(call.make_body({}), max(least_poison, min(engines, MAX_ENGINES - 1)))
         else:
             self.note_served(call)
 
     def note_served(self, call: Call) -> None:
         """Forget a client request that has received its whole answer."""
         if not self.memory.is_empty:
-            self.memory.forget(call.body({}))
+            self.memory.forget(call.make_body({}))
 
     # Where a unit may go
 
@@ -302,7 +302,7 @@ class Suspects:
         """Wait for the time of a hearing, and convict or acquit a request. `backend`: the engine that crashed last."""
         call, memory = suspicion.call, self.memory
         if call is not None:
-            memory.remember(call.body({}), 1)  # forgotten if the same request is served during the hearing
+            memory.remember(call.make_body({}), 1)  # forgotten if the same request is served during the hearing
         verdict = self._hearings[suspicion] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.sleep(self.hearing_seconds)
@@ -323,11 +323,11 @@ class Suspects:
         """Convict or acquit a request at the end of its hearing."""
         call, memory, now = suspicion.call, self.memory, self.clock()
         deaths = [death for death in self._deaths.values() if death.backend.role is backend.role]
-        is_served = call is not None and not memory.engines(call.body({}))
+        is_served = call is not None and not memory.engines(call.make_body({}))
         if is_served or is_acquitted(suspicion, deaths, now):
             suspicion.acquit()
             if call is not None:
-                memory.forget(call.body({}))
+                memory.forget(call.make_body({}))
         else:
             suspicion.is_convicted = True
             self._metrics.suspect_requests_total.inc()
@@ -387,7 +387,7 @@ class UnitGuard:
     async def must_stop(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
         """Return whether to stop the request after an attempt failed. See Suspects.must_stop."""
         self.blame.note_failure(error)
-        return error.is_breakdown and await self._suspects.must_stop(
+        return error.is_engine_breakdown and await self._suspects.must_stop(
             self.suspicion, self.history, error, timeline, record
         )
 

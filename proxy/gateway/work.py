@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("proxy.flow.gateway")
 
-_NOT_WATCHED: Final = VLLM.watching[WatchLevel.NOT]
+_NOT_WATCHED: Final = VLLM.watching[WatchLevel.REPEAT_UNSEEN]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -147,16 +147,16 @@ class RequestService:
             GatewayError: The request cannot be served.
         """
         connector, parts = self._connector, self._parts
-        connector.check(call)
-        if dialect.is_single(call) or not connector.splits(call):
+        connector.check_call(call)
+        if dialect.has_single_choice(call) or not connector.splits_into_units(call):
             units = [Unit(call, 0, True)]
         else:
-            units = dialect.split(call, parts.live.settings.cost, parts.live.settings.fanout.max_units)
+            units = dialect.split_into_units(call, parts.live.settings.cost, parts.live.settings.fanout.max_units)
         answers: list[Answer] = []
         if not call.stream:
             for unit in units:
                 watching = self.watching(dialect, unit.call, prompt)
-                if watching.is_close:
+                if watching.is_watched:
                     answers.append(AssembledBody(unit.call, dialect, parts, watching, prompt))
                 else:
                     answers.append(EngineBody(unit.call, dialect))
@@ -164,8 +164,8 @@ class RequestService:
         rendering = dialect.make_rendering(call, units)
         for unit in units:
             watching = self.watching(dialect, unit.call, prompt)
-            unit_rendering = rendering.unit(unit)
-            if unit_rendering is None and watching.is_close:
+            unit_rendering = rendering.make_unit_rendering(unit)
+            if unit_rendering is None and watching.is_watched:
                 unit_rendering = dialect.make_watched_rendering(unit.call)
             answer = StreamedAnswer(
                 unit.call,
@@ -187,7 +187,7 @@ class RequestService:
         `prompt`: that of a chat that engines get as a completion. None: the engines get the call itself.
         """
         if prompt is not None:
-            return prompt.engine.watching[WatchLevel.IDS]
+            return prompt.engine.watching[WatchLevel.CONTINUE_FROM_IDS]
         resume = self._parts.live.settings.resume
         abilities = self._parts.abilities
         limit = None if call.stream else call.output_limit
@@ -196,10 +196,10 @@ class RequestService:
             engine is None
             or resume.mode != "exact"
             or (limit is not None and limit <= resume.repeat_up_to_tokens)
-            or not (self._connector.splits(call) or dialect.is_single(call))
+            or not (self._connector.splits_into_units(call) or dialect.has_single_choice(call))
         ):
             return _NOT_WATCHED
-        return engine.watching[engine.watch(call, abilities.has)]
+        return engine.watching[engine.watch_level(call, abilities.has)]
 
     async def make_answers(
         self, call: Call, answers: Sequence[Answer], record: RequestRecord, failed: FailedAttempt | None = None
@@ -336,10 +336,13 @@ class Work:
     def render_ending(self) -> bytes:
         """Return the end of a stream, or the whole body of an answer that is not streamed. Raises GatewayError."""
         if self._rendering is None:
-            return self.dialect.whole(self.call, self.units, self.answers)
+            return self.dialect.render_complete_body(self.call, self.units, self.answers)
         answers = self.answers
         usages = [answer.delivery.usage for answer in answers]
-        return self._rendering.render_ending(usages, answers[-1].delivery.writer.last_payload) + self.dialect.done_event
+        return (
+            self._rendering.render_final_events(usages, answers[-1].delivery.writer.last_payload)
+            + self.dialect.stream_end_event
+        )
 
     def error_event(self, error: GatewayError) -> bytes:
         """Return the event that reports an error in the middle of a stream."""

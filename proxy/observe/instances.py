@@ -137,8 +137,8 @@ class Instances:
             gauges["state"].add_metric(key, _STATES[health.state])
             gauges["weight"].add_metric(key, pool.weight(backend))
             gauges["inflight"].add_metric(key, requests)
-            gauges["load_tokens"].add_metric((*key, "compute"), charged.compute)
-            gauges["load_tokens"].add_metric((*key, "kv"), charged.kv)
+            gauges["load_tokens"].add_metric((*key, "compute"), charged.compute_tokens)
+            gauges["load_tokens"].add_metric((*key, "kv"), charged.kv_tokens)
             if backend.role is Role.DECODE:
                 gauges["tokens_per_second"].add_metric(key, rates.get(backend.name, 0.0))
             if health.facts is not None and health.facts.kv_tokens is not None:

@@ -205,7 +205,7 @@ class UsageKeeper(BackgroundOwner):
 
     def _begin(self) -> None:
         if self._is_logging:
-            self._background.keep(self._keep_saving, "key_usage", self._restarts)
+            self._background.keep_running(self._keep_saving, "key_usage", self._restarts)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -315,7 +315,7 @@ class ConfigWatcher(BackgroundOwner):
             with suppress(SettingsError):
                 await self.reload(by)
 
-        self._background.start(reload())
+        self._background.start_task(reload())
 
     def look(self) -> None:
         """Apply a new configuration, if there is one.
@@ -326,7 +326,7 @@ class ConfigWatcher(BackgroundOwner):
         stamps = self._configuration.new_stamps()
         # Changed files are read when two looks find the same, because one may be half written at the first.
         if stamps and stamps == self._stamps_seen and not self._background:
-            self._background.start(self._reload_files(stamps))
+            self._background.start_task(self._reload_files(stamps))
         self._stamps_seen = stamps
 
     def _catch_up(self) -> None:

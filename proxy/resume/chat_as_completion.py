@@ -44,9 +44,9 @@ def can_translate_to_completion(engine: Engine, call: Call) -> bool:
     values = call.values
     return not (
         call.api is not Api.CHAT
-        or call.shows_single_tokens
+        or call.shows_token_details
         or engine.is_structured(call)
-        or engine.reason_inexact(call) is not None
+        or engine.why_inexact(call) is not None
         or any(values.get(name) for name in _ENGINE_CHAT_MEMBERS)
         or any(values.get(name) is False for name in _MEMBERS_ON_BY_DEFAULT)
         or has_media_parts(call)
@@ -78,11 +78,11 @@ class ChatPrompt:
     """The prompt of a chat as its engines render it, and the settings that a completion needs to replace the chat."""
 
     engine: Engine
-    ids: bytes
+    raw_token_ids: bytes
     """The token ids of the prompt, as a JSON array."""
-    tokens: int
+    prompt_tokens: int
     """The number of tokens in the prompt."""
-    room: int
+    available_tokens: int
     """Maximum number of tokens of the answer that fit into an engine's context."""
     sampling: Mapping[str, float]
     """The engines' default sampling options for chats."""
@@ -92,19 +92,19 @@ class ChatPrompt:
     keeps_length: bool
     """Whether engines report the finish reason `length` even for an answer with tool calls."""
 
-    def completion(self, chat: Call) -> Call:
+    def make_completion_call(self, chat: Call) -> Call:
         """Return the call of a completion that has the same answer as a chat."""
         limit = read_output_limit(chat)
         changes = {
-            **self.engine.as_completion(chat, self.sampling),
-            **translate_to_completion(chat, self.room if limit is None else limit, reads_markers=True),
-            "prompt": orjson.Fragment(self.ids),
+            **self.engine.completion_members(chat, self.sampling),
+            **translate_to_completion(chat, self.available_tokens if limit is None else limit, reads_markers=True),
+            "prompt": orjson.Fragment(self.raw_token_ids),
         }
-        return replace(chat.changed(changes, prompt_tokens=self.tokens), api=Api.COMPLETIONS)
+        return replace(chat.copy_with_changes(changes, prompt_tokens=self.prompt_tokens), api=Api.COMPLETIONS)
 
     def segment(self, chat: Call) -> Segment:
         """Return the reader of the stream of the completion that replaces a chat."""
-        parser = self.grammar.parser(
+        parser = self.grammar.make_parser(
             in_reasoning=self.in_reasoning,
             calls_tools=may_call_tools(chat),
             shows_blanks=False,
@@ -118,16 +118,16 @@ class ChatPrompt:
 class CompletionStreamAsChat(Segment):
     """Reads a completion's stream and returns the chunks of the chat that it answers."""
 
-    __slots__ = ("_as_chat", "_has_role")
+    __slots__ = ("_translator", "_has_role")
 
     def __init__(self, translator: CompletionToChat) -> None:
         super().__init__()
-        self._as_chat = translator
+        self._translator = translator
         self._has_role = False
 
-    def read(self, event: Event) -> Meaning:
+    def read_event(self, event: Event) -> Meaning:
         """Read an event, and add the role to the first delta."""
-        meaning = super().read(event)
+        meaning = super().read_event(event)
         if meaning not in (Meaning.CONTENT, Meaning.USAGE):
             return meaning
         payload = self.payload
@@ -137,7 +137,7 @@ class CompletionStreamAsChat(Segment):
         try:
             for choice in payload["choices"]:
                 is_last = choice.get("finish_reason") is not None
-                delta = self._as_chat.delta(choice, is_last=is_last)
+                delta = self._translator.make_chat_delta(choice, is_last=is_last)
                 if (delta or is_last) and not self._has_role:
                     self._has_role = True
                     delta = {"role": "assistant", **delta}
@@ -172,10 +172,10 @@ class CompletionToChat:
         self._top_logprobs = top_logprobs
         self._hidden_by_tools = ("stop",) if keeps_length else ("stop", "length")
 
-    def delta(self, choice: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
+    def make_chat_delta(self, choice: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
         """Convert a completion's choice to a chat's choice, in place. Return its delta."""
         text = choice.pop("text", None) or ""
-        delta = rename_reasoning_member(self._reasoning_field, self._parser.feed(text, finished=is_last))
+        delta = rename_reasoning_member(self._reasoning_field, self._parser.parse_text(text, finished=is_last))
         choice.pop("prompt_token_ids", None)
         if choice.get("logprobs") is not None:
             choice["logprobs"] = make_chat_logprobs(choice["logprobs"], self._top_logprobs)

@@ -48,7 +48,7 @@ def continue_from_tokens(
         parser: The parser for the text of a chat that continues as a completion.
         so_far: The text of the kept ids, for a chat whose engine needs it.
     """
-    call, transcript, kept = situation.call, situation.transcript, cut.kept
+    call, transcript, kept = situation.call, situation.transcript, cut.kept_ids
     assert transcript.prompt_ids is not None
     prompt = orjson.loads(transcript.prompt_ids) + transcript.ids[:kept].tolist()
     limit = read_output_limit(call)
@@ -56,23 +56,25 @@ def continue_from_tokens(
     left = None if limit is None else limit - kept
     is_over = (left is not None and left <= 0) or (room is not None and room <= 0)
     late = 0 if parser is None else len(parser.held_text)
-    guard = None if is_over else _make_stop_guard(situation, cut, late or len(cut.deferred))
-    if guard is None and cut.held:
-        pending = {**(pending or {}), cut.channel: cut.held}
+    guard = None if is_over else _make_stop_guard(situation, cut, late or len(cut.deferred_text))
+    if guard is None and cut.held_text:
+        pending = {**(pending or {}), cut.channel: cut.held_text}
     seam = Seam(
         SeamPlan(
             api=call.api,
-            head=situation.head,
+            answer_head=situation.answer_head,
             transcript=transcript,
-            kept=kept,
-            pending=pending,
+            kept_ids=kept,
+            pending_delta=pending,
             channel=cut.channel,
-            guard=guard,
-            deferred=cut.deferred,
-            swallowed=[*transcript.ids[kept:], *situation.ahead] if situation.shows_ids and situation.shown else [],
-            known=cut.known,
-            as_chat=None if parser is None else _make_chat_translator(situation, parser, pending or {}),
-            text_offset=transcript.offset_behind(kept) if situation.keeps_length else None,
+            stop_guard=guard,
+            deferred_text=cut.deferred_text,
+            swallowed_ids=[*transcript.ids[kept:], *situation.dropped_ids]
+            if situation.shows_ids and situation.is_answer_shown
+            else [],
+            known_text=cut.known_text,
+            chat_translator=None if parser is None else _make_chat_translator(situation, parser, pending or {}),
+            text_offset=transcript.text_offset_after(kept) if situation.keeps_length else None,
             engine=situation.engine,
         )
     )
@@ -84,17 +86,19 @@ def continue_from_tokens(
         return Resumption(action, continuing, seam, kept)
     changes = _continuation_changes(situation, kept, left)
     if parser is None and call.api is Api.CHAT:
-        changed = call.changed(changes, prompt_tokens=len(prompt))
-        continuing = situation.engine.chat_from_ids(changed, situation.chats.key, prompt_ids, delta_so_far)
+        changed = call.copy_with_changes(changes, prompt_tokens=len(prompt))
+        continuing = situation.engine.make_chat_call_from_ids(
+            changed, situation.chat_token_api.member_name, prompt_ids, delta_so_far
+        )
     else:
         changes["prompt"] = orjson.Fragment(prompt_ids)
         if call.api is Api.CHAT:
             if left is None and room is None:
                 raise CannotResume("no engine has reported its maximum sequence length")
-            changes.update(situation.engine.as_completion(call, situation.chat_sampling))
+            changes.update(situation.engine.completion_members(call, situation.chat_sampling))
             reads_markers = parser is not None and parser.reads_markers
             changes.update(translate_to_completion(call, room if left is None else left, reads_markers=reads_markers))
-        continuing = replace(call.changed(changes, prompt_tokens=len(prompt)), api=Api.COMPLETIONS)
+        continuing = replace(call.copy_with_changes(changes, prompt_tokens=len(prompt)), api=Api.COMPLETIONS)
     continuing = replace(continuing, output_tokens=max(1, call.output_tokens - kept))
     return Resumption(action, continuing, seam, kept, prompt_ids)
 
@@ -102,33 +106,33 @@ def continue_from_tokens(
 def _make_native_call(situation: Situation, prompt_ids: bytes, prompt_tokens: int, kept: int, left: int | None) -> Call:
     """Return the call of SGLang's `/generate` that continues an answer. Its seed stays the same."""
     call = situation.call
-    params: dict[str, Any] = {**call.sampling, "max_new_tokens": left}
+    params: dict[str, Any] = {**call.sampling_members, "max_new_tokens": left}
     if least := read_min_tokens(call):
         params["min_new_tokens"] = max(0, least - kept)
     changes = {"text": REMOVED, "input_ids": orjson.Fragment(prompt_ids), "sampling_params": params}
-    changed = call.changed(changes, prompt_tokens=prompt_tokens)
+    changed = call.copy_with_changes(changes, prompt_tokens=prompt_tokens)
     return replace(changed, output_tokens=max(1, call.output_tokens - kept))
 
 
 def _make_stop_guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
     """Return the guard that looks for stop strings across the seam; None if there can be none."""
     call, transcript = situation.call, situation.transcript
-    longest = max(map(len, call.stops), default=0)
+    longest = max(map(len, call.stop_strings), default=0)
     if longest < 2:
         return None
-    shows_stop = situation.engine.shows_stops(call)
-    shown = transcript.content if cut.channel == "content" else transcript.reasoning
+    shows_stop = situation.engine.shows_stop_strings(call)
+    shown = transcript.content_text if cut.channel == "content" else transcript.reasoning_text
     before = shown[1 - longest :] if shows_stop else ""
-    if not (cut.held or before or late):
+    if not (cut.held_text or before or late):
         return None
     minimum = read_min_tokens(call)
     return StopGuard(
-        call.stops,
-        cut.held,
+        call.stop_strings,
+        cut.held_text,
         late=late,
         before=before,
         shows_stop=shows_stop,
-        tokens_to_minimum=minimum - cut.kept if minimum else None,
+        tokens_to_minimum=minimum - cut.kept_ids if minimum else None,
     )
 
 
@@ -154,8 +158,8 @@ def _continuation_changes(situation: Situation, kept: int, left: int | None) -> 
         changes["min_tokens"] = max(0, least - kept)
     seed = values.get("seed")
     if isinstance(seed, int):
-        changes["seed"] = situation.engine.next_seed(seed, situation.segment)
+        changes["seed"] = situation.engine.next_seed(seed, situation.decoder_count)
     budget = values.get("thinking_token_budget")
     if isinstance(budget, int) and budget >= 0:  # -1 means no budget (vLLM `ThinkingTokenBudget`)
-        changes["thinking_token_budget"] = max(0, budget - situation.transcript.reasoning_among(kept))
+        changes["thinking_token_budget"] = max(0, budget - situation.transcript.count_reasoning_among(kept))
     return changes

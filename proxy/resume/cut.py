@@ -44,16 +44,16 @@ Steps = Generator[Sequence[int], str | None, T]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The place where an answer is cut. The first `kept` token ids become part of the prompt."""
+    """The place where an answer is cut. The first `kept_ids` token ids become part of the prompt."""
 
-    kept: int
-    held: str = ""
+    kept_ids: int
+    held_text: str = ""
     """The last part of the text of the kept ids. The client does not have this part yet."""
-    deferred: str = ""
-    """White space after `held`, which the client gets only if more text of the same kind follows."""
+    deferred_text: str = ""
+    """White space after `held_text`, which the client gets only if more text of the same kind follows."""
     channel: str = "content"
     """The member of a chat's delta to which this text and the next text belong."""
-    known: str = ""
+    known_text: str = ""
     """The text after the text of the kept ids. The client already has it, and the engine generates it again."""
 
 
@@ -79,20 +79,22 @@ def find_cut(
         may_lag: Whether the text may lag behind the ids for another reason.
         may_hide: Whether the text may lack special tokens.
     """
-    transcript, stops = situation.transcript, situation.call.stops
+    transcript, stops = situation.transcript, situation.call.stop_strings
     may_hold = max(map(len, stops), default=0) > 1
-    shown = transcript.content or transcript.reasoning
+    shown = transcript.content_text or transcript.reasoning_text
     may_lag = (
-        may_lag or transcript.shown_id_count - transcript.chunk_start > 1 or shown.endswith(UNFINISHED_CHARACTER_MARK)
+        may_lag
+        or transcript.count_shown_ids - transcript.first_id_of_chunk > 1
+        or shown.endswith(UNFINISHED_CHARACTER_MARK)
     )
     if not (may_hold or may_lag):
-        settled = transcript.shown_id_count
+        settled = transcript.count_shown_ids
         if not situation.engine.shows_half_tokens:
             return Cut(settled, channel=channel)
         end = yield from detokenize(transcript, settled, begin=max(0, settled - _MAX_IDS_OF_CHARACTER))
         if not end.endswith(UNFINISHED_CHARACTER_MARK):
             return Cut(settled, channel=channel)
-    kept, least = (len(transcript.ids), 0) if may_hold else (transcript.shown_id_count, transcript.chunk_start)
+    kept, least = (len(transcript.ids), 0) if may_hold else (transcript.count_shown_ids, transcript.first_id_of_chunk)
     # The engine held text back, and so did this gateway where answers were joined before.
     most_held = 2 * max(map(len, stops), default=1) - 2
     hidden: set[int] = set()
@@ -103,7 +105,7 @@ def find_cut(
             and not text.endswith(UNFINISHED_CHARACTER_MARK)
             and shown.startswith(text)
         ):
-            return Cut(kept, channel=channel, known=shown[len(text) :])
+            return Cut(kept, channel=channel, known_text=shown[len(text) :])
         with suppress(AnswerMismatch):
             new, deferred = compare(text)
             held = new.pop(channel, "")

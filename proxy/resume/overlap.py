@@ -24,30 +24,33 @@ class ReplayedAnswer:
     def __init__(self, transcript: Transcript) -> None:
         self.ids = transcript.ids.tolist()
         """The token ids that are not repeated yet. `count_repeated_ids` removes ids."""
-        self._texts = {transcript.reasoning_field: transcript.reasoning, "content": transcript.content}
+        self._remaining_texts = {
+            transcript.reasoning_field: transcript.reasoning_text,
+            "content": transcript.content_text,
+        }
         self._arguments = [call.arguments for call in transcript.tools]
         self._headers = [(call.id, call.name) for call in transcript.tools]
         self._calls_left = set(range(len(transcript.tools)))
-        self._places: dict[object, int] = {}
+        self._places_of_calls: dict[object, int] = {}
         """The position of each repeated tool call among the calls, by its index.
 
         Engines may leave gaps between indices.
         """
-        self._is_past_reasoning = bool(transcript.content or transcript.tools)
+        self._is_past_reasoning = bool(transcript.content_text or transcript.tools)
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the decoder has repeated the whole text and all tool calls. Token ids do not count."""
-        return not (any(self._texts.values()) or any(self._arguments) or self._calls_left)
+        return not (any(self._remaining_texts.values()) or any(self._arguments) or self._calls_left)
 
     @property
     def unrepeated_content(self) -> str:
         """The content that is not repeated yet. Empty if anything besides content is not repeated yet."""
-        rest = self._texts["content"]
-        is_rest = not (any(self._arguments) or self._calls_left or sum(map(bool, self._texts.values())) > 1)
+        rest = self._remaining_texts["content"]
+        is_rest = not (any(self._arguments) or self._calls_left or sum(map(bool, self._remaining_texts.values())) > 1)
         return rest if is_rest else ""
 
-    def new_part(self, delta: dict[str, Any]) -> dict[str, Any]:
+    def cut_repeated_part(self, delta: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a delta that the client does not have.
 
         Raises Mismatch if the rest differs from the answer.
@@ -55,19 +58,21 @@ class ReplayedAnswer:
         new = {name: value for name, value in delta.items() if name != "tool_calls" and name not in TEXT_MEMBERS}
         for name in TEXT_MEMBERS:
             if text := delta.get(name):
-                if name == "content" and any(self._texts[other] for other in self._texts if other != name):
+                if name == "content" and any(
+                    self._remaining_texts[other] for other in self._remaining_texts if other != name
+                ):
                     raise AnswerMismatch  # reasoning comes first
-                rest, self._texts[name] = _differing_ends(text, self._texts.get(name, ""))
+                rest, self._remaining_texts[name] = _differing_ends(text, self._remaining_texts.get(name, ""))
                 if rest and name != "content" and self._is_past_reasoning:
                     raise AnswerMismatch
                 if rest:
                     new[name] = rest
-        parts = [part for part in map(self._beyond_call, delta.get("tool_calls") or ()) if part]
+        parts = [part for part in map(self._cut_repeated_call, delta.get("tool_calls") or ()) if part]
         return new | {"tool_calls": parts} if parts else new
 
-    def _beyond_call(self, part: dict[str, Any]) -> dict[str, Any] | None:
+    def _cut_repeated_call(self, part: dict[str, Any]) -> dict[str, Any] | None:
         index = part.get("index", 0)
-        place = self._places.setdefault(index, len(self._places))
+        place = self._places_of_calls.setdefault(index, len(self._places_of_calls))
         if place >= len(self._headers):
             return part
         self._calls_left.discard(place)
@@ -97,7 +102,7 @@ def cut_known_part(transcript: Transcript, delta_so_far: dict[str, Any]) -> dict
     Raises Mismatch if the delta differs from the client's answer or is shorter.
     """
     overlap = ReplayedAnswer(transcript)
-    new = overlap.new_part(delta_so_far)
+    new = overlap.cut_repeated_part(delta_so_far)
     if not overlap.is_exhausted:
         raise AnswerMismatch
     return new
@@ -109,7 +114,7 @@ def compare_answer(transcript: Transcript, delta_so_far: dict[str, Any]) -> tupl
     Raises Mismatch if the delta differs from the client's answer.
     """
     overlap = ReplayedAnswer(transcript)
-    new, known = overlap.new_part(delta_so_far), overlap.unrepeated_content
+    new, known = overlap.cut_repeated_part(delta_so_far), overlap.unrepeated_content
     if not (known or overlap.is_exhausted):
         raise AnswerMismatch
     return new, known

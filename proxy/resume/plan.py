@@ -37,20 +37,20 @@ def plan_resumption(situation: Situation) -> Steps[Resumption]:
     This is a generator. It yields token ids and receives their text, or None if that is not available. Most answers
     need no text.
     """
-    if not situation.shown and len(situation.transcript.ids) < _CHEAP_ANSWER_TOKENS:
+    if not situation.is_answer_shown and len(situation.transcript.ids) < _CHEAP_ANSWER_TOKENS:
         return Resumption(Action.RESTART, situation.call)
     try:
         return (yield from _continue_answer(situation))
     except CannotResume:
-        if not situation.shown:
+        if not situation.is_answer_shown:
             return Resumption(Action.RESTART, situation.call)
-        if not situation.engine.is_reproducible(situation.call, seeds_repeat=situation.seeds_repeat):
+        if not situation.engine.is_reproducible(situation.call, seeds_repeat=situation.repeats_seeded_answers):
             raise
     replay = SeamPlan(
         api=situation.call.api,
-        head=situation.head,
+        answer_head=situation.answer_head,
         transcript=situation.transcript,
-        replays=True,
+        replays_answer=True,
         engine=situation.engine,
     )
     return Resumption(Action.REPLAY, situation.call, Seam(replay))
@@ -62,7 +62,7 @@ def _continue_answer(situation: Situation) -> Steps[Resumption]:
         raise CannotResume("the engine does not report token ids")
     if call.values.get("prompt_embeds") is not None:
         raise CannotResume("the prompt has no token ids")
-    if (why := situation.engine.reason_inexact(call)) is not None:
+    if (why := situation.engine.why_inexact(call)) is not None:
         raise CannotResume(why)
     if call.api is not Api.CHAT:
         if is_structured(call):
@@ -70,9 +70,11 @@ def _continue_answer(situation: Situation) -> Steps[Resumption]:
         return (yield from _continue_completion(situation))
     if has_media_parts(call):
         raise CannotResume("a prompt with media cannot be given as token ids")
-    if is_structured(call) and (situation.chats is ChatTokenApi.COMPLETIONS or transcript.content or transcript.tools):
+    if is_structured(call) and (
+        situation.chat_token_api is ChatTokenApi.COMPLETIONS_API or transcript.content_text or transcript.tools
+    ):
         raise CannotResume("structured output cannot be continued in the middle")
-    if situation.chats is ChatTokenApi.COMPLETIONS or transcript.tools:
+    if situation.chat_token_api is ChatTokenApi.COMPLETIONS_API or transcript.tools:
         return (yield from _continue_raw_text(situation))
     return (yield from _continue_chat(situation))
 
@@ -87,12 +89,12 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
     if transcript.has_text:
         in_reasoning, channel = transcript.began_in_reasoning, _channel_of_last_text(transcript)
     else:
-        in_reasoning = bool(transcript.grammar.opens_reasoning((yield from detokenize_prompt_tail(transcript))))
+        in_reasoning = bool(transcript.grammar.begins_with_reasoning((yield from detokenize_prompt_tail(transcript))))
         channel = transcript.reasoning_field if in_reasoning else "content"
 
     def compare(text: str) -> tuple[dict[str, Any], str]:
         parser, new, _ = _parse_answer_so_far(situation, text, in_reasoning)
-        if parser.in_tools or parser.held_text.strip():
+        if parser.is_in_tool_section or parser.held_text.strip():
             raise AnswerMismatch
         return new, parser.held_text
 
@@ -102,8 +104,8 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
         cut = yield from _find_cut_of_unparsed_text(situation)
     else:
         cut = yield from find_cut(situation, compare, channel=channel, may_lag=may_lag)
-    is_in_tool_call = not set(transcript.grammar.tools_begin_ids).isdisjoint(transcript.ids[cut.kept :])
-    so_far = (yield from detokenize(transcript, cut.kept)) if situation.engine.wants_text else ""
+    is_in_tool_call = not set(transcript.grammar.tools_begin_ids).isdisjoint(transcript.ids[cut.kept_ids :])
+    so_far = (yield from detokenize(transcript, cut.kept_ids)) if situation.engine.sends_chats_as_text else ""
     return continue_from_tokens(
         situation, Action.ROLL_BACK if is_in_tool_call else Action.CHAT_TOKENS, cut, delta_so_far=so_far
     )
@@ -116,7 +118,7 @@ def _continue_raw_text(situation: Situation) -> Steps[Resumption]:
     if may_call_tools(call) and not grammar.has_tools:
         raise CannotResume("the tool calls of this model are not known here")
     tail = yield from detokenize_prompt_tail(transcript)
-    opens_reasoning = bool(grammar.opens_reasoning(tail))
+    opens_reasoning = bool(grammar.begins_with_reasoning(tail))
     if _is_unparsed_by_engine(situation, opens_reasoning=opens_reasoning):
         return (yield from _continue_unparsed_text(situation))
     kept = len(transcript.ids)
@@ -132,13 +134,13 @@ def _continue_raw_text(situation: Situation) -> Steps[Resumption]:
         parser, pending, known = _parse_answer_so_far(situation, text, begins_in_reasoning, is_cut=is_cut)
     except AnswerMismatch:
         # There may be no parser at all: then what the client has is the text without special tokens.
-        if transcript.reasoning or transcript.tools:
+        if transcript.reasoning_text or transcript.tools:
             raise CannotResume("the token ids do not match the text the client has") from None
         return (yield from _continue_unparsed_text(situation))
-    action = Action.SUFFIX if transcript.tools and parser.in_tools else Action.RAW_TOKENS
+    action = Action.SUFFIX if transcript.tools and parser.is_in_tool_section else Action.RAW_TOKENS
     channel = "content" if "content" in pending else _channel_of_last_text(transcript)
-    held = pending.pop(channel, "") if call.stops and "tool_calls" not in pending else ""
-    cut = Cut(kept, held, channel=channel, known=known)
+    held = pending.pop(channel, "") if call.stop_strings and "tool_calls" not in pending else ""
+    cut = Cut(kept, held, channel=channel, known_text=known)
     return continue_from_tokens(situation, action, cut, pending=pending, parser=parser)
 
 
@@ -149,7 +151,7 @@ def _is_unparsed_by_engine(situation: Situation, *, opens_reasoning: bool) -> bo
     engine, a reasoning parser left all other text unchanged.
     """
     transcript = situation.transcript
-    if transcript.reasoning or transcript.tools or may_call_tools(situation.call) or situation.parses_reasoning:
+    if transcript.reasoning_text or transcript.tools or may_call_tools(situation.call) or situation.parses_reasoning:
         return False
     return situation.parses_reasoning is False or (situation.shows_blanks and not opens_reasoning)
 
@@ -177,7 +179,7 @@ def _parse_answer_so_far(
     """
     compare = compare_answer if is_cut else lambda transcript, said: (cut_known_part(transcript, said), "")
     for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):
-        parser = situation.transcript.grammar.parser(
+        parser = situation.transcript.grammar.make_parser(
             in_reasoning=in_reasoning,
             calls_tools=may_call_tools(situation.call),
             shows_blanks=shows_blanks,
@@ -186,7 +188,7 @@ def _parse_answer_so_far(
             one_call=situation.call.values.get("parallel_tool_calls") is False,
         )
         try:
-            said = rename_reasoning_member(situation.transcript.reasoning_field, parser.feed(text))
+            said = rename_reasoning_member(situation.transcript.reasoning_field, parser.parse_text(text))
             return parser, *compare(situation.transcript, said)
         except AnswerMismatch:
             continue
@@ -195,4 +197,4 @@ def _parse_answer_so_far(
 
 def _channel_of_last_text(transcript: Transcript) -> str:
     """Return the delta member to which the next text belongs, unless a marker precedes that text."""
-    return "content" if transcript.content or not transcript.reasoning else transcript.reasoning_field
+    return "content" if transcript.content_text or not transcript.reasoning_text else transcript.reasoning_field

@@ -29,32 +29,32 @@ class SeamPlan:
 
     api: Api
     """The API of the client whose stream continues."""
-    head: Mapping[str, Any]
+    answer_head: Mapping[str, Any]
     """The members that all chunks of the client's stream have in common."""
     transcript: Transcript
     """The client's answer so far."""
-    kept: int = 0
+    kept_ids: int = 0
     """The number of the answer's token ids that the engine got as part of its prompt."""
-    pending: Mapping[str, Any] | None = None
+    pending_delta: Mapping[str, Any] | None = None
     """A chat delta that belongs to the kept ids and that the client does not have yet; None if there is none.
 
     In completions, `content` is the text.
     """
     channel: str = "content"
     """The member of the delta in which the answer broke off."""
-    guard: StopGuard | None = None
+    stop_guard: StopGuard | None = None
     """Looks for stop strings in the text of `channel`; None if no stop string can lie across the seam."""
-    deferred: str = ""
+    deferred_text: str = ""
     """White space that is shown only if more text of `channel` follows."""
-    swallowed: Sequence[int] = ()
+    swallowed_ids: Sequence[int] = ()
     """Token ids that the client has seen and that the engine generates again."""
-    known: str = ""
+    known_text: str = ""
     """Text that the client has seen and that the engine generates again."""
-    as_chat: CompletionToChat | None = None
+    chat_translator: CompletionToChat | None = None
     """Converts a completion's stream to a chat's stream; None if the stream already has the client's format."""
     text_offset: int | None = None
     """Offset in the text at which the log probabilities of a completion continue; None: the end of the text."""
-    replays: bool = False
+    replays_answer: bool = False
     """Whether the stream repeats the answer from its beginning."""
     engine: Engine = VLLM
     """The engine software that writes the stream."""
@@ -64,108 +64,110 @@ class Seam:
     """Rewrites the chunks of a stream that continues an answer. Each continuation has its own Seam."""
 
     def __init__(self, plan: SeamPlan) -> None:
-        self.reads_completion = plan.as_chat is not None
+        self.reads_completion = plan.chat_translator is not None
         """Whether the stream is a completion's, even if the client asked for a chat."""
         self.is_stopped = False
         """Whether a stop string was found across the seam. The answer then ends, even if the engine sends more."""
-        transcript, guard = plan.transcript, plan.guard
+        transcript, guard = plan.transcript, plan.stop_guard
         self._api = plan.api
-        self._head = plan.head
-        self._kept = plan.kept
-        self._kept_reasoning = transcript.reasoning_among(plan.kept)
+        self._answer_head = plan.answer_head
+        self._kept_ids = plan.kept_ids
+        self._kept_reasoning_ids = transcript.count_reasoning_among(plan.kept_ids)
         if guard is not None and plan.channel == "content":
             held = guard.withheld_text
         else:
-            held = (plan.pending or {}).get("content", "")
-        shown = len(transcript.content) + len(held) if plan.text_offset is None else plan.text_offset
-        self._text_offset = 0 if plan.replays or not plan.engine.reports_offsets else shown
-        self._pending = plan.pending
-        self._guard = guard
-        self._deferred = plan.deferred
+            held = (plan.pending_delta or {}).get("content", "")
+        shown = len(transcript.content_text) + len(held) if plan.text_offset is None else plan.text_offset
+        self._text_offset = 0 if plan.replays_answer or not plan.engine.reports_offsets else shown
+        self._pending_delta = plan.pending_delta
+        self._stop_guard = guard
+        self._deferred_text = plan.deferred_text
         self._channel = plan.channel
-        self.swallowed = list(plan.swallowed)
+        self.swallowed_ids = list(plan.swallowed_ids)
         """Token ids that the client has seen and that the engine has not repeated yet."""
-        self._as_chat = plan.as_chat
-        self._overlap = ReplayedAnswer(transcript) if plan.replays else None
-        self._known = plan.known
+        self._chat_translator = plan.chat_translator
+        self._overlap = ReplayedAnswer(transcript) if plan.replays_answer else None
+        self._known_text = plan.known_text
         self._engine = plan.engine
 
-    def rewrite(self, payload: dict[str, Any], *, recomputed: bool) -> list[tuple[dict[str, Any], list[int]]]:
+    def rewrite_chunk(self, payload: dict[str, Any], *, recomputed: bool) -> list[tuple[dict[str, Any], list[int]]]:
         """Convert one chunk of the engine to chunks for the client. Each is returned with its new token ids.
 
         `recomputed`: whether the engine gives up with this chunk. Raises Mismatch.
         """
         choice = dict(payload["choices"][0])
         ids: list[int] = choice.get("token_ids") or []
-        if self._as_chat is None:
+        if self._chat_translator is None:
             delta = dict(choice.get("delta") or {}) if self._api is Api.CHAT else {"content": choice.get("text") or ""}
             delta.pop("role", None)
             if recomputed:
                 delta.pop("tool_calls", None)  # what closes them may be made up
         else:
-            delta = self._as_chat.delta(choice, is_last=choice.get("finish_reason") is not None and not recomputed)
+            delta = self._chat_translator.make_chat_delta(
+                choice, is_last=choice.get("finish_reason") is not None and not recomputed
+            )
         _shift_offsets(choice.get("logprobs"), self._text_offset)
-        seen = count_repeated_ids(ids, self.swallowed if self._overlap is None else self._overlap.ids)
+        seen = count_repeated_ids(ids, self.swallowed_ids if self._overlap is None else self._overlap.ids)
         if self._overlap is not None:
-            delta = self._overlap.new_part(delta)
+            delta = self._overlap.cut_repeated_part(delta)
             ids = ids[seen:]
             if choice.get("finish_reason") is not None and not recomputed and not self._overlap.is_exhausted:
                 raise AnswerMismatch
         if seen:
             choice["logprobs"] = _without_first_logprobs(choice.get("logprobs"), seen)
             choice["token_ids"] = (choice.get("token_ids") or [])[seen:]
-        if self._known:
-            self._skip_known(delta, is_last=choice.get("finish_reason") is not None)
-        if self._deferred and delta:
+        if self._known_text:
+            self._skip_known_text(delta, is_last=choice.get("finish_reason") is not None)
+        if self._deferred_text and delta:
             if text := delta.get(self._channel):
-                delta[self._channel] = self._deferred + text
-            self._deferred = ""
+                delta[self._channel] = self._deferred_text + text
+            self._deferred_text = ""
         chunks: list[tuple[dict[str, Any], list[int]]] = []
-        if self._guard is not None:
-            self._guard_stop(self._guard, choice, delta, len(ids))
-        if self._pending:
-            chunks.append((self._chunk(payload, self._without_token_members(choice), self._pending), []))
-            self._pending = None
-        chunks.append((self._chunk(payload, choice, delta), ids))
+        if self._stop_guard is not None:
+            self._apply_stop_guard(self._stop_guard, choice, delta, len(ids))
+        if self._pending_delta:
+            chunks.append((self._make_chunk(payload, self._without_token_members(choice), self._pending_delta), []))
+            self._pending_delta = None
+        chunks.append((self._make_chunk(payload, choice, delta), ids))
         return chunks
 
     @property
     def withheld_text(self) -> str:
         """The text that the guard still holds back."""
-        return "" if self._guard is None else self._guard.withheld_text
+        return "" if self._stop_guard is None else self._stop_guard.withheld_text
 
     def make_ending_chunks(self) -> list[tuple[dict[str, Any], list[int]]]:
         """Return the last chunks of an answer that ends because the engine's context has no room for more tokens."""
-        self._known = ""
-        text: dict[str, Any] = {"text": ""} if self._api is not Api.CHAT or self._as_chat else {"delta": {}}
+        self._known_text = ""
+        text: dict[str, Any] = {"text": ""} if self._api is not Api.CHAT or self._chat_translator else {"delta": {}}
         choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length", self._engine.stop_member: None}
-        return self.rewrite({"choices": [choice]}, recomputed=False)
+        return self.rewrite_chunk({"choices": [choice]}, recomputed=False)
 
-    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def count_whole_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole answer. The engine counted a part of the answer as prompt."""
         tokens = read_usage_counts(usage)
         corrected = {
             **usage,
-            "prompt_tokens": (tokens.prompt or 0) - self._kept,
-            "completion_tokens": (tokens.completion or 0) + self._kept,
+            "prompt_tokens": (tokens.prompt_tokens or 0) - self._kept_ids,
+            "completion_tokens": (tokens.completion_tokens or 0) + self._kept_ids,
         }
-        if tokens.reasoning is not None:
+        if tokens.reasoning_tokens is not None:
             details = {
                 **usage["completion_tokens_details"],
-                "reasoning_tokens": tokens.reasoning + self._kept_reasoning,
+                "reasoning_tokens": tokens.reasoning_tokens + self._kept_reasoning_ids,
             }
             corrected["completion_tokens_details"] = details
         return corrected
 
-    def _chunk(self, payload: dict[str, Any], choice: dict[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_chunk(self, payload: dict[str, Any], choice: dict[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
         if self._api is Api.CHAT:
             choice["delta"] = delta
         else:
             choice["text"] = delta.get("content", "")
-        chunk = {**payload, **self._head, "choices": [choice]}
+        chunk = {**payload, **self._answer_head, "choices": [choice]}
         if isinstance(payload.get("usage"), dict) and payload["usage"]:
-            chunk["usage"] = self.usage(payload["usage"])
-        elif self._as_chat is not None:
+            chunk["usage"] = self.count_whole_usage(payload["usage"])
+        elif self._chat_translator is not None:
             chunk.pop("usage", None)  # which old engines write as null in a completion, and not in a chat
         return chunk
 
@@ -173,26 +175,26 @@ class Seam:
         """Return a copy of a choice without the members that describe its tokens."""
         bare = {**choice, "logprobs": None, "finish_reason": None}
         bare.pop(self._engine.stop_member, None)
-        if self._engine.names_stop_always:
+        if self._engine.always_reports_stop:
             bare[self._engine.stop_member] = None
         if "token_ids" in bare:
             bare["token_ids"] = []
         return bare
 
-    def _skip_known(self, delta: dict[str, Any], *, is_last: bool) -> None:
+    def _skip_known_text(self, delta: dict[str, Any], *, is_last: bool) -> None:
         """Remove from a delta the text that the client already has.
 
         Raises Mismatch if the engine's text differs or ends too early.
         """
         text = delta.get(self._channel) or ""
-        count = min(len(text), len(self._known))
-        if text[:count] != self._known[:count] or (is_last and count < len(self._known)):
+        count = min(len(text), len(self._known_text))
+        if text[:count] != self._known_text[:count] or (is_last and count < len(self._known_text)):
             raise AnswerMismatch
-        self._known = self._known[count:]
+        self._known_text = self._known_text[count:]
         if count:
             delta[self._channel] = text[count:]
 
-    def _guard_stop(self, guard: StopGuard, choice: dict[str, Any], delta: dict[str, Any], tokens: int) -> None:
+    def _apply_stop_guard(self, guard: StopGuard, choice: dict[str, Any], delta: dict[str, Any], tokens: int) -> None:
         is_last = choice.get("finish_reason") is not None or any(
             delta.get(name) for name in (*TEXT_MEMBERS, "tool_calls") if name != self._channel
         )
@@ -207,8 +209,8 @@ class Seam:
         delta[self._channel] = text
         if not text:
             del delta[self._channel]
-        if guard.is_done:
-            self._guard = None
+        if guard.is_finished:
+            self._stop_guard = None
 
 
 def _shift_offsets(logprobs: Any, offset: int) -> None:
@@ -246,7 +248,7 @@ def remove_possible_stop(choices: Sequence[dict[str, Any]], call: Call) -> None:
     """
     if call.values.get("include_stop_str_in_output"):
         return
-    missing = max(map(len, call.stops), default=1) - 1
+    missing = max(map(len, call.stop_strings), default=1) - 1
     for choice in reversed(choices):
         fields = choice.get("delta", choice)
         name = next((name for name in ("text", "content", "reasoning", "reasoning_content") if fields.get(name)), "")
@@ -285,24 +287,24 @@ class StopGuard:
                 not count before. Negative if it has more; None if there is no minimum.
         """
         self._stops = stops
-        self._longest = max(map(len, stops))
-        self._text = before + held
-        self._seam = len(self._text) + late
-        self._sent = len(before)
+        self._longest_stop = max(map(len, stops))
+        self._examined_text = before + held
+        self._seam_position = len(self._examined_text) + late
+        self._sent_length = len(before)
         self._unstoppable_tokens = -1 if tokens_to_minimum is None else tokens_to_minimum
         # A stop string that ends before this position does not count. Without a minimum such a one was written by two
         # engines, and the gateway has not seen its end yet.
-        self._had = self._sent
+        self._earliest_end = self._sent_length
         if tokens_to_minimum is not None:
-            self._had = self._seam if tokens_to_minimum < 0 else len(self._text)
-        self._lag = 0
+            self._earliest_end = self._seam_position if tokens_to_minimum < 0 else len(self._examined_text)
+        self._text_lag = 0
         self._shows_stop = shows_stop
-        self.is_done = False
+        self.is_finished = False
 
     @property
     def withheld_text(self) -> str:
         """The text that is held back because it may begin a stop string."""
-        return "" if self.is_done else self._text[self._sent :]
+        return "" if self.is_finished else self._examined_text[self._sent_length :]
 
     def add_text(
         self, text: str, *, tokens: int = 0, is_last: bool, own_stop: str | None = None
@@ -317,33 +319,37 @@ class StopGuard:
             is_last: Whether the answer ends with this text.
             own_stop: The stop string at which the engine ended; None if there is none.
         """
-        self._text += text
+        self._examined_text += text
         self._unstoppable_tokens -= tokens
         if self._unstoppable_tokens >= 0:
             # The engine keeps back that much of its text, which has at least one character per token.
-            self._lag = min(self._longest - 1, self._lag + tokens)
-            self._had = len(self._text) + (0 if self._shows_stop else self._lag)
-        if (found := self._find(own_stop)) is not None:
+            self._text_lag = min(self._longest_stop - 1, self._text_lag + tokens)
+            self._earliest_end = len(self._examined_text) + (0 if self._shows_stop else self._text_lag)
+        if (found := self._find_stop(own_stop)) is not None:
             begin, end, stop = found
-            self.is_done = True
-            return self._text[self._sent : end if self._shows_stop else begin], stop
-        if is_last or len(self._text) - self._seam >= self._longest - 1:
-            self.is_done = True
-            return self._text[self._sent :], None
-        shown_to = len(self._text) if self._shows_stop else max(self._sent, len(self._text) - self._longest + 1)
-        shown, self._sent = self._text[self._sent : shown_to], shown_to
+            self.is_finished = True
+            return self._examined_text[self._sent_length : end if self._shows_stop else begin], stop
+        if is_last or len(self._examined_text) - self._seam_position >= self._longest_stop - 1:
+            self.is_finished = True
+            return self._examined_text[self._sent_length :], None
+        shown_to = (
+            len(self._examined_text)
+            if self._shows_stop
+            else max(self._sent_length, len(self._examined_text) - self._longest_stop + 1)
+        )
+        shown, self._sent_length = self._examined_text[self._sent_length : shown_to], shown_to
         return shown, None
 
-    def _find(self, own_stop: str | None) -> tuple[int, int, str] | None:
+    def _find_stop(self, own_stop: str | None) -> tuple[int, int, str] | None:
         """Return the position of the first complete stop string across the seam, or None.
 
         Of several, return the first in the list (`check_stop_strings`).
         """
-        text = self._text if own_stop is None or self._shows_stop else self._text + own_stop
+        text = self._examined_text if own_stop is None or self._shows_stop else self._examined_text + own_stop
         found = []
         for rank, stop in enumerate(self._stops):
-            begin = text.find(stop, max(0, self._had - len(stop) + 1))
-            if 0 <= begin < self._seam:
+            begin = text.find(stop, max(0, self._earliest_end - len(stop) + 1))
+            if 0 <= begin < self._seam_position:
                 found.append((begin + len(stop), rank, begin, stop))
         if own_stop is not None and own_stop in self._stops:
             found.append((len(text), self._stops.index(own_stop), -1, own_stop))

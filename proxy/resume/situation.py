@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class ChatTokenApi(StrEnum):
     """How engines accept the prompt of a chat as token ids."""
 
-    NATIVE = "native"  # vLLM 0.27 as `kv_transfer_params.prompt_token_ids`, SGLang 0.5.13 as `input_ids`
-    ASCEND_PRIVATE = "ascend_private"  # a patch of vllm-ascend 0.26rc (#14389)
-    COMPLETIONS = "completions"  # not at all: as a completion
+    NATIVE_MEMBER = "native"  # vLLM 0.27 as `kv_transfer_params.prompt_token_ids`, SGLang 0.5.13 as `input_ids`
+    ASCEND_PRIVATE_MEMBER = "ascend_private"  # a patch of vllm-ascend 0.26rc (#14389)
+    COMPLETIONS_API = "completions"  # not at all: as a completion
 
     @property
-    def key(self) -> str:
-        return "prompt_token_ids" if self is ChatTokenApi.NATIVE else "_vllm_ascend_recompute_token_ids"
+    def member_name(self) -> str:
+        return "prompt_token_ids" if self is ChatTokenApi.NATIVE_MEMBER else "_vllm_ascend_recompute_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +36,23 @@ class Situation:
     """The engine software that serves the answer."""
     call: Call
     """The call as the client sent it, with the changes that make its answer observable."""
-    head: Mapping[str, Any]
+    answer_head: Mapping[str, Any]
     """The members that all chunks of the client's stream have in common."""
     transcript: Transcript
-    shown: bool
+    is_answer_shown: bool
     """Whether the client has received a part of the answer."""
     shows_ids: bool
     """Whether the client's answer has token ids or log probabilities."""
-    ahead: Sequence[int]
+    dropped_ids: Sequence[int]
     """Token ids that the client has seen and that are no longer in the transcript."""
-    segment: int
+    decoder_count: int
     """The number of decoders that have worked on the answer."""
     keeps_length: bool
     """Whether engines report the finish reason `length` even for a chat that calls tools."""
-    chats: ChatTokenApi
+    chat_token_api: ChatTokenApi
     shows_blanks: bool
     """Whether engines probably send white space at the end of reasoning at once. The client's text decides."""
-    seeds_repeat: bool
+    repeats_seeded_answers: bool
     """Whether the same request with the same seed has the same answer."""
     max_model_len: int | None
     """Maximum number of tokens in a sequence; None if engines do not report it."""
@@ -73,7 +73,7 @@ class Resumption:
     action: Action
     call: Call | None
     seam: Seam | None = None
-    kept: int = 0
+    kept_ids: int = 0
     """The number of the answer's token ids that need not be generated again."""
     prompt_ids: bytes | None = None
     """The prompt that an engine reports if it continues the answer: a JSON array of token ids. None: it restarts."""

@@ -21,8 +21,16 @@ class Transcript:
 
     __slots__ = (
         *("prompt_ids", "tools", "began_in_reasoning", "reasoning_field", "_calls"),
-        *("_ids", "_settled", "_chunk_start", "_reasoning_ids", "_reasoned", "_reasoning", "_content"),
-        *("_offsets", "_offset_end", "_grammar", "_texts", "_noted_ids", "_is_reasoning"),
+        *(
+            "_ids",
+            "_shown_count",
+            "_chunk_start",
+            "_reasoning_ids",
+            "_reasoning_ids_before_chunk",
+            "_reasoning",
+            "_content",
+        ),
+        *("_text_offsets", "_offset_end", "_grammar", "_texts", "_noted_ids", "_is_reasoning"),
     )
 
     def __init__(self, reasoning_field: str = "reasoning") -> None:
@@ -36,11 +44,11 @@ class Transcript:
         self.tools: Sequence[ToolCall] = ()
         """The tool calls, in the order in which they began."""
         self._ids = array("I")
-        self._settled = 0
+        self._shown_count = 0
         self._chunk_start = 0
         self._reasoning_ids = 0
-        self._reasoned = 0  # `reasoning_ids` before the last chunk of reasoning
-        self._offsets: list[int] | None = None
+        self._reasoning_ids_before_chunk = 0  # `count_reasoning_ids` before the last chunk of reasoning
+        self._text_offsets: list[int] | None = None
         """Offsets of the ids in the text, from a completion's log probabilities; None until an engine has sent some."""
         self._offset_end = 0
         self._grammar: Grammar | None = None  # once it was asked for
@@ -48,7 +56,7 @@ class Transcript:
         self._reasoning = bytearray()
         self._content = bytearray()
         self._texts: list[str] | None = None
-        """Texts of noted tokens that are not added yet; None until `note_lists` was called.
+        """Texts of noted tokens that are not added yet; None until `token_lists` was called.
 
         It is always the same list.
         """
@@ -60,39 +68,39 @@ class Transcript:
     @property
     def ids(self) -> array[int]:
         """The token ids of the answer so far."""
-        self.settle()
+        self.settle_noted_tokens()
         return self._ids
 
     @property
-    def shown_id_count(self) -> int:
+    def count_shown_ids(self) -> int:
         """The number of ids whose text was shown.
 
         Later ids have shown nothing yet: a marker, the beginning of a tool call, or bytes of an incomplete character.
         """
-        self.settle()
-        return self._settled
+        self.settle_noted_tokens()
+        return self._shown_count
 
     @property
-    def chunk_start(self) -> int:
+    def first_id_of_chunk(self) -> int:
         """The number of ids before the last chunk that showed any text."""
-        self.settle()
+        self.settle_noted_tokens()
         return self._chunk_start
 
     @property
-    def reasoning_ids(self) -> int:
+    def count_reasoning_ids(self) -> int:
         """The number of ids that belong to reasoning."""
-        self.settle()
+        self.settle_noted_tokens()
         return self._reasoning_ids
 
     @property
-    def reasoning(self) -> str:
-        self.settle()
+    def reasoning_text(self) -> str:
+        self.settle_noted_tokens()
         return replace_surrogates(self._reasoning)
 
     @property
-    def content(self) -> str:
+    def content_text(self) -> str:
         """The content of a chat, or the text of a completion."""
-        self.settle()
+        self.settle_noted_tokens()
         return replace_surrogates(self._content)
 
     @property
@@ -115,21 +123,21 @@ class Transcript:
         """Whether the answer has anything that a client can see."""
         return bool(self._texts or self._content or self._reasoning or self.tools)
 
-    def take(self, choice: dict[str, Any], ids: Any) -> bool:
+    def add_choice(self, choice: dict[str, Any], ids: Any) -> bool:
         """Add the choice of one chunk. Return whether the chunk shows anything. Raises UnreadableMember.
 
         `ids`: the value of the engine's member for token ids, which may have any type.
         """
         if self._texts:
-            self.settle()
+            self.settle_noted_tokens()
         before = len(self._ids)
         if ids:
             try:
                 self._ids.extend(ids)
                 if choice.get("logprobs") is not None and (offsets := choice["logprobs"].get("text_offset")):
-                    if self._offsets is None:
-                        self._offsets = []
-                    self._offsets += offsets[-len(ids) :]
+                    if self._text_offsets is None:
+                        self._text_offsets = []
+                    self._text_offsets += offsets[-len(ids) :]
                     self._offset_end = offsets[-1] + len(choice["logprobs"]["tokens"][-1])
             except (AttributeError, LookupError, OverflowError, TypeError):
                 raise UnreadableMember("token_ids or logprobs are not those of tokens") from None
@@ -144,25 +152,26 @@ class Transcript:
                 self._content += encode_utf8(read_text(text, "text"))
         elif delta.__class__ is not dict:  # to ask isinstance would be a call for each token
             raise UnreadableMember("delta is not an object")
-        elif not self._take_delta(delta, before):
+        elif not self._add_delta(delta, before):
             return False
         self._chunk_start = before
-        self._settled = len(self._ids)
+        self._shown_count = len(self._ids)
         return True
 
-    def note_lists(self, *, is_reasoning: bool) -> tuple[list[str], list[int]]:
+    def token_lists(self, *, is_reasoning: bool) -> tuple[list[str], list[int]]:
         """Return lists for the texts and the ids of tokens that all add to the same text.
 
-        The caller must call `settle` regularly, because noted tokens take many times the memory of added ones.
+        The caller must call `settle_noted_tokens` regularly, because noted tokens take many times the memory of added
+        ones.
         """
-        self.settle()
+        self.settle_noted_tokens()
         self._is_reasoning = is_reasoning
         texts, ids = self._texts, self._noted_ids
         if texts is None or ids is None:
             texts, ids = self._texts, self._noted_ids = [], []
         return texts, ids
 
-    def settle(self) -> None:
+    def settle_noted_tokens(self) -> None:
         """Add the tokens that were only noted so far to the answer."""
         texts = self._texts
         if not texts:
@@ -180,40 +189,45 @@ class Transcript:
         noted.clear()
         before = len(ids) - 1
         if is_reasoning:
-            self._reasoned = before if has_several else self._reasoning_ids
+            self._reasoning_ids_before_chunk = before if has_several else self._reasoning_ids
             self._reasoning_ids = len(ids)
-        self._chunk_start, self._settled = before, len(ids)
+        self._chunk_start, self._shown_count = before, len(ids)
 
-    def offset_behind(self, kept: int) -> int | None:
+    def text_offset_after(self, kept: int) -> int | None:
         """Return the offset in the text at which the first `kept` ids end; None without log probabilities."""
-        offsets = self._offsets or ()
+        offsets = self._text_offsets or ()
         if len(offsets) != len(self.ids):
             return None
         return offsets[kept] if kept < len(offsets) else self._offset_end
 
-    def reasoning_among(self, kept: int) -> int:
+    def count_reasoning_among(self, kept: int) -> int:
         """Return the number of the first `kept` ids that are reasoning."""
-        self.settle()
+        self.settle_noted_tokens()
         is_past_reasoning = bool(self._content or self.tools) or not self._reasoning
-        return min(kept, self._reasoning_ids if is_past_reasoning else self._index_of_end_marker(self._reasoned, kept))
+        return min(
+            kept,
+            self._reasoning_ids
+            if is_past_reasoning
+            else self._index_of_end_marker(self._reasoning_ids_before_chunk, kept),
+        )
 
-    def counted_usage(self) -> dict[str, Any] | None:
+    def estimate_usage(self) -> dict[str, Any] | None:
         """Return the usage of the answer, counted from its token ids; None if engines do not report them."""
         prompt, completion = self.prompt_tokens, len(self.ids)
         if prompt is None or (not completion and self.has_text):
             return None
         return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
-    def cut(self, kept: int) -> None:
+    def truncate_to_ids(self, kept: int) -> None:
         """Remove the answer's token ids after the first `kept` ids."""
-        self._reasoning_ids = self.reasoning_among(kept)
-        if self._offsets is not None and kept < len(self._offsets):
-            self._offset_end = self._offsets[kept]
-            del self._offsets[kept:]
+        self._reasoning_ids = self.count_reasoning_among(kept)
+        if self._text_offsets is not None and kept < len(self._text_offsets):
+            self._offset_end = self._text_offsets[kept]
+            del self._text_offsets[kept:]
         del self._ids[kept:]
-        self._settled = self._chunk_start = kept
+        self._shown_count = self._chunk_start = kept
 
-    def _take_delta(self, delta: dict[str, Any], before: int) -> bool:
+    def _add_delta(self, delta: dict[str, Any], before: int) -> bool:
         shows = False
         if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
             if not self.has_text:
@@ -223,7 +237,7 @@ class Transcript:
                 self._reasoning += reasoning.encode()
             except (AttributeError, UnicodeEncodeError):
                 self._reasoning += encode_utf8(read_text(reasoning, "reasoning"))
-            self._reasoned = self._reasoning_ids
+            self._reasoning_ids_before_chunk = self._reasoning_ids
             self._reasoning_ids = self._index_of_end_marker(before, len(self._ids))
             shows = True
         if content := delta.get("content"):
@@ -241,7 +255,7 @@ class Transcript:
                 self._calls = ToolCalls()
                 self.tools = self._calls.calls
             for part in read_objects(calls, "tool_calls"):
-                self._calls.take(part)
+                self._calls.add_fragment(part)
             shows = True
         return shows
 
@@ -250,7 +264,9 @@ class Transcript:
 
         `before`: the number of ids before the chunk with the text that follows.
         """
-        self._reasoning_ids = self._index_of_end_marker(self._reasoned, max(self._reasoning_ids, before - 1))
+        self._reasoning_ids = self._index_of_end_marker(
+            self._reasoning_ids_before_chunk, max(self._reasoning_ids, before - 1)
+        )
 
     def _index_of_end_marker(self, start: int, otherwise: int) -> int:
         """Return the index of the marker that ends reasoning, searched from `start`; `otherwise` if there is none."""

@@ -169,7 +169,7 @@ def parse_command_line(argv: Sequence[str], command: str | None = None) -> Comma
     if unknown:
         raise SettingsError(f"unexpected argument {unknown[0]!r}")
     values = {
-        option: SourcedValue(accepted.value_of(flag, given[flag]), flag)
+        option: SourcedValue(accepted.convert_value(flag, given[flag]), flag)
         for flag, accepted in ACCEPTED_FLAGS.items()
         if given[flag] is not None
         for option in accepted.options
@@ -366,7 +366,7 @@ def _build_parser(command: str | None) -> tuple[Parser, list[str]]:
     )
     group = parser.add_argument_group("flags of vllm-router, sglang-router and smg", _FLAGS_OF_OTHER_ROUTERS)
     for flag, accepted in ACCEPTED_FLAGS.items():
-        if accepted.constant is not None:
+        if accepted.constant_value is not None:
             group.add_argument(flag, dest=flag, action="store_const", const=True, help=argparse.SUPPRESS)
         else:
             group.add_argument(flag, dest=flag, nargs=accepted.nargs, metavar="VALUE", help=argparse.SUPPRESS)

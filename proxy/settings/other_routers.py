@@ -27,10 +27,10 @@ class AcceptedFlag:
     """Returns the value of the options for a value of the flag. Raises ValueError."""
     nargs: str | None = None
     """Number of values, as in argparse. None: one value."""
-    constant: object = None
+    constant_value: object = None
     """Value of the options for a flag without a value; None: the flag takes values."""
 
-    def value_of(self, flag: str, given: str | list[str] | bool) -> object:
+    def convert_value(self, flag: str, given: str | list[str] | bool) -> object:
         """Return the options' value for the flag's value. Raises SettingsError, which names the flag.
 
         Args:
@@ -38,7 +38,7 @@ class AcceptedFlag:
             given: Result of argparse: a value, several values, or True for a flag without a value.
         """
         if isinstance(given, bool):
-            return self.constant
+            return self.constant_value
         try:
             return self.convert(given) if isinstance(given, str) else [self.convert(word) for word in given]
         except ValueError as error:
@@ -64,8 +64,8 @@ WORKERS_FLAG: Final = "--worker-urls"
 
 # A later flag overrides an earlier one: the connector of --kv-connector is more precise than that of the switch.
 ACCEPTED_FLAGS: Final[Mapping[str, AcceptedFlag]] = {
-    "--pd-disaggregation": AcceptedFlag(("connector",), constant="sglang_bootstrap"),
-    "--vllm-pd-disaggregation": AcceptedFlag(("connector",), constant="vllm_pull"),
+    "--pd-disaggregation": AcceptedFlag(("connector",), constant_value="sglang_bootstrap"),
+    "--vllm-pd-disaggregation": AcceptedFlag(("connector",), constant_value="vllm_pull"),
     "--kv-connector": AcceptedFlag(("connector",), _translate_kv_connector),
     "--intra-node-data-parallel-size": AcceptedFlag(("balance.prefill_dp_ranks", "balance.decode_dp_ranks")),
     "--queue-size": AcceptedFlag(("admission.max_waiting",)),
@@ -82,9 +82,9 @@ ACCEPTED_FLAGS: Final[Mapping[str, AcceptedFlag]] = {
     "--retry-max-retries": AcceptedFlag(("retry.max_attempts",)),
     "--retry-initial-backoff-ms": AcceptedFlag(("retry.base_delay_seconds",), _milliseconds_to_seconds),
     "--retry-max-backoff-ms": AcceptedFlag(("retry.max_delay_seconds",), _milliseconds_to_seconds),
-    "--disable-retries": AcceptedFlag(("retry.max_attempts",), constant=1),
+    "--disable-retries": AcceptedFlag(("retry.max_attempts",), constant_value=1),
     "--shutdown-grace-period-secs": AcceptedFlag(("drain.streams_seconds",)),
-    "--log-json": AcceptedFlag(("log.format",), constant="json"),
+    "--log-json": AcceptedFlag(("log.format",), constant_value="json"),
     # smg, sglang-router, and vLLM itself
     **dict.fromkeys(
         ("--server-cert-path", "--tls-cert-path", "--ssl-certfile"), AcceptedFlag(("listen.tls_certificate",))

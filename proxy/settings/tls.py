@@ -108,15 +108,15 @@ class EngineTls:
     def __init__(self, current: Callable[[], tuple[Engines, TlsFiles]]) -> None:
         """Store the function that returns the current settings and files."""
         self._current = current
-        self._made_of: tuple[Engines, TlsFiles] | None = None
+        self._context_files: tuple[Engines, TlsFiles] | None = None
         self._context: ssl.SSLContext
 
     @property
-    def context(self) -> ssl.SSLContext:
+    def current_context(self) -> ssl.SSLContext:
         """Return the TLS context for a new connection to an engine."""
         current = self._current()
-        if current != self._made_of:
-            self._context, self._made_of = make_engine_context(*current), current
+        if current != self._context_files:
+            self._context, self._context_files = make_engine_context(*current), current
         return self._context
 
     @property

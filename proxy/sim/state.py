@@ -74,14 +74,14 @@ class EngineState:
             self._kept_bytes > _MAX_KEPT_BYTES or len(self.requests) > _MAX_KEPT_REQUESTS
         ):
             self._kept_bytes -= self.requests.popleft().body_bytes
-        self.changed()
+        self.notify_waiters()
 
     def record_faults(self, faults: int) -> None:
         if faults:
             self.faults_applied += faults
-            self.changed()
+            self.notify_waiters()
 
-    def changed(self) -> None:
+    def notify_waiters(self) -> None:
         """Wake the tests whose condition now holds."""
         for condition, future in self._waiters:
             if not future.done() and condition(self):
@@ -91,12 +91,12 @@ class EngineState:
     def waiting_room(self) -> Iterator[None]:
         """Count a leg as waiting for its partner within the block."""
         self.waiting_rooms += 1
-        self.changed()
+        self.notify_waiters()
         try:
             yield
         finally:
             self.waiting_rooms -= 1
-            self.changed()
+            self.notify_waiters()
 
     async def wait_until(self, condition: Condition, timeout_seconds: float = 60.0) -> None:
         if condition(self):

@@ -424,7 +424,7 @@ class EngineConnection(FastForward):
                 error = self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer")
             else:
                 error = self._error(Failure.RESET, "the engine closed the connection without an answer")
-                error.is_stale = self.is_reused
+                error.is_stale_connection = self.is_reused
             self._end(error)
         self.reader.close()
 

@@ -227,7 +227,7 @@ class EngineClient:
         if url.startswith("https:"):
             if self.tls is None:
                 raise _connect_error("TLS is not configured")
-            options.update(ssl=self.tls.context, server_hostname=self.tls.server_name)
+            options.update(ssl=self.tls.current_context, server_hostname=self.tls.server_name)
         try:
             async with self._session.request(
                 method, url + path, timeout=timeout, allow_redirects=False, **options

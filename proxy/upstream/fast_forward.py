@@ -124,7 +124,7 @@ class Tokens:
 
         Args:
             shape: The bytes that all tokens share.
-            notes: Receives the text and ID of each token; see Transcript.note_lists. None: they are not needed.
+            notes: Receives the text and ID of each token; see Transcript.token_lists. None: they are not needed.
             settle: Called when the notes have grown long.
             output: Connection to the client; None: the answer is only kept.
             ticks: Measures gaps; None: they are not measured.
@@ -132,8 +132,8 @@ class Tokens:
             hides_ids: Whether to overwrite the IDs, because the client did not request them.
             may_wait: Whether several tokens may be read together, see Gathering.
         """
-        self.head = shape.head
-        self.rest = _rest_of(shape.between, shape.behind, skips, hides_ids=hides_ids)
+        self.head = shape.bytes_before_text
+        self.rest = _rest_of(shape.bytes_between, shape.bytes_after_id, skips, hides_ids=hides_ids)
         self.notes = notes
         self.output = output
         self.index = -1

@@ -38,17 +38,17 @@ class EngineResponse:
         """Whether the status of the answer is 2xx."""
         return 200 <= self.status < 300
 
-    def fail(self, failure: Failure, message: str) -> UpstreamError:
+    def make_failure(self, failure: Failure, message: str) -> UpstreamError:
         """Return the error for an answer that arrived but cannot be used."""
         return upstream_error(failure, self.backend, message)
 
-    def unreadable(self, message: str) -> UpstreamError:
+    def make_unreadable_error(self, message: str) -> UpstreamError:
         """Return the error for an answer with members of an unexpected form; see UpstreamError."""
-        error = self.fail(Failure.BAD_ANSWER, message)
-        error.is_unreadable = True
+        error = self.make_failure(Failure.BAD_ANSWER, message)
+        error.is_unreadable_answer = True
         return error
 
-    def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
+    def make_refusal(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
         """Return the error for an engine's error answer. The client receives its body without the gateway key."""
         failure = Failure.RECOMPUTED if reports_lack_of_kv_memory(status, body) else Failure.STATUS
         if body is not None:
@@ -235,4 +235,4 @@ class Response(EngineResponse):
 
 
 def _too_large(response: EngineResponse) -> UpstreamError:
-    return response.fail(Failure.BAD_ANSWER, "the engine's answer is too large")
+    return response.make_failure(Failure.BAD_ANSWER, "the engine's answer is too large")

@@ -155,7 +155,7 @@ class Silences:
             watched.is_checked = True
             watched.check_at = now + silence_seconds
             pause_seconds = max(_SHARE_BETWEEN_READINGS * silence_seconds, _GAPS_BETWEEN_READINGS * gap_seconds)
-            self._background.start(self._check_progress(backend, watched, pause_seconds))
+            self._background.start_task(self._check_progress(backend, watched, pause_seconds))
         return seconds >= max(least_seconds, _LOST_AFTER_GAPS * gap_seconds)
 
     def _watch(self, backend: Backend, now: float) -> _WatchedBackend:
@@ -184,7 +184,7 @@ class Silences:
                 if (connection.backend, connection.address) == place
             ]
         self._tested.add(place)
-        self._background.start(self._test_connection(backend, address, silences))
+        self._background.start_task(self._test_connection(backend, address, silences))
 
     async def _test_connection(self, backend: Backend, address: str | None, silences: Sequence[Silence]) -> None:
         try:

@@ -203,7 +203,9 @@ class Upstream:
                 return response
             except BaseException as error:
                 self.give_back(connection)
-                if not isinstance(error, UpstreamError) or not error.is_stale:  # a new connection is never stale
+                if (
+                    not isinstance(error, UpstreamError) or not error.is_stale_connection
+                ):  # a new connection is never stale
                     raise
                 self.distrust(backend)
                 if not resend_if_stale:
@@ -299,7 +301,7 @@ class Upstream:
             task.add_done_callback(self._preconnecting.discard)
 
     def distrust(self, backend: Backend) -> None:
-        """Stop reusing connections of the role for a moment, because one was stale (UpstreamError.is_stale)."""
+        """Stop reusing connections of the role briefly, because one was stale (UpstreamError.is_stale_connection)."""
         self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
 
     async def _preconnect(self, backend: Backend) -> None:
@@ -330,7 +332,7 @@ class Upstream:
             make,
             address,
             backend.port,
-            ssl=self._tls.context,
+            ssl=self._tls.current_context,
             server_hostname=self._tls.server_name or backend.host,
             ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS,
         )
@@ -483,7 +485,7 @@ class RequestHeads:
     def render(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
         """Return the head of a POST with a JSON body. `headers`: see Upstream.open."""
         key = self._keys.authorization  # as EngineKeys.headers does
-        sent = (key if backend.trusted else "") if key else None
+        sent = (key if backend.is_trusted else "") if key else None
         of = backend.name, path, sent
         head = f"{self._beginnings.get(of) or self._begin(*of)}Content-Length: {body_bytes}\r\n"
         for name, value in headers.items():

@@ -84,7 +84,7 @@ class JsonNesting:
         self.is_closed = False
         """Whether an object or array began and every bracket is closed."""
 
-    def feed(self, data: bytes | bytearray) -> None:
+    def scan(self, data: bytes | bytearray) -> None:
         """Scan the next piece of a JSON text for strings and brackets."""
         at, end = 0, len(data)
         if self.is_escaped and end:
@@ -111,29 +111,29 @@ class JsonNesting:
 class ToolCall:
     """A tool call as far as the engine has written it."""
 
-    number: int
+    call_number: int
     """The position of this call among the calls of the answer, in the order in which they began."""
     index: int | None
     """The `index` that the engine gave to the call; None if it gave none."""
     id: str
     """The ID that the engine gave to the call; empty if it gave none."""
     name: str
-    written: bytearray = field(default_factory=bytearray)
+    written_arguments: bytearray = field(default_factory=bytearray)
     """The arguments of a tool call so far, in UTF-8."""
     _nesting: JsonNesting = field(default_factory=JsonNesting, repr=False, compare=False)
-    _followed: int = field(default=0, repr=False, compare=False)
+    _scanned_bytes: int = field(default=0, repr=False, compare=False)
 
     @property
     def arguments(self) -> str:
         """The JSON text of the arguments so far."""
-        return replace_surrogates(self.written)
+        return replace_surrogates(self.written_arguments)
 
     @property
     def is_complete(self) -> bool:
         """Whether the arguments so far are an object or array that has ended."""
-        if self._followed < len(self.written):
-            self._nesting.feed(self.written[self._followed :])
-            self._followed = len(self.written)
+        if self._scanned_bytes < len(self.written_arguments):
+            self._nesting.scan(self.written_arguments[self._scanned_bytes :])
+            self._scanned_bytes = len(self.written_arguments)
         return self._nesting.is_closed
 
 
@@ -152,7 +152,7 @@ class ToolCalls:
         self._latest: dict[tuple[int | None, str], ToolCall] = {}
         """The latest call by index and ID, and by index alone, with an empty ID."""
 
-    def take(self, fragment: Mapping[str, Any]) -> tuple[ToolCall, str]:
+    def add_fragment(self, fragment: Mapping[str, Any]) -> tuple[ToolCall, str]:
         """Add a fragment of a tool call. Return the call and the new part of its arguments. Raises UnreadableMember."""
         index = _read_index(fragment.get("index"))
         call_id = _read_call_id(fragment.get("id"))
@@ -181,7 +181,7 @@ class ToolCalls:
         if call_id:
             latest[index, call_id] = call
         if arguments:
-            call.written += encode_utf8(arguments)
+            call.written_arguments += encode_utf8(arguments)
         return call, arguments
 
 
@@ -201,15 +201,15 @@ def _begins_another_call(call: ToolCall, index: int | None, call_id: str, name: 
     # The name is repeated. Complete arguments cannot be continued, and each call without arguments has a new ID.
     if call.is_complete:
         return bool(call_id or arguments.strip())
-    return has_other_id and not call.written
+    return has_other_id and not call.written_arguments
 
 
 def read_complete_calls(value: object) -> Sequence[ToolCall]:
     """Return the tool calls of a whole message, one for each element. Raises UnreadableMember."""
     found: list[ToolCall] = []
     for each in read_objects(value, "tool_calls"):
-        call, _ = ToolCalls().take(each)
-        call.number = len(found)
+        call, _ = ToolCalls().add_fragment(each)
+        call.call_number = len(found)
         found.append(call)
     return drop_unnamed_calls(found)
 
@@ -298,37 +298,37 @@ class ControlCharacterEscaper:
     Models write such characters, but JSON forbids them, so the parsers of clients would reject the arguments.
     """
 
-    __slots__ = ("_followed", "_nesting", "_written")
+    __slots__ = ("_scanned_bytes", "_nesting", "_raw_arguments")
 
-    _CONTROL: Final = re.compile(r"[\x00-\x1f]")
-    _SHORT: Final[Mapping[str, str]] = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
+    _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f]")
+    _SHORT_ESCAPES: Final[Mapping[str, str]] = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
 
     def __init__(self, written: bytearray) -> None:
-        """Take the buffer of all arguments so far. The caller adds each fragment to it before calling `escaped`."""
-        self._written = written
+        """Take the buffer of all arguments so far. The caller adds each fragment to it before calling `escape_text`."""
+        self._raw_arguments = written
         self._nesting = JsonNesting()
-        self._followed = 0
+        self._scanned_bytes = 0
 
-    def escaped(self, text: str) -> str:
+    def escape_text(self, text: str) -> str:
         """Return the next fragment, which the buffer ends with, with its control characters escaped."""
-        if self._CONTROL.search(text) is None:
+        if self._CONTROL_CHARACTER.search(text) is None:
             return text
         nesting = self._nesting
-        nesting.feed(self._written[self._followed : len(self._written) - len(encode_utf8(text))])
-        self._followed = len(self._written)
+        nesting.scan(self._raw_arguments[self._scanned_bytes : len(self._raw_arguments) - len(encode_utf8(text))])
+        self._scanned_bytes = len(self._raw_arguments)
         pieces: list[str] = []
         at = 0
-        for found in self._CONTROL.finditer(text):
+        for found in self._CONTROL_CHARACTER.finditer(text):
             before, sign = text[at : found.start()], found[0]
             at = found.end()
-            nesting.feed(encode_utf8(before))
+            nesting.scan(encode_utf8(before))
             pieces.append(before)
             if not nesting.in_string:
                 pieces.append(sign)
                 continue
-            escape = self._SHORT.get(sign) or f"u{ord(sign):04x}"
+            escape = self._SHORT_ESCAPES.get(sign) or f"u{ord(sign):04x}"
             pieces.append(escape if nesting.is_escaped else "\\" + escape)
             nesting.is_escaped = False
-        nesting.feed(encode_utf8(text[at:]))
+        nesting.scan(encode_utf8(text[at:]))
         pieces.append(text[at:])
         return "".join(pieces)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from proxy.wire.members import Spans
 
 REMOVED: Final = object()
-"""New value for `Document.with_changes` that removes the member."""
+"""New value for `Document.make_changed_body` that removes the member."""
 
 MAX_JOINED_BYTES: Final = 64 * 1024
 """Maximum length in bytes of an object whose changed copy is one piece. Longer copies share bytes with the original."""
@@ -81,9 +81,9 @@ class Document:
         except TooManyMembers as error:
             raise InvalidDocument(str(error)) from None
         except (NotAnObject, orjson.JSONDecodeError):
-            self._read_again(raw)
+            self._parse_like_python(raw)
 
-    def _read_again(self, raw: bytes | bytearray) -> None:
+    def _parse_like_python(self, raw: bytes | bytearray) -> None:
         """Read bytes that orjson rejects with the parser that engines use. Raises InvalidDocument."""
         try:
             self.values, self._spans = parse_like_python(raw)
@@ -97,28 +97,32 @@ class Document:
     def read_values(self) -> list[Any]:
         """Return the members' values that have already become Python objects."""
         values = self.values
-        return list(values.values()) if isinstance(values, dict) else values.read
+        return list(values.values()) if isinstance(values, dict) else values.parse_members
 
     def load(self) -> Any:
         """Return all values. Those that were not read yet are not kept."""
         values = self.values
-        return values if isinstance(values, dict) else {name: parse_again(bytes(self.view(name))) for name in values}
+        return (
+            values
+            if isinstance(values, dict)
+            else {name: parse_again(bytes(self.raw_member_view(name))) for name in values}
+        )
 
-    def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
+    def excerpt_member(self, name: str) -> tuple[Any, Callable[[str], int]]:
         """Return the value of a member, or None without one, and a function that returns the bytes of a string in it.
 
         The value is not kept. Long strings in it lack their middles, so only the function knows their length.
         """
         values = self.values
         if self._spans is not None and isinstance(values, Members) and name in values:
-            return values.excerpt(name)
+            return values.excerpt_member(name)
         return values.get(name), count_text_bytes
 
     def is_list_of_prompts(self, name: str) -> bool:
         """Return whether a member is an array that does not begin with a whole number. Token ids begin with one."""
         values = self.values
-        if isinstance(values, Members) and name in values and not values.is_read(name):
-            written = values.view(name)
+        if isinstance(values, Members) and name in values and not values.is_parsed(name):
+            written = values.raw_member_view(name)
             return written[0] == _BRACKET and not are_token_ids(written)
         value = values.get(name)
         return isinstance(value, list) and not (value and isinstance(value[0], int))
@@ -129,45 +133,45 @@ class Document:
         None if the member was read already, or has no token ids.
         """
         values = self.values
-        if isinstance(values, Members) and name in values and not values.is_read(name):
-            return count_token_ids(values.view(name))
+        if isinstance(values, Members) and name in values and not values.is_parsed(name):
+            return count_token_ids(values.raw_member_view(name))
         return None
 
     def raw_value(self, name: str) -> bytes | None:
         """Return a copy of a member's JSON bytes, or None if the document lacks the member."""
         if name not in self.values:
             return None
-        return bytes(self.view(name))  # copied, because each result of orjson keeps a buffer of 4 KB
+        return bytes(self.raw_member_view(name))  # copied, because each result of orjson keeps a buffer of 4 KB
 
-    def view(self, name: str) -> memoryview:
+    def raw_member_view(self, name: str) -> memoryview:
         """Return a memory view of a member's JSON bytes. Raises KeyError."""
         if self._spans is None:
             return memoryview(dumps(self.values[name]))
         _, start, end = self._spans[name]
         return memoryview(self._raw)[start:end]
 
-    def with_both(self, first: Mapping[str, object], second: Mapping[str, object]) -> Body:
-        """Apply `first`, then `second`, as `with_changes` does."""
+    def merge_changes(self, first: Mapping[str, object], second: Mapping[str, object]) -> Body:
+        """Apply `first`, then `second`, as `make_changed_body` does."""
         if self._spans is not None:
-            return self.with_changes({**first, **second})
+            return self.make_changed_body({**first, **second})
         members = self._copy_values()
         _apply_changes(members, first)
         _apply_changes(members, second)
         return dumps(members)
 
     def with_raw_member(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
-        """Apply changes as `with_changes` does, then set the member `name` to these JSON bytes.
+        """Apply changes as `make_changed_body` does, then set the member `name` to these JSON bytes.
 
         The changes must not contain `name`.
         """
         if self._spans is not None:
-            return self.with_changes({**changes, name: orjson.Fragment(value)})
+            return self.make_changed_body({**changes, name: orjson.Fragment(value)})
         members = self._copy_values()
         _apply_changes(members, changes)
         members[name] = orjson.Fragment(value)
         return dumps(members)
 
-    def with_changes(self, changes: Mapping[str, object]) -> Body:
+    def make_changed_body(self, changes: Mapping[str, object]) -> Body:
         """Return the JSON object's bytes with members replaced, added at the end, or removed (REMOVED).
 
         `dumps` writes the new values; `orjson.Fragment` inserts bytes. Separators between unchanged neighbours stay.
@@ -210,7 +214,7 @@ class Document:
 
 
 def _apply_changes(members: dict[str, Any], changes: Mapping[str, object]) -> None:
-    """Replace, add or remove members of an object, as `Document.with_changes` describes."""
+    """Replace, add or remove members of an object, as `Document.make_changed_body` describes."""
     # The compiler reads a dict several times as fast as another mapping, and each leg of each request comes here.
     for name, value in (changes if isinstance(changes, dict) else dict(changes)).items():
         if value is REMOVED:
@@ -315,7 +319,7 @@ class LongAnswer:
             raise InvalidDocument("the answer must be a JSON object")
         self.values: dict[str, Any] = values
 
-    def with_changes(self, changes: Mapping[str, object]) -> bytes | None:
+    def make_changed_body(self, changes: Mapping[str, object]) -> bytes | None:
         """Return the answer with `usage` or `kv_transfer_params` replaced or removed (REMOVED).
 
         Returns None if these members are not at the end, where engines write them. The bytes after a comma are the end
@@ -331,5 +335,5 @@ class LongAnswer:
             return None
         if not changes.keys() <= end.values.keys():
             return None
-        written = join_body(end.with_changes(changes))
+        written = join_body(end.make_changed_body(changes))
         return raw[:begin] + (b"}" if written == b"{}" else b"," + written[1:])

@@ -36,7 +36,7 @@ class BlocksStored(NamedTuple):
     """Tier of the cache: `GPU`, or one below it. None means `GPU`."""
     group: int | None
     """Group of layers, in models with several kinds of attention; None: there are no groups."""
-    is_whole: bool
+    has_full_attention: bool
     """Whether blocks are kept for whole sequences. False for parts only, as with sliding windows and Mamba."""
 
 
@@ -55,7 +55,7 @@ class AllBlocksCleared(NamedTuple):
 class UnreadableEvent(NamedTuple):
     """An event that cannot be decoded, or whose type is unknown."""
 
-    why: str
+    reason: str
 
 
 Event = BlocksStored | BlocksRemoved | AllBlocksCleared | UnreadableEvent

@@ -80,12 +80,12 @@ class Members(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = self._values[name]
-        return self._read(name) if value is _UNREAD_VALUE else value
+        return self._parse_member(name) if value is _UNREAD_VALUE else value
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a member of the JSON object, or `default` if it is missing."""
         value = self._values.get(name, default)
-        return self._read(name) if value is _UNREAD_VALUE else value
+        return self._parse_member(name) if value is _UNREAD_VALUE else value
 
     def __contains__(self, name: object) -> bool:
         return name in self._values
@@ -100,8 +100,8 @@ class Members(Mapping[str, Any]):
         """Return the names of the members, without a Python call for each name."""
         return self._values.keys()
 
-    def _read(self, name: str) -> Any:
-        raw = self.view(name)
+    def _parse_member(self, name: str) -> Any:
+        raw = self.raw_member_view(name)
         try:
             value = parse_weighed_json(raw)
         except orjson.JSONDecodeError:  # orjson rejects numbers beyond the range of a float
@@ -110,11 +110,11 @@ class Members(Mapping[str, Any]):
         return value
 
     @property
-    def read(self) -> list[Any]:
+    def parse_members(self) -> list[Any]:
         """Return the members' values that have already become Python objects."""
         return [value for value in self._values.values() if value is not _UNREAD_VALUE]
 
-    def is_read(self, name: str) -> bool:
+    def is_parsed(self, name: str) -> bool:
         """Return whether a member's value has already become a Python object."""
         return self._values[name] is not _UNREAD_VALUE
 
@@ -122,17 +122,17 @@ class Members(Mapping[str, Any]):
         """Replace the values of members in this mapping. The original bytes do not change."""
         self._values.update(values)
 
-    def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
+    def excerpt_member(self, name: str) -> tuple[Any, Callable[[str], int]]:
         """Return the value of a member without keeping it; see the function `excerpt_value`."""
-        if self.is_read(name):
+        if self.is_parsed(name):
             return self._values[name], count_text_bytes
         _, start, end = self.spans[name]
         try:
             return excerpt_value(self._raw, start, end)
         except orjson.JSONDecodeError:
-            return self._read(name), count_text_bytes
+            return self._parse_member(name), count_text_bytes
 
-    def view(self, name: str) -> memoryview:
+    def raw_member_view(self, name: str) -> memoryview:
         """Return a memory view of a member's JSON bytes."""
         _, start, end = self.spans[name]
         return memoryview(self._raw)[start:end]

@@ -205,11 +205,11 @@ _MAX_TOKENS: Final = 1 << 40
 class UsageCounts(NamedTuple):
     """The numbers of a usage object. None: the number is missing, or is not a number of tokens."""
 
-    prompt: int | None
-    completion: int | None
-    cached: int | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
     """Tokens of the prompt that were in the prefix cache."""
-    reasoning: int | None
+    reasoning_tokens: int | None
     """Tokens of the completion that are reasoning."""
 
 
@@ -242,7 +242,7 @@ class Usage:
     is_resumed: bool = False
     """Whether this attempt continues the answer of another attempt. Its prompt is then not the client's prompt."""
 
-    def add_prompt(self, usage: Any) -> PromptCounts:
+    def add_prompt_usage(self, usage: Any) -> PromptCounts:
         """Record the prompt counts of a usage member, and return them.
 
         Only the first report counts, because the first attempt fills the prefix cache for later ones.
@@ -257,7 +257,7 @@ class Usage:
             self.counts_reasoning = usage.get("completion_tokens_details") is not None
         return counts
 
-    def add_completion(self, usage: Any) -> None:
+    def add_completion_usage(self, usage: Any) -> None:
         """Record the completion count of a usage member."""
         if isinstance(usage, dict) and (tokens := _read_count(usage.get("completion_tokens"))) is not None:
             self.completion_tokens = tokens
@@ -314,7 +314,7 @@ def cut_engine_members(data: bytes) -> bytes:
     if shown is not data and not names_engine_members(shown):
         return shown
     try:
-        return join_body(Document(data).with_changes(_ENGINE_MEMBER_REMOVALS))
+        return join_body(Document(data).make_changed_body(_ENGINE_MEMBER_REMOVALS))
     except InvalidDocument:  # it repeats a name
         payload = loads(data)
         remove_engine_members(payload)

@@ -119,7 +119,7 @@ class PromptPrefixes:
         self._has_media = has_media
         self._keys: PrefixKeys | None = None
 
-    def changed(self, changes: Mapping[str, object]) -> PromptPrefixes:
+    def copy_with_changes(self, changes: Mapping[str, object]) -> PromptPrefixes:
         """Return the prompt of a body with changed members; the same object if the prompt stays the same."""
         if changes.keys().isdisjoint(_PROMPT_MEMBERS):
             return self
@@ -133,7 +133,7 @@ class PromptPrefixes:
         return self._keys
 
     def _compute_keys(self) -> PrefixKeys:
-        texts = self._texts()
+        texts = self._prompt_texts()
         if not texts:
             return NO_PREFIX_KEYS
         values = self._document.values
@@ -150,11 +150,13 @@ class PromptPrefixes:
             before = after
         return PrefixKeys(keys, sizes)
 
-    def _texts(self) -> list[memoryview]:
+    def _prompt_texts(self) -> list[memoryview]:
         """Return the texts that the engine computes: the tools, which templates render first, and the messages."""
-        messages = self._written("messages")
+        messages = self._raw_member("messages")
         if messages is None:
-            prompt = next((written for name in _PROMPT_MEMBERS if (written := self._written(name)) is not None), None)
+            prompt = next(
+                (written for name in _PROMPT_MEMBERS if (written := self._raw_member(name)) is not None), None
+            )
             return [prompt] if prompt is not None and (prompt[0] == _QUOTE or are_token_ids(prompt)) else []
         if messages[0] != _BRACKET:
             return []
@@ -162,17 +164,17 @@ class PromptPrefixes:
             messages = memoryview(_drop_old_reasoning(messages))
         if self._has_media:
             messages = memoryview(_without_media(bytes(messages)))
-        tools = self._written("tools")
+        tools = self._raw_member("tools")
         return [messages] if tools is None else [tools, messages]
 
-    def _written(self, name: str) -> memoryview | None:
+    def _raw_member(self, name: str) -> memoryview | None:
         """Return the JSON text of a member of the prompt, or None if it is missing or null."""
         if name in self._changes:
             value = self._changes[name]
             return None if value is REMOVED or value is None else memoryview(dumps(value))
         if name not in self._document.values:
             return None
-        written = self._document.view(name)
+        written = self._document.raw_member_view(name)
         return None if bytes(written[:5]) == b"null" else written
 
 

@@ -62,7 +62,7 @@ class GenerateItem(NamedTuple):
 
     changes: dict[str, object]
     """The members that this item changes in the request."""
-    is_first: bool
+    is_first_sample: bool
     """Whether this is the first sample of its prompt."""
 
 
@@ -212,7 +212,7 @@ class PrefillerMeta:
         metas = (payload.get("meta_info") for payload in iterate_payloads(answer) if isinstance(payload, dict))
         self._meta: dict[str, Any] = next((meta for meta in metas if isinstance(meta, dict)), {})
 
-    def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def complete_event(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Return the decoder's answer, or one event of it, with the prefiller's parts added."""
         meta = payload.get("meta_info")
         if not isinstance(meta, dict):
@@ -250,7 +250,7 @@ class LonePrefillerMeta:
     def __init__(self, wanted_tokens: int) -> None:
         self._wanted_tokens = wanted_tokens
 
-    def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def complete_event(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of the prefiller, or one event of it, with the requested number of tokens."""
         meta = payload.get("meta_info")
         if not isinstance(meta, dict):
@@ -280,7 +280,7 @@ class EngineError(NamedTuple):
     """The HTTP status that fits the error."""
     body: bytes
     """A JSON object with the member `error`."""
-    is_wish: bool = False
+    is_requested: bool = False
     """Whether an operator caused the error, by aborting the request or by pausing the engine.
 
     The engine did not fail.
@@ -308,7 +308,7 @@ def find_answer_error(answer: bytes) -> EngineError | None:
         if error := find_event_error(payload):
             return error
         if isinstance(payload, dict) and any(map(_is_abort_reason, _finish_reasons(payload))):
-            return _make_abort_error({})._replace(is_wish=True)
+            return _make_abort_error({})._replace(is_requested=True)
     return None
 
 
@@ -333,7 +333,9 @@ def find_event_error(payload: Any) -> EngineError | None:
 
 def iterate_payloads(answer: bytes) -> Iterator[Any]:
     """Yield the JSON values of a whole answer, or of the events of a stream. Other data is skipped."""
-    for data in [event.data for event in EventSplitter().feed(answer)] if answer.startswith(b"data:") else [answer]:
+    for data in (
+        [event.data for event in EventSplitter().split_chunk(answer)] if answer.startswith(b"data:") else [answer]
+    ):
         try:
             yield loads(data or b"null")
         except orjson.JSONDecodeError:

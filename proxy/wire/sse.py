@@ -53,42 +53,46 @@ class EventTooLong(ValueError):
 class EventSplitter:
     """Splits a byte stream into events, and keeps the bytes of the last, incomplete event."""
 
-    __slots__ = ("_has_cr", "_max_event_bytes", "_parts", "_pending_bytes", "_tail")
+    __slots__ = ("_ends_with_cr", "_max_event_bytes", "_pending_parts", "_pending_bytes", "_last_bytes")
 
     def __init__(self, max_event_bytes: int = 32 * 1024 * 1024) -> None:
-        self._parts: list[bytes] = []
+        self._pending_parts: list[bytes] = []
         self._pending_bytes = 0
-        self._has_cr = False
+        self._ends_with_cr = False
         """Whether the kept bytes have a carriage return."""
-        self._tail = b""  # the last kept bytes, which may belong to the blank line at the end of the event
+        self._last_bytes = b""  # the last kept bytes, which may belong to the blank line at the end of the event
         self._max_event_bytes = max_event_bytes
 
     @property
-    def pending(self) -> bytes:
+    def pending_bytes(self) -> bytes:
         """The bytes after the last complete event. They are empty at the proper end of a stream."""
-        return b"".join(self._parts)
+        return b"".join(self._pending_parts)
 
     @property
     def is_empty(self) -> bool:
         """Whether no bytes follow the last complete event."""
-        return not self._parts
+        return not self._pending_parts
 
-    def feed(self, chunk: bytes) -> list[Event]:
+    def split_chunk(self, chunk: bytes) -> list[Event]:
         """Add bytes of the stream, and return the events that they complete. Raises EventTooLong."""
         has_cr = _CARRIAGE_RETURN in chunk
-        if self._parts:
+        if self._pending_parts:
             # A long event is not searched again at each read, because its end must include new bytes.
-            if not has_cr and self._tail[-1] != _CARRIAGE_RETURN and not _has_blank_line(self._tail[-1], chunk):
-                self._hold(chunk, has_cr=False)
+            if (
+                not has_cr
+                and self._last_bytes[-1] != _CARRIAGE_RETURN
+                and not _has_blank_line(self._last_bytes[-1], chunk)
+            ):
+                self._keep_incomplete_event(chunk, has_cr=False)
                 return []
-            chunk = b"".join((*self._parts, chunk))
-            has_cr |= self._has_cr
-            self._parts.clear()
+            chunk = b"".join((*self._pending_parts, chunk))
+            has_cr |= self._ends_with_cr
+            self._pending_parts.clear()
             self._pending_bytes = 0
-            self._has_cr = False
-            self._tail = b""
+            self._ends_with_cr = False
+            self._last_bytes = b""
         if has_cr:
-            return self._feed_any_line_end(chunk)
+            return self._split_any_line_end(chunk)
         events: list[Event] = []
         start = searched = 0
         is_one_line = True
@@ -105,10 +109,10 @@ class EventSplitter:
             start = searched = line_end + 2
             is_one_line = True
         if start < len(chunk):
-            self._hold(chunk[start:], has_cr=False)
+            self._keep_incomplete_event(chunk[start:], has_cr=False)
         return events
 
-    def _feed_any_line_end(self, chunk: bytes) -> list[Event]:
+    def _split_any_line_end(self, chunk: bytes) -> list[Event]:
         events = []
         start = 0
         for blank in _BLANK_LINE_PATTERN.finditer(chunk):
@@ -118,14 +122,14 @@ class EventSplitter:
             start = blank.end()
         if start < len(chunk):
             rest = chunk[start:]
-            self._hold(rest, has_cr=_CARRIAGE_RETURN in rest)
+            self._keep_incomplete_event(rest, has_cr=_CARRIAGE_RETURN in rest)
         return events
 
-    def _hold(self, chunk: bytes, *, has_cr: bool) -> None:
-        self._parts.append(chunk)
-        self._has_cr |= has_cr
+    def _keep_incomplete_event(self, chunk: bytes, *, has_cr: bool) -> None:
+        self._pending_parts.append(chunk)
+        self._ends_with_cr |= has_cr
         self._pending_bytes += len(chunk)
-        self._tail = (self._tail + chunk[-3:])[-3:]
+        self._last_bytes = (self._last_bytes + chunk[-3:])[-3:]
         if self._pending_bytes > self._max_event_bytes:
             raise EventTooLong
 
@@ -173,20 +177,20 @@ _plain_text: Final = re.compile(rb'[^"\\\x00-\x1f]+(?=")').match
 class TokenShape:
     """The bytes that the events of a stream have in common: all bytes except the text and the token ID."""
 
-    __slots__ = ("behind", "between", "head", "is_reasoning")
+    __slots__ = ("bytes_after_id", "bytes_between", "bytes_before_text", "is_reasoning")
 
     def __init__(self, head: bytes, between: bytes | None, behind: bytes, *, is_reasoning: bool) -> None:
-        self.head = head
+        self.bytes_before_text = head
         """The bytes before the text, including its opening quote."""
-        self.between = between
+        self.bytes_between = between
         """The bytes between text and ID, from the closing quote to the opening bracket; None if there is no ID."""
-        self.behind = behind
+        self.bytes_after_id = behind
         """The bytes after the ID, or after the text if there is no ID."""
         self.is_reasoning = is_reasoning
         """Whether the text is the reasoning of a chat."""
 
     @classmethod
-    def of(cls, raw: bytes) -> TokenShape | None:
+    def recognise(cls, raw: bytes) -> TokenShape | None:
         """Return the shape of an event with one text and at most one token ID; None for any other event."""
         texts, ids = [*_TEXT_BEGINS.finditer(raw)], [*_IDS_BEGIN.finditer(raw)]
         before, _, behind = raw.rpartition(NO_KV_PARAMS)
@@ -207,4 +211,4 @@ class TokenShape:
 
     def has_same_frame(self, raw: bytes) -> bool:
         """Return whether an event begins and ends with the same bytes as this shape."""
-        return raw.startswith(self.head) and raw.endswith(self.behind)
+        return raw.startswith(self.bytes_before_text) and raw.endswith(self.bytes_after_id)

@@ -99,7 +99,9 @@ class NoConnector(Connector):
     def __init__(self, roles: Collection[Role]) -> None:
         self.roles = tuple(roles)
 
-    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
+    def open_attempt(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt]:
         raise AssertionError("nothing is generated")
 
 

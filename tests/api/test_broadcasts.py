@@ -133,7 +133,7 @@ async def test_sleeping_instance_gets_no_requests(
 
     async with client.post(f"{sleep}?instance={decoders[0].name}") as answer:
         assert (answer.status, able()) == (200, 1)
-    with pool.lease(PickRequest.of(Load(compute=1))) as lease:
+    with pool.lease(PickRequest.of(Load(compute_tokens=1))) as lease:
         assert lease.backend.name == decoders[1].name
     async with client.post(wake, **some) as answer:
         assert (answer.status, able()) == (200, 1)
@@ -144,7 +144,7 @@ async def test_sleeping_instance_gets_no_requests(
 async def test_busy_instance_is_disabled_before_it_sleeps(gateway: Gateway) -> None:
     decoder = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=1))):
+    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute_tokens=1))):
         async with client.post("/sleep?role=decode") as answer:
             urls = [f"http://{decoder.name}"]
             assert (answer.status, await answer.json()) == (500, {"failed": urls, "disabled": urls})
@@ -176,7 +176,7 @@ async def test_instance_that_rejects_sleep_serves_as_before(gateway: Gateway, ca
 async def test_busy_instance_that_later_rejects_sleep_stays_disabled(gateway: Gateway) -> None:
     decoder = await gateway.engine(Role.DECODE, _refuse)
     client = await client_of(gateway)
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=1))):
+    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute_tokens=1))):
         async with client.post("/sleep") as answer:
             assert answer.status == 500
     async with client.post("/sleep") as answer:

@@ -41,7 +41,7 @@ async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> N
     gateway.incompatibilities.add(
         gateway.pools[Role.DECODE].backends()[0], IncompatibilityKind.MODEL, "serves another model"
     )
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=7, kv=100))):
+    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute_tokens=7, kv_tokens=100))):
         first, second = await shown(client)
     (misfit,) = second.pop("misfits")
     seconds = (first.pop("since_seconds"), second.pop("since_seconds"), misfit.pop("since_seconds"))
@@ -364,7 +364,7 @@ async def test_added_instance_may_be_given_the_engine_key(gateway: Gateway) -> N
     client = await client_of(gateway, keys=gateway.keys("s3cret"))
     status, _ = await change(client, "add", type="decode", instances=engine.name, send_key=True)
     assert status == 200
-    assert [backend.trusted for backend in gateway.joiner.joining(Role.DECODE)] == [True]
+    assert [backend.is_trusted for backend in gateway.joiner.joining(Role.DECODE)] == [True]
     status, told = await change(client, "add", type="decode", instances=engine.name, send_key="yes")
     assert (status, told["error"]["param"]) == (400, "send_key")
 
@@ -382,7 +382,7 @@ async def test_adding_an_instance_again_updates_its_details(gateway: Gateway) ->
     _, told = await change(client, "add", type="prefill", instances=engine.name)  # what is not said stays
     assert (told["changes"], told["message"]) == ([], f"add prefill instances: ['{engine.name}'].")
     (backend,) = gateway.pools[Role.PREFILL].backends()
-    assert (backend.bootstrap_port, backend.models, backend.trusted) == (8998, ("x",), True)
+    assert (backend.bootstrap_port, backend.models, backend.is_trusted) == (8998, ("x",), True)
 
 
 async def test_other_details_of_a_joining_instance_are_ignored_with_a_warning(gateway: Gateway) -> None:
@@ -395,7 +395,7 @@ async def test_other_details_of_a_joining_instance_are_ignored_with_a_warning(ga
     ):
         _, told = await change(client, "add", type="decode", instances=engine.name, send_key=send_key)
         assert told["warnings"] == warnings
-    assert [backend.trusted for backend in gateway.joiner.joining(Role.DECODE)] == [False]
+    assert [backend.is_trusted for backend in gateway.joiner.joining(Role.DECODE)] == [False]
 
 
 @pytest.fixture

@@ -505,7 +505,7 @@ async def test_changed_settings_apply_to_new_requests(gateway: Gateway) -> None:
     api = PassthroughApi(parts, gateway.lanes(settings), DrainManager(), live)
     client = await gateway.serve(api.routes())
     for max_body_bytes, status in ((10, 413), (11, 200)):
-        live.replace(Settings.model_validate({"listen": {"max_body_bytes": max_body_bytes}}))
+        live.replace_settings(Settings.model_validate({"listen": {"max_body_bytes": max_body_bytes}}))
         async with client.post("/tokenize", data=b"x" * 11) as answer:
             assert answer.status == status
 

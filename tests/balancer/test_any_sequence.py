@@ -189,7 +189,7 @@ class AnySequence(RuleBasedStateMachine):
     def free_compute(self, number: int) -> None:
         lease, opened = self.some_lease(number)
         lease.free_compute()
-        opened.load = Load(compute=0, kv=opened.load.kv)
+        opened.load = Load(compute_tokens=0, kv_tokens=opened.load.kv_tokens)
         opened.is_running = False
         opened.is_trial &= not lease._request.proves_generation
 
@@ -198,7 +198,7 @@ class AnySequence(RuleBasedStateMachine):
     def free_kv(self, number: int) -> None:
         lease, opened = self.some_lease(number)
         lease.free_kv()
-        opened.load = Load(compute=opened.load.compute, kv=0)
+        opened.load = Load(compute_tokens=opened.load.compute_tokens, kv_tokens=0)
         opened.is_counted &= opened.is_running
 
     @precondition(lambda self: self.open)
@@ -373,8 +373,8 @@ class AnySequence(RuleBasedStateMachine):
         for lease, opened in self.open.items():
             slot = lease.backend.slot
             requests[slot] += opened.is_counted
-            compute[slot] += opened.load.compute
-            kv[slot] += opened.load.kv
+            compute[slot] += opened.load.compute_tokens
+            kv[slot] += opened.load.kv_tokens
             running[slot] += opened.is_running
         for slot in range(SLOTS):
             assert self.scoreboard.running(slot) == running[slot]

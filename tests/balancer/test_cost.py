@@ -22,7 +22,7 @@ _MOST_CALLS: Final = 92
 
 def calls_of_one(prefillers: Pool, decoders: Pool) -> int:
     """Enter and leave the leases of a request that does not wait, as the fast path and the connectors do."""
-    request = parse(Api.CHAT, _CHAT, Cost()).pick_request()
+    request = parse(Api.CHAT, _CHAT, Cost()).make_pick_request()
     calls = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:

@@ -15,7 +15,7 @@ from proxy.common.errors import BadRequest, Failure, NoBackendAvailable, Upstrea
 from tests.balancer.conftest import Balancer
 
 UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState
-COST = Load(compute=100, kv=40)
+COST = Load(compute_tokens=100, kv_tokens=40)
 NOTHING = (0, Load())
 
 
@@ -58,7 +58,7 @@ def test_compute_and_kv_are_released_separately_and_once(balancer: Balancer) -> 
     with balancer.prefillers.lease(PickRequest.of(COST)) as lease:
         for _ in range(2):
             lease.free_compute()
-            assert balancer.books(lease.backend) == (1, Load(kv=40))
+            assert balancer.books(lease.backend) == (1, Load(kv_tokens=40))
         for _ in range(2):
             lease.free_kv()
             assert balancer.books(lease.backend) == NOTHING  # it has nothing to do with the request any more
@@ -71,7 +71,7 @@ def test_deferred_kv_is_charged_later_and_released_once(balancer: Balancer) -> N
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         charged = balancer.books(lease.backend)
         lease.defer_kv()
-        assert balancer.books(lease.backend)[1].kv == 0
+        assert balancer.books(lease.backend)[1].kv_tokens == 0
         for _ in range(2):
             lease.charge_kv()
             assert balancer.books(lease.backend) == charged
@@ -107,9 +107,9 @@ def test_move_takes_the_remaining_load_to_the_new_backend(balancer: Balancer) ->
         new = lease.move((), refused(old))
         assert new == lease.backend != old
         assert balancer.books(old) == NOTHING
-        assert balancer.books(new) == (1, Load(kv=40))
+        assert balancer.books(new) == (1, Load(kv_tokens=40))
         lease.free_compute()
-        assert balancer.books(new) == (1, Load(kv=40))
+        assert balancer.books(new) == (1, Load(kv_tokens=40))
     assert balancer.all_books() == {NOTHING}
 
 
@@ -138,7 +138,7 @@ def test_lease_keeps_its_load_when_it_cannot_move(balancer: Balancer) -> None:
         with pytest.raises(NoBackendAvailable):
             lease.move(balancer.decoders.backends(), refused(old))
         assert lease.backend == old
-        assert balancer.books(old) == (1, Load(compute=100))
+        assert balancer.books(old) == (1, Load(compute_tokens=100))
         assert balancer.health.of(old).consecutive_failures == 1
     assert balancer.all_books() == {NOTHING}
 

@@ -166,7 +166,7 @@ def test_no_local_prefill_on_a_full_decoder(fleet: Fleet, bound: str, monkeypatc
         elif bound == "knee":
             monkeypatch.setattr(fleet.decoders.policy, "most_running", lambda _: 1)
         else:
-            tokens = TURN.decode.kv + 1000
+            tokens = TURN.decode.kv_tokens + 1000
             fleet.decoders.health.on_probe(fleet.first, True, "200")
             fleet.decoders.health.note_facts(fleet.first, EngineFacts(kv_tokens=tokens))
         assert fleet.faster_decoder(TURN) != fleet.first

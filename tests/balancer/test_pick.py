@@ -33,7 +33,7 @@ class RecordingPolicy(Policy):
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         load = request.load(backend.role)
-        return Load(compute=10 * load.compute, kv=load.kv) if backend.port == 1 else load
+        return Load(compute_tokens=10 * load.compute_tokens, kv_tokens=load.kv_tokens) if backend.port == 1 else load
 
     def track(self, backend: Backend, request: PickRequest) -> Tracker:
         load = self.cost_of(backend, request)
@@ -76,10 +76,10 @@ def failed(backend: Backend) -> UpstreamError:
 
 def test_policies_of_all_roles_get_the_same_request(balancer: Balancer, policy: RecordingPolicy) -> None:
     call = parse(Api.CHAT, CHAT, Cost(), {"x-ttft-deadline-ms": "1500"})
-    request = call.pick_request()
+    request = call.make_pick_request()
     with balancer.decoders.lease(request) as decoder, balancer.prefillers.lease(request) as prefiller:
-        assert balancer.books(decoder.backend) == (1, call.pick_request().decode)
-        assert balancer.books(prefiller.backend) == (1, call.pick_request().prefill)
+        assert balancer.books(decoder.backend) == (1, call.make_pick_request().decode)
+        assert balancer.books(prefiller.backend) == (1, call.make_pick_request().prefill)
     (*_, of_decoder), (*_, of_prefiller) = policy.seen
     assert of_decoder is of_prefiller is request
     assert (request.prompt_tokens, request.output_tokens) == (call.prompt_tokens, 7)
@@ -118,8 +118,8 @@ def test_deadline_is_a_positive_number_of_milliseconds(deadline: str, seconds: f
 )
 def test_session_is_the_id_of_the_client(members: bytes, session: str | None) -> None:
     body = b'{"prompt": "Hi", %b}' % members
-    assert parse(Api.COMPLETIONS, body, Cost()).session == session
-    assert parse(Api.COMPLETIONS, body, Cost(), {"x-session-id": "f"}).session == "f"
+    assert parse(Api.COMPLETIONS, body, Cost()).session_id == session
+    assert parse(Api.COMPLETIONS, body, Cost(), {"x-session-id": "f"}).session_id == "f"
 
 
 def test_candidates_have_limits_and_running_requests(balancer: Balancer) -> None:

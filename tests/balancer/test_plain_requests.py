@@ -131,7 +131,7 @@ def test_plain_request_gets_the_same_backend_as_on_the_general_path(
         step(short, place, amount)
         step(general, place, amount)
         for compute in range(BACKENDS):
-            load = Load(compute=compute, kv=1)
+            load = Load(compute_tokens=compute, kv_tokens=1)
             general.pool.eligible()  # updates everything that may have changed
             chosen = taken(general.pool, PickRequest.of(load, avoid=[ELSEWHERE]))
             assert taken(short.pool, PickRequest.of(load)) == chosen
@@ -156,7 +156,7 @@ def test_success_of_a_plain_request_has_the_same_effect_on_health(happened: list
 
 def test_plain_request_sees_changes_by_time() -> None:
     side = Side("least_tokens", 1, 0, None)
-    plain = PickRequest.of(Load(compute=1))
+    plain = PickRequest.of(Load(compute_tokens=1))
     side.pinned_kv.pin(side.backend(0), 100, 15.0)
     assert [taken(side.pool, plain) for _ in range(3)] == [("d:1", 0), ("d:2", 0), ("d:1", 0)]
     side.clock.now += 20.0

@@ -623,8 +623,8 @@ def test_reservation_is_charged_without_an_outcome(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, max_running=1)
     one, two = pool.backends()
     looked: list[bool] = []
-    with pool.reserve(PickRequest.of(Load(compute=5, kv=7), avoid=[two])):
-        assert balancer.books(one) == (1, Load(compute=5, kv=7))
+    with pool.reserve(PickRequest.of(Load(compute_tokens=5, kv_tokens=7), avoid=[two])):
+        assert balancer.books(one) == (1, Load(compute_tokens=5, kv_tokens=7))
         with pool.reserve(PickRequest.of(Load())):
             assert not pool.has_room()
         pool.on_release = lambda: looked.append(pool.has_room())
@@ -634,10 +634,10 @@ def test_reservation_is_charged_without_an_outcome(balancer: Balancer) -> None:
 
 
 def test_failed_reservation_releases_its_load_without_an_outcome(balancer: Balancer) -> None:
-    with pytest.raises(UpstreamError), balancer.decoders.reserve(PickRequest.of(Load(compute=1))) as held:
+    with pytest.raises(UpstreamError), balancer.decoders.reserve(PickRequest.of(Load(compute_tokens=1))) as held:
         raise UpstreamError(Failure.RESET, held.backend, "gone")
     down(balancer, *balancer.decoders.backends())
-    with pytest.raises(NoBackendAvailable), balancer.decoders.reserve(PickRequest.of(Load(compute=1))):
+    with pytest.raises(NoBackendAvailable), balancer.decoders.reserve(PickRequest.of(Load(compute_tokens=1))):
         pytest.fail("no backend is healthy")
     assert balancer.all_books() == {(0, Load())}
     assert balancer.ends == []
@@ -656,7 +656,10 @@ def test_backend_that_only_holds_kv_has_room(balancer: Balancer) -> None:
     pool = balancer.pool(Role.PREFILL, max_running=1)
     looked: list[bool] = []
     with ExitStack() as stack:
-        leases = [stack.enter_context(pool.lease(PickRequest.of(Load(compute=5, kv=5)))) for _ in pool.backends()]
+        leases = [
+            stack.enter_context(pool.lease(PickRequest.of(Load(compute_tokens=5, kv_tokens=5))))
+            for _ in pool.backends()
+        ]
         assert not pool.has_room()
         pool.on_release = lambda: looked.append(pool.has_room())
         leases[0].free_compute()

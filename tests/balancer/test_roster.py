@@ -37,7 +37,7 @@ def test_every_backend_has_a_separate_slot() -> None:
 def test_encoders_are_a_separate_role() -> None:
     roster = Roster([("p", 1)], [("d", 1)], Scoreboard(slots=3), [("e", 1)])
     (encoder,) = (member.backend for member in roster.members(Role.ENCODE))
-    assert (encoder.name, encoder.trusted, encoder.slot) == ("e:1", True, 2)
+    assert (encoder.name, encoder.is_trusted, encoder.slot) == ("e:1", True, 2)
     with pytest.raises(ValueError, match="already"):
         roster.add(Backend(P, "e", 1))
 
@@ -223,7 +223,7 @@ def test_concurrent_additions_of_several_processes_are_all_kept() -> None:
 
 
 def backends(role: Role, *ports: int) -> list[Backend]:
-    return [Backend(role, "d", port, trusted=True) for port in ports]
+    return [Backend(role, "d", port, is_trusted=True) for port in ports]
 
 
 def test_configured_backends_are_replaced_in_one_step() -> None:
@@ -234,7 +234,7 @@ def test_configured_backends_are_replaced_in_one_step() -> None:
     assert names(roster) == ["d:0 draining", "d:1", "d:2 draining", "d:5", "d:6"]
     assert slots(roster) == [0, 1, 2, 3, 4]
     assert roster.versions[0] == version + 1
-    assert [member.backend.trusted for member in roster.members(D)] == [True] * 5
+    assert [member.backend.is_trusted for member in roster.members(D)] == [True] * 5
 
 
 def test_origin_does_not_remove_backends_of_other_origins() -> None:
@@ -244,7 +244,7 @@ def test_origin_does_not_remove_backends_of_other_origins() -> None:
     assert roster.sync(CONFIG, backends(D, 1)) == (backends(D, 1), backends(D, 0))
     assert names(roster) == ["d:0 draining", "d:7", "d:1"]
     assert names(roster, P) == ["d:8"]
-    assert [member.backend.trusted for member in roster.members(P)] == [False]
+    assert [member.backend.is_trusted for member in roster.members(P)] == [False]
 
 
 def test_administrator_may_trust_a_member_or_a_draining_backend() -> None:
@@ -254,10 +254,10 @@ def test_administrator_may_trust_a_member_or_a_draining_backend() -> None:
     roster.add(Backend(D, "d", 1))
     scoreboard.row(0).add(1, requests=1)
     roster.remove(D, "d", 1)
-    assert [roster.add(Backend(D, "d", port, trusted=True)) for port in (0, 1)] == [False, True]
-    assert [member.backend.trusted for member in roster.members(D)] == [True, True]
+    assert [roster.add(Backend(D, "d", port, is_trusted=True)) for port in (0, 1)] == [False, True]
+    assert [member.backend.is_trusted for member in roster.members(D)] == [True, True]
     roster.add(Backend(D, "d", 0))
-    assert [member.backend.trusted for member in roster.members(D)] == [True, True]
+    assert [member.backend.is_trusted for member in roster.members(D)] == [True, True]
 
 
 def test_reload_restores_removed_backends_and_trusts_added_ones() -> None:
@@ -271,7 +271,7 @@ def test_reload_restores_removed_backends_and_trusts_added_ones() -> None:
     assert roster.sync(CONFIG, backends(D, 0, 1, 2), restores=True) == (backends(D, 0, 1), [])
     assert sorted(names(roster)) == ["d:0", "d:1", "d:2"]
     assert {member.backend.port: member.backend.slot for member in roster.members(D)}[1] == 1
-    assert [member.backend.trusted for member in roster.members(D)] == [True] * 3
+    assert [member.backend.is_trusted for member in roster.members(D)] == [True] * 3
 
 
 def test_draining_backend_is_not_reported_as_removed_again() -> None:

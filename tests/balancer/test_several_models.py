@@ -100,7 +100,7 @@ def test_models_of_a_down_engine_are_kept_until_it_reports_others(fleet: Fleet) 
 
 
 def test_configured_models_override_reported_ones(fleet: Fleet) -> None:
-    said = [replace(backend, models=("b",), trusted=True) for backend in fleet.everybody]
+    said = [replace(backend, models=("b",), is_trusted=True) for backend in fleet.everybody]
     fleet.balancer.roster.sync("config", said, restores=True)
     models = fleet.tell("a", "a", "a", "a")
     assert [models.of(backend) for backend in fleet.everybody] == [frozenset("b")] * 4

@@ -23,7 +23,7 @@ async def test_background_cancels_and_awaits_running_tasks_at_the_end() -> None:
             ended.append("cleaned up")
 
     async with BackgroundTasks(logger, "a test") as background:
-        task = background.start(work())
+        task = background.start_task(work())
         await asyncio.sleep(0)
         assert len(background) == 1
     assert (task.cancelled(), ended, len(background)) == (True, ["cleaned up"], 0)
@@ -35,7 +35,7 @@ async def test_background_lets_tasks_end_within_the_grace_time() -> None:
         return "done"
 
     async with BackgroundTasks(logger, "a test", grace_seconds=5.0) as background:
-        task = background.start(work())
+        task = background.start_task(work())
     assert task.result() == "done"
 
 
@@ -45,8 +45,8 @@ async def test_background_logs_a_task_error_once_and_raises_it_to_awaiters(caplo
 
     async with BackgroundTasks(logger, "a test") as background:
         with pytest.raises(RuntimeError, match="out of luck"):
-            await background.start(work())
-        background.start(work())
+            await background.start_task(work())
+        background.start_task(work())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not background
@@ -65,7 +65,7 @@ async def test_background_restarts_a_failed_loop_and_logs_it_once(caplog: pytest
         await asyncio.Event().wait()
 
     async with BackgroundTasks(logger, "a test") as background:
-        background.keep(work, "canaries", restarts, restart_seconds=0.0)
+        background.keep_running(work, "canaries", restarts, restart_seconds=0.0)
         await lives.wait()
     assert restarts.labels("canaries")._value.get() == 3
     assert [record.getMessage() for record in caplog.records] == ["background: loop failed, restarting: canaries"]
@@ -76,5 +76,5 @@ async def test_background_does_not_restart_a_loop_that_returns() -> None:
         pass
 
     async with BackgroundTasks(logger, "a test") as background:
-        await background.keep(work, "canaries", Metrics().background_restarts_total)
+        await background.keep_running(work, "canaries", Metrics().background_restarts_total)
         assert not background

@@ -203,7 +203,7 @@ async def differences(
         [decoder] = gateway.decoders
         for place in places:
             # A release of KV is a request, too, which would consume a fault.
-            await until(lambda: not gateway.worker.releaser.pending, "releases of KV")
+            await until(lambda: not gateway.worker.releaser.pending_count, "releases of KV")
             decoder.faults.clear()
             decoder.faults.add(fault, tokens=place, times=1)
             if then is not None:

@@ -76,7 +76,7 @@ async def test_answers_are_correct_under_any_mixture_of_faults(deploy: Deploy, c
             check(body, answer, expected)
     assert sum(answer is not None and answer.status == 200 for answer in answers) > REQUESTS / 5
     # Prefill answers were lost, and releases failed like other requests.
-    await until(lambda: not gateway.worker.releaser.pending, "the last release")
+    await until(lambda: not gateway.worker.releaser.pending_count, "the last release")
     gateway.expects_pinned = sum(len(engine.pins) for engine in gateway.engines)
     gateway.expects_inexact_pins = True
     gateway.expects_resent = True

@@ -151,7 +151,7 @@ async def test_clients_never_receive_bytes_of_other_answers(deploy: Deploy, conn
 
     await asyncio.gather(killer(), *map(client, bodies, texts))
     assert sum(answer.is_done and answer.status == 200 for answer in answers) > REQUESTS / 2
-    await until(lambda: not gateway.worker.releaser.pending, "the last release")
+    await until(lambda: not gateway.worker.releaser.pending_count, "the last release")
     gateway.expects_pinned = sum(len(engine.pins) for engine in gateway.engines)
     gateway.expects_inexact_pins = True
     gateway.expects_resent = True

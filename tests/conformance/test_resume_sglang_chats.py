@@ -138,7 +138,7 @@ async def chat_differences(
         [decoder] = gateway.decoders
         expected = content_of(await gateway.ask(dict(body)))
         for place in places:
-            await until(lambda: not gateway.worker.releaser.pending, "releases of KV")
+            await until(lambda: not gateway.worker.releaser.pending_count, "releases of KV")
             decoder.faults.clear()
             decoder.faults.add("error_event", tokens=place, times=1)
             if then is not None:

@@ -81,7 +81,7 @@ class PushEngine:
         received = Received(request.path, {name.lower(): value for name, value in request.headers.items()}, body)
         self.received.append(received)
         self.state.live += 1
-        self.state.changed()
+        self.state.notify_waiters()
         try:
             if self.before is not None:
                 await self.before()
@@ -93,7 +93,7 @@ class PushEngine:
             raise
         finally:
             self.state.live -= 1
-            self.state.changed()
+            self.state.notify_waiters()
 
     async def serve(self, request: web.Request, body: Any, engine_id: str) -> web.StreamResponse:
         raise NotImplementedError

@@ -62,7 +62,7 @@ async def start(deploy: Deploy) -> AsyncIterator[Start]:
 
     yield start
     for pushing in started:
-        await until(lambda pushing=pushing: not pushing.connector.callbacks.pending, "no pending callback")
+        await until(lambda pushing=pushing: not pushing.connector.callbacks.pending_count, "no pending callback")
 
 
 def body_of(engine: PushEngine, number: int = 0) -> Any:
@@ -145,9 +145,9 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(start: Start) -> 
     pushing = await start()
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
     call = a_call(pushing, prompt_token_ids=orjson.Fragment(b"[1, 2]"))
-    async with pushing.connector.open(call, call.pick_request(), Timeline()) as attempt:
+    async with pushing.connector.open_attempt(call, call.make_pick_request(), Timeline()) as attempt:
         await attempt.response.read()
-        attempt.note_kv_arrived()
+        attempt.record_kv_arrival()
     theirs = callback(engine_id(decoder.received[0]))
     assert body_of(prefiller)["kv_transfer_params"] == {**theirs, "prompt_token_ids": [1, 2]}
     assert body_of(decoder)["kv_transfer_params"]["prompt_token_ids"] == [1, 2]
@@ -182,14 +182,14 @@ async def test_both_engines_are_reserved_before_the_first_leg_and_released_at_th
         await until(lambda: decoder.received, "the decode leg")
         assert not prefiller.received
         whole = load(pushing, prefiller)
-        assert whole.compute > 0
-        assert whole.kv > 0
+        assert whole.compute_tokens > 0
+        assert whole.kv_tokens > 0
         room.set()
         await until(lambda: prefiller.received, "the prefill leg")
         assert load(pushing, prefiller) == whole
         prefill.set()
         await until(lambda: load(pushing, prefiller) == Load(), "the prefiller to be free")
-        assert load(pushing, decoder).kv > 0
+        assert load(pushing, decoder).kv_tokens > 0
         decoder.start.set()
         await client.has_tokens(2)
         await until(lambda: load(pushing, decoder) == Load(), "the decoder to be free")
@@ -202,7 +202,7 @@ async def test_decoder_gets_its_own_time_after_all_that_comes_before(start: Star
         timeouts={"prefill_seconds": 20.0, "prefill_seconds_per_1k_tokens": 0.0, "first_token_seconds": 40.0},
     )
     call = replace(a_call(pushing), stream=True)
-    async with pushing.connector.open(call, call.pick_request(), Timeline()) as attempt:
+    async with pushing.connector.open_attempt(call, call.make_pick_request(), Timeline()) as attempt:
         assert attempt.first_token_seconds == 70.0
         await attempt.response.read()
 
@@ -421,8 +421,8 @@ async def test_prefill_whose_answer_is_lost_costs_nothing_once_the_decoder_answe
     prefiller.loss, decoder.holds = asyncio.Event(), asyncio.Event()
     async with pushing.gateway.asking(request(Api.CHAT, stream=True)) as client:
         await client.has_tokens(1)
-        assert load(pushing, prefiller).compute > 0
-        assert load(pushing, prefiller).kv == 0
+        assert load(pushing, prefiller).compute_tokens > 0
+        assert load(pushing, prefiller).kv_tokens == 0
         prefiller.loss.set()
         await until(lambda: not prefiller.state.live, "the loss")
         decoder.holds.set()

@@ -35,7 +35,7 @@ async def asking(
 
 async def refused(bootstraps: BootstrapServers, address: str) -> UpstreamError:
     with pytest.raises(UpstreamError) as caught:
-        await bootstraps.engines(PREFILLER, address)
+        await bootstraps.query_engines(PREFILLER, address)
     assert caught.value.backend == PREFILLER
     assert "127.0.0.1" not in caught.value.message
     return caught.value
@@ -97,50 +97,50 @@ def test_anything_is_engines_or_refused(answer: object) -> None:
 
 async def test_concurrent_attempts_share_one_query(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        told = await asyncio.gather(*(bootstraps.engines(PREFILLER, server.url) for _ in range(5)))
+        told = await asyncio.gather(*(bootstraps.query_engines(PREFILLER, server.url) for _ in range(5)))
         assert told == [TWO] * 5
-        assert await bootstraps.engines(PREFILLER, server.url) == TWO
+        assert await bootstraps.query_engines(PREFILLER, server.url) == TWO
         assert server.asked == ["/query"]
 
 
 async def test_server_is_queried_again_after_some_seconds_and_when_forgotten(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, server.url)
+        await bootstraps.query_engines(PREFILLER, server.url)
         server.answer = engines_told("new")
         clock.now += 4.9
-        assert await bootstraps.engines(PREFILLER, server.url) == TWO
+        assert await bootstraps.query_engines(PREFILLER, server.url) == TWO
         clock.now += 0.2
-        assert await bootstraps.engines(PREFILLER, server.url) == ((0, "new"),)
+        assert await bootstraps.query_engines(PREFILLER, server.url) == ((0, "new"),)
         server.answer = engines_told("newer")
-        bootstraps.forget(PREFILLER)
-        assert await bootstraps.engines(PREFILLER, server.url) == ((0, "newer"),)
+        bootstraps.forget_engines(PREFILLER)
+        assert await bootstraps.query_engines(PREFILLER, server.url) == ((0, "newer"),)
         assert len(server.asked) == 3
 
 
 async def test_known_bootstrap_answer_is_used_during_a_refresh(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, server.url)
+        await bootstraps.query_engines(PREFILLER, server.url)
         clock.now += 60
         server.answer = None
-        first = asyncio.create_task(bootstraps.engines(PREFILLER, server.url))
+        first = asyncio.create_task(bootstraps.query_engines(PREFILLER, server.url))
         await until(lambda: len(server.asked) == 2, "the question")
-        assert await bootstraps.engines(PREFILLER, server.url) == TWO
+        assert await bootstraps.query_engines(PREFILLER, server.url) == TWO
         assert len(server.asked) == 2
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         server.answer = engines_told("new")
         clock.now += 2
-        assert await bootstraps.engines(PREFILLER, server.url) == ((0, "new"),)
+        assert await bootstraps.query_engines(PREFILLER, server.url) == ((0, "new"),)
 
 
 async def test_known_bootstrap_answer_is_used_after_the_server_is_gone(clock: Clock) -> None:
     """It is a side door of the prefiller, which may do well without."""
     async with asking(clock) as bootstraps:
         async with BootstrapServer() as server:
-            await bootstraps.engines(PREFILLER, server.url)
+            await bootstraps.query_engines(PREFILLER, server.url)
         clock.now += 60
-        assert await bootstraps.engines(PREFILLER, server.url) == TWO
-        bootstraps.forget(PREFILLER)
+        assert await bootstraps.query_engines(PREFILLER, server.url) == TWO
+        bootstraps.forget_engines(PREFILLER)
         assert (await refused(bootstraps, server.url)).failure is Failure.CONNECT
 
 
@@ -150,12 +150,12 @@ async def test_waiting_attempts_share_a_failed_query(clock: Clock) -> None:
         assert len(server.asked) == 1
         server.answer = engines_told("engine-0", "engine-1")
         clock.now += 1
-        assert await bootstraps.engines(PREFILLER, server.url) == TWO
+        assert await bootstraps.query_engines(PREFILLER, server.url) == TWO
 
 
 async def test_waiting_attempt_queries_when_the_first_is_cancelled(clock: Clock) -> None:
     async with BootstrapServer(answer=None) as server, asking(clock) as bootstraps:
-        first, second = (asyncio.create_task(bootstraps.engines(PREFILLER, server.url)) for _ in range(2))
+        first, second = (asyncio.create_task(bootstraps.query_engines(PREFILLER, server.url)) for _ in range(2))
         await until(lambda: len(server.asked) == 1, "the question")
         server.answer = engines_told("engine-0", "engine-1")
         first.cancel()
@@ -166,19 +166,19 @@ async def test_waiting_attempt_queries_when_the_first_is_cancelled(clock: Clock)
 async def test_another_backend_in_the_same_slot_is_another(clock: Clock) -> None:
     other_server = BootstrapServer(answer=engines_told("other"))
     async with BootstrapServer() as one, other_server as other, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, one.url)
+        await bootstraps.query_engines(PREFILLER, one.url)
         one.answer = engines_told("neighbour")
         stranger = Backend(Role.PREFILL, "127.0.0.1", 7200, slot=PREFILLER.slot)
-        assert await bootstraps.engines(stranger, one.url) == ((0, "neighbour"),)
-        assert await bootstraps.engines(PREFILLER, other.url) == ((0, "other"),)  # its port was changed
+        assert await bootstraps.query_engines(stranger, one.url) == ((0, "neighbour"),)
+        assert await bootstraps.query_engines(PREFILLER, other.url) == ((0, "other"),)  # its port was changed
 
 
 async def test_server_that_was_forgotten_meanwhile_may_have_been_met(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, server.url)
-        bootstraps.forget(PREFILLER)
-        bootstraps.note_reached(PREFILLER)
-        assert await bootstraps.engines(PREFILLER, server.url) == TWO
+        await bootstraps.query_engines(PREFILLER, server.url)
+        bootstraps.forget_engines(PREFILLER)
+        bootstraps.mark_reachable(PREFILLER)
+        assert await bootstraps.query_engines(PREFILLER, server.url) == TWO
 
 
 DOUBTS = [
@@ -194,11 +194,11 @@ async def test_engines_are_asked_for_again_after_a_failure_of_theirs(
     clock: Clock, failure: Failure, status: int | None, doubted: bool
 ) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
-        await bootstraps.engines(PREFILLER, server.url)
+        await bootstraps.query_engines(PREFILLER, server.url)
         error = UpstreamError(failure, PREFILLER, "it failed", engine_status=status)
         with pytest.raises(UpstreamError), bootstraps.forget_on_failure(PREFILLER):
             raise error
-        await bootstraps.engines(PREFILLER, server.url)
+        await bootstraps.query_engines(PREFILLER, server.url)
         assert len(server.asked) == 1 + doubted
 
 
@@ -220,10 +220,10 @@ async def test_shared_bootstrap_server_does_not_count_against_decoder(
 ) -> None:
     """However their bootstrap server is called: it may have several addresses."""
     async with BootstrapServer() as own, BootstrapServer(answer=engines_told(*told)) as other, asking(clock) as servers:
-        await servers.engines(PREFILLER, own.url)
-        await servers.engines(NEIGHBOUR, other.url)
+        await servers.query_engines(PREFILLER, own.url)
+        await servers.query_engines(NEIGHBOUR, other.url)
         if is_met:
-            servers.note_reached(PREFILLER)
+            servers.mark_reachable(PREFILLER)
         with pytest.raises(UpstreamError) as failed, servers.forget_on_failure(PREFILLER):
             raise UpstreamError(Failure.RESET, DECODER, "it failed")
         assert failed.value.backend == blamed
@@ -236,7 +236,7 @@ async def test_shared_bootstrap_address_does_not_count_against_decoder(clock: Cl
     addresses: dict[Backend, str] = {}
     async with BootstrapServer() as server, asking(clock, addresses=addresses) as servers:
         addresses |= {PREFILLER: server.url, NEIGHBOUR: server.url if is_same else "http://127.0.0.1:1"}
-        await servers.engines(PREFILLER, server.url)
+        await servers.query_engines(PREFILLER, server.url)
         with pytest.raises(UpstreamError) as failed, servers.forget_on_failure(PREFILLER):
             raise UpstreamError(Failure.RESET, DECODER, "it failed")
         assert failed.value.backend == (PREFILLER if is_same else DECODER)

@@ -74,7 +74,7 @@ class Legs:
 
     async def _attempt(self) -> None:
         async with run_prefill_beside(self.prefill.run()) as leg:
-            with await leg.race(self.decode.run()):
+            with await leg.await_first_result(self.decode.run()):
                 await self.rest.run()
 
     async def begin(self) -> None:

@@ -194,7 +194,7 @@ async def test_another_encoder_is_tried_before_any_prefill(encoders: Encoders, f
     failing.faults.add("refuse_status" if fault else "reset_before_headers", **(fault or {}))
     # The other one is so busy that it is chosen only for want of a better one.
     pool = gateway.worker.pools.of(Role.ENCODE)
-    with pool.lease(PickRequest.of(Load(compute=1_000_000), avoid=[_backend(gateway, failing)])):
+    with pool.lease(PickRequest.of(Load(compute_tokens=1_000_000), avoid=[_backend(gateway, failing)])):
         assert (await gateway.ask(body_with(IMAGE))).is_done
     assert [len(generations(engine)) for engine in (failing, other)] == [1, 1]
     assert len(generations(*gateway.prefillers)) == 1
@@ -319,7 +319,7 @@ async def test_item_is_charged_to_its_encoder_only(encoders: Encoders) -> None:
     engine.faults.add("hang_before_headers")
     async with gateway.asking(body_with(IMAGE, AUDIO)):
         await encodes(engine, 2)
-        assert gateway.scoreboard.load(_backend(gateway, engine).slot).compute == 107
+        assert gateway.scoreboard.load(_backend(gateway, engine).slot).compute_tokens == 107
     await engine.wait_until(lambda state: not state.live)
 
 

@@ -29,7 +29,7 @@ async def test_engine_is_known_by_its_answer_and_version(profile: str, connector
         params = (await ask(session, engine.url, body)).json["kv_transfer_params"]
         async with session.get(f"{engine.url}/version") as answer:
             version = parse_engine_version(await answer.json())
-    transfer = parse_kv_params(orjson.dumps(params)).transfer
+    transfer = parse_kv_params(orjson.dumps(params)).transfer_protocol
     assert transfer == TRANSFERS.get(connector, KvTransfer.OTHER)
     assert kv_pin_seconds(transfer, version) == PROFILES[profile].pin_seconds(connector)
     if releases_kv_of_rejected_request(transfer, version):

@@ -157,9 +157,11 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(deploy: Deploy, b
     call = replace(
         parse(Api.COMPLETIONS, COMPLETION, both.gateway.worker.settings.cost), kv_params={"prompt_token_ids": ids}
     )
-    async with both.gateway.worker.service._parts.connector.open(call, call.pick_request(), Timeline()) as attempt:
+    async with both.gateway.worker.service._parts.connector.open_attempt(
+        call, call.make_pick_request(), Timeline()
+    ) as attempt:
         await attempt.response.read()
-        attempt.note_kv_arrived()
+        attempt.record_kv_arrival()
         assert attempt.first_token_seconds is not None  # the prefill is part of it
         assert attempt.first_token_seconds > both.gateway.worker.settings.timeouts.first_token_seconds
     for engine in (both.prefiller, both.decoder):
@@ -185,7 +187,7 @@ async def test_both_have_the_request_before_either_answers(
     async def decode(exchange: Exchange) -> None:
         await both.prefiller.works()
         if first == "prefill":
-            await until(lambda: not both.load(Role.PREFILL).compute, "the prefiller's answer")
+            await until(lambda: not both.load(Role.PREFILL).compute_tokens, "the prefiller's answer")
         await answers(exchange)
         both.decoder.let_go.set()
 
@@ -230,10 +232,10 @@ async def halted(deploy: Deploy, bootstrap: BootstrapServer) -> AsyncIterator[Pa
 async def test_prefillers_load_goes_in_two_steps(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     """Compute until it has answered, kv until the decoder's first token."""
     async with halted(deploy, bootstrap) as both:
-        assert both.load(Role.PREFILL).compute
+        assert both.load(Role.PREFILL).compute_tokens
         both.prefiller.let_go.set()
-        await until(lambda: not both.load(Role.PREFILL).compute, "the prefiller to be done")
-        assert both.load(Role.PREFILL).kv
+        await until(lambda: not both.load(Role.PREFILL).compute_tokens, "the prefiller to be done")
+        assert both.load(Role.PREFILL).kv_tokens
         both.decoder.let_go.set()
         await until(lambda: both.load(Role.PREFILL) == Load(), "the first token")
         assert both.load(Role.DECODE) != Load()
@@ -243,7 +245,7 @@ async def test_prefillers_load_goes_in_two_steps(deploy: Deploy, bootstrap: Boot
 async def test_rank_is_free_when_its_prefill_is_done(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     async with halted(deploy, bootstrap) as both:
         both.prefiller.let_go.set()
-        await until(lambda: not both.load(Role.PREFILL).compute, "the prefiller to be done")
+        await until(lambda: not both.load(Role.PREFILL).compute_tokens, "the prefiller to be done")
         both.decoder.act = answers
         for _ in range(2):
             await both.gateway.ask(request(Api.CHAT))
@@ -323,7 +325,7 @@ async def test_prefiller_that_fails_behind_the_decoders_status_ends_the_stream(
 
 async def test_kv_that_was_prefilled_in_vain_is_accounted_for(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     async def decode(exchange: Exchange) -> None:
-        await until(lambda: not both.load(Role.PREFILL).compute, "the prefiller to be done")
+        await until(lambda: not both.load(Role.PREFILL).compute_tokens, "the prefiller to be done")
         exchange.reset()
 
     both = await pair(deploy, bootstrap, decode=decode)
@@ -344,7 +346,7 @@ async def test_prefillers_failure_is_nothing_to_a_decoder_that_has_the_kv(
     head, first, *rest = event_stream([*chunks, b"data: [DONE]\n\n"])
 
     async def prefill(exchange: Exchange) -> None:
-        await until(lambda: not both.load(Role.PREFILL).kv, "the decoder's first token")
+        await until(lambda: not both.load(Role.PREFILL).kv_tokens, "the decoder's first token")
         exchange.write(http(REFUSED, "500 Internal Server Error"))
         both.decoder.let_go.set()
 
@@ -448,7 +450,9 @@ async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy, bootst
     both = await pair(deploy, bootstrap)
     async with BootstrapServer(answer=engines_told("elsewhere")) as other:
         mooncake = both.gateway.worker.settings.mooncake.model_copy(update={"bootstrap_port": other.port})
-        both.gateway.worker.live.replace(both.gateway.worker.settings.model_copy(update={"mooncake": mooncake}))
+        both.gateway.worker.live.replace_settings(
+            both.gateway.worker.settings.model_copy(update={"mooncake": mooncake})
+        )
         assert (await both.gateway.ask(request(Api.CHAT))).is_done
     assert both.decoder.bodies[0]["kv_transfer_params"]["remote_engine_id"] == "elsewhere"
 
@@ -476,7 +480,7 @@ async def test_answer_goes_on_by_its_token_ids_with_another_transfer(
     async def decode(exchange: Exchange) -> None:
         exchange.write(*event_stream(begun, is_whole=False))
         exchange.engine.act = finish
-        await until(lambda: not both.load(Role.PREFILL).kv, "the first token")
+        await until(lambda: not both.load(Role.PREFILL).kv_tokens, "the first token")
         exchange.reset()
 
     async def finish(exchange: Exchange) -> None:
@@ -573,12 +577,12 @@ async def test_late_answer_of_the_prefiller_does_not_set_the_stage_back(
     head, first = event_stream([told("a", [8])], is_whole=False)
 
     async def prefill(exchange: Exchange) -> None:
-        await until(lambda: not both.load(Role.PREFILL).kv, "the first token")
+        await until(lambda: not both.load(Role.PREFILL).kv_tokens, "the first token")
         await prefills(exchange)
 
     async def decode(exchange: Exchange) -> None:
         exchange.write(head, first)
-        await until(lambda: not both.load(Role.PREFILL).compute, "the prefiller's answer")
+        await until(lambda: not both.load(Role.PREFILL).compute_tokens, "the prefiller's answer")
         exchange.reset()
 
     both = await pair(deploy, bootstrap, prefill, decode)

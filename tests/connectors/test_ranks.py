@@ -15,7 +15,7 @@ OTHER = Backend(Role.DECODE, "10.0.0.2", 7100, slot=1)
 
 def legs(ranks: RankCounts, backend: Backend, count: int) -> list[int]:
     """How many are in flight on each rank; the look itself is over again."""
-    in_flight, rank = ranks.take(backend, count)
+    in_flight, rank = ranks.take_rank(backend, count)
     in_flight[rank] -= 1
     return in_flight[:count]
 
@@ -24,7 +24,7 @@ def test_ranks_take_turns_when_nothing_is_in_flight() -> None:
     ranks = RankCounts()
     taken = []
     for _ in range(7):
-        with ranks.claim() as claim:
+        with ranks.start_claim() as claim:
             taken.append(claim.claim_rank(ONE, 3))
     assert taken == [0, 1, 2, 0, 1, 2, 0]
 
@@ -34,31 +34,31 @@ def test_every_backend_has_separate_turns() -> None:
     ranks = RankCounts()
     taken = []
     for backend in (ONE, OTHER) * 3:
-        with ranks.claim() as claim:
+        with ranks.start_claim() as claim:
             taken.append(claim.claim_rank(backend, 2))
     assert taken == [0, 0, 1, 1, 0, 0]
 
 
 def test_rank_with_the_fewest_legs_is_taken() -> None:
     ranks = RankCounts()
-    with ranks.claim() as long:
+    with ranks.start_claim() as long:
         assert long.claim_rank(ONE, 2) == 0
         taken = []
         for _ in range(3):
-            with ranks.claim() as claim:
+            with ranks.start_claim() as claim:
                 taken.append(claim.claim_rank(ONE, 2))
     assert taken == [1, 1, 1]
 
 
 def test_claim_that_moves_gives_back_what_it_left() -> None:
     ranks = RankCounts()
-    with ranks.claim() as claim:
+    with ranks.start_claim() as claim:
         claim.claim_rank(ONE, 2)
         claim.claim_rank(OTHER, 2)
         assert legs(ranks, ONE, 2) == [0, 0]
         assert legs(ranks, OTHER, 2) == [1, 0]
-        claim.free()
-        claim.free()
+        claim.release_ranks()
+        claim.release_ranks()
         assert legs(ranks, OTHER, 2) == [0, 0]
     assert legs(ranks, OTHER, 2) == [0, 0]
 
@@ -67,7 +67,7 @@ def test_leg_that_fails_gives_its_rank_back() -> None:
     ranks = RankCounts()
 
     def leg() -> None:
-        with ranks.claim() as claim:
+        with ranks.start_claim() as claim:
             claim.claim_rank(ONE, 2)
             raise ValueError("it failed")
 
@@ -78,21 +78,21 @@ def test_leg_that_fails_gives_its_rank_back() -> None:
 
 @pytest.mark.parametrize(("count", "header"), [(1, {}), (2, {RANK_HEADER: "0"})])
 def test_rank_header_is_sent_only_for_several_ranks(count: int, header: dict[str, str]) -> None:
-    with RankCounts().claim() as claim:
-        assert claim.header(ONE, count) == header
+    with RankCounts().start_claim() as claim:
+        assert claim.rank_header(ONE, count) == header
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=60))
 def test_no_rank_is_out_of_range_or_overlooked_and_nothing_is_left(steps: list[tuple[int, int]]) -> None:
     """The number of ranks may change at a reload."""
     ranks = RankCounts()
-    claims = [ranks.claim() for _ in range(10)]
+    claims = [ranks.start_claim() for _ in range(10)]
     for which, count in steps:
-        claims[which].free()
+        claims[which].release_ranks()
         before = legs(ranks, ONE, count)
         rank = claims[which].claim_rank(ONE, count)
         assert 0 <= rank < count
         assert before[rank] == min(before)
     for claim in claims:
-        claim.free()
+        claim.release_ranks()
     assert legs(ranks, ONE, 5) == [0] * 5

@@ -37,8 +37,8 @@ class Example(Connector):
     """The pull protocol, written as in the recipe: prefill, then decode with the KV parameters of the answer."""
 
     @asynccontextmanager
-    async def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
-        """See Connector.open."""
+    async def open_attempt(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
+        """See Connector.open_attempt."""
         pools, upstream, timeouts = self._context.pools, self._context.upstream, self._context.live.settings.timeouts
         headers = {**call.headers, "x-request-id": new_attempt_id()}
         with KvHandoff(self._context, call, request, timeline) as handoff:
@@ -55,19 +55,21 @@ class Example(Connector):
                 )
                 told = bytes(parse_prefilled(response, body).kv_transfer_params)
             except UpstreamError as error:
-                self._context.releaser.note_possible_orphan(prefiller, call.prompt_tokens, error)
+                self._context.releaser.add_possible_orphan(prefiller, call.prompt_tokens, error)
                 raise
             params = orjson.loads(told)
             if not isinstance(params, dict):
-                raise response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
+                raise response.make_failure(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
             handoff.prefiller.free_compute()
-            handoff.kv = PrefilledKv(prefiller, told, parse_kv_params(told).transfer, call.prompt_tokens, call.headers)
-            handoff.note_kv_held()
+            handoff.prefilled_kv = PrefilledKv(
+                prefiller, told, parse_kv_params(told).transfer_protocol, call.prompt_tokens, call.headers
+            )
+            handoff.record_kv_held()
             timeline.enter(Stage.HANDOFF)
             with await upstream.open(
                 decoder,
                 call.api.path,
-                call.body({"kv_transfer_params": {**params, **call.kv_params}}),
+                call.make_body({"kv_transfer_params": {**params, **call.kv_params}}),
                 headers,
                 answer_seconds=first_byte_timeout_seconds(timeouts, call),
             ) as response:

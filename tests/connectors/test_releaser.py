@@ -34,7 +34,7 @@ async def leave_during_the_hand_over(gateway: Deployment, body: dict[str, Any] |
 
 async def released(gateway: Deployment) -> dict[tuple[str, ...], float]:
     """Wait for the releases, and return their metric."""
-    await until(lambda: not gateway.worker.releaser.pending, "the releases")
+    await until(lambda: not gateway.worker.releaser.pending_count, "the releases")
     return gateway.metrics("pdproxy_kv_released_total")
 
 
@@ -235,8 +235,8 @@ async def test_releases_are_few_at_a_time(deploy: Deploy) -> None:
     (prefiller,) = gateway.worker.pools.prefill.backends()
     kv = PrefilledKv(prefiller, b'{"do_remote_prefill":true}', KvTransfer.ASCEND_MOONCAKE, 1, {})
     for _ in range(300):
-        releaser.note_orphan(kv, ())
-    assert releaser.pending == 256
+        releaser.add_orphan(kv, ())
+    assert releaser.pending_count == 256
     assert await released(gateway) == {("released",): 256.0, ("failed",): 44.0}
     gateway.expects_inexact_pins = True
 
@@ -341,9 +341,9 @@ def test_error_status_may_have_pinned_if_it_came_after_the_work(status: int, exp
 async def test_worker_that_ends_lets_pending_releases_finish(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     await leave_during_the_hand_over(gateway)
-    assert gateway.worker.releaser.pending == 1
+    assert gateway.worker.releaser.pending_count == 1
     await gateway.end()
-    assert gateway.worker.releaser.pending == 0
+    assert gateway.worker.releaser.pending_count == 0
     assert not gateway.prefillers[0].pins
     assert gateway.worker.pinned_kv.pins() == []
 
@@ -353,6 +353,6 @@ async def test_worker_that_ends_does_not_wait_for_a_release_that_hangs(deploy: D
     gateway.decoders[1].faults.add("hang_before_headers")
     await leave_during_the_hand_over(gateway)
     await gateway.end()
-    assert gateway.worker.releaser.pending == 0
+    assert gateway.worker.releaser.pending_count == 0
     assert gateway.metrics("pdproxy_kv_released_total") == {}, "it was cut off before its time was up"
     gateway.expects_pinned = 1

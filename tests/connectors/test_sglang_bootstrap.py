@@ -224,7 +224,7 @@ async def test_defect_in_reading_the_prefill_ends_the_request_and_is_logged(
 
 def compute(pair: Pair, role: Role) -> int:
     (backend,) = pair.gateway.worker.pools.of(role).backends()
-    return pair.gateway.scoreboard.load(backend.slot).compute
+    return pair.gateway.scoreboard.load(backend.slot).compute_tokens
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -235,7 +235,7 @@ async def test_decoder_is_charged_when_it_allocates_memory(deploy: Deploy, late:
     (backend,) = gateway.worker.pools.decode.backends()
 
     def kv() -> int:
-        return gateway.scoreboard.load(backend.slot).kv
+        return gateway.scoreboard.load(backend.slot).kv_tokens
 
     with decoder.held():
         with prefiller.held(prefills=True):

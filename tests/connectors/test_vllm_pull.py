@@ -203,7 +203,7 @@ async def test_prefiller_and_a_decoder_between_which_hand_overs_fail_are_kept_ap
 
     for status in (200, 500, 200, 500):
         assert (await gateway.ask(request(Api.CHAT, stream=True))).status == status
-        await until(lambda: not gateway.worker.releaser.pending, "a release")  # pinned KV would count as load
+        await until(lambda: not gateway.worker.releaser.pending_count, "a release")  # pinned KV would count as load
     assert gateway.metrics("pdproxy_pair_quarantines_total") == {(): 1}
     decoder.faults.clear()
     asked = [len(generations(prefiller)) for prefiller in prefillers]
@@ -247,9 +247,11 @@ def a_call(gateway: Deployment, body: bytes, api: Api, **kv_params: object) -> C
 @asynccontextmanager
 async def opened(gateway: Deployment, call: Call, prefer: Backend | None = None) -> AsyncIterator[Attempt]:
     """Run one attempt of the connector alone, read its answer, and report its KV as arrived."""
-    async with gateway.worker.service._parts.connector.open(call, call.pick_request((), prefer), Timeline()) as attempt:
+    async with gateway.worker.service._parts.connector.open_attempt(
+        call, call.make_pick_request((), prefer), Timeline()
+    ) as attempt:
         await attempt.response.read()
-        attempt.note_kv_arrived()
+        attempt.record_kv_arrival()
         yield attempt
 
 
@@ -375,13 +377,13 @@ async def test_prefillers_load_goes_in_two_steps(deploy: Deploy) -> None:
     async with gateway.asking(request(Api.CHAT, stream=True)):
         await decoder.wait_until(lambda state: state.live == 1)
         load = gateway.scoreboard.load(0)
-        assert load.compute == 0
-        assert load.kv > 0
+        assert load.compute_tokens == 0
+        assert load.kv_tokens > 0
     decoder.faults.clear()
     decoder.faults.add("stall_after_tokens", tokens=1)
     async with gateway.asking(request(Api.CHAT, stream=True)) as client:
         await client.has_tokens(1)
-        assert gateway.scoreboard.load(0).kv == 0
+        assert gateway.scoreboard.load(0).kv_tokens == 0
         assert gateway.scoreboard.requests(1) == 1
 
 
@@ -676,8 +678,8 @@ async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy) -> Non
     balance = gateway.worker.settings.balance.model_copy(update=RANKS)
     kv = gateway.worker.settings.kv.model_copy(update={"prefill_min_tokens": 100})
     settings = gateway.worker.settings.model_copy(update={"balance": balance})
-    gateway.worker.live.replace(settings)
+    gateway.worker.live.replace_settings(settings)
     await post(gateway, Api.COMPLETIONS.path, COMPLETION)
-    gateway.worker.live.replace(settings.model_copy(update={"kv": kv}))
+    gateway.worker.live.replace_settings(settings.model_copy(update={"kv": kv}))
     await post(gateway, Api.COMPLETIONS.path, COMPLETION)
     assert (ranks(prefiller), ranks(decoder)) == (["0"], ["0", "1"])

@@ -28,9 +28,9 @@ class EchoChat(ChatCompletions):
 
     path = "/v1/echo-chat"
     label = "echo_chat"
-    done_event = b""  # `bye` is the last one
+    stream_end_event = b""  # `bye` is the last one
 
-    def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+    def parse_request(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """Return the chat that engines get."""
         if not isinstance(document.values.get("say"), str):
             raise BadRequest("say must be text", param="say")
@@ -40,12 +40,12 @@ class EchoChat(ChatCompletions):
             "max_tokens": document.values.get("tokens"),
             "stream": document.values.get("stream"),
         }
-        return super().parse(Document(orjson.dumps(chat)), cost, headers)
+        return super().parse_request(Document(orjson.dumps(chat)), cost, headers)
 
-    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
+    def render_complete_body(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the text, the finish reason and the number of tokens."""
         (answer,) = answers
-        values = answer.values()
+        values = answer.parsed_body()
         (choice,) = values["choices"]
         text, tokens = choice["message"]["content"], values["usage"]["completion_tokens"]
         return orjson.dumps({"said": text, "reason": choice["finish_reason"], "tokens": tokens})
@@ -66,10 +66,10 @@ class _Events:
         self._has_begun = False
         self._reason = ""
 
-    def unit(self, unit: Unit) -> UnitRendering:
+    def make_unit_rendering(self, unit: Unit) -> UnitRendering:
         return self
 
-    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
+    def begin_decoder_answer(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         self._has_begun &= goes_on
 
     def render(self, payload: dict[str, Any]) -> bytes:
@@ -86,7 +86,7 @@ class _Events:
     async def wait_for_remaining_events(self) -> bytes:
         return b""
 
-    def render_ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+    def render_final_events(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         (usage,) = usages
         return _event("bye", {"reason": self._reason, "tokens": (usage or {}).get("completion_tokens")})
 

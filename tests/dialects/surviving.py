@@ -30,7 +30,7 @@ async def differences(asking: Asking, profile: str, fault: str, places: Iterable
     async with serving(profile, decoders=1, timeouts=timeouts, resume={"pressure_seconds": 0.0}) as gateway:
         [decoder] = gateway.decoders
         for place in places:
-            await until(lambda: not gateway.worker.releaser.pending, "releases of KV")
+            await until(lambda: not gateway.worker.releaser.pending_count, "releases of KV")
             decoder.faults.clear()
             decoder.faults.add(FAULTS[fault], tokens=place, times=1)
             gateway.expects_inexact_pins |= place == 0

@@ -141,8 +141,8 @@ def test_absurd_limit_weighs_no_more_than_the_longest_answer(limit: int) -> None
 
 def test_loads_follow_from_the_tokens() -> None:
     call = chat("x" * 4000, max_tokens=100)
-    assert call.pick_request().prefill == Load(compute=1000 + PREFILL_OVERHEAD_TOKENS, kv=1000)
-    assert call.pick_request().decode == Load(compute=DECODE_OVERHEAD_TOKENS, kv=1100)
+    assert call.make_pick_request().prefill == Load(compute_tokens=1000 + PREFILL_OVERHEAD_TOKENS, kv_tokens=1000)
+    assert call.make_pick_request().decode == Load(compute_tokens=DECODE_OVERHEAD_TOKENS, kv_tokens=1100)
 
 
 def test_size_of_a_token_is_configurable() -> None:
@@ -156,22 +156,28 @@ def test_size_of_a_token_is_configurable() -> None:
 
 def test_leg_may_set_a_reserved_field_itself() -> None:
     call = chat(kv_transfer_params={"remote_host": "10.6.6.6"})
-    assert json.loads(join_body(call.body({"kv_transfer_params": {"ours": 1}})))["kv_transfer_params"] == {"ours": 1}
+    assert json.loads(join_body(call.make_body({"kv_transfer_params": {"ours": 1}})))["kv_transfer_params"] == {
+        "ours": 1
+    }
 
 
 def test_changes_of_a_leg_count_more_than_those_of_the_call() -> None:
     call = chat(stream=True, max_tokens=7)
-    leg = json.loads(join_body(call.body({"stream": False, "stream_options": REMOVED, "max_tokens": 1})))
+    leg = json.loads(join_body(call.make_body({"stream": False, "stream_options": REMOVED, "max_tokens": 1})))
     assert (leg["stream"], leg["max_tokens"]) == (False, 1)
     assert "stream_options" not in leg
 
 
 def test_changed_call_adds_to_the_changes_before() -> None:
     call = chat("x" * 40, request_id="mine", n=2)
-    changed = call.changed({"n": REMOVED}, prompt_tokens=99).changed({"seed": 3})
-    assert json.loads(join_body(changed.body({}))) == {"model": "m", "messages": call.values["messages"], "seed": 3}
+    changed = call.copy_with_changes({"n": REMOVED}, prompt_tokens=99).copy_with_changes({"seed": 3})
+    assert json.loads(join_body(changed.make_body({}))) == {
+        "model": "m",
+        "messages": call.values["messages"],
+        "seed": 3,
+    }
     assert changed.prompt_tokens == 99
-    assert (call.prompt_tokens, json.loads(join_body(call.body({})))["n"]) == (10, 2)
+    assert (call.prompt_tokens, json.loads(join_body(call.make_body({})))["n"]) == (10, 2)
 
 
 # Members for a continuation
@@ -189,16 +195,16 @@ def test_changed_call_adds_to_the_changes_before() -> None:
     ],
 )
 def test_stop_strings_are_read_however_they_are_given(stop: Any, expected: list[str]) -> None:
-    assert list(chat(stop=stop).stops) == expected
-    assert list(chat().stops) == []
+    assert list(chat(stop=stop).stop_strings) == expected
+    assert list(chat().stop_strings) == []
 
 
 def test_whole_answer_may_be_requested_as_a_stream() -> None:
     call = chat(request_id="mine")
-    streamed = call.changed({"stream": True, "seed": 3}, stream=True)
+    streamed = call.copy_with_changes({"stream": True, "seed": 3}, stream=True)
     assert streamed.stream
     assert not call.stream
-    assert json.loads(join_body(streamed.body({}))) == {
+    assert json.loads(join_body(streamed.make_body({}))) == {
         "model": "m",
         "messages": call.values["messages"],
         "stream": True,
@@ -208,14 +214,14 @@ def test_whole_answer_may_be_requested_as_a_stream() -> None:
 
 def test_changed_call_keeps_what_is_added_to_its_kv_parameters() -> None:
     call = replace(chat(), kv_params={"prompt_token_ids": [1, 2]})
-    assert call.changed({"seed": 3}).kv_params == {"prompt_token_ids": [1, 2]}
+    assert call.copy_with_changes({"seed": 3}).kv_params == {"prompt_token_ids": [1, 2]}
     assert chat().kv_params == {}
 
 
 def test_call_without_another_prompt_keeps_its_cost() -> None:
     call = chat("x" * 40)
-    assert call.changed({"seed": 3}).prompt_tokens == 10
-    assert call.changed({}, prompt_tokens=0).prompt_tokens == 0
+    assert call.copy_with_changes({"seed": 3}).prompt_tokens == 10
+    assert call.copy_with_changes({}, prompt_tokens=0).prompt_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -230,4 +236,4 @@ def test_call_without_another_prompt_keeps_its_cost() -> None:
     ],
 )
 def test_shows_single_tokens(fields: dict[str, Any], shows: bool) -> None:
-    assert completion(**fields).shows_single_tokens is shows
+    assert completion(**fields).shows_token_details is shows

@@ -37,7 +37,7 @@ def split_up(call: Call) -> list[Unit]:
 
 
 def bodies(units: list[Unit]) -> list[dict[str, Any]]:
-    return [json.loads(join_body(unit.call.body({}))) for unit in units]
+    return [json.loads(join_body(unit.call.make_body({}))) for unit in units]
 
 
 # Split
@@ -47,7 +47,7 @@ def bodies(units: list[Unit]) -> list[dict[str, Any]]:
 def test_one_prompt_with_one_sample_stays_as_it_is(call: Call) -> None:
     (unit,) = split_up(call)
     assert (unit.call, unit.index, unit.is_first_sample) == (call, 0, True)
-    assert unit.call.body({}) == call.document.with_changes({})
+    assert unit.call.make_body({}) == call.document.make_changed_body({})
 
 
 def test_samples_become_units_with_one_sample_each() -> None:
@@ -265,7 +265,7 @@ def data_of(event: bytes) -> Any:
 def test_merged_chunks_look_like_those_of_one_stream() -> None:
     first, second = split_up(chat(n=2))
     merged = MergedStreams([first, second], has_usage_chunk=True)
-    rewrite_first, rewrite_second = merged.unit(first).render, merged.unit(second).render
+    rewrite_first, rewrite_second = merged.make_unit_rendering(first).render, merged.make_unit_rendering(second).render
     chunks = [
         data_of(rewrite_second(payload("b", "x"))),
         data_of(rewrite_first(payload("a", "y"))),
@@ -282,19 +282,19 @@ def test_merged_chunks_look_like_those_of_one_stream() -> None:
 def test_rewriting_leaves_the_payload_alone() -> None:
     units = split_up(chat(n=2))
     before = payload("a", "x")
-    MergedStreams(units, has_usage_chunk=True).unit(units[1]).render(before)
+    MergedStreams(units, has_usage_chunk=True).make_unit_rendering(units[1]).render(before)
     assert before == payload("a", "x")
 
 
 def test_usage_chunk_belongs_to_the_merged_stream() -> None:
     units = split_up(chat(n=2))
     merged = MergedStreams(units, has_usage_chunk=True)
-    merged.unit(units[0]).render(payload("a", "x"))
-    chunk = data_of(merged.render_ending([usage(10, 1), usage(10, 2)], payload("b", "y")))
+    merged.make_unit_rendering(units[0]).render(payload("a", "x"))
+    chunk = data_of(merged.render_final_events([usage(10, 1), usage(10, 2)], payload("b", "y")))
     assert (chunk["id"], chunk["created"], chunk["model"], chunk["choices"]) == ("chatcmpl-a", ord("a"), "m", [])
     assert chunk["usage"] == {"prompt_tokens": 10, "total_tokens": 13, "completion_tokens": 3}
 
 
 def test_without_all_usages_there_is_no_usage_chunk() -> None:
     units = split_up(chat(n=2))
-    assert MergedStreams(units, has_usage_chunk=True).render_ending([usage(1, 1), None], payload("a", "x")) == b""
+    assert MergedStreams(units, has_usage_chunk=True).render_final_events([usage(1, 1), None], payload("a", "x")) == b""

@@ -91,10 +91,10 @@ async def test_stop_sequence_is_reported(deploy: Deploy, stream: bool) -> None:
 def test_tool_is_to_be_run_only_if_its_call_is_complete(
     finish_reason: str, matched: str | None, arguments: str, told: str
 ) -> None:
-    call = Messages().parse(parse_body(orjson.dumps(question("Hi", stop_sequences=["END"]))), Cost(), {})
+    call = Messages().parse_request(parse_body(orjson.dumps(question("Hi", stop_sequences=["END"]))), Cost(), {})
     use = {"id": "functions.find:0", "function": {"name": "find", "arguments": arguments}}
     choice = {"message": {"tool_calls": [use]}, "finish_reason": finish_reason, "stop_reason": matched}
-    got = whole_message(call, ChatCompletion.read({"id": "chatcmpl-1", "choices": [choice]}))
+    got = whole_message(call, ChatCompletion.read_answer({"id": "chatcmpl-1", "choices": [choice]}))
     assert (got["stop_reason"], got["stop_sequence"]) == (told, matched if told == "stop_sequence" else None)
 
 

@@ -21,7 +21,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 def chat_and_left_out(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     left_out = OmittedParts()
     told = translate_to_chat({"model": "m", "max_tokens": 8, "messages": [user("Hi")], **fields}, left_out)
-    return told, left_out.kinds
+    return told, left_out.listed_kinds
 
 
 def messages(*turns: tuple[str, Any], **fields: Any) -> list[dict[str, Any]]:

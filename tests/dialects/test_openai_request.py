@@ -35,14 +35,14 @@ def completion(prompt: Any = "hi", **fields: Any) -> Call:
 
 def test_stream_n_and_headers_are_read() -> None:
     call = parse(Api.CHAT, b'{"stream": true, "n": 3}', COST, {"traceparent": "00-1"})
-    assert (call.stream, call.samples, call.headers) == (True, 3, {"traceparent": "00-1"})
+    assert (call.stream, call.samples_per_prompt, call.headers) == (True, 3, {"traceparent": "00-1"})
     assert call.api is Api.CHAT
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": None, "n": None}, {"stream": False, "n": 1}])
 def test_absent_members_have_the_defaults_of_the_api(fields: dict[str, Any]) -> None:
     call = chat(**fields)
-    assert (call.stream, call.samples, call.include_usage, dict(call.headers)) == (False, 1, False, {})
+    assert (call.stream, call.samples_per_prompt, call.include_usage, dict(call.headers)) == (False, 1, False, {})
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_body_that_is_not_a_plain_json_object_is_rejected(raw: bytes) -> None:
 
 
 def test_other_fields_are_the_engines_business() -> None:
-    assert chat(temperature="hot", model=7, top_k=[], stop={}).body({})
+    assert chat(temperature="hot", model=7, top_k=[], stop={}).make_body({})
 
 
 SPELLINGS = [
@@ -123,13 +123,13 @@ def test_number_is_what_engines_take_it_for(name: str, spelled: Any, meant: int)
     for text in (raw, b" " + raw):
         call = parse(Api.CHAT, text, COST)
         assert (call.values[name], type(call.values[name])) == (meant, int)
-        assert b'"%b":%d' % (name.encode(), meant) in join_body(call.body({})).replace(b": ", b":")
+        assert b'"%b":%d' % (name.encode(), meant) in join_body(call.make_body({})).replace(b": ", b":")
 
 
 @pytest.mark.parametrize("number", [1e19, 1e300, -1e19, "9" * 30])
 def test_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) -> None:
     call = chat(max_tokens=number)
-    assert json.loads(join_body(call.body({})))["max_tokens"] == number
+    assert json.loads(join_body(call.make_body({})))["max_tokens"] == number
     assert call.output_limit is None
 
 
@@ -138,13 +138,13 @@ def test_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) ->
 )
 def test_flag_is_what_engines_take_it_for(spelled: Any, meant: bool) -> None:
     call = chat(return_token_ids=spelled, logprobs=spelled)
-    assert (call.values["return_token_ids"], call.shows_single_tokens) == (meant, meant)
-    assert json.loads(join_body(call.body({})))["logprobs"] is meant
+    assert (call.values["return_token_ids"], call.shows_token_details) == (meant, meant)
+    assert json.loads(join_body(call.make_body({})))["logprobs"] is meant
 
 
 def test_log_probabilities_of_a_completion_are_a_number_of_them() -> None:
-    assert json.loads(join_body(completion(logprobs="2").body({})))["logprobs"] == 2
-    assert completion(logprobs=0).shows_single_tokens
+    assert json.loads(join_body(completion(logprobs="2").make_body({})))["logprobs"] == 2
+    assert completion(logprobs=0).shows_token_details
 
 
 # The bytes the engines get
@@ -152,45 +152,45 @@ def test_log_probabilities_of_a_completion_are_a_number_of_them() -> None:
 
 def test_unchanged_body_keeps_every_member_as_written() -> None:
     raw = b'{"messages":[{"role": "user","content":"\\u00fc \\/ "}],"temperature":1.0,"seed":12345678901234567890}'
-    assert parse(Api.CHAT, raw, COST).body({}) == raw
+    assert parse(Api.CHAT, raw, COST).make_body({}) == raw
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
 def test_fields_that_steer_engines_are_removed(name: str) -> None:
-    body = chat(**{name: {"remote_host": "10.6.6.6"}}).body({})
+    body = chat(**{name: {"remote_host": "10.6.6.6"}}).make_body({})
     assert name not in json.loads(join_body(body))
     assert b"10.6.6.6" not in body
 
 
 def test_reserved_field_is_removed_however_its_name_is_spelled() -> None:
     raw = b'{"kv_transfer_param\\u0073": {"remote_host": "10.6.6.6"}, "prompt": "hi"}'
-    assert parse(Api.COMPLETIONS, raw, COST).body({}) == b'{"prompt": "hi"}'
+    assert parse(Api.COMPLETIONS, raw, COST).make_body({}) == b'{"prompt": "hi"}'
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
 def test_reserved_members_are_removed_from_vllm_xargs(name: str) -> None:
     extra = {name: "10.6.6.6", "mine": [1, "two"]}
-    assert json.loads(join_body(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == {"mine": [1, "two"]}
-    assert json.loads(join_body(completion(vllm_xargs={name: 1}).body({})))["vllm_xargs"] == {}
+    assert json.loads(join_body(chat(vllm_xargs=extra).make_body({})))["vllm_xargs"] == {"mine": [1, "two"]}
+    assert json.loads(join_body(completion(vllm_xargs={name: 1}).make_body({})))["vllm_xargs"] == {}
 
 
 @pytest.mark.parametrize("extra", [None, "kv_transfer_params", ["kv_transfer_params"], {}, {"mine": 1}])
 def test_other_extra_arguments_are_the_engines_business(extra: Any) -> None:
-    assert json.loads(join_body(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == extra
+    assert json.loads(join_body(chat(vllm_xargs=extra).make_body({})))["vllm_xargs"] == extra
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
 def test_stream_always_reports_its_usage_to_the_gateway(options: dict[str, Any]) -> None:
     call = chat(stream=True, **options)
     assert not call.include_usage
-    assert json.loads(join_body(call.body({})))["stream_options"] == {"include_usage": True}
+    assert json.loads(join_body(call.make_body({})))["stream_options"] == {"include_usage": True}
 
 
 def test_client_that_wants_usage_keeps_its_own_options() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     call = chat(stream=True, stream_options=options)
     assert call.include_usage
-    assert json.loads(join_body(call.body({})))["stream_options"] == options
+    assert json.loads(join_body(call.make_body({})))["stream_options"] == options
 
 
 def test_members_that_need_checks_are_not_ordinary() -> None:
@@ -202,4 +202,4 @@ def test_members_that_need_checks_are_not_ordinary() -> None:
 
 
 def test_answer_that_is_not_streamed_gets_no_stream_options() -> None:
-    assert "stream_options" not in json.loads(join_body(chat().body({})))
+    assert "stream_options" not in json.loads(join_body(chat().make_body({})))

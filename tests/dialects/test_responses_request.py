@@ -17,7 +17,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 def chat_and_left_out(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     left_out = OmittedParts()
-    return translate_to_chat({"model": "m", "input": "Hi", **fields}, left_out), left_out.kinds
+    return translate_to_chat({"model": "m", "input": "Hi", **fields}, left_out), left_out.listed_kinds
 
 
 def messages(given: Any, **fields: Any) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ def test_native_call_reaches_the_engines_without_what_is_internal() -> None:
     assert call.stream
     assert (call.api.value, call.api.path) == ("generate", "/generate")
     assert call.headers == {"traceparent": "x"}
-    assert orjson.loads(join_body(call.body({"rid": "r"}))) == {"text": "a", "stream": True, "rid": "r"}
+    assert orjson.loads(join_body(call.make_body({"rid": "r"}))) == {"text": "a", "stream": True, "rid": "r"}
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -63,7 +63,7 @@ def test_sampling_parameters_of_sglang_are_numbers_too(many: bool) -> None:
     meant = {"max_new_tokens": 10, "n": 2, "min_new_tokens": 3, "temperature": 0.5}
     call = native(text="a", sampling_params=[params] if many else params)
     assert call.output_tokens == 10
-    assert json.loads(join_body(call.body({})))["sampling_params"] == ([meant] if many else meant)
+    assert json.loads(join_body(call.make_body({})))["sampling_params"] == ([meant] if many else meant)
     assert sglang.read_sample_count(call.values["sampling_params"]) == 2
     with pytest.raises(BadRequest, match="max_new_tokens"):
         native(text="a", sampling_params={"max_new_tokens": "ten"})

@@ -31,8 +31,8 @@ JOINED = {"role": "system", "content": "ab"}
 )
 def test_later_system_messages_are_joined_to_the_first(given: list[Any], told: list[Any] | None) -> None:
     expected = {} if told is None else {"messages": told}
-    assert SystemMessageJoiner(["qwen*"]).changes({"model": "qwen-4", "messages": given}) == expected
-    assert SystemMessageJoiner(["qwen*"]).changes({"model": "kimi", "messages": given}) == {}
+    assert SystemMessageJoiner(["qwen*"]).changed_chat_members({"model": "qwen-4", "messages": given}) == expected
+    assert SystemMessageJoiner(["qwen*"]).changed_chat_members({"model": "kimi", "messages": given}) == {}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -169,10 +169,10 @@ def test_body_with_anything_in_it_is_a_chat_or_refused(
     changes = data.draw(st.lists(st.tuples(place, JSON), max_size=3))
     raw = orjson.dumps(spoilt(body, changes), option=orjson.OPT_NON_STR_KEYS)
     try:
-        call = dialect.parse(parse_body(raw), Cost(), {})
+        call = dialect.parse_request(parse_body(raw), Cost(), {})
     except BadRequest as refused:
         assert refused.message  # noqa: PT017 either way is right
     else:
         assert isinstance(call, Call)
         assert isinstance(call.values["messages"], list)
-        dialect.make_rendering(call, dialect.split(call, Cost(), 8))
+        dialect.make_rendering(call, dialect.split_into_units(call, Cost(), 8))

@@ -37,14 +37,14 @@ def check_events(data: bytes) -> None:
 
 def _split(pieces: list[bytes]) -> tuple[list[Event], bytes]:
     splitter = EventSplitter()
-    return [event for piece in pieces for event in splitter.feed(piece)], splitter.pending
+    return [event for piece in pieces for event in splitter.split_chunk(piece)], splitter.pending_bytes
 
 
 def _is_too_long(pieces: list[bytes]) -> bool:
     splitter = EventSplitter(_SHORT_BYTES)
     try:
         for piece in pieces:
-            splitter.feed(piece)
+            splitter.split_chunk(piece)
     except EventTooLong:
         return True
     return False

@@ -43,9 +43,9 @@ def check_grammar(data: bytes) -> None:
 
 def _read(pieces: list[str], in_reasoning: bool, is_old: bool) -> Said:
     parser = KimiParser(in_reasoning=in_reasoning, shows_blanks=is_old, reports_half_calls=not is_old)
-    return added_up([*map(parser.feed, pieces), parser.feed("", finished=True)])
+    return added_up([*map(parser.parse_text, pieces), parser.parse_text("", finished=True)])
 
 
 def _simulated(text: str, in_reasoning: bool, is_old: bool) -> Said:
     parser = sim.SimulatedKimiParser(sim.Phase.REASONING if in_reasoning else sim.Phase.CONTENT, is_engine=not is_old)
-    return added_up([parser.feed(text), parser.feed("", finished=True)])
+    return added_up([parser.parse_text(text), parser.parse_text("", finished=True)])

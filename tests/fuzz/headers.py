@@ -101,7 +101,7 @@ async def _check_refusal(raw: bytes) -> None:
     connection.connection_lost(None)
     if heads != [None]:
         return
-    error = response.refuse("refused", 400, b"{}", response.headers)
+    error = response.make_refusal("refused", 400, b"{}", response.headers)
     _check_towards_client(error_response(error).headers)
 
 

@@ -90,13 +90,13 @@ async def _outcomes(kind: int, cuts: list[list[bytes]]) -> list[tuple[bytes, str
 
 
 class NoHandoff:
-    def note_arrived(self) -> None:
+    def record_kv_arrival(self) -> None:
         """There is no prefiller."""
 
-    def note_lost(self) -> None:
+    def record_kv_loss(self) -> None:
         """There is no prefiller."""
 
-    def note_kept(self, params: Any, ids: array[int] | None) -> None:
+    def keep_answer_kv(self, params: Any, ids: array[int] | None) -> None:
         """There is no prefiller."""
 
 

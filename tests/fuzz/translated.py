@@ -43,7 +43,7 @@ def check_translated(dialect: TranslatedDialect, question: bytes, data: bytes) -
     if kind % 3 == 0:
         _check_request(dialect, raw)
         return
-    call = dialect.parse(parse_body(question), Cost(), {})
+    call = dialect.parse_request(parse_body(question), Cost(), {})
     if kind % 3 == 1:
         _check_stream(dialect, call, raw)
     else:
@@ -52,7 +52,7 @@ def check_translated(dialect: TranslatedDialect, question: bytes, data: bytes) -
 
 def _check_request(dialect: TranslatedDialect, raw: bytes) -> None:
     try:
-        call = dialect.parse(parse_body(raw), Cost(), {})
+        call = dialect.parse_request(parse_body(raw), Cost(), {})
     except BadRequest as refused:
         assert refused.message  # noqa: PT017 both results are right
         return
@@ -60,17 +60,17 @@ def _check_request(dialect: TranslatedDialect, raw: bytes) -> None:
 
 
 def _check_stream(dialect: TranslatedDialect, call: Call, raw: bytes) -> None:
-    rendering = dialect.make_rendering(call, dialect.split(call, Cost(), 1))
+    rendering = dialect.make_rendering(call, dialect.split_into_units(call, Cost(), 1))
     assert isinstance(rendering, AnswerParts)
-    rendering.begin(_ATTEMPT, goes_on=False)
+    rendering.begin_decoder_answer(_ATTEMPT, goes_on=False)
     segment, output = dialect.make_segment(), []
     try:
-        for event in EventSplitter().feed(raw):
-            if segment.read(event) is Meaning.CONTENT:
+        for event in EventSplitter().split_chunk(raw):
+            if segment.read_event(event) is Meaning.CONTENT:
                 output.append(rendering.render(segment.payload))  # noqa: PERF401 items before an error count
         if not segment.is_finished or not rendering.has_begun:
             return
-        output.append(rendering.render_ending([segment.usage], {}))
+        output.append(rendering.render_final_events([segment.usage], {}))
         is_whole = True
     except UnreadableMember:
         output.append(rendering.error_event(GatewayError("the answer cannot be read")))
@@ -90,7 +90,7 @@ def _check_whole(dialect: TranslatedDialect, call: Call, raw: bytes) -> None:
     if not isinstance(values, dict):
         return
     try:
-        body = dumps(dialect.answer(call, ChatCompletion.read(values)))
+        body = dumps(dialect.make_answer(call, ChatCompletion.read_answer(values)))
     except (UnreadableMember, GatewayError):
         return
     check(dialect.path, Answer(200, {}, body, is_whole=True), streams=False)

@@ -112,12 +112,12 @@ def tokens_like(
 ) -> Tokens:
     """Tokens that are written to `client` and noted for `transcript`; None: they are not."""
     known = Transcript() if transcript is None else transcript
-    notes = known.note_lists(is_reasoning=shape.is_reasoning)
+    notes = known.token_lists(is_reasoning=shape.is_reasoning)
     skips = known.grammar.reasoning_end_ids if shape.is_reasoning else ()
     return Tokens(
         shape,
         None if transcript is None else notes,
-        known.settle,
+        known.settle_noted_tokens,
         client,
         None,
         skips=frozenset(skips),

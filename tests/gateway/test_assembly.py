@@ -162,7 +162,7 @@ SHOWN: dict[str, dict[str, Any]] = {
 
 
 def _is_watched(body: dict[str, Any]) -> bool:
-    return VLLM.watch(call_of(body), lambda _: True) is WatchLevel.IDS
+    return VLLM.watch_level(call_of(body), lambda _: True) is WatchLevel.CONTINUE_FROM_IDS
 
 
 def put_together(body: dict[str, Any], stream: bytes, profile: str = "v0.33") -> Any:
@@ -192,7 +192,7 @@ async def test_assembled_answer_equals_that_of_an_engine(what: str, how: str, st
     ):
         expected = await ask(session, engine.url, body)
         stream = await ask(
-            session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(body)).body({})))
+            session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(body)).make_body({})))
         )
     got = put_together(body, stream.body, profile)
     assert comparable(got) == comparable(expected.json)
@@ -235,7 +235,7 @@ def test_resumed_answer_has_no_metrics_of_its_parts() -> None:
         Resumption(
             Action.CHAT_TOKENS,
             None,
-            Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, kept=1)),
+            Seam(SeamPlan(api=Api.CHAT, answer_head=delivery.head, transcript=delivery.transcript, kept_ids=1)),
             1,
         )
     )
@@ -252,7 +252,7 @@ async def test_incomplete_tool_call_equals_that_of_an_engine() -> None:
             body = request(Api.CHAT, max_tokens=max_tokens, tools=TOOLS)
             expected = await ask(session, engine.url, body)
             stream = await ask(
-                session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(body)).body({})))
+                session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(body)).make_body({})))
             )
             choice = put_together(body, stream.body)["choices"][0]
             assert choice["message"] == expected.json["choices"][0]["message"]
@@ -264,7 +264,7 @@ async def test_assembled_empty_answer_equals_that_of_an_engine(api: Api) -> None
     async with SimulatedEngine(first_token_eos=True, **ENGINE) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))
         stream = await ask(
-            session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(request(api))).body({})))
+            session, engine.url, orjson.loads(join_body(VLLM.make_observable_call(call_of(request(api))).make_body({})))
         )
     assert comparable(put_together(request(api), stream.body)) == comparable(expected.json)
 
@@ -275,7 +275,7 @@ def test_tokens_generated_twice_appear_once() -> None:
     body = request(Api.CHAT, logprobs=True)
     delivery = Delivery(call_of(body), is_observed=True, whole=whole)
     take(delivery, data(_told(7, "a")) + data(_told(8, "")))
-    seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, kept=1))
+    seam = Seam(SeamPlan(api=Api.CHAT, answer_head=delivery.head, transcript=delivery.transcript, kept_ids=1))
     delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, 1))
     take(delivery, data(_told(9, "c", "stop")))
     choice = whole.values(delivery)["choices"][0]

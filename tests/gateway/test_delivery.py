@@ -52,8 +52,8 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
     `details`: the prompt details of a prefiller that has handed over its KV cache.
     """
     segment, output = delivery.begin_stream(), []
-    for event in EventSplitter().feed(stream):
-        match segment.read(event):
+    for event in EventSplitter().split_chunk(stream):
+        match segment.read_event(event):
             case Meaning.OPENING:
                 delivery.take_role_chunk(segment, event)
             case Meaning.CONTENT:
@@ -118,7 +118,7 @@ async def test_client_without_ids_gets_the_bytes_of_an_engine_without_ids(
     }
     async with SimulatedEngine(profile_name=profile, **ENGINE, **STEPS[steps]) as engine:
         plain = await said_by(engine, body)
-        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).make_body({}))
     assert b'"token_ids":[' in watched
     assert delivered(body, watched) + DONE == plain.replace(NO_KV_PARAMS, b"")
 
@@ -128,7 +128,7 @@ async def test_client_without_include_usage_gets_no_usage(body: dict[str, Any]) 
     body = {**body, "stream": True}
     async with SimulatedEngine(**ENGINE) as engine:
         plain = await said_by(engine, body | WITH_USAGE)
-        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).make_body({}))
     assert delivered(body, watched) == plain[: plain.rindex(b"data: {")]
 
 
@@ -136,7 +136,7 @@ async def test_client_without_include_usage_gets_no_usage(body: dict[str, Any]) 
 async def test_client_with_ids_gets_all_members_of_the_engine(body: dict[str, Any]) -> None:
     body = {**body, "stream": True, "return_token_ids": True, **WITH_USAGE}
     async with SimulatedEngine(**ENGINE) as engine:
-        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).make_body({}))
         assert watched == await said_by(engine, body)
     assert delivered(body, watched) + DONE == watched
 
@@ -150,10 +150,10 @@ async def test_client_without_reasoning_gets_the_events_of_an_engine_without_it(
     body = request(Api.CHAT, max_tokens=400, stream=True, include_reasoning=False, **WITH_USAGE, **THINKING, **fields)
     async with SimulatedEngine(profile_name=profile, **ENGINE, **steps) as engine:
         plain = await said_by(engine, body)
-        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.make_observable_call(call_of(body)).make_body({}))
     assert b'"reasoning":' in watched
-    got = EventSplitter().feed(delivered(body, watched) + DONE)
-    expected = EventSplitter().feed(plain)
+    got = EventSplitter().split_chunk(delivered(body, watched) + DONE)
+    expected = EventSplitter().split_chunk(plain)
     assert [_parsed(event.data) for event in got] == [_without_kv_params(_parsed(event.data)) for event in expected]
 
 
@@ -197,7 +197,7 @@ def test_event_without_ids_passes_unchanged(event: bytes) -> None:
 
 def test_event_of_several_lines_stays_one_event() -> None:
     event = b'data: {"choices":\ndata: [{"index":0,"text":"a","finish_reason":null,"token_ids":[7]}]}\n\n'
-    (got,) = EventSplitter().feed(delivered(COMPLETION, event))
+    (got,) = EventSplitter().split_chunk(delivered(COMPLETION, event))
     assert orjson.loads(got.data or b"")["choices"] == [
         {"index": 0, "text": "a", "finish_reason": None, "token_ids": None}
     ]
@@ -229,8 +229,8 @@ def test_delivery_sends_no_bytes_before_the_first_output() -> None:
     assert take(delivery, b": hello\n\n" + data(ROLE) + data(chunk([3])) + data({"x": 1}))[0] == b""
     assert not delivery.has_output
     assert delivery.is_touched
-    segment, event = Segment(), EventSplitter().feed(data(chunk([4], content="a")))[0]
-    segment.read(event)
+    segment, event = Segment(), EventSplitter().split_chunk(data(chunk([4], content="a")))[0]
+    segment.read_event(event)
     expected = (
         b": hello\n\n" + data(ROLE | {"prompt_token_ids": None}) + data({"x": 1}) + data(chunk(None, content="a"))
     )
@@ -293,7 +293,7 @@ def test_text_of_a_decoders_last_chunk_counts_but_not_its_finish() -> None:
     output, ended = take(delivery, data(chunk([7], text="a")) + words([8], text="b"))
     assert ended is Meaning.RECOMPUTED
     assert output == data(chunk(None, text="a")) + data(chunk(None, text="b"))
-    assert (delivery.transcript.content, delivery.transcript.ids.tolist()) == ("ab", [7, 8])
+    assert (delivery.transcript.content_text, delivery.transcript.ids.tolist()) == ("ab", [7, 8])
 
 
 def test_first_chunk_of_a_decoder_may_be_its_last() -> None:
@@ -331,7 +331,9 @@ def resumed(body: dict[str, Any], kept: int, **options: Any) -> Delivery:
     is_chat = "messages" in body
     first = data(chunk([7], content="a")) if is_chat else data(chunk([7], text="a"))
     take(delivery, (data(ROLE) if is_chat else b"") + first)
-    seam = Seam(SeamPlan(api=api_of(body), head=delivery.head, transcript=delivery.transcript, kept=kept, **options))
+    seam = Seam(
+        SeamPlan(api=api_of(body), answer_head=delivery.head, transcript=delivery.transcript, kept_ids=kept, **options)
+    )
     delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, kept))
     return delivery
 
@@ -361,14 +363,14 @@ def test_possible_stop_string_at_the_end_of_the_last_chunk_is_withheld(api: Api,
     delivery = Delivery(call_of(request(api, stream=True, stop=stop)), is_observed=True)
     name = "text" if api is Api.COMPLETIONS else "content"
     take(delivery, words([7], **{name: "hello wor"}))
-    assert delivery.transcript.content == told
+    assert delivery.transcript.content_text == told
 
 
 def test_delivery_withholds_no_text_if_stop_strings_are_shown() -> None:
     body = {**COMPLETION, "stop": ["STOP"], "include_stop_str_in_output": True}
     delivery = Delivery(call_of(body), is_observed=True)
     take(delivery, words([7], text="hello"))
-    assert delivery.transcript.content == "hello"
+    assert delivery.transcript.content_text == "hello"
 
 
 def test_delivery_withholds_no_text_twice() -> None:
@@ -376,7 +378,7 @@ def test_delivery_withholds_no_text_twice() -> None:
     delivery = resumed({**CHAT, "stop": ["STOP"]}, 1, pending={"content": "-late-"})
     output, _ = take(delivery, words([8], content="xyz"))
     assert output == data(chunk(None, content="-late-"))
-    assert delivery.transcript.content == "a-late-"
+    assert delivery.transcript.content_text == "a-late-"
 
 
 # From one decoder to the next
@@ -405,7 +407,7 @@ def test_next_decoder_continues_the_same_stream() -> None:
 def test_ids_to_be_generated_again_are_forgotten() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
-    seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, kept=1))
+    seam = Seam(SeamPlan(api=Api.CHAT, answer_head=delivery.head, transcript=delivery.transcript, kept_ids=1))
     delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, 1))
     assert delivery.transcript.ids.tolist() == [7]
     assert not delivery.is_touched
@@ -414,7 +416,7 @@ def test_ids_to_be_generated_again_are_forgotten() -> None:
 def test_replay_keeps_the_transcript() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
-    seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, replays=True))
+    seam = Seam(SeamPlan(api=Api.CHAT, answer_head=delivery.head, transcript=delivery.transcript, replays_answer=True))
     delivery.go_on(Resumption(Action.REPLAY, None, seam))
     output, _ = take(delivery, data(ROLE) + data(chunk([7, 8, 9], content="ab")))
     assert output == data(chunk(None, content="b"))
@@ -432,7 +434,7 @@ def test_decoder_with_another_prompt_is_a_mismatch(body: dict[str, Any], told: A
         Resumption(
             Action.CHAT_TOKENS,
             None,
-            Seam(SeamPlan(api=api_of(body), head={}, transcript=delivery.transcript, kept=1)),
+            Seam(SeamPlan(api=api_of(body), answer_head={}, transcript=delivery.transcript, kept_ids=1)),
             1,
             b"[1, 2,7]",
         )
@@ -456,7 +458,7 @@ def test_resumed_chat_without_a_role_chunk_is_a_mismatch() -> None:
         Resumption(
             Action.CHAT_TOKENS,
             None,
-            Seam(SeamPlan(api=Api.CHAT, head={}, transcript=delivery.transcript, kept=1)),
+            Seam(SeamPlan(api=Api.CHAT, answer_head={}, transcript=delivery.transcript, kept_ids=1)),
             1,
             b"[1,2,7]",
         )
@@ -503,7 +505,7 @@ def test_usage_of_a_resumed_answer_covers_the_whole_answer() -> None:
 
 
 def ending(output: bytes) -> Sequence[Any]:
-    return [orjson.loads(event.data or b"") for event in EventSplitter().feed(output)]
+    return [orjson.loads(event.data or b"") for event in EventSplitter().split_chunk(output)]
 
 
 def test_answer_without_an_end_of_an_engine_is_ended() -> None:
@@ -515,7 +517,7 @@ def test_answer_without_an_end_of_an_engine_is_ended() -> None:
     assert usage["choices"] == []
     expected = {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}
     assert usage["usage"] == expected | {"prompt_tokens_details": {"cached_tokens": 1}}
-    assert delivery.transcript.content == "alo"
+    assert delivery.transcript.content_text == "alo"
 
 
 @pytest.mark.parametrize(("counts", "details"), [(True, {"reasoning_tokens": 1}), (False, None)])
@@ -526,7 +528,10 @@ def test_reasoning_tokens_are_counted_when_engines_count_them(counts: bool, deta
     delivery.counts_reasoning = counts
     delivery.go_on(
         Resumption(
-            Action.FINISH, None, Seam(SeamPlan(api=Api.CHAT, head={}, transcript=delivery.transcript, kept=2)), 2
+            Action.FINISH,
+            None,
+            Seam(SeamPlan(api=Api.CHAT, answer_head={}, transcript=delivery.transcript, kept_ids=2)),
+            2,
         )
     )
     assert ending(delivery.missing_end(None))[-1]["usage"].get("completion_tokens_details") == details

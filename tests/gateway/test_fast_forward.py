@@ -33,7 +33,7 @@ def chunk(delta: dict[str, Any], ids: Sequence[int] | None, **more: Any) -> byte
 
 def parsed(delivery: Delivery, segment: Segment, event: Event) -> bytes:
     """Return the client's bytes of a parsed event."""
-    meaning = segment.read(event)
+    meaning = segment.read_event(event)
     if meaning is Meaning.CONTENT:
         return delivery.content(segment, event)
     if meaning is Meaning.OPENING:
@@ -72,7 +72,7 @@ def delivered(
                 told += 1
                 continue
         try:
-            output = b"".join(parsed(delivery, segment, event) for event in EventSplitter().feed(raw))
+            output = b"".join(parsed(delivery, segment, event) for event in EventSplitter().split_chunk(raw))
         except UnreadableMember:  # the Relay ends such an answer
             client.written.append(b"odd")
             break
@@ -81,9 +81,26 @@ def delivered(
         if delivery.has_lost_track:  # its transcript is not used any more
             break
     known = delivery.transcript
-    state: list[Any] = [known.content, known.reasoning, known.ids.tolist(), known.shown_id_count, known.chunk_start]
-    state += [known.reasoning_ids, known.reasoning_among(len(known.ids)), known.reasoning_among(1), known.tools]
-    state += [known.offset_behind(0), delivery.is_finished, delivery.has_output, delivery.head, segment.finish_reasons]
+    state: list[Any] = [
+        known.content_text,
+        known.reasoning_text,
+        known.ids.tolist(),
+        known.count_shown_ids,
+        known.first_id_of_chunk,
+    ]
+    state += [
+        known.count_reasoning_ids,
+        known.count_reasoning_among(len(known.ids)),
+        known.count_reasoning_among(1),
+        known.tools,
+    ]
+    state += [
+        known.text_offset_after(0),
+        delivery.is_finished,
+        delivery.has_output,
+        delivery.head,
+        segment.finish_reasons,
+    ]
     return b"".join(client.written), [*state, whole.values(delivery) if whole else None], told
 
 
@@ -190,7 +207,7 @@ def test_tokens_with_null_kv_params_bypass_the_delivery_without_them(
 @pytest.mark.parametrize("words", [*range(12, 32), 600])
 def test_only_chunks_of_the_announced_length_are_passed_on(words: int) -> None:
     event = chunk({"content": " wordy"}, [100])
-    shape = TokenShape.of(event)
+    shape = TokenShape.recognise(event)
     assert shape is not None
     engine, client = Engine(), Client()
     for size in range(6):
@@ -233,7 +250,7 @@ def test_attempts_to_learn_a_shape_are_limited(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_pump_passes_on_the_chunks_of_one_read(pump: Any, texts: list[str], last: bytes, hides_ids: bool) -> None:
     events = [chunk({"content": text}, [100 + number]) for number, text in enumerate(texts)]
-    shape = TokenShape.of(chunk({"content": "a"}, [100]))
+    shape = TokenShape.recognise(chunk({"content": "a"}, [100]))
     assert shape is not None
     read, results = b"".join(map(framed, events)) + last, []
     with closing(PumpedEngine(pump)) as pumped:
@@ -247,7 +264,7 @@ def test_pump_passes_on_the_chunks_of_one_read(pump: Any, texts: list[str], last
 
 async def test_pump_gives_a_stream_back_when_its_client_reads_slowly(pump: Any) -> None:
     event = chunk({"content": " word" * 1000}, [100])
-    shape = TokenShape.of(event)
+    shape = TokenShape.recognise(event)
     assert shape is not None
     tokens = tokens_like(shape, Client(), Transcript())
     with closing(PumpedEngine(pump)) as engine:
@@ -264,7 +281,7 @@ async def test_pump_gives_a_stream_back_when_its_client_reads_slowly(pump: Any) 
 
 
 async def test_pump_gives_a_stream_back_when_its_engine_is_gone(pump: Any) -> None:
-    shape = TokenShape.of(chunk({"content": "a"}, [100]))
+    shape = TokenShape.recognise(chunk({"content": "a"}, [100]))
     assert shape is not None
     with closing(PumpedEngine(pump)) as engine:
         engine.add(tokens_like(shape, Client()))

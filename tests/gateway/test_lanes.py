@@ -391,7 +391,7 @@ async def test_kv_is_released_by_decoders_of_its_model(deploy: Deploy) -> None:
     decoder = gateway.decoders[1]
     decoder.faults.add("refuse_status", status=500, times=1)
     await gateway.ask(chat("a"))
-    await until(lambda: not gateway.worker.releaser.pending, "the release")
+    await until(lambda: not gateway.worker.releaser.pending_count, "the release")
     assert [len(releases(engine)) for engine in gateway.decoders] == [0, 1, 0, 0]
 
 

@@ -21,7 +21,7 @@ class Wishes:
 
     prompt_tokens = output_tokens = 1
     prefix_keys = NO_PREFIX_KEYS
-    session = None
+    session_id = None
 
     def __init__(self, priority: int | None, first_token_seconds: float | None) -> None:
         self._priority = priority
@@ -51,7 +51,7 @@ class Counter:
         self.admission = AdmissionQueue(parts, Limits())
 
     def work_seconds(self, request: PickRequest) -> float:
-        return float(request.prefill.compute)
+        return float(request.prefill.compute_tokens)
 
     def left_queue(self, request: PickRequest) -> None:
         self.left.append(request)
@@ -60,7 +60,7 @@ class Counter:
         return bool(self.open) and (request is None or self.first_to_admit([request()]) is not None)
 
     def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
-        return next((place for place, request in enumerate(waiting) if request.prefill.kv in self.open), None)
+        return next((place for place, request in enumerate(waiting) if request.prefill.kv_tokens in self.open), None)
 
     async def arrive(
         self,
@@ -197,7 +197,7 @@ async def test_absent_key_does_not_save_service(counter: Counter) -> None:
 
 
 async def test_decoder_time_is_charged_to_the_key(counter: Counter) -> None:
-    counter.admission._answer_seconds = lambda request: 10.0 if request.prefill.compute == 3 else 0.0
+    counter.admission._answer_seconds = lambda request: 10.0 if request.prefill.compute_tokens == 3 else 0.0
     for number in range(4):
         await counter.arrive(f"long answer {number}", 3, key="long answers")
     for number in range(4):

@@ -33,7 +33,7 @@ class Forwarded:
         self.client = Client()
         self.transcript = Transcript()
         self.engine = engine or Engine()
-        shape = TokenShape.of(first)
+        shape = TokenShape.recognise(first)
         assert shape is not None
         self.tokens = tokens_like(shape, self.client, self.transcript if keeps else None, hides_ids=hides_ids)
 
@@ -49,7 +49,7 @@ class Forwarded:
             assert (self.client.written, self.transcript.has_text, len(self.transcript.ids)) == ([], False, before)
             return None
         (written,) = self.client.written
-        return self.transcript.content or self.transcript.reasoning, self.transcript.ids.tolist(), written
+        return self.transcript.content_text or self.transcript.reasoning_text, self.transcript.ids.tolist(), written
 
 
 @pytest.mark.covering(
@@ -190,7 +190,7 @@ IDS = st.one_of(st.none(), st.lists(st.integers(0, 2**31), max_size=2))
 def test_taken_tokens_equal_those_of_a_json_parser(
     first: str, text: str, ids: Sequence[int] | None, name: str, spaces: bool
 ) -> None:
-    if TokenShape.of(event(first, [3])) is None:
+    if TokenShape.recognise(event(first, [3])) is None:
         return
     raw = event(text, ids, field=name, spaces=spaces)
     taken = Forwarded(event(first, [3])).took(framed(raw))
@@ -216,7 +216,7 @@ def test_pump_and_python_take_the_same_part_of_arbitrary_bytes(
 
 @given(raw=st.binary(max_size=60), text=TEXT)
 def test_arbitrary_bytes_raise_no_error(raw: bytes, text: str) -> None:
-    TokenShape.of(raw)
+    TokenShape.recognise(raw)
     good = framed(event(text, [10]))
     for at in range(0, len(good), 7):
         data = good[:at] + raw + good[at + len(raw) :]

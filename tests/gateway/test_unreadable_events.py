@@ -277,7 +277,7 @@ async def test_half_a_surrogate_pair_passes_in_a_native_stream(deploy: Deploy) -
 def test_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
     segment, so_far = WatchedGenerateEvents(), GenerateAnswerAssembler()
     for told in native(NATIVE % (b"Do not \\ud83d", b"7,8", 2, b'"finish_reason":null'))[:-1]:
-        assert segment.read(Event(told[6:-2])) is Meaning.CONTENT
+        assert segment.read_event(Event(told[6:-2])) is Meaning.CONTENT
         so_far.add(segment.payload)
     values = so_far.values()
     assert (joined(values["text"]), values["output_ids"]) == ("Do not \U0001f600", [7, 8, 9])
@@ -292,25 +292,25 @@ def test_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
     ],
 )
 def test_native_event_that_cannot_be_read_is_malformed(data: bytes) -> None:
-    assert WatchedGenerateEvents().read(Event(data, data)) is Meaning.MALFORMED
+    assert WatchedGenerateEvents().read_event(Event(data, data)) is Meaning.MALFORMED
 
 
 @pytest.mark.fault(121)
 def test_native_event_with_less_text_than_before_is_malformed() -> None:
     segment, (first, *_) = WatchedGenerateEvents(), native()
-    assert segment.read(Event(first[6:-2])) is Meaning.CONTENT
+    assert segment.read_event(Event(first[6:-2])) is Meaning.CONTENT
     less = b'{"text":"D","output_ids":[7],"meta_info":{}}'
-    assert segment.read(Event(less, less)) is Meaning.MALFORMED
+    assert segment.read_event(Event(less, less)) is Meaning.MALFORMED
 
 
 @pytest.mark.fault(121)
 def test_native_answer_that_is_aborted_keeps_what_was_read() -> None:
     segment, so_far, (first, *_) = WatchedGenerateEvents(), GenerateAnswerAssembler(), native()
     aborted = b'{"text":null,"meta_info":{"finish_reason":{"type":"abort"}}}'
-    assert segment.read(Event(first[6:-2])) is Meaning.CONTENT
+    assert segment.read_event(Event(first[6:-2])) is Meaning.CONTENT
     so_far.add(segment.payload)
-    assert segment.read(Event(aborted, aborted)) is Meaning.ABORTED
-    assert segment.is_mute
+    assert segment.read_event(Event(aborted, aborted)) is Meaning.ABORTED
+    assert segment.is_empty_event
     so_far.add(segment.payload)
     assert (so_far.values()["text"], so_far.values()["output_ids"]) == ("Do ", [7])
 

@@ -156,7 +156,7 @@ def test_metrics_of_instances_show_current_health_and_load(gateway: Gateway) -> 
     assert gateway.value("pdproxy_instance_up", **labels) == 0
     gateway.health.on_probe(prefiller, True, "")
     prefillers.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
-    with prefillers.lease(PickRequest.of(Load(compute=30, kv=7))):
+    with prefillers.lease(PickRequest.of(Load(compute_tokens=30, kv_tokens=7))):
         assert gateway.value("pdproxy_instance_up", **labels) == 1
         assert gateway.value("pdproxy_instance_state", **labels) == list(HealthState).index(HealthState.UP)
         assert gateway.value("pdproxy_instance_inflight", **labels) == 1

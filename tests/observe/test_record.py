@@ -142,10 +142,10 @@ def test_attempt_may_end_after_encoding(record: RequestRecord) -> None:
 
 def test_prompt_usage_of_a_resumed_answer_is_ignored() -> None:
     timeline = Timeline()
-    timeline.usage.add_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
+    timeline.usage.add_prompt_usage({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
     timeline.usage.is_resumed = True
-    timeline.usage.add_prompt({"prompt_tokens": 17, "prompt_tokens_details": {"cached_tokens": 16}})
-    timeline.usage.add_completion({"completion_tokens": 9})
+    timeline.usage.add_prompt_usage({"prompt_tokens": 17, "prompt_tokens_details": {"cached_tokens": 16}})
+    timeline.usage.add_completion_usage({"completion_tokens": 9})
     assert (timeline.usage.prompt_tokens, timeline.usage.cached_tokens, timeline.usage.completion_tokens) == (10, 4, 9)
 
 
@@ -171,7 +171,7 @@ def test_access_line_sums_the_resumes_of_its_units(record: RequestRecord) -> Non
 )
 def test_only_valid_usage_is_recorded(usage: Any, expected: tuple[int | None, int | None]) -> None:
     timeline = Timeline()
-    for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
+    for take in (timeline.usage.add_prompt_usage, timeline.usage.add_completion_usage):
         take(usage)
     assert (timeline.usage.prompt_tokens, timeline.usage.completion_tokens) == expected
 
@@ -179,7 +179,7 @@ def test_only_valid_usage_is_recorded(usage: Any, expected: tuple[int | None, in
 def test_only_valid_cached_tokens_are_recorded() -> None:
     for reported, recorded in ((7, 7), (0, 0), (-7, None), (2**64 - 7, None), (True, None), (7.0, None), (None, None)):
         usage = Timeline().usage
-        assert usage.add_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": reported}}) == (
+        assert usage.add_prompt_usage({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": reported}}) == (
             10,
             recorded,
         )
@@ -188,9 +188,9 @@ def test_only_valid_cached_tokens_are_recorded() -> None:
 
 def test_usage_without_numbers_keeps_earlier_values() -> None:
     timeline = Timeline()
-    for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
+    for take in (timeline.usage.add_prompt_usage, timeline.usage.add_completion_usage):
         take({"prompt_tokens": 10, "completion_tokens": 3})
-    for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
+    for take in (timeline.usage.add_prompt_usage, timeline.usage.add_completion_usage):
         take({"completion_tokens": None})
     assert (timeline.usage.prompt_tokens, timeline.usage.completion_tokens) == (10, 3)
 
@@ -213,11 +213,11 @@ def test_stage_of_a_request_is_that_of_its_slowest_unit(record: RequestRecord, c
 
 def test_tokens_are_summed_over_the_units(record: RequestRecord) -> None:
     first, second = record.timeline(), record.timeline()
-    for take in (first.usage.add_prompt, first.usage.add_completion):
+    for take in (first.usage.add_prompt_usage, first.usage.add_completion_usage):
         take({"prompt_tokens": 10, "completion_tokens": 3})
-    for take in (second.usage.add_prompt, second.usage.add_completion):
+    for take in (second.usage.add_prompt_usage, second.usage.add_completion_usage):
         take({"prompt_tokens": 20, "completion_tokens": 4})
-    second.usage.add_prompt({"prompt_tokens_details": {"cached_tokens": 16}})
+    second.usage.add_prompt_usage({"prompt_tokens_details": {"cached_tokens": 16}})
     record.close()
     facts = record.facts
     assert (facts.prompt_tokens, facts.cached_tokens, facts.completion_tokens) == (30, 16, 7)
@@ -231,7 +231,7 @@ def test_access_line_of_a_complete_request(record: RequestRecord, clock: Clock) 
     walk(timeline, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
     record.first_token()
     walk(timeline, clock, (Stage.STREAM, 8.0), (None, 0.0))
-    for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
+    for take in (timeline.usage.add_prompt_usage, timeline.usage.add_completion_usage):
         take({"prompt_tokens": 10, "completion_tokens": 3})
     clock.now += 0.000049
     assert line(record) == {

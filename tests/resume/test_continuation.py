@@ -33,10 +33,10 @@ from tests.resume.test_plan import (
     [(COMPLETION, "native"), (CHAT, "native"), (CHAT, "ascend_private"), (CHAT, "completions")],
 )
 def test_answer_stands_behind_the_prompt(body: dict[str, Any], chats: str) -> None:
-    resumption, _ = decided(situation(body, HELLO, chats=ChatTokenApi(chats)))
+    resumption, _ = decided(situation(body, HELLO, chat_token_api=ChatTokenApi(chats)))
     ids = PROMPT + HELLO
     assert resumption.prompt_ids == orjson.dumps(ids)
-    assert resumption.kept == len(HELLO)
+    assert resumption.kept_ids == len(HELLO)
     call = resumption.call
     assert call is not None
     assert call.prompt_tokens == len(ids)
@@ -83,7 +83,7 @@ def test_chat_that_goes_on_as_a_completion_has_nothing_of_a_chat_left() -> None:
         "documents": [],
     }
     kept = {"temperature": 0.5, "top_p": 0.9, "stop": ["x"], "ignore_eos": True, "cache_salt": "s", "bad_words": ["y"]}
-    sent = body_of(decided(situation(CHAT | chat | kept, HELLO, chats=ChatTokenApi.COMPLETIONS))[0])
+    sent = body_of(decided(situation(CHAT | chat | kept, HELLO, chat_token_api=ChatTokenApi.COMPLETIONS_API))[0])
     assert sent == {
         "model": "sim",
         **kept,
@@ -111,7 +111,7 @@ def test_chat_that_goes_on_as_a_completion_has_nothing_of_a_chat_left() -> None:
     ],
 )
 def test_log_probabilities_are_asked_for_as_completions_do(fields: dict[str, Any], expected: int | None) -> None:
-    sent = body_of(decided(situation(CHAT | fields, HELLO, chats=ChatTokenApi.COMPLETIONS))[0])
+    sent = body_of(decided(situation(CHAT | fields, HELLO, chat_token_api=ChatTokenApi.COMPLETIONS_API))[0])
     assert sent.get("logprobs") == expected
     assert "top_logprobs" not in sent
 
@@ -125,9 +125,9 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (CHAT | {"max_tokens": 50, "max_completion_tokens": None}, {}, {"max_tokens": 44, "max_completion_tokens": None}),
     (CHAT | {"max_tokens": None, "max_completion_tokens": 30}, {}, {"max_tokens": 24, "max_completion_tokens": 24}),
     (CHAT | {"max_tokens": None}, {}, {"max_tokens": None}),
-    (CHAT | {"max_tokens": 50}, {"chats": "completions"}, {"max_tokens": 44}),
-    (CHAT | {"max_tokens": 50, "max_completion_tokens": 30}, {"chats": "completions"}, {"max_tokens": 24}),
-    (CHAT | {"max_tokens": None}, {"chats": "completions"}, {"max_tokens": 1000 - len(PROMPT) - 6}),
+    (CHAT | {"max_tokens": 50}, {"chat_token_api": "completions"}, {"max_tokens": 44}),
+    (CHAT | {"max_tokens": 50, "max_completion_tokens": 30}, {"chat_token_api": "completions"}, {"max_tokens": 24}),
+    (CHAT | {"max_tokens": None}, {"chat_token_api": "completions"}, {"max_tokens": 1000 - len(PROMPT) - 6}),
     (COMPLETION | {"max_tokens": 50}, {}, {"max_tokens": 44}),
     (COMPLETION | {"max_tokens": None}, {}, {"max_tokens": 10}),
     ({name: COMPLETION[name] for name in COMPLETION if name != "max_tokens"}, {}, {"max_tokens": 10}),
@@ -138,8 +138,8 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 def test_continuation_has_the_remaining_token_limit(
     body: dict[str, Any], facts: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    if "chats" in facts:
-        facts = {"chats": ChatTokenApi(facts["chats"])}
+    if "chat_token_api" in facts:
+        facts = {"chat_token_api": ChatTokenApi(facts["chat_token_api"])}
     sent = body_of(decided(situation(body, HELLO, **facts))[0])
     assert {name: sent[name] for name in ("max_tokens", "max_completion_tokens") if name in sent} == expected
 
@@ -165,7 +165,9 @@ def test_limit_an_engine_would_see(body: dict[str, Any], limit: int | None) -> N
 
 def test_chat_without_a_limit_is_not_cut_off_by_that_of_completions() -> None:
     """The context length is not known, and a completion without a limit stops after 16 tokens."""
-    here = situation(CHAT | {"max_tokens": None}, HELLO, chats=ChatTokenApi.COMPLETIONS, max_model_len=None)
+    here = situation(
+        CHAT | {"max_tokens": None}, HELLO, chat_token_api=ChatTokenApi.COMPLETIONS_API, max_model_len=None
+    )
     try:
         limit = body_of(decided(here)[0])["max_tokens"]
     except CannotResume:
@@ -181,15 +183,15 @@ def test_chat_without_a_limit_is_not_cut_off_by_that_of_completions() -> None:
         (COMPLETION | {"max_tokens": 5}, {}, True),
         (COMPLETION | {"max_tokens": 7}, {}, False),
         (CHAT | {"max_tokens": 6}, {}, True),
-        (CHAT | {"max_tokens": 6}, {"chats": "completions"}, True),
+        (CHAT | {"max_tokens": 6}, {"chat_token_api": "completions"}, True),
         (CHAT | {"max_tokens": None}, {"max_model_len": len(PROMPT) + 6}, True),
         (CHAT | {"max_tokens": None}, {"max_model_len": len(PROMPT) + 7}, False),
-        (CHAT | {"max_tokens": None}, {"max_model_len": len(PROMPT) + 6, "chats": "completions"}, True),
+        (CHAT | {"max_tokens": None}, {"max_model_len": len(PROMPT) + 6, "chat_token_api": "completions"}, True),
         (CHAT | {"max_tokens": None}, {"max_model_len": None}, False),
     ],
 )
 def test_answer_for_which_there_is_no_room_is_over(body: dict[str, Any], facts: dict[str, Any], is_over: bool) -> None:
-    facts = facts | ({"chats": ChatTokenApi(facts["chats"])} if "chats" in facts else {})
+    facts = facts | ({"chat_token_api": ChatTokenApi(facts["chat_token_api"])} if "chat_token_api" in facts else {})
     resumption, _ = decided(situation(body, HELLO, **facts))
     assert (resumption.call is None) is is_over
     assert (resumption.action is Action.FINISH) is is_over
@@ -207,10 +209,12 @@ def test_continuation_has_the_remaining_minimum_length(least: Any, sent: Any) ->
 
 
 def test_seed_is_another_one_for_each_segment() -> None:
-    seeds = [body_of(decided(situation(COMPLETION | {"seed": 7}, HELLO, segment=n))[0])["seed"] for n in (1, 2, 3)]
+    seeds = [
+        body_of(decided(situation(COMPLETION | {"seed": 7}, HELLO, decoder_count=n))[0])["seed"] for n in (1, 2, 3)
+    ]
     assert len({7, *seeds}) == 4
     assert all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds)
-    assert seeds[0] == body_of(decided(situation(COMPLETION | {"seed": 7}, HELLO, segment=1))[0])["seed"]
+    assert seeds[0] == body_of(decided(situation(COMPLETION | {"seed": 7}, HELLO, decoder_count=1))[0])["seed"]
 
 
 def test_invalid_seed_stays() -> None:
@@ -227,5 +231,5 @@ def test_continuation_has_the_remaining_thinking_budget(
 ) -> None:
     body = CHAT | {"thinking_token_budget": budget, "max_tokens": 50}
     text = encode_text("Hello.")
-    here = situation(body, text, in_reasoning=in_reasoning, chats=ChatTokenApi(chats))
+    here = situation(body, text, in_reasoning=in_reasoning, chat_token_api=ChatTokenApi(chats))
     assert body_of(decided(here)[0])["thinking_token_budget"] == sent

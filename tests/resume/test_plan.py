@@ -50,7 +50,7 @@ def answered(
     parser, detokenizer = KimiParser(in_reasoning=in_reasoning), Detokenizer(keep_markers=True)
     for token in ids:
         text = detokenizer.feed(token)
-        transcript.take({"text": text} if api is Api.COMPLETIONS else {"delta": parser.feed(text)}, [token])
+        transcript.add_choice({"text": text} if api is Api.COMPLETIONS else {"delta": parser.parse_text(text)}, [token])
     return transcript
 
 
@@ -59,15 +59,15 @@ def situation(body: dict[str, Any], ids: Sequence[int], *, in_reasoning: bool = 
     return Situation(
         **{
             "engine": VLLM,
-            "seeds_repeat": True,
+            "repeats_seeded_answers": True,
             "call": call,
-            "head": {"id": "x"},
+            "answer_head": {"id": "x"},
             "transcript": answered(call.api, ids, in_reasoning=in_reasoning),
-            "shown": True,
+            "is_answer_shown": True,
             "shows_ids": False,
-            "ahead": (),
-            "segment": 1,
-            "chats": ChatTokenApi.NATIVE,
+            "dropped_ids": (),
+            "decoder_count": 1,
+            "chat_token_api": ChatTokenApi.NATIVE_MEMBER,
             "shows_blanks": False,
             "keeps_length": True,
             "max_model_len": 1000,
@@ -95,7 +95,7 @@ def body_of(resumption: Resumption) -> Any:
     """Return the members that the next engine receives on both legs."""
     assert resumption.call is not None
     changes = {"kv_transfer_params": dict(resumption.call.kv_params)} if resumption.call.kv_params else {}
-    return orjson.loads(document.join_body(resumption.call.body(changes)))
+    return orjson.loads(document.join_body(resumption.call.make_body(changes)))
 
 
 def nobody_tells(ids: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ LONG = encode_text("river " * 11)
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
 @pytest.mark.parametrize(("count", "action"), [(0, "restart"), (1, "restart"), (63, "restart"), (64, "goes on")])
 def test_short_answer_restarts_when_the_client_has_nothing(body: dict[str, Any], count: int, action: str) -> None:
-    here = situation(body, LONG[:count], shown=False)
+    here = situation(body, LONG[:count], is_answer_shown=False)
     resumption, asked = decided(here)
     assert (resumption.action is Action.RESTART) is (action == "restart")
     if action == "restart":
@@ -127,19 +127,25 @@ SECTION = [SECTION_BEGIN, CALL_BEGIN, *encode_text("functions.f:0"), ARGUMENT_BE
 GREEDY: dict[str, Any] = {"temperature": 0}
 WAYS: list[tuple[str, dict[str, Any], list[int], dict[str, Any], Action | None]] = [
     ("a completion", COMPLETION, HELLO, {}, Action.COMPLETION_TOKENS),
-    ("a completion, whatever chats can", COMPLETION, HELLO, {"chats": "completions"}, Action.COMPLETION_TOKENS),
+    (
+        "a completion, whatever chats can",
+        COMPLETION,
+        HELLO,
+        {"chat_token_api": "completions"},
+        Action.COMPLETION_TOKENS,
+    ),
     ("content", CHAT, HELLO, {}, Action.CHAT_TOKENS),
-    ("content, private key", CHAT, HELLO, {"chats": "ascend_private"}, Action.CHAT_TOKENS),
-    ("content, old engines", CHAT, HELLO, {"chats": "completions"}, Action.RAW_TOKENS),
+    ("content, private key", CHAT, HELLO, {"chat_token_api": "ascend_private"}, Action.CHAT_TOKENS),
+    ("content, old engines", CHAT, HELLO, {"chat_token_api": "completions"}, Action.RAW_TOKENS),
     ("reasoning", CHAT, HELLO, {"in_reasoning": True}, Action.CHAT_TOKENS),
-    ("reasoning, old engines", CHAT, HELLO, {"in_reasoning": True, "chats": "completions"}, Action.RAW_TOKENS),
+    ("reasoning, old engines", CHAT, HELLO, {"in_reasoning": True, "chat_token_api": "completions"}, Action.RAW_TOKENS),
     ("a call begins", CHAT | {"tools": TOOLS}, HELLO + SECTION[:1], {}, Action.ROLL_BACK),
     ("the name of a call", CHAT | {"tools": TOOLS}, HELLO + SECTION[:5], {}, Action.ROLL_BACK),
     (
         "a call begins, old engines",
         CHAT | {"tools": TOOLS},
         HELLO + SECTION[:1],
-        {"chats": "completions"},
+        {"chat_token_api": "completions"},
         Action.RAW_TOKENS,
     ),
     ("a call is told", CHAT | {"tools": TOOLS}, HELLO + SECTION, {}, Action.SUFFIX),
@@ -148,7 +154,7 @@ WAYS: list[tuple[str, dict[str, Any], list[int], dict[str, Any], Action | None]]
         "arguments, old engines",
         CHAT | {"tools": TOOLS},
         HELLO + SECTION + encode_text("{"),
-        {"chats": "completions"},
+        {"chat_token_api": "completions"},
         Action.SUFFIX,
     ),
     (
@@ -186,7 +192,7 @@ WAYS: list[tuple[str, dict[str, Any], list[int], dict[str, Any], Action | None]]
         "JSON, before its grammar, old engines",
         CHAT | {"response_format": {"type": "json_object"}},
         HELLO,
-        {"in_reasoning": True, "chats": "completions"},
+        {"in_reasoning": True, "chat_token_api": "completions"},
         None,
     ),
 ]
@@ -197,8 +203,8 @@ def test_action_depends_on_the_situation(
     body: dict[str, Any], ids: list[int], facts: dict[str, Any], action: Action | None
 ) -> None:
     facts = dict(facts)
-    if "chats" in facts:
-        facts["chats"] = ChatTokenApi(facts["chats"])
+    if "chat_token_api" in facts:
+        facts["chat_token_api"] = ChatTokenApi(facts["chat_token_api"])
     forgets_prompt = "prompt_ids" in facts and facts.pop("prompt_ids") is None
     here = situation(body, ids, **facts)
     if forgets_prompt:
@@ -206,7 +212,7 @@ def test_action_depends_on_the_situation(
     if action is None:
         with pytest.raises(CannotResume):
             decided(here)
-        resumption, _ = decided(situation(body, ids, **facts, shown=False))
+        resumption, _ = decided(situation(body, ids, **facts, is_answer_shown=False))
         assert resumption.action is Action.RESTART
         return
     resumption, _ = decided(here)
@@ -214,11 +220,11 @@ def test_action_depends_on_the_situation(
     if action is Action.REPLAY:
         assert resumption.call is here.call
         assert resumption.prompt_ids is None
-        assert resumption.kept == 0
+        assert resumption.kept_ids == 0
 
 
 def test_unresumable_answer_restarts_when_the_client_has_nothing() -> None:
-    here = situation(COMPLETION | {"structured_outputs": {}}, LONG, shown=False)
+    here = situation(COMPLETION | {"structured_outputs": {}}, LONG, is_answer_shown=False)
     assert decided(here)[0] == Resumption(Action.RESTART, here.call)
 
 
@@ -232,14 +238,14 @@ def test_unresumable_answer_restarts_when_the_client_has_nothing() -> None:
     ],
 )
 def test_most_answers_go_on_without_the_text_of_their_ids(body: dict[str, Any], ids: list[int], chats: str) -> None:
-    assert decided(situation(body, ids, chats=ChatTokenApi(chats)), nobody_tells)[0].kept == len(ids)
+    assert decided(situation(body, ids, chat_token_api=ChatTokenApi(chats)), nobody_tells)[0].kept_ids == len(ids)
 
 
 @pytest.mark.parametrize(
     ("body", "facts"),
     [
         (COMPLETION | {"stop": ["STOP"]}, {}),
-        (CHAT, {"chats": ChatTokenApi.COMPLETIONS}),
+        (CHAT, {"chat_token_api": ChatTokenApi.COMPLETIONS_API}),
         (CHAT | {"tools": TOOLS}, {"ids": HELLO + SECTION}),
     ],
 )
@@ -252,12 +258,12 @@ def test_answer_that_needs_the_text_of_its_ids_cannot_go_on_without(
 
 
 def test_tools_need_a_grammar_that_is_known_here() -> None:
-    here = situation(CHAT | {"tools": TOOLS}, HELLO, chats=ChatTokenApi.COMPLETIONS)
+    here = situation(CHAT | {"tools": TOOLS}, HELLO, chat_token_api=ChatTokenApi.COMPLETIONS_API)
     here.transcript.prompt_ids = orjson.dumps(encode_text("<s>[INST] Hi [/INST]"))
     with pytest.raises(CannotResume, match="not known here"):
         decided(here)
     for body in (CHAT, CHAT | {"tools": TOOLS, "tool_choice": "none"}, CHAT | {"tools": []}):
-        there = situation(body, HELLO, chats=ChatTokenApi.COMPLETIONS, transcript=here.transcript)
+        there = situation(body, HELLO, chat_token_api=ChatTokenApi.COMPLETIONS_API, transcript=here.transcript)
         assert decided(there)[0].action is Action.RAW_TOKENS
 
 
@@ -266,7 +272,7 @@ def test_tool_call_begins_where_the_models_own_marker_is(prompt: list[int]) -> N
     """163595 begins tool calls in Kimi's vocabulary, and is a word in a larger one."""
     here = situation(CHAT, [])
     here = replace(here, transcript=answered(Api.CHAT, HELLO, prompt=prompt))
-    here.transcript.take({"delta": {}}, [SECTION_BEGIN])
+    here.transcript.add_choice({"delta": {}}, [SECTION_BEGIN])
     assert decided(here)[0].action is (Action.ROLL_BACK if prompt is PROMPT else Action.CHAT_TOKENS)
 
 
@@ -277,25 +283,27 @@ def test_ids_that_showed_nothing_are_generated_again() -> None:
     ids = encode_text("Hi 日")
     for cut in (4, 5):
         resumption, _ = decided(situation(COMPLETION, ids[:cut]))
-        assert resumption.kept == 3
+        assert resumption.kept_ids == 3
         assert body_of(resumption)["prompt"] == PROMPT + ids[:3]
-    assert decided(situation(COMPLETION, ids))[0].kept == 6
+    assert decided(situation(COMPLETION, ids))[0].kept_ids == 6
 
 
 def test_chat_as_completion_is_cut_before_an_unfinished_character() -> None:
     for cut in (4, 5):
-        resumption, _ = decided(situation(CHAT, encode_text("Hi 日")[:cut], chats=ChatTokenApi.COMPLETIONS))
-        assert resumption.kept == 3
+        resumption, _ = decided(
+            situation(CHAT, encode_text("Hi 日")[:cut], chat_token_api=ChatTokenApi.COMPLETIONS_API)
+        )
+        assert resumption.kept_ids == 3
 
 
 @pytest.mark.parametrize("chats", list(ChatTokenApi))
 def test_unfinished_character_at_the_very_beginning_is_generated_again(chats: ChatTokenApi) -> None:
     """The client has seen no text, but its ids."""
-    here = situation(CHAT | {"return_token_ids": True}, encode_text("日")[:2], shows_ids=True, chats=chats)
+    here = situation(CHAT | {"return_token_ids": True}, encode_text("日")[:2], shows_ids=True, chat_token_api=chats)
     resumption, _ = decided(here)
-    assert resumption.kept == 0
+    assert resumption.kept_ids == 0
     assert resumption.seam is not None
-    assert resumption.seam.swallowed == encode_text("日")[:2]
+    assert resumption.seam.swallowed_ids == encode_text("日")[:2]
 
 
 def test_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> None:
@@ -303,12 +311,16 @@ def test_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> None
     begun = PROMPT + encode_text("<think>")
     transcript = answered(Api.CHAT, encode_text("日")[:2], in_reasoning=True, prompt=begun)
     here = situation(
-        CHAT | {"return_token_ids": True}, [], transcript=transcript, shows_ids=True, chats=ChatTokenApi.COMPLETIONS
+        CHAT | {"return_token_ids": True},
+        [],
+        transcript=transcript,
+        shows_ids=True,
+        chat_token_api=ChatTokenApi.COMPLETIONS_API,
     )
     resumption, _ = decided(here)
     assert resumption.seam is not None
     choice = {"index": 0, "text": "日 then", "finish_reason": None, "token_ids": encode_text("日 then")}
-    ((chunk, _),) = resumption.seam.rewrite({"choices": [choice]}, recomputed=False)
+    ((chunk, _),) = resumption.seam.rewrite_chunk({"choices": [choice]}, recomputed=False)
     assert chunk["choices"][0]["delta"] == {"reasoning": "日 then"}
 
 
@@ -317,10 +329,10 @@ def test_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> None
 )
 def test_ids_that_the_client_has_are_not_sent_again(shows_ids: bool, shown: bool, swallowed: list[int]) -> None:
     ids = LONG + encode_text("日")[:2]
-    here = situation(COMPLETION, ids, shows_ids=shows_ids, shown=shown, ahead=[9])
+    here = situation(COMPLETION, ids, shows_ids=shows_ids, is_answer_shown=shown, dropped_ids=[9])
     resumption, _ = decided(here)
     assert resumption.seam is not None
-    assert resumption.seam.swallowed == swallowed
+    assert resumption.seam.swallowed_ids == swallowed
 
 
 def chunked(*chunks: tuple[str, str]) -> Transcript:
@@ -331,7 +343,7 @@ def chunked(*chunks: tuple[str, str]) -> Transcript:
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
     for shown, said in chunks:
-        transcript.take(
+        transcript.add_choice(
             {"text": shown}, [*encode_text(said[:-1]), 0xC3] if said.endswith("\xff") else encode_text(said)
         )
     return transcript
@@ -349,7 +361,7 @@ def chunked(*chunks: tuple[str, str]) -> Transcript:
 )
 def test_chunk_of_several_ids_may_not_have_shown_the_last(chunks: list[tuple[str, str]], kept: int) -> None:
     transcript = chunked(*chunks)
-    assert decided(situation(COMPLETION, [], transcript=transcript))[0].kept == kept
+    assert decided(situation(COMPLETION, [], transcript=transcript))[0].kept_ids == kept
 
 
 def test_text_that_does_not_match_the_ids_cannot_go_on() -> None:
@@ -371,11 +383,11 @@ def test_answer_whose_text_lacks_special_tokens_goes_on(
     for end in range(2 - len(ids) % 2, len(ids) + 1, 2):
         chunk = ids[max(0, end - 2) : end]
         text = "".join(map(detokenizer.feed, chunk))
-        transcript.take({"delta": {"content": text}} if body is CHAT else {"text": text}, chunk)
+        transcript.add_choice({"delta": {"content": text}} if body is CHAT else {"text": text}, chunk)
     here = situation(body | fields | {"max_tokens": 600}, [], transcript=transcript, parses_reasoning=False)
     resumption, asked = decided(here)
     assert resumption.action is (Action.CHAT_TOKENS if body is CHAT else Action.COMPLETION_TOKENS)
-    assert resumption.kept == len(ids)
+    assert resumption.kept_ids == len(ids)
     assert asked < 30
 
 
@@ -384,13 +396,13 @@ def test_plan_finds_the_text_that_a_lost_engine_held_back() -> None:
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
     for end in range(1, 10):
-        transcript.take(
+        transcript.add_choice(
             {"text": "Hello wor"[max(0, end - 4) : max(0, end - 3)]}, encode_text("Hello wor"[end - 1 : end])
         )
-    assert transcript.content == "Hello "
+    assert transcript.content_text == "Hello "
     resumption, asked = decided(situation(COMPLETION | {"stop": ["STOP"]}, [], transcript=transcript))
     assert asked == 1
-    assert resumption.kept == 9
+    assert resumption.kept_ids == 9
     assert resumption.seam is not None
     assert resumption.seam.withheld_text == "wor"
 
@@ -400,17 +412,17 @@ def test_no_engine_holds_back_more_than_stop_strings_may_be_the_beginning_of(hel
     """Twice, because an answer that was joined before may be held back here, too; what is beyond is generated again."""
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
-    transcript.take({"text": "Hello"}, encode_text("Hello"))
-    transcript.take({"text": ""}, encode_text("x" * held))
+    transcript.add_choice({"text": "Hello"}, encode_text("Hello"))
+    transcript.add_choice({"text": ""}, encode_text("x" * held))
     resumption, _ = decided(situation(COMPLETION | {"stop": ["ab", "STOPS"]}, [], transcript=transcript))
-    assert resumption.kept == kept
+    assert resumption.kept_ids == kept
 
 
 def test_answer_of_which_all_is_held_back_may_begin_with_half_a_character() -> None:
     transcript = chunked(("", "\xff"))
     del transcript.ids[1:]
     resumption, _ = decided(situation(COMPLETION | {"stop": ["STOP"]}, [], transcript=transcript))
-    assert resumption.kept == 0
+    assert resumption.kept_ids == 0
 
 
 @pytest.mark.parametrize("body", [COMPLETION, COMPLETION | {"stop": ["STOP"]}], ids=["", "stop"])
@@ -429,16 +441,16 @@ def test_mismatching_text_is_not_detokenized_forever(body: dict[str, Any]) -> No
 def test_tokens_without_shown_text_are_not_detokenized() -> None:
     """If no text can be held back it was a marker, or half of a character."""
     transcript = chunked(("Hello", "Hello"))
-    transcript.take({"text": ""}, encode_text("日")[:2])
+    transcript.add_choice({"text": ""}, encode_text("日")[:2])
     resumption, asked = decided(situation(COMPLETION, [], transcript=transcript))
-    assert (resumption.kept, asked) == (5, 1)
+    assert (resumption.kept_ids, asked) == (5, 1)
 
 
 @pytest.mark.parametrize("name", ["reasoning", "content"])
 def test_half_a_character_that_was_shown_is_found_out(name: str) -> None:
     """Some engines write the replacement character for the bytes they have, and then the whole one."""
     transcript = answered(Api.CHAT, HELLO, in_reasoning=name == "reasoning")
-    transcript.take({"delta": {name: "\ufffd"}}, encode_text("日")[:1])
+    transcript.add_choice({"delta": {name: "\ufffd"}}, encode_text("日")[:1])
     with pytest.raises(CannotResume, match="detokenized"):
         decided(situation(CHAT, [], transcript=transcript, shows_blanks=True), nobody_tells)
 
@@ -457,8 +469,8 @@ def test_client_that_wants_one_call_gets_no_second(value: bool | None, already: 
     assert resumption.seam is not None
     rest = "}" if already else second + "}"
     choice = {"index": 0, "text": rest, "finish_reason": "stop", "token_ids": encode_text(rest)}
-    for chunk, ids in resumption.seam.rewrite({"choices": [choice]}, recomputed=False):
-        transcript.take(chunk["choices"][0], ids)
+    for chunk, ids in resumption.seam.rewrite_chunk({"choices": [choice]}, recomputed=False):
+        transcript.add_choice(chunk["choices"][0], ids)
     calls = [(call.id, call.arguments) for call in transcript.tools]
     assert calls == [("functions.f:0", "{}"), ("functions.g:1", "{}")][: 1 if value is False else 2]
 
@@ -480,7 +492,7 @@ def joined(text: str, cut: int, stops: Sequence[str], least: int, cuts: Sequence
     resumption, _ = decided(here, lambda ids: "".join(map(chr, ids)))
     assert resumption.seam is not None
     delivery.go_on(replace(resumption, prompt_ids=None))
-    kept = resumption.kept
+    kept = resumption.kept_ids
     for told in engine_chunks(text[kept:], stops, max(0, least - kept), cuts, shows_stop=shows_stop):
         output = take(delivery, data({"id": "y", "choices": [told]}))[0]
         shown += _shown(output)
@@ -491,7 +503,7 @@ def joined(text: str, cut: int, stops: Sequence[str], least: int, cuts: Sequence
 
 
 def events_of(stream: bytes) -> list[Any]:
-    return [orjson.loads(event.data or b"") for event in EventSplitter().feed(stream)]
+    return [orjson.loads(event.data or b"") for event in EventSplitter().split_chunk(stream)]
 
 
 def _shown(stream: bytes) -> str:
@@ -539,7 +551,10 @@ async def resumed(
     for segment, engine in enumerate(engines, 1):
         changes = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
         answer = await ask(
-            session, engine.url, orjson.loads(document.join_body(call.body(changes))), x_request_id=f"{name}-{segment}"
+            session,
+            engine.url,
+            orjson.loads(document.join_body(call.make_body(changes))),
+            x_request_id=f"{name}-{segment}",
         )
         assert answer.status == 200, answer.body
         part, ended = take(delivery, answer.body)
@@ -552,16 +567,16 @@ async def resumed(
             continue
         situation = Situation(
             engine=VLLM,
-            seeds_repeat=True,
+            repeats_seeded_answers=True,
             call=whole_call,
-            head=delivery.head,
+            answer_head=delivery.head,
             transcript=delivery.transcript,
-            shown=delivery.has_output,
-            shows_ids=delivery.call.shows_single_tokens,
-            ahead=() if delivery.seam is None else delivery.seam.swallowed,
-            segment=segment,
+            is_answer_shown=delivery.has_output,
+            shows_ids=delivery.call.shows_token_details,
+            dropped_ids=() if delivery.seam is None else delivery.seam.swallowed_ids,
+            decoder_count=segment,
             keeps_length=not is_old,
-            chats=ChatTokenApi.COMPLETIONS if is_old else ChatTokenApi.NATIVE,
+            chat_token_api=ChatTokenApi.COMPLETIONS_API if is_old else ChatTokenApi.NATIVE_MEMBER,
             shows_blanks=is_old,
             max_model_len=engine.options.max_model_len,
         )
@@ -613,7 +628,7 @@ def differences(got: dict[str, Any], expected: dict[str, Any], delivery: Deliver
     different = {part: (got[part], expected[part]) for part in expected if got[part] != expected[part]}
     if delivery.is_stopped and set(different) == {"usage"}:
         more = got["usage"][0][1] - expected["usage"][0][1]
-        return {} if 0 <= more < max(map(len, delivery.call.stops)) else different
+        return {} if 0 <= more < max(map(len, delivery.call.stop_strings)) else different
     return different
 
 

@@ -40,20 +40,22 @@ def payload(choice: dict[str, Any], **more: Any) -> dict[str, Any]:
 def transcript_of(*chunks: tuple[dict[str, Any], list[int]]) -> Transcript:
     transcript = Transcript()
     for delta, ids in chunks:
-        transcript.take(delta, ids)
+        transcript.add_choice(delta, ids)
     return transcript
 
 
 def chat_seam(transcript: Transcript | None = None, **options: Any) -> Seam:
-    return Seam(SeamPlan(api=Api.CHAT, head=HEAD, transcript=transcript or Transcript(), **options))
+    return Seam(SeamPlan(api=Api.CHAT, answer_head=HEAD, transcript=transcript or Transcript(), **options))
 
 
 def completion_seam(transcript: Transcript | None = None, **options: Any) -> Seam:
-    return Seam(SeamPlan(api=Api.COMPLETIONS, head=COMPLETION_HEAD, transcript=transcript or Transcript(), **options))
+    return Seam(
+        SeamPlan(api=Api.COMPLETIONS, answer_head=COMPLETION_HEAD, transcript=transcript or Transcript(), **options)
+    )
 
 
 def rewritten(seam: Seam, *payloads: dict[str, Any]) -> list[Chunk]:
-    return [chunk for each in payloads for chunk in seam.rewrite(each, recomputed=False)]
+    return [chunk for each in payloads for chunk in seam.rewrite_chunk(each, recomputed=False)]
 
 
 def deltas(chunks: Iterable[Chunk]) -> list[dict[str, Any]]:
@@ -83,7 +85,7 @@ def test_seam_keeps_other_members_of_a_chunk() -> None:
 def test_engines_payload_is_left_alone() -> None:
     told = payload(choice([7, 8], role="assistant", content="a"), usage={"prompt_tokens": 9, "completion_tokens": 2})
     before = repr(told)
-    rewritten(chat_seam(kept=3, swallowed=[7]), told)
+    rewritten(chat_seam(kept_ids=3, swallowed_ids=[7]), told)
     assert repr(told) == before
 
 
@@ -132,16 +134,16 @@ def test_finish_is_the_engines(finish: str) -> None:
 def test_tokens_that_were_given_as_prompt_are_the_answers(told: dict[str, Any], expected: dict[str, Any]) -> None:
     """Ten ids were kept, the first six of them reasoning."""
     transcript = transcript_of((choice(reasoning="abcdef"), [1] * 6), (choice(content="ghij"), [1] * 4))
-    seam = chat_seam(transcript, kept=10)
-    assert seam.usage(told) == expected
+    seam = chat_seam(transcript, kept_ids=10)
+    assert seam.count_whole_usage(told) == expected
     ((chunk, _),) = rewritten(seam, payload(choice([7], content="k"), usage=told))
     assert chunk["usage"] == expected
 
 
 def test_reasoning_that_was_not_kept_does_not_count_twice() -> None:
-    seam = chat_seam(transcript_of((choice(reasoning="abcdef"), [1] * 6)), kept=4)
+    seam = chat_seam(transcript_of((choice(reasoning="abcdef"), [1] * 6)), kept_ids=4)
     told = {"prompt_tokens": 34, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 5}}
-    assert seam.usage(told)["completion_tokens_details"] == {"reasoning_tokens": 9}
+    assert seam.count_whole_usage(told)["completion_tokens_details"] == {"reasoning_tokens": 9}
 
 
 def test_chat_chunk_has_no_usage_that_is_null() -> None:
@@ -152,21 +154,21 @@ def test_chat_chunk_has_no_usage_that_is_null() -> None:
 
 @pytest.mark.parametrize("usage", [None, {}])
 def test_chunk_without_usage_gets_none(usage: Any) -> None:
-    ((chunk, _),) = rewritten(chat_seam(kept=5), payload(choice([7], content="a"), usage=usage))
+    ((chunk, _),) = rewritten(chat_seam(kept_ids=5), payload(choice([7], content="a"), usage=usage))
     assert chunk["usage"] == usage
 
 
 def test_replay_has_the_engines_usage() -> None:
     transcript = transcript_of((choice(content="ab"), [1, 2]))
     told = {"prompt_tokens": 40, "total_tokens": 43, "completion_tokens": 3}
-    assert chat_seam(transcript, replays=True).usage(told) == told
+    assert chat_seam(transcript, replays_answer=True).count_whole_usage(told) == told
 
 
 # Log probabilities
 
 
 def test_offsets_in_the_text_go_on_where_the_first_stream_ended() -> None:
-    seam = completion_seam(transcript_of((choice(text="Hello"), [1, 2])), kept=2)
+    seam = completion_seam(transcript_of((choice(text="Hello"), [1, 2])), kept_ids=2)
     told = payload(choice([7, 8], text=" yo") | {"logprobs": {"text_offset": [0, 1], "tokens": [" ", "yo"]}})
     ((chunk, _),) = rewritten(seam, told)
     assert chunk["choices"][0]["logprobs"] == {"text_offset": [5, 6], "tokens": [" ", "yo"]}
@@ -174,7 +176,7 @@ def test_offsets_in_the_text_go_on_where_the_first_stream_ended() -> None:
 
 @pytest.mark.parametrize("logprobs", [None, {}, {"text_offset": []}, {"content": []}])
 def test_log_probabilities_may_lack_offsets(logprobs: Any) -> None:
-    seam = completion_seam(transcript_of((choice(text="Hello"), [1, 2])), kept=2)
+    seam = completion_seam(transcript_of((choice(text="Hello"), [1, 2])), kept_ids=2)
     ((chunk, _),) = rewritten(seam, payload(choice([7], text="a") | {"logprobs": logprobs}))
     assert chunk["choices"][0]["logprobs"] == logprobs
 
@@ -183,9 +185,11 @@ def test_log_probabilities_may_lack_offsets(logprobs: Any) -> None:
 def test_offsets_count_text_that_the_client_is_still_to_get(is_guarded: bool) -> None:
     """Kept ids have said it, so the next token begins behind it."""
     late: dict[str, Any] = (
-        {"guard": StopGuard(["xyz"], "lo"), "channel": "content"} if is_guarded else {"pending": {"content": "lo"}}
+        {"stop_guard": StopGuard(["xyz"], "lo"), "channel": "content"}
+        if is_guarded
+        else {"pending_delta": {"content": "lo"}}
     )
-    seam = completion_seam(transcript_of((choice(text="Hel"), [1, 2, 3, 4, 5])), kept=5, **late)
+    seam = completion_seam(transcript_of((choice(text="Hel"), [1, 2, 3, 4, 5])), kept_ids=5, **late)
     told = payload(choice([7], text="! ha") | {"logprobs": {"text_offset": [0], "tokens": ["! ha"]}})
     chunks = rewritten(seam, told)
     assert "".join(texts(chunks)) == "lo! ha"
@@ -193,7 +197,7 @@ def test_offsets_count_text_that_the_client_is_still_to_get(is_guarded: bool) ->
 
 
 def test_offsets_of_a_replay_are_right_as_they_are() -> None:
-    seam = completion_seam(transcript_of((choice(text="He"), [1, 2])), replays=True)
+    seam = completion_seam(transcript_of((choice(text="He"), [1, 2])), replays_answer=True)
     told = payload(choice([1, 2, 3], text="Hel") | {"logprobs": {"text_offset": [0, 1, 2], "tokens": ["H", "e", "l"]}})
     ((chunk, _),) = rewritten(seam, told)
     assert chunk["choices"][0]["logprobs"] == {"text_offset": [2], "tokens": ["l"]}
@@ -203,7 +207,7 @@ def test_offsets_of_a_replay_are_right_as_they_are() -> None:
 
 
 def swallowing(first: list[int], *payloads: dict[str, Any]) -> list[Chunk]:
-    return rewritten(chat_seam(kept=3, swallowed=first), *payloads)
+    return rewritten(chat_seam(kept_ids=3, swallowed_ids=first), *payloads)
 
 
 def test_ids_that_the_client_has_are_counted_but_not_sent_again() -> None:
@@ -228,16 +232,16 @@ def test_other_ids_than_the_client_has_are_no_continuation(ids: list[int]) -> No
 
 
 def test_seam_knows_the_text_still_to_be_repeated() -> None:
-    seam = chat_seam(kept=3, swallowed=[4, 5, 6])
+    seam = chat_seam(kept_ids=3, swallowed_ids=[4, 5, 6])
     rewritten(seam, payload(choice([4])), payload(choice([5])))
-    assert seam.swallowed == [6]
+    assert seam.swallowed_ids == [6]
 
 
 # Text of kept ids that the client does not have
 
 
 def test_pending_text_comes_first_and_alone() -> None:
-    seam = chat_seam(kept=3, pending={"content": "lo"})
+    seam = chat_seam(kept_ids=3, pending_delta={"content": "lo"})
     told = payload(choice([7], "stop", content="!") | {"logprobs": {"content": [{"token": "!"}]}})
     (first, first_ids), (second, second_ids) = rewritten(seam, told)
     assert first["choices"] == [choice([], content="lo")]
@@ -247,14 +251,14 @@ def test_pending_text_comes_first_and_alone() -> None:
 
 
 def test_pending_text_of_a_completion_comes_first() -> None:
-    seam = completion_seam(kept=3, pending={"content": "lo"})
+    seam = completion_seam(kept_ids=3, pending_delta={"content": "lo"})
     chunks = rewritten(seam, payload(choice([7], text="!")), payload(choice([8], text="?")))
     assert texts(chunks) == ["lo", "!", "?"]
 
 
 def test_pending_tool_call_comes_first() -> None:
     pending = {"tool_calls": [{"index": 0, "id": "functions.f:0", "type": "function", "function": {"name": "f"}}]}
-    assert deltas(rewritten(chat_seam(kept=3, pending=pending), payload(choice([7])))) == [pending, {}]
+    assert deltas(rewritten(chat_seam(kept_ids=3, pending_delta=pending), payload(choice([7])))) == [pending, {}]
 
 
 # A chat that goes on as a completion
@@ -268,8 +272,8 @@ def parsed(seam: Seam, *pieces: str, finish: str | None = None) -> list[dict[str
 
 def raw_seam(primed: str, *, in_reasoning: bool = False, pending: dict[str, Any] | None = None, **options: Any) -> Seam:
     parser = KimiParser(in_reasoning=in_reasoning)
-    parser.feed(primed)
-    return chat_seam(pending=pending, as_chat=CompletionToChat(parser, **options))
+    parser.parse_text(primed)
+    return chat_seam(pending_delta=pending, chat_translator=CompletionToChat(parser, **options))
 
 
 def test_text_of_a_completion_becomes_reasoning_and_content() -> None:
@@ -330,13 +334,13 @@ def test_last_chunk_brings_what_the_parser_kept_back() -> None:
 def test_tool_calls_of_an_interrupted_engine_are_dropped() -> None:
     """What closes them may be made up."""
     told = payload(choice([7], content="a", tool_calls=[{"index": 0, "function": {"arguments": "}"}}]))
-    ((chunk, _),) = chat_seam().rewrite(told, recomputed=True)
+    ((chunk, _),) = chat_seam().rewrite_chunk(told, recomputed=True)
     assert chunk["choices"][0]["delta"] == {"content": "a"}
 
 
 def test_engine_that_breaks_off_does_not_end_the_text() -> None:
     seam = raw_seam("")
-    ((chunk, _),) = seam.rewrite(payload(choice([7], text="a</thi")), recomputed=True)
+    ((chunk, _),) = seam.rewrite_chunk(payload(choice([7], text="a</thi")), recomputed=True)
     assert chunk["choices"][0]["delta"] == {"content": "a"}
 
 
@@ -344,16 +348,16 @@ def test_engine_that_breaks_off_does_not_end_the_text() -> None:
 
 
 def test_answer_that_ends_for_length() -> None:
-    ((chunk, ids),) = chat_seam(kept=3).make_ending_chunks()
+    ((chunk, ids),) = chat_seam(kept_ids=3).make_ending_chunks()
     expected = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     assert chunk == HEAD | {"choices": [expected]}
     assert ids == []
-    ((chunk, _),) = completion_seam(kept=3).make_ending_chunks()
+    ((chunk, _),) = completion_seam(kept_ids=3).make_ending_chunks()
     assert chunk["choices"][0]["text"] == ""
 
 
 def test_end_brings_what_was_kept_back() -> None:
-    assert texts(completion_seam(kept=3, pending={"content": "lo"}).make_ending_chunks()) == ["lo", ""]
+    assert texts(completion_seam(kept_ids=3, pending_delta={"content": "lo"}).make_ending_chunks()) == ["lo", ""]
     finishes = [
         chunk["choices"][0]["finish_reason"]
         for chunk, _ in raw_seam("Hi </th", pending={"content": "Hi"}).make_ending_chunks()
@@ -410,9 +414,9 @@ def joined(text: str, seam: int, stops: Sequence[str], cuts: Sequence[int], *, s
     sent = text[:seam] if shows_stop else text[: max(0, seam - hold)]
     before = sent[len(sent) - min(hold, len(sent)) :] if shows_stop else ""
     guard = StopGuard(stops, text[len(sent) : seam], before=before, shows_stop=shows_stop)
-    rewriting = completion_seam(transcript_of((choice(text=sent), [1])), kept=1, guard=guard)
+    rewriting = completion_seam(transcript_of((choice(text=sent), [1])), kept_ids=1, stop_guard=guard)
     for told in engine_chunks(text[seam:], stops, 0, cuts, shows_stop=shows_stop):
-        for chunk, _ in rewriting.rewrite(payload(told), recomputed=False):
+        for chunk, _ in rewriting.rewrite_chunk(payload(told), recomputed=False):
             rewritten_choice = chunk["choices"][0]
             sent += rewritten_choice["text"]
             if rewritten_choice["finish_reason"] is not None:
@@ -440,7 +444,7 @@ def test_stop_strings_across_a_seam_end_the_answer_as_if_there_were_none(
 
 
 def test_stop_string_ends_the_answer() -> None:
-    seam = chat_seam(guard=StopGuard(["STOP"], "xST"), kept=3)
+    seam = chat_seam(stop_guard=StopGuard(["STOP"], "xST"), kept_ids=3)
     ((chunk, ids),) = rewritten(seam, payload(choice([7, 8], content="OPper")))
     assert seam.is_stopped
     assert chunk["choices"] == [choice([7, 8], "stop", content="x") | {"stop_reason": "STOP"}]
@@ -448,7 +452,7 @@ def test_stop_string_ends_the_answer() -> None:
 
 
 def test_text_after_a_stop_string_is_dropped() -> None:
-    seam = chat_seam(guard=StopGuard(["STOP"], "xST"), channel="reasoning", kept=3)
+    seam = chat_seam(stop_guard=StopGuard(["STOP"], "xST"), channel="reasoning", kept_ids=3)
     tool = {"index": 0, "id": "functions.f:0", "type": "function", "function": {"name": "f"}}
     said = rewritten(seam, payload(choice([7, 8], reasoning="OP", content="Hi", tool_calls=[tool])))
     assert deltas(said) == [{"reasoning": "x"}]
@@ -457,14 +461,14 @@ def test_text_after_a_stop_string_is_dropped() -> None:
 @pytest.mark.parametrize("other", [{"content": "Hi"}, {"tool_calls": [{"index": 0, "id": "functions.f:0"}]}])
 def test_text_of_another_kind_ends_the_waiting(other: dict[str, Any]) -> None:
     """A marker stands between them, which is not part of a stop string."""
-    seam = chat_seam(guard=StopGuard(["STOP"], "xST"), channel="reasoning", kept=3)
+    seam = chat_seam(stop_guard=StopGuard(["STOP"], "xST"), channel="reasoning", kept_ids=3)
     chunks = rewritten(seam, payload(choice([7], reasoning="O")), payload(choice([8], **other)))
     assert deltas(chunks) == [{"reasoning": "x"}, {**other, "reasoning": "STO"}]
     assert seam.withheld_text == ""
 
 
 def test_seam_knows_what_is_kept_back() -> None:
-    seam = chat_seam(guard=StopGuard(["STOP"], "xST"), kept=3)
+    seam = chat_seam(stop_guard=StopGuard(["STOP"], "xST"), kept_ids=3)
     rewritten(seam, payload(choice([7], content="O")))
     assert seam.withheld_text == "STO"
     assert chat_seam().withheld_text == ""
@@ -474,16 +478,16 @@ def test_seam_knows_what_is_kept_back() -> None:
 
 
 def replayed(transcript: Transcript, *told: dict[str, Any], api: Api = Api.CHAT) -> list[Chunk]:
-    seam = Seam(SeamPlan(api=api, head=HEAD, transcript=transcript, replays=True))
+    seam = Seam(SeamPlan(api=api, answer_head=HEAD, transcript=transcript, replays_answer=True))
     return rewritten(seam, *map(payload, told))
 
 
 def said_together(chunks: Iterable[Chunk], transcript: Transcript) -> tuple[Any, ...]:
     """Everything the client has in the end."""
     for chunk, ids in chunks:
-        transcript.take(chunk["choices"][0], ids)
+        transcript.add_choice(chunk["choices"][0], ids)
     calls = [(call.id, call.name, call.arguments) for call in transcript.tools]
-    return transcript.reasoning, transcript.content, calls, transcript.ids.tolist()
+    return transcript.reasoning_text, transcript.content_text, calls, transcript.ids.tolist()
 
 
 def test_text_that_the_client_has_is_not_sent_again() -> None:

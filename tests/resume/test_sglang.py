@@ -29,30 +29,32 @@ WHOLE = request(Api.CHAT)
 @pytest.mark.parametrize(
     ("body", "capability", "watch"),
     [
-        (COMPLETION, TOKEN_IDS, WatchLevel.IDS),
-        (COMPLETION, None, WatchLevel.NOT),
-        (COMPLETION | {"echo": True}, TOKEN_IDS, WatchLevel.NOT),
-        (COMPLETION | {"return_hidden_states": True}, TOKEN_IDS, WatchLevel.NOT),
-        (CHAT, TOKEN_IDS, WatchLevel.NOT),
-        (CHAT, CHAT_STREAM_TOKEN_IDS, WatchLevel.IDS),
-        (CHAT | GREEDY, TOKEN_IDS, WatchLevel.TEXT),
-        (CHAT | GREEDY, None, WatchLevel.TEXT),
-        (CHAT | GREEDY | {"logprobs": True}, TOKEN_IDS, WatchLevel.NOT),
-        (CHAT | {"seed": 7}, TOKEN_IDS, WatchLevel.NOT),
-        (WHOLE | GREEDY, TOKEN_IDS, WatchLevel.NOT),
-        (WHOLE, CHAT_STREAM_TOKEN_IDS, WatchLevel.IDS),
+        (COMPLETION, TOKEN_IDS, WatchLevel.CONTINUE_FROM_IDS),
+        (COMPLETION, None, WatchLevel.REPEAT_UNSEEN),
+        (COMPLETION | {"echo": True}, TOKEN_IDS, WatchLevel.REPEAT_UNSEEN),
+        (COMPLETION | {"return_hidden_states": True}, TOKEN_IDS, WatchLevel.REPEAT_UNSEEN),
+        (CHAT, TOKEN_IDS, WatchLevel.REPEAT_UNSEEN),
+        (CHAT, CHAT_STREAM_TOKEN_IDS, WatchLevel.CONTINUE_FROM_IDS),
+        (CHAT | GREEDY, TOKEN_IDS, WatchLevel.REPEAT_AND_COMPARE),
+        (CHAT | GREEDY, None, WatchLevel.REPEAT_AND_COMPARE),
+        (CHAT | GREEDY | {"logprobs": True}, TOKEN_IDS, WatchLevel.REPEAT_UNSEEN),
+        (CHAT | {"seed": 7}, TOKEN_IDS, WatchLevel.REPEAT_UNSEEN),
+        (WHOLE | GREEDY, TOKEN_IDS, WatchLevel.REPEAT_UNSEEN),
+        (WHOLE, CHAT_STREAM_TOKEN_IDS, WatchLevel.CONTINUE_FROM_IDS),
     ],
 )
 def test_sglang_answers_are_watched_by_token_ids(
     body: dict[str, Any], capability: Capability | None, watch: WatchLevel
 ) -> None:
-    assert SGLANG.watch(call_of(body), lambda asked: asked is capability) is watch
+    assert SGLANG.watch_level(call_of(body), lambda asked: asked is capability) is watch
 
 
 def test_chat_that_may_be_replayed_is_asked_for_as_ever() -> None:
     call = call_of(CHAT | GREEDY)
-    assert SGLANG.watching[WatchLevel.TEXT].make_observable_call(call) is call
-    body = orjson.loads(join_body(SGLANG.watching[WatchLevel.IDS].make_observable_call(call_of(COMPLETION)).body({})))
+    assert SGLANG.watching[WatchLevel.REPEAT_AND_COMPARE].make_observable_call(call) is call
+    body = orjson.loads(
+        join_body(SGLANG.watching[WatchLevel.CONTINUE_FROM_IDS].make_observable_call(call_of(COMPLETION)).make_body({}))
+    )
     assert body["return_token_ids"] is body["stream"] is True
 
 
@@ -69,7 +71,7 @@ def shown(*parts: tuple[str, list[int]]) -> Transcript:
     transcript = Transcript()
     transcript.prompt_ids = b"[7,8]"
     for text, ids in parts:
-        transcript.take({"text": text}, ids)
+        transcript.add_choice({"text": text}, ids)
     return transcript
 
 
@@ -95,10 +97,10 @@ def test_text_of_half_a_token_is_generated_again_and_sent_once(
     assert resumption.action is Action.COMPLETION_TOKENS
     assert body_of(resumption)["prompt"] == prompt
     assert resumption.seam is not None
-    transcript.cut(resumption.kept)
+    transcript.truncate_to_ids(resumption.kept_ids)
     told = ""
     for text, ids in rest:
-        for chunk, _ in resumption.seam.rewrite(_chunk(text, ids), recomputed=False):
+        for chunk, _ in resumption.seam.rewrite_chunk(_chunk(text, ids), recomputed=False):
             told += chunk["choices"][0]["text"]
     assert told == new
 
@@ -106,11 +108,11 @@ def test_text_of_half_a_token_is_generated_again_and_sent_once(
 def test_text_of_half_a_token_is_sent_once_in_a_chat_sent_as_a_completion() -> None:
     transcript = Transcript("reasoning_content")
     transcript.prompt_ids = b"[%d,%d]" % (ASSISTANT, MIDDLE)
-    transcript.take({"delta": {"reasoning_content": "He"}}, [1])
-    transcript.take({"delta": {}}, [THINK_END])
+    transcript.add_choice({"delta": {"reasoning_content": "He"}}, [1])
+    transcript.add_choice({"delta": {}}, [THINK_END])
     for text, ids in [(" said", [2]), (" ", [3])]:
-        transcript.take({"delta": {"content": text}}, ids)
-    facts: dict[str, Any] = {"chats": ChatTokenApi.COMPLETIONS, "chat_sampling": {"top_k": 20}}
+        transcript.add_choice({"delta": {"content": text}}, ids)
+    facts: dict[str, Any] = {"chat_token_api": ChatTokenApi.COMPLETIONS_API, "chat_sampling": {"top_k": 20}}
 
     def tell(ids: Sequence[int]) -> str:
         markers = {MIDDLE: "<think>", THINK_END: "</think>"}
@@ -126,7 +128,7 @@ def test_text_of_half_a_token_is_sent_once_in_a_chat_sent_as_a_completion() -> N
 
 
 def _rewritten(seam: Seam, text: str, ids: list[int]) -> list[dict[str, Any]]:
-    return [chunk for chunk, _ in seam.rewrite(_chunk(text, ids), recomputed=False)]
+    return [chunk for chunk, _ in seam.rewrite_chunk(_chunk(text, ids), recomputed=False)]
 
 
 @pytest.mark.parametrize(("text", "finish"), [("-", None), ("", "length")])
@@ -134,7 +136,7 @@ def test_engine_that_does_not_say_it_again_has_not_gone_on(text: str, finish: st
     seam = resumed(shown(("He", [1]), (" said", [2]), (" ", [3]))).seam
     assert seam is not None
     with pytest.raises(AnswerMismatch):
-        seam.rewrite(_chunk(text, [5], finish), recomputed=False)
+        seam.rewrite_chunk(_chunk(text, [5], finish), recomputed=False)
 
 
 def _chunk(text: str, ids: list[int], finish: str | None = None) -> dict[str, Any]:

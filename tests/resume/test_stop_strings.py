@@ -10,7 +10,7 @@ def test_text_is_kept_back_only_until_it_tells() -> None:
     assert guard.add_text("r", is_last=False) == ("x", None)
     assert guard.withheld_text == "STr"
     assert guard.add_text("ee", is_last=False) == ("STree", None)
-    assert guard.is_done
+    assert guard.is_finished
     assert guard.withheld_text == ""
 
 

@@ -37,7 +37,7 @@ USAGE = chunk(usage={"prompt_tokens": 10, "total_tokens": 17, "completion_tokens
 
 def read(*stream: bytes | None) -> tuple[Segment, list[Meaning]]:
     segment = Segment()
-    return segment, [segment.read(event(data)) for data in stream]
+    return segment, [segment.read_event(event(data)) for data in stream]
 
 
 def test_chat_stream() -> None:
@@ -79,7 +79,7 @@ def test_chat_stream() -> None:
 )
 def test_chunk_without_content_is_recognised(choice: dict[str, Any], is_mute: bool) -> None:
     segment, _ = read(chunk(choice))
-    assert segment.is_mute is is_mute
+    assert segment.is_empty_event is is_mute
 
 
 def test_completions_stream() -> None:
@@ -130,7 +130,7 @@ def test_recomputation_is_recognised_by_its_stop_reason(finish: str | None, cont
     segment, meanings = read(ROLE, chunk(delta(content="Hi")), chunk(delta(finish, stop="recomputed", **content)))
     assert meanings[-1] is Meaning.RECOMPUTED
     assert not segment.finish_reasons
-    assert segment.read(event(DONE)) is Meaning.DONE
+    assert segment.read_event(event(DONE)) is Meaning.DONE
     assert not segment.is_complete
 
 
@@ -160,7 +160,7 @@ def test_other_stop_reasons_finish_the_answer(stop: Any) -> None:
 )
 def test_end_without_a_finish_is_not_complete(stream: tuple[bytes, ...]) -> None:
     segment, _ = read(*stream)
-    assert segment.done
+    assert segment.has_done_event
     assert not segment.is_complete
 
 
@@ -214,7 +214,7 @@ def test_usage_in_every_chunk_is_remembered_and_the_last_one_counts() -> None:
     )
     assert meanings == [Meaning.CONTENT, Meaning.CONTENT]
     assert segment.usage == {"completion_tokens": 2}
-    segment.read(event(chunk(usage=None)))
+    segment.read_event(event(chunk(usage=None)))
     assert segment.usage == {"completion_tokens": 2}
 
 
@@ -262,7 +262,7 @@ def test_payload_is_that_of_the_last_event() -> None:
     segment, _ = read(ROLE)
     assert segment.payload["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     for data in (DONE, None, b"{"):
-        segment.read(event(data))
+        segment.read_event(event(data))
         assert segment.payload is None
 
 
@@ -281,7 +281,7 @@ def test_prompts_ids_are_cut_out_unparsed(ids: list[int]) -> None:
     assert meanings == [Meaning.OPENING]
     assert segment.prompt_ids == orjson.dumps(ids)
     assert segment.payload["prompt_token_ids"] is None
-    assert segment.data == with_prompt_ids(None)
+    assert segment.event_data == with_prompt_ids(None)
 
 
 def test_prompts_ids_of_a_completion_stand_in_its_choice() -> None:
@@ -310,7 +310,7 @@ def test_only_the_first_ids_are_the_prompts() -> None:
 def test_stream_without_ids_passes_unchanged(data: bytes) -> None:
     segment, _ = read(data)
     assert segment.prompt_ids is None
-    assert segment.data is data
+    assert segment.event_data is data
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_text_that_looks_like_the_prompts_ids_is_text(choice: dict[str, Any]) ->
     segment, meanings = read(data)
     assert meanings == [Meaning.CONTENT]
     assert segment.prompt_ids is None
-    assert segment.data is data
+    assert segment.event_data is data
     assert segment.payload["choices"] == [choice]
 
 
@@ -347,7 +347,7 @@ def test_ids_that_are_spelled_with_spaces_stay_where_they_are(spelling: bytes) -
     segment, meanings = read(data)
     assert meanings == [Meaning.CONTENT]
     assert segment.prompt_ids is None
-    assert segment.data is data
+    assert segment.event_data is data
 
 
 @pytest.mark.parametrize(
@@ -363,21 +363,21 @@ def test_ids_without_an_end_are_malformed(data: bytes) -> None:
 def told(*chunks: tuple[dict[str, Any], list[int] | None]) -> Transcript:
     transcript = Transcript()
     for choice, ids in chunks:
-        transcript.take(choice, ids)
+        transcript.add_choice(choice, ids)
     return transcript
 
 
 def test_answer_is_its_text_and_its_ids() -> None:
     transcript = told((delta(reasoning="Le"), [1]), (delta(reasoning="t."), [2, 3]), (delta(content="Hi"), [5]))
-    assert (transcript.reasoning, transcript.content) == ("Let.", "Hi")
+    assert (transcript.reasoning_text, transcript.content_text) == ("Let.", "Hi")
     assert transcript.ids.tolist() == [1, 2, 3, 5]
-    assert (transcript.shown_id_count, transcript.chunk_start, transcript.reasoning_ids) == (4, 3, 3)
+    assert (transcript.count_shown_ids, transcript.first_id_of_chunk, transcript.count_reasoning_ids) == (4, 3, 3)
     assert transcript.began_in_reasoning
 
 
 def test_completion_is_its_text_and_its_ids() -> None:
     transcript = told((text("Hi"), [1, 2]), (text(" there"), [3]))
-    assert (transcript.content, transcript.reasoning, transcript.ids.tolist()) == ("Hi there", "", [1, 2, 3])
+    assert (transcript.content_text, transcript.reasoning_text, transcript.ids.tolist()) == ("Hi there", "", [1, 2, 3])
     assert not transcript.began_in_reasoning
 
 
@@ -386,22 +386,22 @@ def test_completion_is_its_text_and_its_ids() -> None:
 )
 def test_ids_that_showed_nothing_are_not_settled(choice: dict[str, Any]) -> None:
     transcript = Transcript()
-    assert transcript.take(text("a") if "text" in choice else delta(content="a"), [1])
-    assert not transcript.take(choice, [2, 3])
+    assert transcript.add_choice(text("a") if "text" in choice else delta(content="a"), [1])
+    assert not transcript.add_choice(choice, [2, 3])
     assert transcript.ids.tolist() == [1, 2, 3]
-    assert (transcript.shown_id_count, transcript.chunk_start) == (1, 0)
+    assert (transcript.count_shown_ids, transcript.first_id_of_chunk) == (1, 0)
 
 
 def test_ids_that_showed_nothing_are_settled_by_the_next_that_do() -> None:
     """The bytes of one character: only the last of them shows it."""
     transcript = told((text("a"), [1]), (text(""), [2]), (text(""), [3]), (text("日"), [4]))
-    assert (transcript.shown_id_count, transcript.chunk_start) == (4, 3)
+    assert (transcript.count_shown_ids, transcript.first_id_of_chunk) == (4, 3)
 
 
 @pytest.mark.parametrize("ids", [None, []])
 def test_answer_without_ids_has_its_text(ids: list[int] | None) -> None:
     transcript = told((delta(content="Hi"), ids))
-    assert (transcript.content, transcript.ids.tolist(), transcript.shown_id_count) == ("Hi", [], 0)
+    assert (transcript.content_text, transcript.ids.tolist(), transcript.count_shown_ids) == ("Hi", [], 0)
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -409,7 +409,7 @@ def test_reasoning_is_called_what_the_engine_calls_it(name: str) -> None:
     first, second = delta(), delta()
     first["delta"], second["delta"] = {name: "Let"}, {name: " me"}
     transcript = told((first, [1]), (second, [2]))
-    assert (transcript.reasoning, transcript.reasoning_field) == ("Let me", name)
+    assert (transcript.reasoning_text, transcript.reasoning_field) == ("Let me", name)
 
 
 def test_answer_that_began_with_content_did_not_begin_in_reasoning() -> None:
@@ -444,7 +444,7 @@ def test_tool_calls_are_put_together() -> None:
         ("functions.g:1", "g", "{}"),
     ]
     assert transcript.has_text
-    assert transcript.shown_id_count == 3
+    assert transcript.count_shown_ids == 3
 
 
 @pytest.mark.parametrize(
@@ -463,29 +463,29 @@ def test_visible_parts_count_as_text(choice: dict[str, Any], has_text: bool) -> 
 
 def test_answer_that_is_cut_keeps_its_text() -> None:
     transcript = told((delta(reasoning="Let."), [1, 2, 3]), (delta(content="Hi"), [4]), (delta(), [5, 6]))
-    transcript.cut(4)
-    assert (transcript.ids.tolist(), transcript.shown_id_count, transcript.chunk_start) == ([1, 2, 3, 4], 4, 4)
-    assert (transcript.reasoning, transcript.content, transcript.reasoning_ids) == ("Let.", "Hi", 3)
-    transcript.cut(2)
-    assert transcript.reasoning_ids == 2
+    transcript.truncate_to_ids(4)
+    assert (transcript.ids.tolist(), transcript.count_shown_ids, transcript.first_id_of_chunk) == ([1, 2, 3, 4], 4, 4)
+    assert (transcript.reasoning_text, transcript.content_text, transcript.count_reasoning_ids) == ("Let.", "Hi", 3)
+    transcript.truncate_to_ids(2)
+    assert transcript.count_reasoning_ids == 2
 
 
 @pytest.mark.parametrize("next_one", [delta(content="Hi"), delta(tool_calls=[{"index": 0, "id": "x"}])])
 def test_white_space_at_the_end_of_reasoning_is_reasoning(next_one: dict[str, Any]) -> None:
     """It showed nothing; the last id before what follows is the marker."""
     transcript = told((delta(reasoning="Let."), [1, 2]), (delta(), [3]), (delta(), [4]), (next_one, [5]))
-    assert transcript.reasoning_ids == 3
+    assert transcript.count_reasoning_ids == 3
 
 
 def test_log_probabilities_give_offsets_of_ids() -> None:
     first = {**text("Hi t"), "logprobs": {"text_offset": [0, 2], "tokens": ["Hi", " t"]}}
     second = {**text("here"), "logprobs": {"text_offset": [4], "tokens": ["here"]}}
     transcript = told((first, [1, 2]), (second, [3]))
-    assert [transcript.offset_behind(kept) for kept in range(4)] == [0, 2, 4, 8]
-    transcript.cut(2)
-    assert transcript.offset_behind(2) == 4
-    transcript.take(text("!"), [4])
-    assert transcript.offset_behind(2) is None
+    assert [transcript.text_offset_after(kept) for kept in range(4)] == [0, 2, 4, 8]
+    transcript.truncate_to_ids(2)
+    assert transcript.text_offset_after(2) == 4
+    transcript.add_choice(text("!"), [4])
+    assert transcript.text_offset_after(2) is None
 
 
 KIMI_PROMPT = orjson.dumps(encode_text("<|im_assistant|>assistant<|im_middle|><think>"))
@@ -498,8 +498,8 @@ def test_id_is_a_marker_only_where_the_prompt_is_of_that_family(
 ) -> None:
     transcript = Transcript()
     transcript.prompt_ids = prompt
-    transcript.take(delta(reasoning="Let it be."), [1, 2, marker, 4])
-    assert transcript.reasoning_ids == transcript.reasoning_among(4) == reasoning
+    transcript.add_choice(delta(reasoning="Let it be."), [1, 2, marker, 4])
+    assert transcript.count_reasoning_ids == transcript.count_reasoning_among(4) == reasoning
 
 
 def test_ids_as_large_as_engines_have_are_kept() -> None:

@@ -27,7 +27,7 @@ both_kinds = pytest.mark.parametrize("is_engine", [False, True], ids=["parsers",
 
 def said(parser: SimulatedKimiParser, text: str) -> list[dict[str, Any]]:
     """Return the deltas of a text that arrives one character at a time and then ends."""
-    deltas = [parser.feed(character) for character in text] + [parser.feed("", finished=True)]
+    deltas = [parser.parse_text(character) for character in text] + [parser.parse_text("", finished=True)]
     return [delta for delta in deltas if delta is not None]
 
 
@@ -44,7 +44,7 @@ def test_deltas_add_up_to_the_whole_message(is_engine: bool, cuts: list[int]) ->
     parser = SimulatedKimiParser(Phase.REASONING, is_engine=is_engine)
     edges = [0, *sorted(cuts), len(TEXT)]
     pieces = [TEXT[begin:end] for begin, end in pairwise(edges)]
-    deltas = [parser.feed(piece) for piece in pieces] + [parser.feed("", finished=True)]
+    deltas = [parser.parse_text(piece) for piece in pieces] + [parser.parse_text("", finished=True)]
     said = [delta for delta in deltas if delta is not None]
     assert "".join(delta.get("reasoning", "") for delta in said) == whole["reasoning"] == "Let me see."
     assert "".join(delta.get("content", "") for delta in said) == whole["content"] == "I will <b>look</b>. "
@@ -79,17 +79,17 @@ def test_indices_count_from_zero_in_every_parser() -> None:
 
 def test_engine_withholds_white_space_that_may_end_the_reasoning() -> None:
     parser = SimulatedKimiParser(Phase.REASONING)
-    assert [parser.feed(text) for text in ("one ", " ", "two\n")] == [
+    assert [parser.parse_text(text) for text in ("one ", " ", "two\n")] == [
         {"reasoning": "one"},
         None,
         {"reasoning": "  two"},
     ]
-    assert parser.feed(" </think>so") == {"content": "so"}
+    assert parser.parse_text(" </think>so") == {"content": "so"}
     cut = SimulatedKimiParser(Phase.REASONING)
-    cut.feed("one ")
-    assert cut.feed("", finished=True) is None, "what is withheld is lost at the end"
+    cut.parse_text("one ")
+    assert cut.parse_text("", finished=True) is None, "what is withheld is lost at the end"
     older = SimulatedKimiParser(Phase.REASONING, is_engine=False)
-    assert older.feed("one ") == {"reasoning": "one "}
+    assert older.parse_text("one ") == {"reasoning": "one "}
 
 
 def test_engine_drops_white_space_that_is_all_there_is_before_a_call() -> None:
@@ -100,8 +100,8 @@ def test_engine_drops_white_space_that_is_all_there_is_before_a_call() -> None:
 
 def test_brace_that_ends_arguments_waits_for_the_next_text() -> None:
     parser = SimulatedKimiParser(Phase.CONTENT)
-    assert arguments([parser.feed(CALL) or {}]) == '{"a":"b"'
-    assert parser.feed("", finished=True) == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
+    assert arguments([parser.parse_text(CALL) or {}]) == '{"a":"b"'
+    assert parser.parse_text("", finished=True) == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
     whole = CALL + "<|tool_call_end|>"
     assert arguments(said(SimulatedKimiParser(Phase.CONTENT), whole)) == '{"a":"b"}'
 
@@ -110,21 +110,21 @@ def test_engine_tells_a_name_with_the_first_of_its_arguments() -> None:
     head = CALL[: CALL.index("{")]
     named = {"id": "functions.find:0", "type": "function", "index": 0}
     parser = SimulatedKimiParser(Phase.CONTENT)
-    assert parser.feed(head) is None
-    assert parser.feed("{") == {"tool_calls": [named | {"function": {"name": "find", "arguments": "{"}}]}
+    assert parser.parse_text(head) is None
+    assert parser.parse_text("{") == {"tool_calls": [named | {"function": {"name": "find", "arguments": "{"}}]}
     older = SimulatedKimiParser(Phase.CONTENT, is_engine=False)
-    assert older.feed(head) == {"tool_calls": [named | {"function": {"name": "find"}}]}
+    assert older.parse_text(head) == {"tool_calls": [named | {"function": {"name": "find"}}]}
 
 
 def test_cut_name_is_reported_as_a_call_by_the_engine() -> None:
     parser = SimulatedKimiParser(Phase.CONTENT)
-    parser.feed(CALL[: CALL.index("ind:0")])
+    parser.parse_text(CALL[: CALL.index("ind:0")])
     function = {"name": "functions.f", "arguments": ""}
     call = {"id": "functions.functions.f:0", "type": "function", "index": 0, "function": function}
-    assert parser.feed("", finished=True) == {"tool_calls": [call]}
+    assert parser.parse_text("", finished=True) == {"tool_calls": [call]}
     older = SimulatedKimiParser(Phase.CONTENT, is_engine=False)
-    older.feed(CALL[: CALL.index("ind:0")])
-    assert older.feed("", finished=True) is None
+    older.parse_text(CALL[: CALL.index("ind:0")])
+    assert older.parse_text("", finished=True) is None
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_cut_name_is_reported_as_a_call_by_the_engine() -> None:
 )
 def test_older_parsers_complete_arguments_that_are_cut_off(told: str, added: str) -> None:
     parser = SimulatedKimiParser(Phase.CONTENT, is_engine=False)
-    assert arguments([parser.feed(CALL[: CALL.index("{")] + told) or {}]) == told
-    assert arguments([parser.feed("", finished=True) or {}]) == added
+    assert arguments([parser.parse_text(CALL[: CALL.index("{")] + told) or {}]) == told
+    assert arguments([parser.parse_text("", finished=True) or {}]) == added
 
 
 @given(

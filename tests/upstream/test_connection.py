@@ -87,7 +87,7 @@ async def test_instance_added_again_has_no_former_right_to_the_engine_key() -> N
 
     async with new_upstream(key="secret") as upstream, engine(script) as backend:
         for trusted in (True, False):  # on one connection
-            await upstream.fetch(replace(backend, trusted=trusted), "/", b"{}", {}, answer_seconds=LONG)
+            await upstream.fetch(replace(backend, is_trusted=trusted), "/", b"{}", {}, answer_seconds=LONG)
     assert [b"Authorization: Bearer secret\r\n" in head for head in seen] == [True, False]
 
 

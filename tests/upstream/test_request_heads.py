@@ -16,7 +16,7 @@ HEADERS: tuple[dict[str, str], ...] = (
     {"authorization": "Bearer other", "x-request-id": ""},
 )
 BACKENDS = [
-    Backend(Role.DECODE, host, 7100, trusted=trusted)
+    Backend(Role.DECODE, host, 7100, is_trusted=trusted)
     for host, trusted in product(("decoder", "fe80::1%eth0"), (True, False))
 ]
 

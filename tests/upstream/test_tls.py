@@ -136,14 +136,14 @@ async def test_new_context_is_made_after_a_change_only(certificates: Certificate
     settings = Settings.model_validate({"engines": {"ca_file": certificates.ca}})
     files = load_tls(settings)
     tls = EngineTls(lambda: (settings.engines, files))
-    context = tls.context
+    context = tls.current_context
     files = load_tls(settings)
-    assert tls.context is context
+    assert tls.current_context is context
     assert (context.minimum_version, context.verify_mode) == (ssl.TLSVersion.TLSv1_2, ssl.CERT_REQUIRED)
     certificates.authority = type(certificates.authority)()
     certificates.ca.touch()
     files = load_tls(settings)
-    assert tls.context is not context
+    assert tls.current_context is not context
 
 
 async def test_transport_with_tls_is_left_to_the_event_loop(certificates: Certificates) -> None:

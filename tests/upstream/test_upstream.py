@@ -201,7 +201,7 @@ async def test_resend_to_a_lost_engine_reports_the_first_failure(upstream: Upstr
     await fetch(upstream, backend)
     with pytest.raises(UpstreamError) as failed:
         await fetch(upstream, backend, resend_if_stale=True)
-    assert (failed.value.failure, failed.value.is_stale) == (Failure.RESET, True)
+    assert (failed.value.failure, failed.value.is_stale_connection) == (Failure.RESET, True)
     await gone.wait()
 
 

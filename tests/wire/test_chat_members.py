@@ -41,7 +41,7 @@ def fragment(index: Any = 0, call_id: Any = None, name: Any = None, arguments: A
 def collected(*fragments: dict[str, Any]) -> list[tuple[str, str, str]]:
     calls = ToolCalls()
     for each in fragments:
-        calls.take(each)
+        calls.add_fragment(each)
     return [(call.id, call.name, call.arguments) for call in calls.calls]
 
 
@@ -156,7 +156,7 @@ def test_json_nesting_is_closed_where_the_text_ends(value: Any, data: st.DataObj
     while at < len(text):
         assert not nesting.is_closed
         end = data.draw(st.integers(at + 1, len(text)))
-        nesting.feed(text[at:end])
+        nesting.scan(text[at:end])
         at = end
     assert (nesting.is_closed, nesting.in_string) == (True, False)
 
@@ -172,7 +172,7 @@ def test_legal_strings_escape_control_characters_in_strings_alone(value: Any, da
     while at < len(raw):
         end = data.draw(st.integers(at + 1, len(raw)))
         written += raw[at:end].encode()
-        got += strings.escaped(raw[at:end])
+        got += strings.escape_text(raw[at:end])
         at = end
     assert json.loads(got) == wanted
 

@@ -23,7 +23,7 @@ pack = msgspec.msgpack.encode
 
 HASH = b"\x01" * 32
 IDS = list(range(8))
-BOTH = BlocksStored([HASH, 2], None, 4, None, None, is_whole=True)
+BOTH = BlocksStored([HASH, 2], None, 4, None, None, has_full_attention=True)
 ON_GPU = BOTH._replace(medium="GPU")
 
 STORED = {
@@ -35,7 +35,7 @@ STORED = {
     ),
     "vLLM 0.23, a sliding window": (
         ["BlockStored", [HASH, 2], 7, IDS, 4, None, "GPU", None, None, 1, "sliding_window", 512],
-        BlocksStored([HASH, 2], 7, 4, "GPU", 1, is_whole=False),
+        BlocksStored([HASH, 2], 7, 4, "GPU", 1, has_full_attention=False),
     ),
     "vLLM 0.24": (
         {

@@ -50,9 +50,9 @@ def test_long_answer_changes_its_end_as_a_document_would(answer: bytes, changes:
     answer %= USAGE
 
     whole = LongAnswer(answer)
-    written = whole.with_changes(changes)
+    written = whole.make_changed_body(changes)
 
-    expected = join_body(Document(answer).with_changes(changes))
+    expected = join_body(Document(answer).make_changed_body(changes))
     assert written is None or orjson.loads(written) == orjson.loads(expected)
     if written is not None and orjson.dumps(whole.values) == answer:
         assert written == expected
@@ -62,10 +62,10 @@ def test_long_answer_changes_its_end_as_a_document_would(answer: bytes, changes:
 def test_answer_stays_as_it_was_written_up_to_its_end() -> None:
     answer = b'{"x": 1.50, "y":[1e-05],"usage":%b,"kv_transfer_params":null}' % USAGE
 
-    assert LongAnswer(answer).with_changes(CHANGES[1]) == b'{"x": 1.50, "y":[1e-05],"usage":%b}' % USAGE
+    assert LongAnswer(answer).make_changed_body(CHANGES[1]) == b'{"x": 1.50, "y":[1e-05],"usage":%b}' % USAGE
 
 
 def test_long_answer_does_not_change_members_of_a_choice() -> None:
     answer = b'{"kv_transfer_params":null,"choices":[{"x":1,"usage":2,"kv_transfer_params":3}]}'
 
-    assert LongAnswer(answer).with_changes(CHANGES[2]) is None
+    assert LongAnswer(answer).make_changed_body(CHANGES[2]) is None

@@ -26,8 +26,8 @@ DECODER = Backend(Role.DECODE, "10.0.0.1", 8000)
 
 def payload_of(event: bytes) -> Any:
     splitter = EventSplitter()
-    (only,) = splitter.feed(event)
-    assert splitter.pending == b""
+    (only,) = splitter.split_chunk(event)
+    assert splitter.pending_bytes == b""
     assert only.data is not None
     return orjson.loads(only.data)
 
@@ -102,7 +102,7 @@ def test_error_event_replaces_errors_that_clients_would_not_recognise(body: byte
 
 def test_splitter_reads_the_events_of_the_gateway() -> None:
     assert payload_of(data_event({"text": "two\nlines \u2028 ü"})) == {"text": "two\nlines \u2028 ü"}
-    assert EventSplitter().feed(DONE_EVENT)[0].data == b"[DONE]"
+    assert EventSplitter().split_chunk(DONE_EVENT)[0].data == b"[DONE]"
 
 
 @pytest.mark.parametrize(

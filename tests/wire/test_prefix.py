@@ -125,10 +125,10 @@ def test_requests_without_a_single_prompt_have_no_keys(values: dict[str, Any]) -
 
 def test_keys_are_computed_once_and_again_after_changes() -> None:
     document = Document(orjson.dumps({"model": "m", "prompt": ["a", "b"], "n": 2}))
-    part = PromptPrefixes(document).changed({"prompt": "b", "n": REMOVED})
+    part = PromptPrefixes(document).copy_with_changes({"prompt": "b", "n": REMOVED})
     assert part.keys is part.keys
     assert part.keys == prefix_keys({"model": "m", "prompt": "b"})
-    assert PromptPrefixes(document).changed({"n": REMOVED}).keys == PrefixKeys()
+    assert PromptPrefixes(document).copy_with_changes({"n": REMOVED}).keys == PrefixKeys()
 
 
 def test_keys_are_equal_in_another_process() -> None:

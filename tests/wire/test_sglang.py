@@ -76,7 +76,7 @@ def test_items_have_the_samples_of_each_prompt_in_order() -> None:
     items = split_into_items({"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 1}}, 4)
     assert [item.changes["text"] for item in items] == ["a", "a", "b", "b"]
     assert all(item.changes["sampling_params"] == {"n": 1, "top_k": 1} for item in items)
-    assert [item.is_first for item in items] == [True, False, True, False]
+    assert [item.is_first_sample for item in items] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -135,17 +135,17 @@ def test_parts_of_the_prefiller_come_first() -> None:
     answer = {"text": "x", "meta_info": {"input_token_logprobs": [1, 2], "input_top_logprobs": [[3]], "id": "p"}}
     parts = PrefillerMeta(orjson.dumps(answer))
     told = {"text": "y", "meta_info": {"input_token_logprobs": [9], "output_token_logprobs": [8], "id": "d"}}
-    assert parts.complete(told) == {
+    assert parts.complete_event(told) == {
         "text": "y",
         "meta_info": {"input_token_logprobs": [1, 2, 9], "output_token_logprobs": [8], "id": "d"},
     }
-    assert parts.complete({"text": "z"}) == {"text": "z"}
+    assert parts.complete_event({"text": "z"}) == {"text": "z"}
 
 
 def test_first_event_of_a_stream_has_the_parts_of_the_prefiller() -> None:
     events = b"".join(b"data: %b\n\n" % told for told in (b'{"meta_info":{"input_token_logprobs":[1]}}', b"[DONE]"))
     told: dict[str, Any] = {"meta_info": {"input_token_logprobs": []}}
-    assert PrefillerMeta(events).complete(told) == {"meta_info": {"input_token_logprobs": [1]}}
+    assert PrefillerMeta(events).complete_event(told) == {"meta_info": {"input_token_logprobs": [1]}}
 
 
 def test_usage_has_the_openai_format() -> None:

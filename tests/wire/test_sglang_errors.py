@@ -60,7 +60,7 @@ def test_requested_abort_is_an_error_of_prefillers_only(payload: dict[str, Any])
     assert find_event_error(payload) is None
     error = find_answer_error(orjson.dumps(payload))
     assert error is not None
-    assert (error.status, error.is_wish) == (500, True)
+    assert (error.status, error.is_requested) == (500, True)
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=30).map(lambda raw: b'data: {"error":' + raw + b"}\n\n"))

@@ -33,7 +33,7 @@ STREAMS = {
 
 def events_of(*chunks: bytes) -> tuple[list[Event], bytes]:
     splitter = EventSplitter()
-    return [event for chunk in chunks for event in splitter.feed(chunk)], splitter.pending
+    return [event for chunk in chunks for event in splitter.split_chunk(chunk)], splitter.pending_bytes
 
 
 def data_of(events: list[Event]) -> list[bytes]:
@@ -126,9 +126,9 @@ def test_event_is_returned_as_soon_as_it_is_complete(blank: bytes) -> None:
 
 def test_splitter_waits_for_the_line_feed_of_a_crlf() -> None:
     splitter = EventSplitter()
-    assert splitter.feed(b"data: 1\r\n\r") == []
-    assert splitter.feed(b"\n") == [Event(b"1", b"data: 1\r\n\r\n")]
-    assert splitter.pending == b""
+    assert splitter.split_chunk(b"data: 1\r\n\r") == []
+    assert splitter.split_chunk(b"\n") == [Event(b"1", b"data: 1\r\n\r\n")]
+    assert splitter.pending_bytes == b""
 
 
 def test_event_without_data_is_an_event() -> None:
@@ -143,10 +143,10 @@ def test_pending_bytes_follow_the_last_complete_event() -> None:
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 def test_event_that_does_not_end_is_refused(line_end: bytes) -> None:
     splitter = EventSplitter(max_event_bytes=20)
-    assert len(splitter.feed(b"data: 1" + line_end * 2 + b"data: 2345" + line_end)) == 1
+    assert len(splitter.split_chunk(b"data: 1" + line_end * 2 + b"data: 2345" + line_end)) == 1
     with pytest.raises(EventTooLong):
-        splitter.feed(b"data: 67890")
+        splitter.split_chunk(b"data: 67890")
 
 
 def test_chunk_of_many_events_may_be_longer_than_one_event_may_be() -> None:
-    assert len(EventSplitter(max_event_bytes=20).feed(b"data: 1\n\n" * 100)) == 100
+    assert len(EventSplitter(max_event_bytes=20).split_chunk(b"data: 1\n\n" * 100)) == 100

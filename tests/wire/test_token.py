@@ -20,7 +20,7 @@ def event(text: str, token: Any, *, field: str = "content", spaces: bool = False
 
 def pieces(shape: TokenShape | None) -> tuple[bytes | None, ...]:
     assert shape is not None
-    return shape.head, shape.between, shape.behind
+    return shape.bytes_before_text, shape.bytes_between, shape.bytes_after_id
 
 
 @pytest.mark.parametrize("spaces", [False, True])
@@ -29,8 +29,8 @@ def test_shape_has_the_bytes_around_text_and_id(field: str, spaces: bool) -> Non
     raw = event("words", [123], field=field, spaces=spaces)
     begin, rest = raw.split(b"words")
     between, end = rest.split(b"123")
-    assert pieces(TokenShape.of(raw)) == (begin, between, end)
-    shape = TokenShape.of(raw)
+    assert pieces(TokenShape.recognise(raw)) == (begin, between, end)
+    shape = TokenShape.recognise(raw)
     assert shape is not None
     assert shape.is_reasoning is field.startswith("reasoning")
 
@@ -38,7 +38,7 @@ def test_shape_has_the_bytes_around_text_and_id(field: str, spaces: bool) -> Non
 def test_shape_without_id_has_the_bytes_around_the_text() -> None:
     raw = event("words", None)
     begin, end = raw.split(b"words")
-    assert pieces(TokenShape.of(raw)) == (begin, None, end)
+    assert pieces(TokenShape.recognise(raw)) == (begin, None, end)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_shape_without_id_has_the_bytes_around_the_text() -> None:
     ],
 )
 def test_shape_matches_events_with_other_text_and_id(raw: bytes, is_like: bool) -> None:
-    shape = TokenShape.of(event("words", [123]))
+    shape = TokenShape.recognise(event("words", [123]))
     assert shape is not None
     assert shape.has_same_frame(raw) is is_like
 
@@ -71,4 +71,4 @@ def test_shape_matches_events_with_other_text_and_id(raw: bytes, is_like: bool) 
     ids=lambda raw: str(raw[40:90]),
 )
 def test_event_without_one_text_has_no_shape(raw: bytes) -> None:
-    assert TokenShape.of(raw) is None
+    assert TokenShape.recognise(raw) is None

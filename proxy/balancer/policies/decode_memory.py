@@ -115,7 +115,7 @@ class DecodeMemory:
     def charge(self, request: PickRequest) -> int:
         """Return the KV that the answer to a request will probably hold at its end, in tokens."""
         limit = request.output_tokens
-        return request.decode.kv + int(self._likely(limit)) - limit
+        return request.decode.kv_tokens + int(self._likely(limit)) - limit
 
     def lease(self, held: HeldKv, decoder: str, request: PickRequest) -> None:
         """Charge a decoder with an answer that is leased now, until `leave`."""

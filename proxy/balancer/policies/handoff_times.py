@@ -134,7 +134,7 @@ def lacks_memory(scoreboard: Scoreboard, decoder: Backend, facts: EngineFacts | 
     slot, most = decoder.slot, facts.max_num_seqs
     if most is not None and scoreboard.running(slot) >= most:
         return True
-    return facts.kv_tokens is not None and scoreboard.load(slot).kv >= _FULL_SHARE * facts.kv_tokens
+    return facts.kv_tokens is not None and scoreboard.load(slot).kv_tokens >= _FULL_SHARE * facts.kv_tokens
 
 
 class HandoffTimes:

@@ -289,7 +289,7 @@ class LeastDecodeSeconds(LeastTokens):
         handoffs, partner = self.context.handoffs, request.partner
         if handoffs is None or partner is None:
             return None
-        extra = handoffs.extra_seconds(partner, candidates, request.prompt_tokens or request.decode.kv)
+        extra = handoffs.extra_seconds(partner, candidates, request.prompt_tokens or request.decode.kv_tokens)
         if extra is None:
             return None
         pace = self.pace
@@ -422,7 +422,7 @@ class LeastDecodeSeconds(LeastTokens):
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """Return the prompt's KV and what the answer will probably add to it."""
-        return Load(request.decode.compute, self.memory.charge(request))
+        return Load(request.decode.compute_tokens, self.memory.charge(request))
 
     # Learning
 

@@ -241,7 +241,7 @@ class LeastSeconds(LeastTokens):
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """Return the predicted prefill time, converted to tokens, and the KV of the prompt."""
-        return Load(round(self._choice(backend, request)[4] / SECONDS_PER_LOAD), request.prefill.kv)
+        return Load(round(self._choice(backend, request)[4] / SECONDS_PER_LOAD), request.prefill.kv_tokens)
 
     def _choice(self, backend: Backend, request: PickRequest) -> _Choice:
         """Return the last choice, or compute it if the pool has chosen this backend without the policy."""
@@ -259,7 +259,7 @@ class LeastSeconds(LeastTokens):
         self._chosen = None
         compute = round(seconds / SECONDS_PER_LOAD)
         now = self.context.clock()
-        sent = prefiller.send(prompt, hit, seconds, compute, request.prefill.kv, now)
+        sent = prefiller.send(prompt, hit, seconds, compute, request.prefill.kv_tokens, now)
         if prompt.keys:
             has_waited, self._waited = self._waited is not None and self._waited is request.subject, None
             sent.resident_tokens = self._sets.note_sent(prefiller.cached, prompt, request.session, sent, has_waited)
@@ -537,7 +537,7 @@ class LeastSeconds(LeastTokens):
         known, counts = self._prefillers, 1 + self.crowding * self._expected_arrivals
         prefillers, is_unknown = known.prefillers, prompt.request.subject is None
         if is_unknown:
-            plain = prompt.request.prefill.compute * SECONDS_PER_LOAD
+            plain = prompt.request.prefill.compute_tokens * SECONDS_PER_LOAD
         else:
             plain = known.cost.seconds(prompt.tokens, 0.0)
         found, handoffs = _Scores([*places], [*waits], plain, counts), self.context.handoffs

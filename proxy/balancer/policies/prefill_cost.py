@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest, Prediction
 
 SECONDS_PER_LOAD: Final = 0.0345e-3
-"""Seconds per token of `Load.compute`. vllm-ascend's example estimates a prefill as 0.0345 ms per token plus 120 ms,
-the time of 3,480 tokens."""
+"""Seconds per token of `Load.compute_tokens`. vllm-ascend's example estimates a prefill as 0.0345 ms per token plus 120
+ms, the time of 3,480 tokens."""
 _PRIOR: Final[tuple[float, ...]] = (0.12, SECONDS_PER_LOAD, 0.0)
 # The prior is scaled to the level of the samples and added at each of these lengths, with this weight of a sample.
 # Otherwise samples of short prompts could imply that long prompts cost nothing.

@@ -586,7 +586,7 @@ class Prefillers:
         known = prompt.by_prefiller.get(prefiller)
         if known is None or known[0] != prefiller.version:
             if prompt.request.subject is None:  # a passed-through request
-                hit, seconds = 0, prompt.request.prefill.compute * SECONDS_PER_LOAD
+                hit, seconds = 0, prompt.request.prefill.compute_tokens * SECONDS_PER_LOAD
             else:
                 prefixes = prefiller.cached
                 hit = prefixes.hit(prompt.keys)

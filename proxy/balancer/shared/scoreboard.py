@@ -190,7 +190,7 @@ class Scoreboard:
 
     def load(self, slot: int) -> Load:
         """Return the load of a backend."""
-        return Load(compute=self._sum(slot, COMPUTE), kv=self._sum(slot, KV))
+        return Load(compute_tokens=self._sum(slot, COMPUTE), kv_tokens=self._sum(slot, KV))
 
     def own(self, slot: int) -> tuple[int, Load]:
         """Return the running requests and the load that this gateway's workers have charged."""

@@ -85,7 +85,7 @@ async def _look_up(resolver: Resolver, role: Role, name: DnsName) -> tuple[list[
         answer = await _addresses(resolver, name.name)
         places = {(record.address, port) for record in answer for port in name.ports}
     backends = [
-        Backend(role, host, port, trusted=True, bootstrap_port=name.bootstrap_port, models=name.models, tls=name.tls)
+        Backend(role, host, port, is_trusted=True, bootstrap_port=name.bootstrap_port, models=name.models, tls=name.tls)
         for host, port in sorted(places)
     ]
     return backends, answer.chaining_result.minimum_ttl

@@ -81,7 +81,7 @@ def _of_group(group: Any, where: str) -> Iterator[Backend]:
                 role,
                 endpoint.host,
                 endpoint.port,
-                trusted=True,
+                is_trusted=True,
                 bootstrap_port=port,
                 models=served,
                 tls=endpoint.tls,

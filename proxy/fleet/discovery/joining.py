@@ -76,7 +76,7 @@ class Joiner(BackgroundOwner):
         ticket = self._roster.joining.add(candidate, self._longest_wait_seconds)
         if ticket is None:
             return False
-        self._waits[candidate] = self._background.start(self._join(candidate, ticket))
+        self._waits[candidate] = self._background.start_task(self._join(candidate, ticket))
         return True
 
     def is_new(self, candidate: Backend) -> bool:

@@ -293,7 +293,7 @@ def instances(role: Role, slices: Iterable[Slice], port_name: str | None) -> lis
                         role,
                         host,
                         port,
-                        trusted=True,
+                        is_trusted=True,
                         bootstrap_port=bootstrap_port,
                         models=models,
                         tls=port in secured,

@@ -134,7 +134,7 @@ class Prober(BackgroundOwner):
         """Loop time of the last round."""
 
     def _begin(self) -> None:
-        self._background.keep(self._keep_probing, "health_checks", self._restarts)
+        self._background.keep_running(self._keep_probing, "health_checks", self._restarts)
 
     def drop_drained(self) -> None:
         """Remove drained backends whose last request has ended."""
@@ -162,7 +162,7 @@ class Prober(BackgroundOwner):
         """
         task = self._gone_checks.get(backend)
         if task is None:
-            task = self._gone_checks[backend] = self._background.start(self._check_twice(backend, within_seconds))
+            task = self._gone_checks[backend] = self._background.start_task(self._check_twice(backend, within_seconds))
             task.add_done_callback(lambda _: self._gone_checks.pop(backend, None))
         return await asyncio.shield(task)
 
@@ -191,7 +191,7 @@ class Prober(BackgroundOwner):
         if self._models_round is None or self._models_round.done():
             if not is_patient and asyncio.get_running_loop().time() < self._models_asked_at + _MODELS_PAUSE_SECONDS:
                 return
-            self._models_round = self._background.start(self._ask_all_models())
+            self._models_round = self._background.start_task(self._ask_all_models())
         await asyncio.wait((self._models_round,), timeout=_MODELS_TIMEOUT_SECONDS)
 
     async def _ask_all_models(self) -> None:
@@ -245,7 +245,7 @@ class Prober(BackgroundOwner):
 
     def _start_probe(self, backend: Backend) -> None:
         self._due[backend] = math.inf
-        self._background.start(self._probe(backend))
+        self._background.start_task(self._probe(backend))
 
     async def _probe(self, backend: Backend) -> None:
         path, problem = self._checks().path, ""
@@ -296,9 +296,9 @@ class Prober(BackgroundOwner):
             await self._ask_facts(backend)
         elif backend in self._incomplete:
             self._incomplete.discard(backend)  # unless this question fails, too
-            self._background.start(self._ask_facts(backend))
+            self._background.start_task(self._ask_facts(backend))
         elif self._is_models_question_due(backend):
-            self._background.start(self._ask_models(backend, health.facts))
+            self._background.start_task(self._ask_models(backend, health.facts))
 
     def _is_models_question_due(self, backend: Backend) -> bool:
         """Return whether to ask an engine for its models now, and set the time of the next question."""
@@ -325,7 +325,7 @@ class Prober(BackgroundOwner):
                 return
         facts = facts_of(version, models)
         self._health.note_facts(backend, facts)
-        self._background.start(self._ask_setup(backend, facts))
+        self._background.start_task(self._ask_setup(backend, facts))
 
     async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
         """Add the engine's options, limits, KV memory and number of ranks to its facts, as far as it reports them."""

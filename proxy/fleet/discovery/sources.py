@@ -66,7 +66,7 @@ def configured_instances(settings: Settings) -> list[Backend]:
             role,
             endpoint.host,
             endpoint.port,
-            trusted=True,
+            is_trusted=True,
             bootstrap_port=endpoint.bootstrap_port,
             models=endpoint.models,
             tls=endpoint.tls,

@@ -124,7 +124,7 @@ class Watcher(BackgroundOwner):
         self._pending &= sources.keys()
         for origin in sources.keys() - self._watches.keys():
             self._pending.add(origin)
-            task = self._background.start(self._keep_watching(origin, sources[origin]))
+            task = self._background.start_task(self._keep_watching(origin, sources[origin]))
             self._watches[origin] = _Watch(sources[origin], task)
         self._drop_unwatched()
 

@@ -121,7 +121,7 @@ class Blocks:
         if event.medium not in _DEVICE:
             self._store_below(event)
             return
-        if not event.is_whole or not event.hashes or event.block_tokens < 1:
+        if not event.has_full_attention or not event.hashes or event.block_tokens < 1:
             return
         if self._group is None:
             self._group = event.group

@@ -119,7 +119,7 @@ class Subscription:
             return
         for event in events:
             if isinstance(event, UnreadableEvent):
-                self._cannot_read(event.why)
+                self._cannot_read(event.reason)
             else:
                 self.events[_KINDS[type(event)]] += 1
         self.blocks.take(events)

@@ -244,7 +244,7 @@ class Subscriptions(BackgroundOwner):
         self._background = BackgroundTasks(logger, "the subscription to KV events")
 
     def _begin(self) -> None:
-        self._background.keep(self._keep_subscribing, "kv_events", self._metrics.background_restarts_total)
+        self._background.keep_running(self._keep_subscribing, "kv_events", self._metrics.background_restarts_total)
 
     async def _keep_subscribing(self) -> None:
         pause_seconds, max_pause_seconds = _RESTART_SECONDS
@@ -264,7 +264,7 @@ class Subscriptions(BackgroundOwner):
                 subscriber_process() as process,
                 BackgroundTasks(logger, "an update of subscriptions") as background,
             ):
-                background.start(self._keep_updating(process))
+                background.start_task(self._keep_updating(process))
                 async for report in process.reports():
                     self._take(report)
                 return f"has ended with code {await process.wait()}"
@@ -290,7 +290,7 @@ class Subscriptions(BackgroundOwner):
             if state is None:
                 state = self._instances[backend] = _InstanceState()
                 if self._settings.endpoint == ASK_ENGINES:
-                    self._background.start(self._ask(backend, state))
+                    self._background.start_task(self._ask(backend, state))
                 else:
                     self._take_configured(backend, state)
             state.address = address(self._names, backend.host, state.address)

@@ -80,10 +80,10 @@ class StateExchange(BackgroundOwner):
     def _begin(self) -> None:
         self._guests.erase()  # a worker that died may have left rows
         restarts = self._metrics.background_restarts_total
-        self._background.keep(self._keep_exchanging, "replica_exchange", restarts)
+        self._background.keep_running(self._keep_exchanging, "replica_exchange", restarts)
         if self._options.news_seconds is not None:
-            self._background.keep(self._keep_publishing, "replica_publishing", restarts)
-            self._background.keep(self._keep_listening, "replica_listening", restarts)
+            self._background.keep_running(self._keep_publishing, "replica_publishing", restarts)
+            self._background.keep_running(self._keep_listening, "replica_listening", restarts)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

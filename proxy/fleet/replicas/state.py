@@ -217,7 +217,7 @@ class LocalState:
         board = self._scoreboard
         running, load = board.own(backend.slot)
         pinned = board.pinned(backend.slot).tokens
-        return max(0, running), max(0, load.compute), max(0, load.kv + pinned)
+        return max(0, running), max(0, load.compute_tokens), max(0, load.kv_tokens + pinned)
 
     def _current_verdicts(self, now: float) -> dict[str, int]:
         """Return the instances that workers have found unhealthy. A verdict keeps its number while it holds."""

@@ -81,7 +81,7 @@ async def _query_all_engines(settings: Settings, files: TlsFiles) -> tuple[list[
         for attempt in range(settings.joining.max_attempts):
             if attempt:
                 await asyncio.sleep(settings.joining.interval_seconds)
-            answers = await asyncio.gather(*map(asker.ask, engines))
+            answers = await asyncio.gather(*map(asker.query_engine, engines))
             reports = [answer for answer in answers if isinstance(answer, EngineReport)]
             silent = {engine.name: a for engine, a in zip(engines, answers, strict=True) if isinstance(a, str)}
             missing = next((engine for engine in engines if engine.role not in {a.role for a in reports}), None)
@@ -109,10 +109,10 @@ class EngineQuerier:
     async def __aexit__(self, *_: object) -> None:
         await self._client.__aexit__(None, None, None)
 
-    async def ask(self, engine: Backend) -> EngineReport | str:
+    async def query_engine(self, engine: Backend) -> EngineReport | str:
         """Return the report of an engine, or the reason why there is none."""
         try:
-            answer = await self._get(engine, _MODELS_PATH, self._timeout_seconds)
+            answer = await self._get_path(engine, _MODELS_PATH, self._timeout_seconds)
             if answer.status != 200:
                 return f"{_MODELS_PATH} answered with status {answer.status}"
             models = answer.json
@@ -120,21 +120,21 @@ class EngineQuerier:
             return str(error)
         except ValueError as error:
             return f"{_MODELS_PATH} failed ({type(error).__name__})"
-        setup = parse_setup(await self._ask_info(engine))
+        setup = parse_setup(await self._query_server_info(engine))
         identity = Identity(parse_kind(models), setup=setup)
         return EngineReport(engine.role, engine.name, identity, engine.is_elastic)
 
-    async def _ask_info(self, engine: Backend) -> Any:
+    async def _query_server_info(self, engine: Backend) -> Any:
         """Return the engine's configuration, or None if it reports none."""
         for path in _INFO_PATHS:
             try:
-                answer = await self._get(engine, path, _INFO_TIMEOUT_SECONDS)
+                answer = await self._get_path(engine, path, _INFO_TIMEOUT_SECONDS)
             except EngineRequestError:
                 return None
             if answer.status != 404:
                 return answer.json_or_none if answer.status == 200 else None
         return None
 
-    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> BufferedResponse:
+    async def _get_path(self, engine: Backend, path: str, timeout_seconds: float) -> BufferedResponse:
         """Return an engine's answer. Raises EngineRequestError."""
         return await self._client.get(engine.url, path, timeout_seconds, self._keys.headers(engine))

@@ -51,7 +51,7 @@ class RestartPolicy:
     window_seconds: float = 60.0
     """Deaths that are older are forgotten. A worker that has lived this long clears them."""
 
-    def delay_seconds(self, deaths: int) -> float:
+    def restart_delay_seconds(self, deaths: int) -> float:
         """Return the pause after a number of deaths, counted from 1."""
         return min(self.first_delay_seconds * 2.0 ** (deaths - 1), self.max_delay_seconds)
 
@@ -102,7 +102,7 @@ def run_supervisor(
         shared = share(loaded, lambda: replace_connector(load(), connector), listeners, predecessor)
         if settings.workers == 1:
             return run(shared, 0, None)
-        return _WorkerSupervisor(shared, run, restarts or RestartPolicy()).keep_alive()
+        return _WorkerSupervisor(shared, run, restarts or RestartPolicy()).keep_workers_alive()
 
 
 def _raise_fd_limit() -> None:
@@ -127,13 +127,13 @@ def _metrics_directory() -> tempfile.TemporaryDirectory[str]:
 class _WorkerSlot:
     """The slot of one worker. A replacement takes the same slot and the same row of the scoreboard."""
 
-    worker: int
+    worker_number: int
     pid: int | None = None
-    start_at: float | None = 0.0
+    next_start_at: float | None = 0.0
     started_at: float = 0.0
     is_frozen: bool = False
     """Whether the worker was killed because it was frozen."""
-    deaths: list[float] = field(default_factory=list)
+    death_times: list[float] = field(default_factory=list)
 
 
 class _WorkerSupervisor:
@@ -144,7 +144,7 @@ class _WorkerSupervisor:
         self._run = run
         self._restarts = restarts
         settings = shared.configuration.current().settings
-        self._seats = [_WorkerSlot(worker) for worker in range(settings.workers)]
+        self._slots = [_WorkerSlot(worker) for worker in range(settings.workers)]
         self._watchdog = None
         if settings.worker_timeout_seconds is not None:
             self._watchdog = Watchdog(settings.worker_timeout_seconds, time.monotonic())
@@ -155,7 +155,7 @@ class _WorkerSupervisor:
         self._exit_code = 0
         self._successor: Successor | None = None
 
-    def keep_alive(self) -> int:
+    def keep_workers_alive(self) -> int:
         """Start the workers and replace dead ones until a signal to stop, or too many deaths; return the exit code."""
         waited_for = _STOP_SIGNALS | {signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD}
         # Blocked and not handled: a blocked signal waits for sigtimedwait and cannot get lost between two lines.
@@ -163,16 +163,16 @@ class _WorkerSupervisor:
         # Workers share the memory of all imports as long as their garbage collectors do not touch it.
         gc.freeze()
         try:
-            self._start_due()
-            while any(seat.pid for seat in self._seats) or not self._is_stopping:
+            self._start_due_workers()
+            while any(seat.pid for seat in self._slots) or not self._is_stopping:
                 received = signal.sigtimedwait(waited_for, self._seconds_to_next_deadline())
                 if received is not None:
-                    self._pass_on(signal.Signals(received.si_signo))
-                self._look_for_successor()
-                self._reap_dead()
-                self._start_due()
-                self._kill_frozen()
-                self._kill_overdue()
+                    self._pass_signal_on(signal.Signals(received.si_signo))
+                self._check_successor()
+                self._reap_dead_workers()
+                self._start_due_workers()
+                self._kill_frozen_workers()
+                self._kill_overdue_workers()
         finally:
             os.close(self._alive_writer)
             os.close(self._alive_reader)
@@ -184,144 +184,148 @@ class _WorkerSupervisor:
         return self._kill_at is not None
 
     def _seconds_to_next_deadline(self) -> float:
-        deadlines = [seat.start_at for seat in self._seats if seat.start_at is not None]
+        deadlines = [seat.next_start_at for seat in self._slots if seat.next_start_at is not None]
         if self._kill_at is not None:
             deadlines.append(self._kill_at)
         if self._watchdog is not None:
-            deadlines.append(self._watchdog.next_look)
+            deadlines.append(self._watchdog.next_check_at)
         if self._successor is not None:
             deadlines.append(time.monotonic() + _SUCCESSOR_POLL_SECONDS)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
 
-    def _pass_on(self, number: signal.Signals) -> None:
+    def _pass_signal_on(self, number: signal.Signals) -> None:
         if number in _STOP_SIGNALS:
             if self._has_been_replaced():
                 return  # the workers drain already
             logger.info("supervisor: stopping the workers: %s", number.name)
-            self._stop(now=self._stop_signals > 0)
+            self._begin_stop(now=self._stop_signals > 0)
             self._stop_signals += 1
             self._signal_workers(number)
         elif number is signal.SIGHUP:
             # One worker reloads for all. The oldest is most likely to be listening.
-            living = [seat for seat in self._seats if seat.pid is not None]
+            living = [seat for seat in self._slots if seat.pid is not None]
             for seat in sorted(living, key=lambda seat: seat.started_at)[:1]:
-                self._signal(seat, number)
+                self._signal_worker(seat, number)
         elif number is signal.SIGUSR2 and self._successor is None and not self._is_stopping:
             self._successor = start_successor(self._shared)
 
-    def _look_for_successor(self) -> bool:
+    def _check_successor(self) -> bool:
         """Drain the workers if another process has taken over; return whether it has just done so."""
         if self._successor is None or (has_taken_over := self._successor.look()) is None:
             return False
         self._successor = None
         if not has_taken_over or self._is_stopping:
             return False
-        self._stop(now=False)
+        self._begin_stop(now=False)
         self._signal_workers(signal.SIGUSR2)
         return True
 
     def _has_been_replaced(self) -> bool:
         """Return whether another process has just taken over. A process that has not is stopped, too."""
-        if self._look_for_successor():
+        if self._check_successor():
             return True
         if self._successor is not None:
             self._successor.stop()
             self._successor = None
         return False
 
-    def _stop(self, *, now: bool) -> None:
+    def _begin_stop(self, *, now: bool) -> None:
         """Replace no more workers. They get this time to stop, after the signal that follows."""
         # Only workers accept. If this copy stayed open after theirs, clients would wait in its queue.
         self._shared.listeners.close()
         drain = self._shared.configuration.current().settings.drain
         seconds = drain.not_ready_seconds + drain.streams_seconds + _STOP_GRACE_SECONDS
         self._kill_at = time.monotonic() + (_STOP_NOW_GRACE_SECONDS if now else seconds)
-        for seat in self._seats:
-            seat.start_at = None
+        for seat in self._slots:
+            seat.next_start_at = None
 
     def _signal_workers(self, number: signal.Signals) -> None:
-        for seat in self._seats:
-            self._signal(seat, number)
+        for seat in self._slots:
+            self._signal_worker(seat, number)
 
-    def _signal(self, seat: _WorkerSlot, number: signal.Signals) -> None:
+    def _signal_worker(self, seat: _WorkerSlot, number: signal.Signals) -> None:
         if seat.pid is not None:  # until it is waited for, the pid cannot belong to another process
             os.kill(seat.pid, number)
 
-    def _kill_frozen(self) -> None:
-        if self._watchdog is None or time.monotonic() < self._watchdog.next_look:
+    def _kill_frozen_workers(self) -> None:
+        if self._watchdog is None or time.monotonic() < self._watchdog.next_check_at:
             return
         counts = self._shared.heartbeats.counts()
-        living = {seat.worker: counts[seat.worker] for seat in self._seats if seat.pid is not None}
-        for worker in self._watchdog.look(time.monotonic(), living):
-            seat = self._seats[worker]
+        living = {seat.worker_number: counts[seat.worker_number] for seat in self._slots if seat.pid is not None}
+        for worker in self._watchdog.find_frozen_workers(time.monotonic(), living):
+            seat = self._slots[worker]
             seat.is_frozen = True
             logger.warning(
                 "supervisor: killing a frozen worker, without progress for worker_timeout_seconds: worker %d (pid %d)",
                 worker,
                 seat.pid,
             )
-            self._signal(seat, signal.SIGKILL)
+            self._signal_worker(seat, signal.SIGKILL)
 
-    def _kill_overdue(self) -> None:
+    def _kill_overdue_workers(self) -> None:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             logger.error("supervisor: killing the workers that did not stop in time")
             self._signal_workers(signal.SIGKILL)
             self._kill_at = time.monotonic() + _STOP_GRACE_SECONDS
 
-    def _reap_dead(self) -> None:
-        while any(seat.pid for seat in self._seats):
+    def _reap_dead_workers(self) -> None:
+        while any(seat.pid for seat in self._slots):
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
             # As process 1 of a container, the supervisor also gets orphans of other processes, which have no slot.
-            for seat in self._seats:
+            for seat in self._slots:
                 if seat.pid == pid:
-                    self._reap(seat, pid, os.waitstatus_to_exitcode(status))
+                    self._record_worker_exit(seat, pid, os.waitstatus_to_exitcode(status))
 
-    def _reap(self, seat: _WorkerSlot, pid: int, exit_code: int) -> None:
+    def _record_worker_exit(self, seat: _WorkerSlot, pid: int, exit_code: int) -> None:
         from prometheus_client import multiprocess
 
         seat.pid = None
         reason = "frozen" if seat.is_frozen else "died"
         seat.is_frozen = False
-        self._shared.erase(seat.worker)
+        self._shared.erase(seat.worker_number)
         with suppress(FileNotFoundError):  # another process has deleted a file in the meantime
             multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
         if self._is_stopping:
             self._exit_code = max(self._exit_code, exit_code if exit_code >= 0 else 128 - exit_code)
             return
         now = time.monotonic()
-        seat.deaths = [death for death in seat.deaths if death > now - self._restarts.window_seconds] + [now]
-        if len(seat.deaths) >= self._restarts.max_deaths:
+        seat.death_times = [death for death in seat.death_times if death > now - self._restarts.window_seconds] + [now]
+        if len(seat.death_times) >= self._restarts.max_deaths:
             logger.error(
                 "supervisor: restart limit reached, shutting down: worker %d (pid %d) ended with code %d",
-                seat.worker,
+                seat.worker_number,
                 pid,
                 exit_code,
             )
             self._exit_code = 1
-            self._stop(now=False)
+            self._begin_stop(now=False)
             self._signal_workers(signal.SIGTERM)
             return
-        delay = self._restarts.delay_seconds(len(seat.deaths))
+        delay = self._restarts.restart_delay_seconds(len(seat.death_times))
         logger.error(
-            "supervisor: worker %d (pid %d) ended with code %d: restart in %.1f s", seat.worker, pid, exit_code, delay
+            "supervisor: worker %d (pid %d) ended with code %d: restart in %.1f s",
+            seat.worker_number,
+            pid,
+            exit_code,
+            delay,
         )
-        seat.start_at = now + delay
+        seat.next_start_at = now + delay
         self._shared.heartbeats.note_replacement(reason)
 
-    def _start_due(self) -> None:
+    def _start_due_workers(self) -> None:
         now = time.monotonic()
-        for seat in self._seats:
-            if seat.start_at is not None and seat.start_at <= now:
+        for seat in self._slots:
+            if seat.next_start_at is not None and seat.next_start_at <= now:
                 try:
                     pid = os.fork()
                 except OSError as error:  # out of memory or processes; the other workers continue
-                    logger.error("supervisor: cannot start worker %d: %s", seat.worker, error)
-                    seat.start_at = now + self._restarts.max_delay_seconds
+                    logger.error("supervisor: cannot start worker %d: %s", seat.worker_number, error)
+                    seat.next_start_at = now + self._restarts.max_delay_seconds
                     continue
-                seat.pid = pid or self._run_worker(seat.worker)
-                seat.start_at, seat.started_at = None, now
+                seat.pid = pid or self._run_worker(seat.worker_number)
+                seat.next_start_at, seat.started_at = None, now
 
     def _run_worker(self, worker: int) -> NoReturn:
         """Run the worker in the forked process, and leave without closing what belongs to the supervisor."""
@@ -354,8 +358,8 @@ class _WorkerSupervisor:
 
 @dataclass(slots=True)
 class _WatchedWorker:
-    count: int
-    since: float
+    loop_count: int
+    unchanged_since: float
 
 
 class Watchdog:
@@ -369,26 +373,26 @@ class Watchdog:
         self._timeout_seconds = timeout_seconds
         self._look_seconds = min(1.0, timeout_seconds / 4)
         self._watched: dict[int, _WatchedWorker] = {}
-        self.next_look = now + self._look_seconds
+        self.next_check_at = now + self._look_seconds
 
-    def look(self, now: float, counts: Mapping[int, int]) -> list[int]:
+    def find_frozen_workers(self, now: float, counts: Mapping[int, int]) -> list[int]:
         """Take the counts of the living workers, and return the frozen ones.
 
         A worker that stays frozen is returned again after the same time.
         """
-        late_seconds = now - self.next_look
+        late_seconds = now - self.next_check_at
         lost_seconds = late_seconds if late_seconds > self._look_seconds else 0.0
-        self.next_look = now + self._look_seconds
+        self.next_check_at = now + self._look_seconds
         frozen = []
         for worker in self._watched.keys() - counts.keys():
             del self._watched[worker]
         for worker, count in counts.items():
             watched = self._watched.get(worker)
-            if watched is None or watched.count != count:
+            if watched is None or watched.loop_count != count:
                 self._watched[worker] = _WatchedWorker(count, now)
                 continue
-            watched.since += lost_seconds
-            if now - watched.since > self._timeout_seconds:
+            watched.unchanged_since += lost_seconds
+            if now - watched.unchanged_since > self._timeout_seconds:
                 frozen.append(worker)
-                watched.since = now
+                watched.unchanged_since = now
         return frozen

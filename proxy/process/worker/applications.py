@@ -66,7 +66,7 @@ def http_listener(
             made.tls = make_server_context(tls_section, files)
 
     on_change(basis.settings)
-    basis.live.on_change(on_change)
+    basis.live.call_on_change(on_change)
     if tls_section is not None:
         basis.watch_expiry(tls_section, f"{tls_section}.tls_certificate")
     return made

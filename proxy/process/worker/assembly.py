@@ -108,7 +108,7 @@ class Worker:
     def look(self) -> None:
         """Apply the decisions of other processes. Must be called regularly."""
         self.watcher.look()
-        self.releaser.look()
+        self.releaser.check_doubtful_kv()
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
         self.service.admission.is_short_of_memory = self.monitor.refuses
         self.evacuation.look()
@@ -128,7 +128,7 @@ async def build(
     `settle_seconds`: time before KV that no decoder fetches is released; see `connectors/releaser.py`.
     """
     live = LiveConfiguration(shared.configuration.current())
-    live.on_change(lambda settings: logs.set_level(settings.log.level))
+    live.call_on_change(lambda settings: logs.set_level(settings.log.level))
     metrics = Metrics()
     metrics.watch_workers(shared.heartbeats.replacements)
     traces: Traces | None = None if live.settings.tracing.endpoint is None else {}

@@ -70,7 +70,7 @@ def build_balancing(basis: Basis) -> Balancing:
     row = shared.scoreboard.row(basis.index)
     health = Health(lambda: live.settings.health, board=shared.health_board)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
-    live.on_change(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
+    live.call_on_change(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
     compatibility = CompatibilityMonitor(
         shared.incompatibilities, row, keys, log_incompatibility, _missing_reports(shared.log_once)
     )
@@ -97,7 +97,7 @@ def build_balancing(basis: Basis) -> Balancing:
         count_ends=_InstanceRequests(basis.metrics).of,
     )
     everybody, on_change = builder.pools()
-    live.on_change(on_change)
+    live.call_on_change(on_change)
     return Balancing(
         health=health,
         keys=keys,

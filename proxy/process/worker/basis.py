@@ -27,7 +27,7 @@ class LiveConfiguration(LiveSettings):
     def apply(self, current: ConfigSnapshot) -> None:
         """Replace the configuration of the worker."""
         self.current = current
-        self.replace(current.settings)
+        self.replace_settings(current.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,4 +67,4 @@ class Basis:
                 series.set(math.nan if expiry is None else expiry)
 
         show(self.settings)
-        self.live.on_change(show)
+        self.live.call_on_change(show)

@@ -75,7 +75,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: EngineParts, drai
     # Lanes of single models have queues that belong to each worker.
     queue_front = basis.shared.queue_heads.of_worker(basis.index)
     service = _service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
-    basis.live.on_change(service.on_change)
+    basis.live.call_on_change(service.on_change)
     lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
     dialects = [dialect for dialect in DIALECTS if service.can_serve(dialect)]
     observers = _observers(basis, dialects)
@@ -178,7 +178,7 @@ def _lanes(basis: Basis, balancing: Balancing, engines: EngineParts, whole: Lane
         return Lane(pools, made, connector, suspects, on_change)
 
     lanes = Lanes(balancing.models, whole, make, basis.settings, engines.prober.refresh_models)
-    basis.live.on_change(lanes.configure)
+    basis.live.call_on_change(lanes.configure)
     balancing.pool_of.find = lambda backend: lanes.of_backend(backend).pools.of(backend.role)
     keys = basis.metrics.prefix_index_keys
     basis.metrics.settle_first(
@@ -231,7 +231,7 @@ def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
         front.first_protocol = partial(FastConnection, intake, front) if settings.listen.fast_path else None
 
     on_change(basis.settings)
-    basis.live.on_change(on_change)
+    basis.live.call_on_change(on_change)
 
 
 def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
@@ -245,7 +245,7 @@ def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
             lane.service.admission.priorities = priorities
 
     on_change(basis.settings)
-    basis.live.on_change(on_change)
+    basis.live.call_on_change(on_change)
     return api_keys
 
 

@@ -100,10 +100,10 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             )
             watcher = Watcher(watcher_parts, basis.settings)
             await stack.enter_async_context(watcher)
-            basis.live.on_change(watcher.configure)
+            basis.live.call_on_change(watcher.configure)
             canaries = CanaryWatch(connector, link.context, balancing.health)
             await stack.enter_async_context(canaries)
-            basis.live.on_change(canaries.configure)
+            basis.live.call_on_change(canaries.configure)
         basis.metrics.watch_instances(
             tuple(everybody.values()),
             basis.shared.scoreboard,
@@ -154,8 +154,10 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
         ) as upstream,
     ):
         basis.watch_expiry("engines", "engines.client_certificate")
-        live.on_change(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
-        live.on_change(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
+        live.call_on_change(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
+        live.call_on_change(
+            lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds)
+        )
         yield Lines(names=names, client=client, fresh_client=fresh_client, upstream=upstream)
 
 

@@ -335,7 +335,7 @@ class Judgement:
             answers=sum(count for _, count, _ in begun),
             has_begun=any(has_begun for has_begun, _, _ in begun),
             quiet_seconds=sorted((seconds for *_, longest in begun for seconds in longest), reverse=True),
-            work_seconds=shared.scoreboard.load(backend.slot).compute * SECONDS_PER_LOAD,
+            work_seconds=shared.scoreboard.load(backend.slot).compute_tokens * SECONDS_PER_LOAD,
         )
 
 

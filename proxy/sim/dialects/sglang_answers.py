@@ -44,17 +44,17 @@ class SglangChat(ChatAnswer):
 
     def __init__(self, ask: GenerationRequest, options: Options, answer_id: str) -> None:
         super().__init__(ask, options, answer_id)
-        self._begun: set[int] = set()
+        self._begun_choices: set[int] = set()
         self._ends: list[dict[str, Any]] = []
 
     def events(self, delta: Delta) -> list[bytes]:
         if _is_empty_delta(delta):
             return []
         self.sent_tokens[delta.index] += len(delta.token_ids)
-        is_first = delta.index not in self._begun
+        is_first = delta.index not in self._begun_choices
         parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}] if is_first else []
-        self._begun.add(delta.index)
-        parts += _message_parts(self._message(delta) or {})
+        self._begun_choices.add(delta.index)
+        parts += _message_parts(self._parse_message(delta) or {})
         if self.ask.return_token_ids and not parts and delta.token_ids:
             parts.append({})  # what a parser keeps to itself has its ids told all the same
         chunks = [
@@ -69,23 +69,23 @@ class SglangChat(ChatAnswer):
             if is_first:
                 chunks[0]["prompt_token_ids"] = self.ask.prompts[0]
         if delta.finish_reason is not None:
-            self._ends.append(self._end(delta))
-        return [self._event(chunk) for chunk in chunks]
+            self._ends.append(self._final_choice(delta))
+        return [self._chunk_event(chunk) for chunk in chunks]
 
-    def _end(self, delta: Delta) -> dict[str, Any]:
+    def _final_choice(self, delta: Delta) -> dict[str, Any]:
         called = bool(self._parsers) and self._parsers[delta.index].called_tools
         reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
         choice = {"index": delta.index, "delta": {"reasoning_content": None}, "logprobs": None}
         return choice | {"finish_reason": reason, "matched_stop": _find_stop_cause(delta)}
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice]}
+    def _chunk_event(self, choice: dict[str, Any]) -> bytes:
+        chunk: dict[str, Any] = self.chunk_head(self.chunk_kind) | {"choices": [choice]}
         if self.ask.continuous_usage:
             chunk["usage"] = _sglang_usage(len(self.ask.prompts[0]), self.sent_tokens[choice["index"]])
         return make_event(chunk)
 
     def closing(self, cached_tokens: int) -> list[bytes]:
-        ends = [self._event(choice) for choice in self._ends]
+        ends = [self._chunk_event(choice) for choice in self._ends]
         return [*ends, *_final_events(self, self.chunk_kind)]
 
     def whole(
@@ -118,16 +118,16 @@ class SglangCompletion(CompletionAnswer):
     def events(self, delta: Delta) -> list[bytes]:
         if _is_empty_delta(delta):
             return []
-        choice = self._of_sglang(delta)
+        choice = self._sglang_choice(delta)
         self.sent_tokens[delta.index] += len(delta.token_ids)
-        chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice], "usage": None}
+        chunk: dict[str, Any] = self.chunk_head(self.chunk_kind) | {"choices": [choice], "usage": None}
         if self.ask.continuous_usage:
             prompt = self.ask.prompts[delta.index // self.ask.samples]
             chunk["usage"] = _sglang_usage(len(prompt), self.sent_tokens[delta.index])
         return [make_event(chunk)]
 
-    def _of_sglang(self, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(delta)
+    def _sglang_choice(self, delta: Delta) -> dict[str, Any]:
+        choice = self._chunk_choice(delta)
         shown = {name: choice[name] for name in ("index", "text", "logprobs", "finish_reason")}
         if shown["logprobs"] is not None:
             shown["logprobs"]["text_offset"] = [-1] * len(shown["logprobs"]["tokens"])
@@ -144,7 +144,7 @@ class SglangCompletion(CompletionAnswer):
         cached_tokens: int,
         kv_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        return _complete_answer(self, [self._of_sglang(delta) for delta in texts], sequences)
+        return _complete_answer(self, [self._sglang_choice(delta) for delta in texts], sequences)
 
 
 class GenerateAnswer(Answer):
@@ -162,7 +162,7 @@ class GenerateAnswer(Answer):
         if _is_empty_delta(delta):
             return []
         self.sent_tokens[delta.index] += len(delta.token_ids)
-        said = self._so_far(delta)
+        said = self._answer_so_far(delta)
         return [make_event(said | {"index": delta.index} if self.ask.is_batch else said)]
 
     def closing(self, cached_tokens: int) -> list[bytes]:
@@ -175,10 +175,10 @@ class GenerateAnswer(Answer):
         cached_tokens: int,
         kv_params: dict[str, Any] | None,
     ) -> Any:
-        answers = [self._so_far(delta) for delta in texts]
+        answers = [self._answer_so_far(delta) for delta in texts]
         return answers if self.ask.is_batch else answers[0]
 
-    def _so_far(self, delta: Delta) -> dict[str, Any]:
+    def _answer_so_far(self, delta: Delta) -> dict[str, Any]:
         index = delta.index
         if not self.ask.echo_only:
             self._texts[index] += delta.text
@@ -234,7 +234,7 @@ def _final_events(answer: Answer, kind: str) -> list[bytes]:
     if not answer.ask.include_usage:
         return [DONE]
     counts = _sglang_usage(answer.prompt_tokens, sum(answer.sent_tokens))
-    return [make_event(answer.head(kind) | {"choices": [], "usage": counts}), DONE]
+    return [make_event(answer.chunk_head(kind) | {"choices": [], "usage": counts}), DONE]
 
 
 def _complete_answer(
@@ -242,4 +242,4 @@ def _complete_answer(
 ) -> dict[str, Any]:
     tokens = sum(len(sequence.output) for sequence in sequences)
     counts = _sglang_usage(answer.prompt_tokens, tokens)
-    return answer.head(answer.kind) | {"choices": choices, "usage": counts, "metadata": _WEIGHTS_METADATA}
+    return answer.chunk_head(answer.kind) | {"choices": choices, "usage": counts, "metadata": _WEIGHTS_METADATA}

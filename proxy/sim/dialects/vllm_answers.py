@@ -70,7 +70,7 @@ class Answer:
         self.sent_tokens = [0] * (len(ask.prompts) * ask.samples)
         self.prompt_tokens = sum(map(len, ask.prompts))
 
-    def head(self, kind: str) -> dict[str, Any]:
+    def chunk_head(self, kind: str) -> dict[str, Any]:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.ask.model}
 
     @property
@@ -109,30 +109,30 @@ class Answer:
         """Return the events after the last choice: the usage if requested, then the end mark."""
         if not self.ask.include_usage:
             return [DONE]
-        counts = make_usage(self.prompt_tokens, sum(self.sent_tokens), self._details(cached_tokens))
+        counts = make_usage(self.prompt_tokens, sum(self.sent_tokens), self._reported_cached_tokens(cached_tokens))
         counts |= {name: details for name, details in self.completion_details().items() if details is not None}
-        chunk = self.head(self.chunk_kind) | {"choices": [], "usage": counts}
+        chunk = self.chunk_head(self.chunk_kind) | {"choices": [], "usage": counts}
         if name := make_fingerprint(self.options):
             chunk["system_fingerprint"] = name
         return [make_event(chunk), DONE]
 
-    def _details(self, cached_tokens: int) -> int | None:
+    def _reported_cached_tokens(self, cached_tokens: int) -> int | None:
         return cached_tokens if self.options.prompt_tokens_details else None
 
     def _whole_usage(self, sequences: Sequence[TokenSequence], cached_tokens: int) -> dict[str, Any]:
         tokens = sum(len(sequence.output) for sequence in sequences)
-        counts = make_usage(self.prompt_tokens, tokens, self._details(cached_tokens))
+        counts = make_usage(self.prompt_tokens, tokens, self._reported_cached_tokens(cached_tokens))
         counts.setdefault("prompt_tokens_details", None)
         return counts | self.completion_details()
 
-    def _is_swallowed(self, delta: Delta) -> bool:
+    def _is_swallowed_delta(self, delta: Delta) -> bool:
         """Return whether a chunk is not sent, because it has no text or tokens and precedes the first token."""
         if delta.text or delta.token_ids or self.sent_tokens[delta.index]:
             return False
         return delta.finish_reason is None or self.options.profile.swallows_empty_finish
 
     def _chunk(self, choice: dict[str, Any], index: int) -> bytes:
-        chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice]}
+        chunk: dict[str, Any] = self.chunk_head(self.chunk_kind) | {"choices": [choice]}
         if self.ask.continuous_usage:
             prompt = self.ask.prompts[index // self.ask.samples]
             chunk["usage"] = make_usage(len(prompt), self.sent_tokens[index]) | self.completion_details(index)
@@ -156,7 +156,7 @@ class TokenSpeller:
     def __init__(self) -> None:
         self._detokenizer = Detokenizer(keep_markers=True)
 
-    def spell(self, token_ids: Sequence[int]) -> list[str]:
+    def spell_tokens(self, token_ids: Sequence[int]) -> list[str]:
         return [self._detokenizer.feed(token) for token in token_ids]
 
 
@@ -164,7 +164,7 @@ def make_chat_logprobs(token_ids: Sequence[int], top: int, speller: TokenSpeller
     return {
         "content": [
             _logprob_entry(token, text, 0) | {"top_logprobs": _alternative_tokens(token, text, top)}
-            for token, text in zip(token_ids, speller.spell(token_ids), strict=True)
+            for token, text in zip(token_ids, speller.spell_tokens(token_ids), strict=True)
         ]
     }
 
@@ -176,7 +176,7 @@ def make_completion_logprobs(
 
     `unknown`: number of tokens at the beginning without a value, such as the first token of a prompt.
     """
-    tokens = speller.spell(token_ids)
+    tokens = speller.spell_tokens(token_ids)
     offsets: list[int] = []
     for token in tokens:
         offsets.append(text_offset)
@@ -243,12 +243,12 @@ class ChatAnswer(Answer):
             for _ in range(ask.samples if ask.is_parsed else 0)
         ]
         self._spellers = [TokenSpeller() for _ in range(ask.samples if ask.logprobs is not None else 0)]
-        self._thinks = [start is Phase.REASONING and ask.is_thinking] * ask.samples
+        self._is_thinking = [start is Phase.REASONING and ask.is_thinking] * ask.samples
         self._reasoning_tokens = [0] * ask.samples
         # Without a parser there is no reasoning to hide; the older parsers show it in streams all the same.
         has_parser = bool(options.reasoning_parser or options.tool_call_parser)
         self._hides_reasoning = is_engine and has_parser and not ask.include_reasoning
-        head = orjson.dumps(self.head(self.chunk_kind))[:-1]
+        head = orjson.dumps(self.chunk_head(self.chunk_kind))[:-1]
         self._plain_start = b"data: " + head + b',"choices":[{"index":0,"delta":{"content":'
         no_params = b',"kv_transfer_params":null' if options.profile.streams_kv_params else b""
         self._plain_end = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]%b}\n\n' % no_params
@@ -257,25 +257,25 @@ class ChatAnswer(Answer):
     def events(self, delta: Delta) -> list[bytes]:
         events = [] if self._started else self._role_chunks()
         self._started = True
-        if self._is_swallowed(delta) or delta.finish_reason == "error" or delta.fault:
+        if self._is_swallowed_delta(delta) or delta.finish_reason == "error" or delta.fault:
             return events
         self.sent_tokens[delta.index] += len(delta.token_ids)
         self._count_reasoning(delta)
         if self._is_plain and delta.finish_reason is None and delta.index == 0:
             return [*events, self._plain_start + orjson.dumps(delta.text) + self._plain_end]
-        message = self._message(delta)
+        message = self._parse_message(delta)
         if message is None:
             if delta.finish_reason is None and not (self._shows_token_ids() or self._shows_logprobs()):
                 return events
             message = {}
-        return [*events, self._chunk(self._choice(delta, message), delta.index)]
+        return [*events, self._chunk(self._chunk_choice(delta, message), delta.index)]
 
     def _role_chunks(self) -> list[bytes]:
         chunks = []
         for index in range(self.ask.samples):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            chunk = self.head(self.chunk_kind) | {"choices": [choice]}
+            chunk = self.chunk_head(self.chunk_kind) | {"choices": [choice]}
             if self.ask.continuous_usage:
                 chunk["usage"] = make_usage(self.prompt_tokens, 0) | self.completion_details(index)
             chunk["prompt_token_ids"] = self.ask.prompts[0] if self.ask.return_token_ids else None
@@ -284,10 +284,10 @@ class ChatAnswer(Answer):
             chunks.append(make_event(chunk))
         return chunks
 
-    def _message(self, delta: Delta) -> dict[str, Any] | None:
+    def _parse_message(self, delta: Delta) -> dict[str, Any] | None:
         if not self._parsers:
             return {"content": delta.text}
-        message = self._parsers[delta.index].feed(delta.text, finished=delta.finish_reason is not None)
+        message = self._parsers[delta.index].parse_text(delta.text, finished=delta.finish_reason is not None)
         if message and self._hides_reasoning:
             message.pop("reasoning", None)
         if message and self.ask.one_call and "tool_calls" in message:
@@ -307,11 +307,11 @@ class ChatAnswer(Answer):
         return make_chat_logprobs(delta.token_ids, self.ask.logprobs, self._spellers[delta.index])
 
     def _count_reasoning(self, delta: Delta) -> None:
-        if not self._thinks[delta.index]:
+        if not self._is_thinking[delta.index]:
             return
         for token in delta.token_ids:
             if token in (THINK_END, SECTION_BEGIN):
-                self._thinks[delta.index] = False
+                self._is_thinking[delta.index] = False
                 return
             self._reasoning_tokens[delta.index] += token not in MARKERS
 
@@ -323,7 +323,7 @@ class ChatAnswer(Answer):
         tokens = sum(self._reasoning_tokens) if index is None else self._reasoning_tokens[index]
         return {"completion_tokens_details": {"reasoning_tokens": tokens}}
 
-    def _choice(self, delta: Delta, message: dict[str, Any]) -> dict[str, Any]:
+    def _chunk_choice(self, delta: Delta, message: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": delta.index, "delta": message}
         choice |= {"logprobs": self._logprobs(delta), "finish_reason": None}
         if delta.finish_reason is not None:
@@ -343,7 +343,7 @@ class ChatAnswer(Answer):
         kv_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
         choices = [self._whole_choice(delta) for delta in texts]
-        return self.head(self.kind) | {
+        return self.chunk_head(self.kind) | {
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": make_fingerprint(self.options),
@@ -369,7 +369,7 @@ class ChatAnswer(Answer):
     def _whole_choice(self, delta: Delta) -> dict[str, Any]:
         fields: dict[str, Any] = {"content": delta.text, "reasoning": None}
         calls_tools = False
-        self._thinks[delta.index] = self.ask.is_thinking
+        self._is_thinking[delta.index] = self.ask.is_thinking
         self._count_reasoning(delta)
         if self._parsers:
             fields, calls_tools = parse_complete_text(
@@ -406,13 +406,13 @@ class CompletionAnswer(Answer):
         self._spellers = [TokenSpeller() for _ in self.sent_tokens] if ask.logprobs is not None else []
 
     def events(self, delta: Delta) -> list[bytes]:
-        if self._is_swallowed(delta) or delta.finish_reason == "error" or delta.fault:
+        if self._is_swallowed_delta(delta) or delta.finish_reason == "error" or delta.fault:
             return []
-        choice = self._choice(delta)
+        choice = self._chunk_choice(delta)
         self.sent_tokens[delta.index] += len(delta.token_ids)
         return [self._chunk(choice, delta.index)]
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
         is_first = not self._has_begun[delta.index]
         self._has_begun[delta.index] = True
         prompt = self.ask.prompts[delta.index // self.ask.samples]
@@ -452,14 +452,14 @@ class CompletionAnswer(Answer):
     ) -> dict[str, Any]:
         choices = []
         for delta in texts:
-            choice = self._choice(delta)
+            choice = self._chunk_choice(delta)
             token_ids, prompt_ids = choice.pop("token_ids"), choice.pop("prompt_token_ids")
             told = self.prompt_logprobs(self.ask.prompts[delta.index // self.ask.samples])
             choice |= {"token_ids": token_ids, "prompt_logprobs": told, "prompt_token_ids": prompt_ids}
             if self.options.profile.has_routed_experts:
                 choice["routed_experts"] = None
             choices.append(choice)
-        return self.head(self.kind) | {
+        return self.chunk_head(self.kind) | {
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": make_fingerprint(self.options),

@@ -48,13 +48,13 @@ class ControlRoutes:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/health", self._health),
-            web.get("/ping", self._health),
-            web.post("/ping", self._health),
-            web.get("/v1/models", self._models),
+            web.get("/health", self._answer_health),
+            web.get("/ping", self._answer_health),
+            web.post("/ping", self._answer_health),
+            web.get("/v1/models", self._answer_models),
             web.post("/v1/load_lora_adapter", self._load_adapter),
-            web.post("/tokenize", self._tokenize),
-            web.post("/detokenize", self._detokenize),
+            web.post("/tokenize", self._answer_tokenize),
+            web.post("/detokenize", self._answer_detokenize),
             web.post("/_mock/faults", self._add_faults),
             web.delete("/_mock/faults", self._clear_faults),
             web.get("/_mock/faults", self._show_faults),
@@ -64,13 +64,13 @@ class ControlRoutes:
     def routes_of_vllm(self) -> list[web.RouteDef]:
         """Return the routes that only vLLM has."""
         return [
-            web.get("/metrics", self._metrics),
-            web.get("/load", self._load),
-            web.get("/version", self._version),
-            web.post("/is_scaling_elastic_ep", self._is_scaling),
-            *([web.get("/server_info", self._server_info)] if self._core.options.dev_mode else []),
-            web.post("/v1/chat/completions/render", self._render),
-            web.post("/v1/completions/render", self._render),
+            web.get("/metrics", self._answer_metrics),
+            web.get("/load", self._answer_load),
+            web.get("/version", self._answer_version),
+            web.post("/is_scaling_elastic_ep", self._answer_is_scaling),
+            *([web.get("/server_info", self._answer_server_info)] if self._core.options.dev_mode else []),
+            web.post("/v1/chat/completions/render", self._answer_render),
+            web.post("/v1/completions/render", self._answer_render),
             web.post("/reset_prefix_cache", self._reset_prefix_cache),
             *(
                 [web.get("/kv_event_sources", self._kv_event_sources)]
@@ -80,13 +80,13 @@ class ControlRoutes:
         ]
 
     @web.middleware
-    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def guard_request(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Check the API key, and apply the faults of routes that do not generate."""
         key = self._core.options.api_key
         path = request.path
         if key is not None and path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {key}":
             return json_response({"error": "Unauthorized"}, 401)
-        if (refused := self._out_of_service(path)) is not None:
+        if (refused := self._make_unavailable_response(path)) is not None:
             return refused
         if path.startswith("/_mock") or path in self._generation_paths:
             return await handler(request)  # type: ignore[no-any-return]
@@ -105,7 +105,7 @@ class ControlRoutes:
             return json_response(said if rule.body is None else rule.body, rule.status, rule.headers)
         return await handler(request)  # type: ignore[no-any-return]
 
-    def _out_of_service(self, path: str) -> web.Response | None:
+    def _make_unavailable_response(self, path: str) -> web.Response | None:
         """Return the answer of an elastic expert-parallel rank that is retired or is being scaled; None if it serves.
 
         See vLLM 0.33, `serve/elastic_ep/middleware.py`.
@@ -119,18 +119,18 @@ class ControlRoutes:
             return json_response({"error": "The model is currently scaling. Please try again later."}, 503)
         return None
 
-    async def _is_scaling(self, request: web.Request) -> web.Response:
+    async def _answer_is_scaling(self, request: web.Request) -> web.Response:
         return json_response({"is_scaling_elastic_ep": self._core.faults.has("scaling")})
 
-    async def date(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def add_date_header(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add a Date header with the time of this engine's clock."""
         if offset_seconds := self._core.options.clock_offset_seconds:
             response.headers["Date"] = formatdate(time.time() + offset_seconds, usegmt=True)
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _answer_health(self, request: web.Request) -> web.Response:
         return web.Response()
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _answer_metrics(self, request: web.Request) -> web.Response:
         core = self._core
         options = core.options
         waiting = core.scheduler.waiting
@@ -164,13 +164,13 @@ class ControlRoutes:
         text = core.metrics.render(gauges, counters)
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
-    async def _load(self, request: web.Request) -> web.Response:
+    async def _answer_load(self, request: web.Request) -> web.Response:
         return json_response({"server_load": self._core.state.live})
 
-    async def _version(self, request: web.Request) -> web.Response:
+    async def _answer_version(self, request: web.Request) -> web.Response:
         return json_response({"version": self._core.options.profile.version})
 
-    async def _server_info(self, request: web.Request) -> web.Response:
+    async def _answer_server_info(self, request: web.Request) -> web.Response:
         """Return the part of vLLM's configuration that concerns KV transfer.
 
         See entrypoints/serve/instrumentator/server_info.py.
@@ -200,7 +200,7 @@ class ControlRoutes:
             config["ec_transfer_config"] = media
         return json_response({"vllm_config": config})
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _answer_models(self, request: web.Request) -> web.Response:
         options = self._core.options
         card = {
             "id": options.model,
@@ -225,7 +225,7 @@ class ControlRoutes:
         self._core.options.adapters.append(body["lora_name"])
         return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
 
-    async def _tokenize(self, request: web.Request) -> web.Response:
+    async def _answer_tokenize(self, request: web.Request) -> web.Response:
         body, _ = await read_json(request)
         profile = self._core.options.profile
         if not isinstance(body, dict) or not ("prompt" in body or (profile.tokenizes_chats and "messages" in body)):
@@ -238,7 +238,7 @@ class ControlRoutes:
             {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": None}
         )
 
-    async def _detokenize(self, request: web.Request) -> web.Response:
+    async def _answer_detokenize(self, request: web.Request) -> web.Response:
         body, _ = await read_json(request)
         if not isinstance(body, dict) or not isinstance(body.get("tokens"), list):
             return refuse_request(
@@ -249,7 +249,7 @@ class ControlRoutes:
             return json_response({"text": decode_tokens(body["tokens"], keep_markers=keeps)})
         return json_response({"prompt": decode_tokens(body["tokens"], keep_markers=True)})
 
-    async def _render(self, request: web.Request) -> web.Response:
+    async def _answer_render(self, request: web.Request) -> web.Response:
         """Return the request in the engine's form: one object for a chat, a list for completions."""
         body, _ = await read_json(request)
         is_chat = request.path == "/v1/chat/completions/render"
@@ -264,7 +264,7 @@ class ControlRoutes:
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         self._core.cache.clear()
         self._core.state.prefix_cache_resets += 1
-        self._core.state.changed()
+        self._core.state.notify_waiters()
         return json_response({"success": True}) if self._core.options.profile.has_json_reset else web.Response()
 
     async def _kv_event_sources(self, request: web.Request) -> web.Response:

@@ -129,7 +129,9 @@ class EngineMetrics:
         self.prompt_tokens_by_source["local_cache_hit"] += cached
         self.prompt_tokens_by_source["external_kv_transfer"] += transferred
 
-    def finished(self, reason: str, queued_at: float, first_token_at: float, ended_at: float, tokens: int) -> None:
+    def count_finished_request(
+        self, reason: str, queued_at: float, first_token_at: float, ended_at: float, tokens: int
+    ) -> None:
         self.requests_by_reason[reason] += 1
         self.time_to_first_token.observe(first_token_at - queued_at)
         self.request_seconds.observe(ended_at - queued_at)

@@ -105,8 +105,8 @@ class Faults:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._rules: list[Rule] = []
-        self._matched: list[int] = []
-        self._fired: list[int] = []
+        self._match_counts: list[int] = []
+        self._fired_counts: list[int] = []
 
     def add(self, action: str, **fields: Any) -> Rule:
         if action not in FAULT_ACTIONS:
@@ -116,14 +116,14 @@ class Faults:
         except TypeError as error:
             raise UnknownFaultAction(str(error)) from None
         self._rules.append(rule)
-        self._matched.append(0)
-        self._fired.append(0)
+        self._match_counts.append(0)
+        self._fired_counts.append(0)
         return rule
 
     def clear(self) -> None:
         self._rules.clear()
-        self._matched.clear()
-        self._fired.clear()
+        self._match_counts.clear()
+        self._fired_counts.clear()
 
     def has(self, action: str) -> bool:
         """Return whether there is a rule with this action.
@@ -138,26 +138,26 @@ class Faults:
             return _NO_FAULTS
         rules: dict[str, Rule] = {}
         for index, rule in enumerate(self._rules):
-            if rule.action not in rules and self._fires(index, rule, path, request_id, user):
+            if rule.action not in rules and self._rule_fires(index, rule, path, request_id, user):
                 rules[rule.action] = rule
         return Plan(rules)
 
     def describe(self) -> list[dict[str, Any]]:
         return [
             {"action": rule.action, "path": rule.path, "matched": matched, "fired": fired, "times": rule.times}
-            for rule, matched, fired in zip(self._rules, self._matched, self._fired, strict=True)
+            for rule, matched, fired in zip(self._rules, self._match_counts, self._fired_counts, strict=True)
         ]
 
-    def _fires(self, index: int, rule: Rule, path: str, request_id: str, user: object) -> bool:
+    def _rule_fires(self, index: int, rule: Rule, path: str, request_id: str, user: object) -> bool:
         if rule.path not in path or rule.request_id not in request_id or (rule.user and rule.user != user):
             return False
-        self._matched[index] += 1
-        count = self._matched[index] - rule.skip
-        if count <= 0 or count % rule.every or (rule.times is not None and self._fired[index] >= rule.times):
+        self._match_counts[index] += 1
+        count = self._match_counts[index] - rule.skip
+        if count <= 0 or count % rule.every or (rule.times is not None and self._fired_counts[index] >= rule.times):
             return False
         if rule.probability < 1.0 and self._random.random() >= rule.probability:
             return False
-        self._fired[index] += 1
+        self._fired_counts[index] += 1
         return True
 
 

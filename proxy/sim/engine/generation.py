@@ -74,7 +74,7 @@ class GenerationRun:
         # The answer of a prefiller that answers only when the decoder has the KV.
         self._withheld: list[Delta] | None = [] if self._leg is Leg.PREFILL and core.protocol.meets else None
         self.sequences = [
-            self._sequence(prompt_index * ask.samples + sample, prompt)
+            self._make_sequence(prompt_index * ask.samples + sample, prompt)
             for prompt_index, prompt in enumerate(ask.prompts)
             for sample in range(ask.samples)
         ]
@@ -97,14 +97,14 @@ class GenerationRun:
         try:
             error = await (self._run_with_partner() if self._has_partner else self._run_alone())
             if error is None:
-                await self._leave_kv()
+                await self._keep_kv()
         except asyncio.CancelledError:
-            await self._abort()
+            await self._abort_sequences()
             raise
         finally:
-            self._leave()
+            self._leave_partner()
         if error is not None:
-            self._drop_all()
+            self._drop_sequences()
             raise error
 
     @property
@@ -118,7 +118,7 @@ class GenerationRun:
 
     async def _run_alone(self) -> EngineError | None:
         for sequence in self.sequences:
-            self._prefill(sequence)
+            self._run_prefill(sequence)
         for sequence in self.sequences:
             self._core.scheduler.submit(sequence)
         return await self._done
@@ -128,7 +128,7 @@ class GenerationRun:
         async with asyncio.TaskGroup() as arrivals:
             for sequence in self.sequences:
                 if first_only and sequence.index:
-                    self._prefill(sequence)
+                    self._run_prefill(sequence)
                 else:
                     sequence.on_admitted = partial(self._on_admitted, sequence, arrivals)
             for sequence in self.sequences:
@@ -138,12 +138,14 @@ class GenerationRun:
             finally:
                 # The request is over for all code that still waits, or would admit it later.
                 if self._live:
-                    self._drop_all()
+                    self._drop_sequences()
                 for task in self._arriving:
                     task.cancel()
 
     def _on_admitted(self, sequence: TokenSequence, arrivals: asyncio.TaskGroup) -> None:
-        arrive = self._fetch if self._leg is Leg.DECODE else self._read_back if self._reads_back else self._meet
+        arrive = (
+            self._fetch_kv if self._leg is Leg.DECODE else self._read_back if self._reads_back else self._meet_partner
+        )
         self._arriving.append(arrivals.create_task(arrive(sequence)))
 
     def abort(self) -> None:
@@ -156,27 +158,27 @@ class GenerationRun:
     def fail(self) -> None:
         """End with an internal error, as the engine does when its core process has died."""
         message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-        self._end(EngineError(500, message, "InternalServerError"))
+        self._end_sequences(EngineError(500, message, "InternalServerError"))
 
-    async def _meet(self, sequence: TokenSequence) -> None:
+    async def _meet_partner(self, sequence: TokenSequence) -> None:
         try:
-            await self._core.protocol.meet(self._child(sequence))
+            await self._core.protocol.meet(self._make_child(sequence))
         except EngineError as error:
-            self._end(error)
+            self._end_sequences(error)
             return
-        self._prefill(sequence)
+        self._run_prefill(sequence)
         self._core.scheduler.begin(sequence)
 
     async def _read_back(self, sequence: TokenSequence) -> None:
         """Fetch the KV of an earlier answer, and compute the rest of the prompt."""
         core = self._core
-        loaded = await core.protocol.read_back(self._child(sequence))
+        loaded = await core.protocol.read_back(self._make_child(sequence))
         if loaded is KvLoadResult.FAILED and core.options.kv_load_failure_policy == "fail":
             sequence.fail()
             core.scheduler.drop(sequence)
             return
         if loaded is KvLoadResult.FAILED:
-            self._prefill(sequence)
+            self._run_prefill(sequence)
         else:
             self._is_foreign = loaded is KvLoadResult.FOREIGN
             cached = core.cache_prompt(sequence.prompt, self._ask.cache_salt)
@@ -188,7 +190,7 @@ class GenerationRun:
             core.state.prompt_tokens += len(sequence.prompt)
         core.scheduler.begin(sequence)
 
-    def _sequence(self, index: int, prompt: list[int]) -> TokenSequence:
+    def _make_sequence(self, index: int, prompt: list[int]) -> TokenSequence:
         options = self._core.options
         ask = self._ask
         limit = options.default_max_tokens if ask.max_tokens is None else ask.max_tokens
@@ -208,17 +210,17 @@ class GenerationRun:
             max_tokens=min(limit, options.max_model_len - len(prompt)),
             stream_interval=options.stream_interval,
             ends_at_once=options.first_token_eos,
-            strike=self._strike() if index == 0 else None,
+            strike=self._choose_strike() if index == 0 else None,
         )
 
-    def _strike(self) -> StreamStrike | None:
+    def _choose_strike(self) -> StreamStrike | None:
         for kind in _STRIKE_ACTIONS:
             rule = self._plan.get(kind)
             if rule is not None and (kind != "kill" or rule.tokens):
                 return StreamStrike(kind, rule.tokens, rule.merged)
         return None
 
-    def _prefill(self, sequence: TokenSequence) -> None:
+    def _run_prefill(self, sequence: TokenSequence) -> None:
         """Count the computed tokens of a prompt: all tokens that are not in the prefix cache."""
         sequence.cached_tokens = self._core.cache_prompt(sequence.prompt, self._ask.cache_salt)
         sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
@@ -226,14 +228,14 @@ class GenerationRun:
         self._core.state.prompt_tokens += len(sequence.prompt)
         self._core.state.local_prefills += self._leg is not Leg.PREFILL
 
-    async def _fetch(self, sequence: TokenSequence) -> None:
+    async def _fetch_kv(self, sequence: TokenSequence) -> None:
         self._fetching = True
         if rule := self._plan.get("slow_load"):
             await asyncio.sleep(rule.seconds)
         try:
-            loaded = await self._core.protocol.load(self._child(sequence))
+            loaded = await self._core.protocol.load(self._make_child(sequence))
         except EngineError as error:
-            self._end(error)
+            self._end_sequences(error)
             return
         if "load_failure" in self._plan:
             loaded = KvLoadResult.FAILED
@@ -244,7 +246,7 @@ class GenerationRun:
             self._core.scheduler.drop(sequence)
             return
         if loaded in (KvLoadResult.FAILED, KvLoadResult.ABSENT):
-            self._prefill(sequence)
+            self._run_prefill(sequence)
         else:
             if loaded is KvLoadResult.FOREIGN:
                 sequence.source = GarbageWriter()
@@ -263,54 +265,54 @@ class GenerationRun:
             sequence = self.sequences[delta.index]
             # The last token was not computed.
             self.kept_params = self._core.protocol.keep_answer(
-                self._child(sequence), [*sequence.prompt, *sequence.output[:-1]]
+                self._make_child(sequence), [*sequence.prompt, *sequence.output[:-1]]
             )
         if self._withheld is None:
             self._on_delta(delta)
         else:
             self._withheld.append(delta)
         if (lament := _OUT_OF_MEMORY_ERROR.get(delta.fault or "")) is not None:
-            self._end(lament)
-        elif delta.fault == "error_event" or (delta.finish_reason == "error" and not self._is_swallowed(delta)):
-            self._end(make_internal_error())
+            self._end_sequences(lament)
+        elif delta.fault == "error_event" or (delta.finish_reason == "error" and not self._is_swallowed_delta(delta)):
+            self._end_sequences(make_internal_error())
         elif delta.finish_reason is not None or delta.fault == "end_without_finish":
-            self._count(delta)
+            self._count_tokens(delta)
             self._live -= 1
             if not self._live:
-                self._end(None)
+                self._end_sequences(None)
 
-    def _is_swallowed(self, delta: Delta) -> bool:
+    def _is_swallowed_delta(self, delta: Delta) -> bool:
         has_tokens = bool(self.sequences[delta.index].output)
         return self._ask.stream and self._core.options.profile.swallows_empty_finish and not has_tokens
 
-    def _count(self, delta: Delta) -> None:
+    def _count_tokens(self, delta: Delta) -> None:
         now = asyncio.get_running_loop().time()
         tokens = len(self.sequences[delta.index].output)
         reason = delta.finish_reason or "abort"
-        self._core.metrics.finished(reason, self._queued_at, self._first_token_at, now, tokens)
+        self._core.metrics.count_finished_request(reason, self._queued_at, self._first_token_at, now, tokens)
 
-    def _end(self, error: EngineError | None) -> None:
+    def _end_sequences(self, error: EngineError | None) -> None:
         if not self._done.done():
             self._done.set_result(error)
 
-    def _drop_all(self) -> None:
+    def _drop_sequences(self) -> None:
         for sequence in self.sequences:
             self._core.scheduler.drop(sequence)
 
-    async def _abort(self) -> None:
-        self._drop_all()
+    async def _abort_sequences(self) -> None:
+        self._drop_sequences()
         if self._live:
             self._core.state.aborted += 1
         # A transfer under way is waited for before the blocks are given back, whatever the version.
         if self._leg is Leg.DECODE and (self._fetching or self._core.options.releases_unused):
             await self._core.protocol.release(self._ask.kv_params)
 
-    def _leave(self) -> None:
+    def _leave_partner(self) -> None:
         if self._leg is not Leg.ALONE:
             for sequence in self.sequences:
-                self._core.protocol.leave(self._child(sequence))
+                self._core.protocol.leave(self._make_child(sequence))
 
-    async def _leave_kv(self) -> None:
+    async def _keep_kv(self) -> None:
         """Keep the KV that a decoder will fetch.
 
         It is kept for every sample, although the answer reports only the first.
@@ -319,7 +321,7 @@ class GenerationRun:
         if self._leg is Leg.PREFILL and "missing_kv_params" not in self._plan:
             for sequence in self.sequences:
                 if self._leaves_kv_pinned(sequence):
-                    child = self._child(sequence)
+                    child = self._make_child(sequence)
                     params = await core.protocol.keep(replace(child, prompt=[0]) if self._is_foreign else child)
                     if sequence.index == 0:
                         self.kv_params = params
@@ -339,7 +341,7 @@ class GenerationRun:
         does_not_look = self._core.options.connector == "nixl" or self._core.protocol.meets
         return sequence.finish_reason == "length" or (does_not_look and sequence.finish_reason == "stop")
 
-    def _child(self, sequence: TokenSequence) -> ChildRequest:
+    def _make_child(self, sequence: TokenSequence) -> ChildRequest:
         request_id = self._child_id(sequence.index)
         ask = self._ask
         prompt_index = sequence.index // ask.samples

@@ -43,7 +43,7 @@ class KvEventPublisher(Watcher):
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.get("buffer_steps", 10_000))
         self._ids: dict[Hashable, Sequence[int]] = {}
         self._events: list[Any] = []
-        self._next = 0
+        self._next_sequence_number = 0
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._router: zmq.asyncio.Socket | None = None
@@ -54,7 +54,7 @@ class KvEventPublisher(Watcher):
         if self.replay_endpoint is not None:
             self._router = self._context.socket(zmq.ROUTER)
             self.replay_endpoint = _bound_endpoint(self._router, self.replay_endpoint)
-            self._replaying = asyncio.create_task(self._replay(self._router))
+            self._replaying = asyncio.create_task(self._answer_replays(self._router))
 
     async def stop(self) -> None:
         if self._replaying is not None:
@@ -82,9 +82,9 @@ class KvEventPublisher(Watcher):
 
     def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
         ids = [number for name in names for number in self._ids.get(name, ())]
-        before = None if parent is None else self._hash(parent)
+        before = None if parent is None else self._block_hash(parent)
         fields = {
-            "block_hashes": [self._hash(name) for name in names],
+            "block_hashes": [self._block_hash(name) for name in names],
             "parent_block_hash": before,
             "token_ids": ids,
             "block_size": self._block_size,
@@ -92,41 +92,43 @@ class KvEventPublisher(Watcher):
             "medium": _GPU_MEDIUM,
         }
         later = {"lora_name": None, "extra_keys": [None] * len(names), "group_idx": 0}
-        self._add("BlockStored", fields, later | {"kv_cache_spec_kind": "full_attention"})
+        self._add_event("BlockStored", fields, later | {"kv_cache_spec_kind": "full_attention"})
 
     def removed(self, name: Hashable) -> None:
-        self._add("BlockRemoved", {"block_hashes": [self._hash(name)], "medium": _GPU_MEDIUM}, {"group_idx": 0})
+        self._add_event(
+            "BlockRemoved", {"block_hashes": [self._block_hash(name)], "medium": _GPU_MEDIUM}, {"group_idx": 0}
+        )
 
     def cleared(self) -> None:
-        self._add("AllBlocksCleared", {}, {})
+        self._add_event("AllBlocksCleared", {}, {})
 
     def publish(self, payload: bytes) -> None:
         """Publish a payload unchanged as a batch, even if it is malformed."""
-        number, self._next = self._next, self._next + 1
+        number, self._next_sequence_number = self._next_sequence_number, self._next_sequence_number + 1
         self._buffer.append((number, payload))
         if self.lost:
             self.lost -= 1
         else:
             self._pub.send_multipart((self.topic.encode(), number.to_bytes(8, "big"), payload))
 
-    def _hash(self, name: Hashable) -> int | bytes:
+    def _block_hash(self, name: Hashable) -> int | bytes:
         number = hash(name) & (2**63 - 1)
         return number if self._is_sglang else number.to_bytes(32, "big")
 
-    def _add(self, tag: str, fields: dict[str, Any], later: dict[str, Any]) -> None:
+    def _add_event(self, tag: str, fields: dict[str, Any], later: dict[str, Any]) -> None:
         if not self._events:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._publish_events)
         if self._shape == "map":
             self._events.append({"type": tag, **fields, **({} if self._is_sglang else later)})
         else:
             self._events.append([tag, *fields.values(), *(later.values() if self._shape == "grouped array" else ())])
 
-    def _flush(self) -> None:
+    def _publish_events(self) -> None:
         events, self._events = self._events, []
         if not self._pub.closed:
             self.publish(msgspec.msgpack.encode([time.time(), events, 0]))
 
-    async def _replay(self, router: zmq.asyncio.Socket) -> None:
+    async def _answer_replays(self, router: zmq.asyncio.Socket) -> None:
         topic, none = ([], []) if self._shape == "array" else ([self.topic.encode()], [b""])
         while True:
             client, _, first = await router.recv_multipart()

@@ -40,14 +40,14 @@ class PoolingRoutes:
         self._core = core
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/v1/embeddings", self._make_handler(self._embed))]
+        return [web.post("/v1/embeddings", self._make_handler(self._answer_embeddings))]
 
     def routes_of_vllm(self) -> list[web.RouteDef]:
         """Return the routes that only vLLM has, or that have another form in SGLang."""
-        score, rerank = self._make_handler(self._score), self._make_handler(self._rerank)
+        score, rerank = self._make_handler(self._answer_scores), self._make_handler(self._answer_ranking)
         return [
-            web.post("/pooling", self._make_handler(self._pool)),
-            web.post("/classify", self._make_handler(self._classify)),
+            web.post("/pooling", self._make_handler(self._answer_pooling)),
+            web.post("/classify", self._make_handler(self._answer_classification)),
             *(web.post(path, score) for path in ("/score", "/v1/score")),
             *(web.post(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         ]
@@ -73,25 +73,25 @@ class PoolingRoutes:
 
         return answer
 
-    def _embed(self, body: Mapping[str, Any]) -> _PoolingAnswer:
-        return self._vectors(body, "embd", "embedding", "embedding")
+    def _answer_embeddings(self, body: Mapping[str, Any]) -> _PoolingAnswer:
+        return self._make_vectors_answer(body, "embd", "embedding", "embedding")
 
-    def _pool(self, body: Mapping[str, Any]) -> _PoolingAnswer:
-        return self._vectors(body, "pool", "pooling", "data")
+    def _answer_pooling(self, body: Mapping[str, Any]) -> _PoolingAnswer:
+        return self._make_vectors_answer(body, "pool", "pooling", "data")
 
-    def _vectors(self, body: Mapping[str, Any], prefix: str, kind: str, member: str) -> _PoolingAnswer:
+    def _make_vectors_answer(self, body: Mapping[str, Any], prefix: str, kind: str, member: str) -> _PoolingAnswer:
         encoding = body.get("encoding_format", "float")
         if encoding not in ("float", "base64"):
             raise _make_invalid_error("Input should be 'float' or 'base64'", "body.encoding_format")
-        prompts = self._prompts(body, body.get("input"))
+        prompts = self._read_prompts(body, body.get("input"))
         data = [
             {"index": index, "object": kind, member: _encode_vector(make_embedding(prompt), encoding)}
             for index, prompt in enumerate(prompts)
         ]
         return prefix, {"data": data}, sum(map(len, prompts))
 
-    def _classify(self, body: Mapping[str, Any]) -> _PoolingAnswer:
-        prompts = self._prompts(body, body.get("input"))
+    def _answer_classification(self, body: Mapping[str, Any]) -> _PoolingAnswer:
+        prompts = self._read_prompts(body, body.get("input"))
         data = []
         for index, prompt in enumerate(prompts):
             weights = [1 + _vector_similarity(prompt, list(label.encode())) for label in _CLASS_LABELS]
@@ -100,11 +100,11 @@ class PoolingRoutes:
             data.append({"index": index, "label": label, "probs": probs, "num_classes": len(_CLASS_LABELS)})
         return "classify", {"data": data}, sum(map(len, prompts))
 
-    def _score(self, body: Mapping[str, Any]) -> _PoolingAnswer:
+    def _answer_scores(self, body: Mapping[str, Any]) -> _PoolingAnswer:
         names = next((pair for pair in _PAIR_MEMBERS if all(body.get(name) for name in pair)), None)
         if names is None:
             raise _make_invalid_error("Field required", "body.queries")
-        firsts, seconds = (self._prompts(body, body[name]) for name in names)
+        firsts, seconds = (self._read_prompts(body, body[name]) for name in names)
         if len(firsts) not in (1, len(seconds)):
             raise _make_invalid_error("Input lengths must be either 1:1, 1:N or N:N", None)
         pairs = list(zip(repeat(firsts[0]) if len(firsts) == 1 else firsts, seconds, strict=False))
@@ -114,12 +114,12 @@ class PoolingRoutes:
         ]
         return "score", {"data": data}, sum(len(first) + len(second) for first, second in pairs)
 
-    def _rerank(self, body: Mapping[str, Any]) -> _PoolingAnswer:
+    def _answer_ranking(self, body: Mapping[str, Any]) -> _PoolingAnswer:
         query, given = body.get("query"), body.get("documents")
         if not isinstance(query, str) or not isinstance(given, list) or not given:
             raise _make_invalid_error("Field required", "body.documents" if isinstance(query, str) else "body.query")
         texts = [document.get("text") if isinstance(document, dict) else document for document in given]
-        (asked,), documents = self._prompts(body, query), self._prompts(body, texts)
+        (asked,), documents = self._read_prompts(body, query), self._read_prompts(body, texts)
         results: list[dict[str, Any]] = [
             {
                 "index": index,
@@ -132,7 +132,7 @@ class PoolingRoutes:
         most = body.get("top_n") or len(results)
         return "rerank", {"results": results[:most]}, sum(len(asked) + len(document) for document in documents)
 
-    def _prompts(self, body: Mapping[str, Any], given: Any) -> list[list[int]]:
+    def _read_prompts(self, body: Mapping[str, Any], given: Any) -> list[list[int]]:
         """Return the token IDs of one text, or of each text in a list.
 
         Checks the model's name, too. Raises EngineError.

@@ -87,7 +87,7 @@ class Scheduler:
     def submit(self, sequence: TokenSequence) -> None:
         """Queue a sequence. A sequence with `on_admitted` waits after its admission until `begin`."""
         self._waiting.append(sequence)
-        self._admit()
+        self._admit_waiting_sequences()
 
     def begin(self, sequence: TokenSequence) -> None:
         """Start the prefill of an admitted sequence. Its first token follows when the prefill is done."""
@@ -105,9 +105,9 @@ class Scheduler:
         for sequences in (self._waiting, self._prefilling, self._decoding):
             if sequence in sequences:
                 sequences.remove(sequence)
-        self._admit()
+        self._admit_waiting_sequences()
 
-    def _admit(self) -> None:
+    def _admit_waiting_sequences(self) -> None:
         while self._waiting and len(self._running) < self._options.max_num_seqs:
             sequence = self._waiting.popleft()
             self._running.add(sequence)
@@ -137,32 +137,38 @@ class Scheduler:
             due.append(self._next_step_at)
         if due:
             at = min(due)
-            self._timer = self._loop.call_soon(self._tick) if at <= self._now() else self._loop.call_at(at, self._tick)
+            self._timer = (
+                self._loop.call_soon(self._run_due_steps)
+                if at <= self._now()
+                else self._loop.call_at(at, self._run_due_steps)
+            )
 
-    def _tick(self) -> None:
+    def _run_due_steps(self) -> None:
         self._timer = None
         now = self._now()
         decodes = self._decoding and not self._is_held and self._next_step_at <= now
-        tokens = self._decode(now) if decodes else 0
+        tokens = self._run_decode_step(now) if decodes else 0
         was_idle = not self._decoding
         while self._prefilling and not self._holds_prefills and self._prefilling[0].ready_at <= now:
             sequence = self._prefilling.popleft()
-            tokens += self._advance(sequence, 1, self._decoding)
+            tokens += self._advance_sequence(sequence, 1, self._decoding)
         if self._decoding and was_idle:
             self._next_step_at = now + self._step_seconds()
-        self._admit()
+        self._admit_waiting_sequences()
         self._schedule_tick()
         self._on_step(tokens)
 
-    def _decode(self, now: float) -> int:
+    def _run_decode_step(self, now: float) -> int:
         going_on: list[TokenSequence] = []
         decoding, self._decoding = self._decoding, going_on
-        tokens = sum([self._advance(sequence, self._options.tokens_per_step, going_on) for sequence in decoding])
+        tokens = sum(
+            [self._advance_sequence(sequence, self._options.tokens_per_step, going_on) for sequence in decoding]
+        )
         # Steps keep their rhythm unless the machine cannot follow.
         self._next_step_at = max(self._next_step_at + self._step_seconds(), now)
         return tokens
 
-    def _advance(self, sequence: TokenSequence, count: int, going_on: list[TokenSequence]) -> int:
+    def _advance_sequence(self, sequence: TokenSequence, count: int, going_on: list[TokenSequence]) -> int:
         before = len(sequence.output)
         if sequence in self._running and sequence.step(count):
             going_on.append(sequence)
@@ -205,7 +211,7 @@ class MachineScheduler:
 
     def stop(self) -> None:
         for sequence in list(self._works):
-            self._forget(sequence)
+            self._forget_sequence(sequence)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -235,10 +241,10 @@ class MachineScheduler:
 
     def drop(self, sequence: TokenSequence) -> None:
         """Remove a sequence in any state: queued, running or ended."""
-        self._forget(sequence)
+        self._forget_sequence(sequence)
         self._schedule_tick()
 
-    def _forget(self, sequence: TokenSequence) -> None:
+    def _forget_sequence(self, sequence: TokenSequence) -> None:
         work = self._works.pop(sequence, None)
         if work is not None:
             del self._sequences[work]
@@ -259,7 +265,7 @@ class MachineScheduler:
         goes_on = sequence.step(tokens * self._options.tokens_per_step)
         self._on_step(len(sequence.output) - before)
         if not goes_on or work.is_ended:
-            self._forget(sequence)
+            self._forget_sequence(sequence)
 
     def _now(self) -> float:
         assert self._loop is not None
@@ -270,9 +276,9 @@ class MachineScheduler:
         due = self.batch.due
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if due is None else self._loop.call_at(due, self._tick, due)
+        self._timer = None if due is None else self._loop.call_at(due, self._run_due_batch, due)
 
-    def _tick(self, due: float) -> None:
+    def _run_due_batch(self, due: float) -> None:
         # Steps begin when they were due, unless the machine cannot follow at all.
         self._timer = None
         self.batch.advance(max(due, self._now() - 1.0))

@@ -93,7 +93,7 @@ class GenerationRoutes:
         state.live += 1
         state.record_request(request.method, request.path, headers, body, body_bytes)
         try:
-            response = await self._answer(request, headers, body, endpoint)
+            response = await self._answer_request(request, headers, body, endpoint)
             state.finished += 1
             return response
         except (asyncio.CancelledError, ConnectionError):
@@ -101,9 +101,9 @@ class GenerationRoutes:
             raise
         finally:
             state.live -= 1
-            state.changed()
+            state.notify_waiters()
 
-    async def _answer(
+    async def _answer_request(
         self, request: web.Request, headers: dict[str, str], body: Any, endpoint: GenerationEndpoint
     ) -> web.StreamResponse:
         core = self._core
@@ -143,7 +143,7 @@ class GenerationRoutes:
         exchange = GenerationExchange(request, endpoint, ask, answer, plan, extra)
         self._live_ids.add(answer_id)
         try:
-            return await (self._stream(exchange) if ask.stream else self._whole(exchange))
+            return await (self._stream_answer(exchange) if ask.stream else self._answer_whole(exchange))
         finally:
             self._live_ids.discard(answer_id)
 
@@ -195,7 +195,7 @@ class GenerationRoutes:
                 return {"endpoint-load-metrics": f"JSON {orjson.dumps(report).decode()}"}
         return {}
 
-    async def _stream(self, exchange: GenerationExchange) -> web.StreamResponse:
+    async def _stream_answer(self, exchange: GenerationExchange) -> web.StreamResponse:
         request, endpoint, answer, plan = exchange.request, exchange.endpoint, exchange.answer, exchange.plan
         stream = EventStream(request, answer, plan, exchange.headers)
         if not endpoint.opens_late or plan.has_any("reset_after_headers", "hang_after_headers"):
@@ -206,14 +206,14 @@ class GenerationRoutes:
             answer.kept_params = generation.kept_params
             stream.on_delta(delta)
             self._core.state.tokens_sent += len(delta.token_ids)
-            self._strike(request, delta)
+            self._execute_strike(request, delta)
 
         generation = GenerationRun(self._core, exchange.ask, answer.answer_id, plan, on_delta)
         try:
             try:
-                await self._run(generation, answer, plan)
+                await self._run_generation(generation, answer, plan)
                 await stream.settle()
-                closing = self._closing(answer, plan, generation.cached_tokens)
+                closing = self._closing_events(answer, plan, generation.cached_tokens)
             except EngineError as error:
                 closing = [make_event(endpoint.error_event(error, answer.answer_id)), DONE]
             await stream.close(closing)
@@ -221,7 +221,7 @@ class GenerationRoutes:
             stream.stop()
         return stream.response
 
-    async def _run(self, generation: GenerationRun, answer: Answer, plan: Plan) -> None:
+    async def _run_generation(self, generation: GenerationRun, answer: Answer, plan: Plan) -> None:
         """Run a handler. `abort` can end it."""
         if "ignore_leaving" in plan:
             task = asyncio.create_task(self._named(generation, answer))
@@ -238,23 +238,23 @@ class GenerationRoutes:
         finally:
             self._generations.pop(answer.answer_id, None)
 
-    def _closing(self, answer: Answer, plan: Plan, cached_tokens: int) -> list[bytes]:
+    def _closing_events(self, answer: Answer, plan: Plan, cached_tokens: int) -> list[bytes]:
         rule = plan.get("end_without_finish")
         if rule is None:
             return answer.closing(cached_tokens)
         return [DONE] if rule.done else []
 
-    async def _whole(self, exchange: GenerationExchange) -> web.StreamResponse:
+    async def _answer_whole(self, exchange: GenerationExchange) -> web.StreamResponse:
         ask, answer, plan = exchange.ask, exchange.answer, exchange.plan
         collector = DeltaCollector(len(ask.prompts) * ask.samples)
 
         def on_delta(delta: Delta) -> None:
             collector.on_delta(delta)
-            self._strike(exchange.request, delta)
+            self._execute_strike(exchange.request, delta)
 
         generation = GenerationRun(self._core, ask, answer.answer_id, plan, on_delta)
         try:
-            await self._run(generation, answer, plan)
+            await self._run_generation(generation, answer, plan)
         except EngineError as error:
             return refuse_request(error, exchange.endpoint)
         if "lost_response" in plan:
@@ -292,7 +292,7 @@ class GenerationRoutes:
         if "hang_after_headers" in plan:
             await hang_forever()
 
-    def _strike(self, request: web.Request, delta: Delta) -> None:
+    def _execute_strike(self, request: web.Request, delta: Delta) -> None:
         if delta.fault == "reset_after_tokens":
             reset_connection_soon(request)
         elif delta.fault == "kill":

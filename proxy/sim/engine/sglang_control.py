@@ -34,19 +34,19 @@ class SglangRoutes:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/health_generate", self._health),
-            web.get("/ready", self._health),
-            web.get("/model_info", self._model_info),
-            web.get("/get_model_info", self._model_info),
-            web.get("/server_info", self._server_info),
-            web.get("/get_server_info", self._server_info),
-            web.get("/v1/loads", self._loads),
+            web.get("/health_generate", self._answer_health),
+            web.get("/ready", self._answer_health),
+            web.get("/model_info", self._answer_model_info),
+            web.get("/get_model_info", self._answer_model_info),
+            web.get("/server_info", self._answer_server_info),
+            web.get("/get_server_info", self._answer_server_info),
+            web.get("/v1/loads", self._answer_loads),
             web.get("/flush_cache", self._flush_cache),
             web.post("/flush_cache", self._flush_cache),
             web.post("/abort_request", self._abort_request),
             web.post("/pd_role_switch", self._switch_role),
             web.post("/v1/messages/count_tokens", self._count_tokens),
-            web.get("/metrics", self._metrics),
+            web.get("/metrics", self._answer_metrics),
         ]
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
@@ -57,15 +57,15 @@ class SglangRoutes:
         body, _ = await read_json(request)
         return json_response({"input_tokens": len(render_chat(body))})
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _answer_health(self, request: web.Request) -> web.Response:
         return web.Response()
 
-    async def _model_info(self, request: web.Request) -> web.Response:
+    async def _answer_model_info(self, request: web.Request) -> web.Response:
         model = self._core.options.model
         info = {"model_path": model, "tokenizer_path": model, "is_generation": True, "weight_version": "default"}
         return json_response(info | {"preferred_sampling_params": None, "model_type": "sim", "architectures": ["Sim"]})
 
-    async def _server_info(self, request: web.Request) -> web.Response:
+    async def _answer_server_info(self, request: web.Request) -> web.Response:
         options, publisher = self._core.options, self._core.kv_events
         return json_response(
             {
@@ -99,14 +99,14 @@ class SglangRoutes:
             "decode_cuda_graph_memory_gb": _GRAPH_GB if self._has_graphs else 0.0,
         }
 
-    async def _loads(self, request: web.Request) -> web.Response:
+    async def _answer_loads(self, request: web.Request) -> web.Response:
         options = self._core.options
         rank = request.query.get("dp_rank")
         ranks = range(options.dp_size) if rank is None else [int(rank)]
         head = {"timestamp": time.time(), "version": options.profile.version, "accelerator": "sim"}
-        return json_response(head | {"num_accelerators": 1, "loads": [self._load(rank) for rank in ranks]})
+        return json_response(head | {"num_accelerators": 1, "loads": [self._rank_load(rank) for rank in ranks]})
 
-    def _load(self, rank: int) -> dict[str, Any]:
+    def _rank_load(self, rank: int) -> dict[str, Any]:
         """Return the load of a rank. All running requests count for rank 0."""
         scheduler = self._core.scheduler
         options = self._core.options
@@ -171,7 +171,7 @@ class SglangRoutes:
             return web.Response(status=400, text="Cache not flushed: there are running requests.\n")
         self._core.cache.clear()
         self._core.state.prefix_cache_resets += 1
-        self._core.state.changed()
+        self._core.state.notify_waiters()
         return web.Response(text="Cache flushed.\n")
 
     async def _abort_request(self, request: web.Request) -> web.Response:
@@ -181,7 +181,7 @@ class SglangRoutes:
             self._generations.abort("" if named.get("abort_all") else str(named["rid"]))
         return web.Response()
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _answer_metrics(self, request: web.Request) -> web.Response:
         scheduler = self._core.scheduler
         labels = f'model_name="{self._core.options.model}"'
         gauges = {"num_running_reqs": scheduler.running, "num_queue_reqs": scheduler.waiting, "token_usage": 0.0}

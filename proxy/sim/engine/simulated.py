@@ -135,9 +135,9 @@ class SimulatedEngine:
             scheduler.go_on()
 
     async def start(self) -> None:
-        scheduler, cache = self._parts()
+        scheduler, cache = self._make_scheduler_and_cache()
         scheduler.start()
-        self.kv_events = self._publisher()
+        self.kv_events = self._make_kv_event_publisher()
         if self.kv_events is not None:
             self.kv_events.start()
             cache.watch(self.kv_events)
@@ -153,25 +153,27 @@ class SimulatedEngine:
             kv_events=self.kv_events,
         )
         self._runner = web.AppRunner(
-            self._app(self._core),
+            self._make_application(self._core),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=2.0,
             keepalive_timeout=self.options.keep_alive_seconds,
         )
         await self._runner.setup()
-        self.port = await self._listen(self._runner, self.port)
+        self.port = await self._listen_on_port(self._runner, self.port)
         if self._core.protocol.has_bootstrap_port and (self.options.role != "decode" or self.options.pd_role_switch):
-            self.bootstrap_port = await self._listen(self._runner, self.bootstrap_port or self.options.bootstrap_port)
+            self.bootstrap_port = await self._listen_on_port(
+                self._runner, self.bootstrap_port or self.options.bootstrap_port
+            )
 
-    def _parts(self) -> tuple[Scheduler, PrefixCache] | tuple[MachineScheduler, MachineCache]:
+    def _make_scheduler_and_cache(self) -> tuple[Scheduler, PrefixCache] | tuple[MachineScheduler, MachineCache]:
         options = self.options
         if options.shape is None:
             return Scheduler(options, self._on_step), PrefixCache(options.block_size, options.num_gpu_blocks)
         scheduler = MachineScheduler(options, options.shape, self._on_step)
         return scheduler, MachineCache(scheduler.batch, options.block_size)
 
-    def _publisher(self) -> KvEventPublisher | None:
+    def _make_kv_event_publisher(self) -> KvEventPublisher | None:
         if self.options.kv_events_config is None:
             return None
         # Late, because only this needs the extra.
@@ -179,10 +181,10 @@ class SimulatedEngine:
 
         return KvEventPublisher(self.options, self.kv_events)
 
-    def _app(self, core: EngineCore) -> web.Application:
+    def _make_application(self, core: EngineCore) -> web.Application:
         control = ControlRoutes(core)
         generations = self._generations = GenerationRoutes(core, self._on_kill)
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[control.guard])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[control.guard_request])
         pooling = PoolingRoutes(core)
         app.add_routes([*control.routes(), *pooling.routes()])
         if self.options.profile.is_sglang:
@@ -191,7 +193,7 @@ class SimulatedEngine:
             app.add_routes([*control.routes_of_vllm(), *pooling.routes_of_vllm()])
         app.add_routes(core.protocol.routes())
         app.add_routes([*generations.routes(), *core.encoder_cache.routes()])
-        app.on_response_prepare.append(control.date)
+        app.on_response_prepare.append(control.add_date_header)
         app.on_cleanup.append(generations.stop)
         app.on_cleanup.append(core.encoder_cache.stop)
         return app
@@ -200,13 +202,13 @@ class SimulatedEngine:
         """Return the bootstrap port in the engine's configuration. It has one even if it does not listen there."""
         return self.bootstrap_port or self.options.bootstrap_port or DEFAULT_PORT
 
-    async def _listen(self, runner: web.AppRunner, port: int) -> int:
+    async def _listen_on_port(self, runner: web.AppRunner, port: int) -> int:
         """Serve on a port and return it. Port 0 means any free port."""
-        port = self._reserve(port)
+        port = self._reserve_port(port)
         await web.TCPSite(runner, self.host, port, backlog=4096, reuse_address=True).start()
         return port
 
-    def _reserve(self, port: int) -> int:
+    def _reserve_port(self, port: int) -> int:
         """Bind a port without listening and return it. Port 0 means any free port.
 
         A killed engine refuses connections, and no other process gets its port until it starts again.
@@ -241,7 +243,7 @@ class SimulatedEngine:
         # Transports tell their protocols of their end in the next turn.
         await asyncio.sleep(0)
         self.state.pinned = 0
-        self.state.changed()
+        self.state.notify_waiters()
 
     async def stop(self, how: AtSigterm) -> None:
         """Stop as vLLM 0.32 does at SIGTERM to its API server, or at the death of its engine core.
@@ -274,10 +276,10 @@ class SimulatedEngine:
 
         If a fault is killing the engine, wait for its end first. Counters and fault rules are kept.
         """
-        await self._end()
+        await self._end_engine()
         await self.start()
 
-    async def _end(self) -> None:
+    async def _end_engine(self) -> None:
         killing, self._killing = self._killing, None
         if killing is not None:
             await killing
@@ -291,7 +293,7 @@ class SimulatedEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self._end()
+            await self._end_engine()
         finally:
             while self._reserved:
                 self._reserved.popitem()[1].close()
@@ -310,7 +312,7 @@ class SimulatedEngine:
 
     def _on_step(self, tokens: int) -> None:
         self.state.tokens_generated += tokens
-        self.state.changed()
+        self.state.notify_waiters()
 
 
 async def serve_engine(host: str, port: int, options: Options) -> None:

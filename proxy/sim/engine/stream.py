@@ -72,7 +72,7 @@ class EventStream:
         self._answer = answer
         self._plan = plan
         self._writer: AbstractStreamWriter | None = None
-        self._held: dict[int, Delta] = {}
+        self._held_events: dict[int, Delta] = {}
         self._drained: asyncio.Task[None] | None = None
         self._batch: list[bytes] = []
         self._pieces: deque[bytes] = deque()
@@ -95,11 +95,11 @@ class EventStream:
             self._early.append(delta)
             self._opening = self._opening or asyncio.create_task(self._open_late())
         elif self._drained is None:
-            self._send(self._answer.events(delta))
-        elif delta.index in self._held:
-            self._held[delta.index].merge(delta)
+            self._send_events(self._answer.events(delta))
+        elif delta.index in self._held_events:
+            self._held_events[delta.index].merge(delta)
         else:
-            self._held[delta.index] = delta
+            self._held_events[delta.index] = delta
 
     async def _open_late(self) -> None:
         await self.open()
@@ -118,7 +118,7 @@ class EventStream:
             await self.open()
         while self._drained is not None:
             await self._drained
-        self._send(closing)
+        self._send_events(closing)
         self._write_batch()
         if self._pumped is not None:
             await self._pumped
@@ -132,9 +132,9 @@ class EventStream:
                 task.cancel()
         self._pieces.clear()
 
-    def _send(self, events: list[bytes]) -> None:
+    def _send_events(self, events: list[bytes]) -> None:
         if not self._plan:
-            self._write(events)
+            self._write_events(events)
             return
         for event in events:
             if "comments" in self._plan:
@@ -150,22 +150,22 @@ class EventStream:
         batch, self._batch = self._batch, []
         if len(batch) > 1:
             batch = [b"".join(batch)]
-        self._write(batch)
+        self._write_events(batch)
 
-    def _write(self, events: list[bytes]) -> None:
+    def _write_events(self, events: list[bytes]) -> None:
         transport = self._request.transport
         if not events or transport is None or transport.is_closing():
             return
         data = b"".join([b"%x\r\n%b\r\n" % (len(event), event) for event in events])
         if rule := self._plan.get("split_bytes"):
             self._pieces.extend([data[at : at + rule.size] for at in range(0, len(data), rule.size)])
-            self._pump()
+            self._write_pieces()
             return
         transport.write(data)
         if transport.get_write_buffer_size() > _HIGH_WATER_BYTES and self._drained is None:
             self._drained = asyncio.create_task(self._drain())
 
-    def _pump(self) -> None:
+    def _write_pieces(self) -> None:
         """Write one piece in each turn of the event loop, so that the client gets separate TCP segments."""
         if self._pumped is None:
             self._pumped = asyncio.get_running_loop().create_future()
@@ -186,7 +186,7 @@ class EventStream:
         assert self._writer is not None
         await self._writer.drain()
         self._drained = None
-        held, self._held = self._held, {}
+        held, self._held_events = self._held_events, {}
         for delta in held.values():
             self.on_delta(delta)
 

@@ -99,11 +99,11 @@ class Batch:
 
     def submit(self, work: Work, now: float) -> None:
         """Submit work. Raises ValueError if it does not fit into the engine's memory even alone."""
-        if self._blocks_of(work.prompt_tokens + work.answer_tokens) > self.blocks.count:
+        if self._count_blocks(work.prompt_tokens + work.answer_tokens) > self.blocks.count:
             raise ValueError(f"{work.prompt_tokens} + {work.answer_tokens} tokens do not fit into the KV memory")
         self._waiting.append(work)
         if len(self._running) < self._shape.max_num_seqs:
-            self._interrupt(now)
+            self._interrupt_run(now)
 
     def arrive(self, work: Work, now: float) -> None:
         """Record that the awaited KV of admitted work has arrived.
@@ -114,7 +114,7 @@ class Batch:
         work.computed = work.tokens - 1
         work.is_decoding = True
         self.blocks.name(work.held, work.names[: work.prompt_tokens // self._shape.block_tokens])
-        self._interrupt(now)
+        self._interrupt_run(now)
 
     def compute(self, work: Work, now: float, arrived_tokens: int = 0) -> None:
         """Record that no more of the awaited KV of admitted work arrives. Its other tokens are computed here.
@@ -122,7 +122,7 @@ class Batch:
         `arrived_tokens`: the number of leading tokens whose KV is cached or has arrived.
         """
         self.take_arrived(work, arrived_tokens)
-        self._interrupt(now)
+        self._interrupt_run(now)
 
     def take_arrived(self, work: Work, arrived_tokens: int) -> None:
         """Do the same for work that is being admitted, so that the next run computes its other tokens."""
@@ -138,30 +138,30 @@ class Batch:
         if work in self._running:
             del self._running[work]
         self.blocks.give_back(work.held)
-        self._interrupt(now)
+        self._interrupt_run(now)
 
     def give_back(self, work: Work, now: float) -> None:
         """Release the KV of ended work."""
         self.blocks.give_back(work.held)
         if self._waiting:
-            self._interrupt(now)
+            self._interrupt_run(now)
 
     def advance(self, now: float) -> None:
         """End the current run, apply its results, and begin the next run."""
         run, self._run = self._run, None
         if run is not None:
-            self._settle(run)
+            self._settle_run(run)
         if self._run is None:
-            self._begin(now)
+            self._begin_run(now)
 
-    def _interrupt(self, now: float) -> None:
+    def _interrupt_run(self, now: float) -> None:
         """Make the next run begin at the end of the current step, or now. Called when the batch has changed."""
         if self._run is None:
-            self._begin(now)
+            self._begin_run(now)
         elif self._run.steps > 1:
             self._run = self._run.until(now)
 
-    def _settle(self, run: _StepRun) -> None:
+    def _settle_run(self, run: _StepRun) -> None:
         self.busy_seconds += run.seconds(run.steps)
         told: list[tuple[Work, int]] = []
         for work in run.decoding:
@@ -169,7 +169,7 @@ class Batch:
                 work.generated += run.steps
                 work.computed += run.steps
                 told.append((work, run.steps))
-        self._grow([work for work, _ in told], 0)
+        self._grow_blocks([work for work, _ in told], 0)
         for work, tokens in run.chunks:
             if work not in self._running:
                 continue
@@ -187,14 +187,14 @@ class Batch:
         for work, tokens in told:
             self._on_tokens(work, tokens)
 
-    def _begin(self, now: float) -> None:
+    def _begin_run(self, now: float) -> None:
         preemptions = self.preemptions
         decoding = self._make_room()
-        self._grow(decoding, 1)
+        self._grow_blocks(decoding, 1)
         is_short = self.preemptions > preemptions
         if not is_short:
-            self._admit()
-        chunks = self._chunks(len(decoding))
+            self._admit_waiting_work()
+        chunks = self._plan_chunks(len(decoding))
         if not decoding and not chunks:
             return
         cost = self._cost
@@ -204,15 +204,15 @@ class Batch:
         if not all(work.is_begun for work, _ in chunks):
             seconds += cost.prompt  # once for all prompts that begin together
         growth = cost.decode(len(decoding), kv_tokens + len(decoding)) - seconds if decoding and not chunks else 0.0
-        steps = 1 if chunks or is_short or self._stepwise else self._steps(decoding)
+        steps = 1 if chunks or is_short or self._stepwise else self._count_steps(decoding)
         self._run = _StepRun(now, steps, seconds, growth, decoding, chunks)
 
-    def _admit(self) -> None:
+    def _admit_waiting_work(self) -> None:
         while self._waiting and len(self._running) < self._shape.max_num_seqs:
             work = self._waiting[0]
             # The last token is always computed, for there must be something to sample from.
             sharable = work.names[: (work.prompt_tokens - 1) // self._shape.block_tokens]
-            taken = self.blocks.take(sharable, self._blocks_of(work.tokens + 1))
+            taken = self.blocks.take(sharable, self._count_blocks(work.tokens + 1))
             if taken is None:
                 return
             self._waiting.popleft()
@@ -246,7 +246,7 @@ class Batch:
             self.preemptions += 1
             self._waiting.appendleft(last)
 
-    def _chunks(self, decoding: int) -> list[tuple[Work, int]]:
+    def _plan_chunks(self, decoding: int) -> list[tuple[Work, int]]:
         left = self._shape.max_num_batched_tokens - decoding
         chunks = []
         for work in self._running:
@@ -256,7 +256,7 @@ class Batch:
                 left -= tokens
         return chunks
 
-    def _steps(self, decoding: Sequence[Work]) -> int:
+    def _count_steps(self, decoding: Sequence[Work]) -> int:
         """Return the number of next steps that differ only in their length."""
         if any(not work.generated for work in decoding):
             return 1  # when first tokens come is worth knowing
@@ -265,14 +265,14 @@ class Batch:
             steps = max(1, (self.blocks.free // len(decoding) - 1) * self._shape.block_tokens)
         return steps
 
-    def _grow(self, decoding: Sequence[Work], steps: int) -> None:
+    def _grow_blocks(self, decoding: Sequence[Work], steps: int) -> None:
         for work in decoding:
-            lacks = self._blocks_of(work.tokens + steps) - work.held.blocks
+            lacks = self._count_blocks(work.tokens + steps) - work.held.blocks
             if lacks > 0:
                 self.blocks.grow(work.held, lacks)
 
     def _count_lacking_blocks(self, decoding: Sequence[Work], steps: int) -> int:
-        return sum(max(0, self._blocks_of(work.tokens + steps) - work.held.blocks) for work in decoding)
+        return sum(max(0, self._count_blocks(work.tokens + steps) - work.held.blocks) for work in decoding)
 
-    def _blocks_of(self, tokens: int) -> int:
+    def _count_blocks(self, tokens: int) -> int:
         return -(-tokens // self._shape.block_tokens)

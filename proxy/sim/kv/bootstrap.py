@@ -76,13 +76,13 @@ class BootstrapProtocol(KvProtocol):
 
     async def meet(self, child: ChildRequest) -> None:
         number = child.params["rooms"][child.prompt_index]["bootstrap_room"]
-        key = number, self._rank(child, number)
+        key = number, self._rank_of_room(child, number)
         self._ranks[key[1]] += 1
         if child.samples > 1:
             await self._wait_in_vain(number)
-        room = self._enter(key, child.request_id)
+        room = self._enter_room(key, child.request_id)
         with self._state.waiting_room():
-            await self._wait_until(lambda: room.decoders or room.is_broken, number)
+            await self._wait_for_room(lambda: room.decoders or room.is_broken, number)
         if room.is_broken:
             raise _make_collision_error(number)
 
@@ -91,7 +91,7 @@ class BootstrapProtocol(KvProtocol):
         key = self._in_rooms[child.request_id]
         room = self._rooms[key]
         with self._state.waiting_room():
-            await self._wait_until(lambda: room.decoders or room.is_broken, key[0])
+            await self._wait_for_room(lambda: room.decoders or room.is_broken, key[0])
         if room.is_broken:
             raise _make_collision_error(key[0])
         decoder = room.decoders[0]
@@ -103,20 +103,20 @@ class BootstrapProtocol(KvProtocol):
         key = self._in_rooms.pop(child.request_id, None)
         if key is not None:
             self._rooms[key].prefills -= 1
-            self._tidy(key)
+            self._remove_empty_room(key)
 
     async def load(self, child: ChildRequest) -> KvLoadResult:
         place = child.params["rooms"][child.prompt_index]
         number = place["bootstrap_room"]
-        self._ranks[self._rank(child, number)] += 1
+        self._ranks[self._rank_of_room(child, number)] += 1
         if child.samples > 1:
             await self._wait_in_vain(number)
         with self._state.waiting_room():
             try:
-                server = self._server(place)
+                server = self._bootstrap_server_url(place)
                 await self._shake_hands(server, child, number)
                 async with asyncio.timeout(self._options.waiting_seconds):
-                    answer = await self._peers.post(f"{server}/_mock/room", self._question(child, number))
+                    answer = await self._peers.post(f"{server}/_mock/room", self._handshake_body(child, number))
             except TimeoutError:
                 _raise_timeout(number, self._options.waiting_seconds)
         if answer is None:
@@ -127,7 +127,7 @@ class BootstrapProtocol(KvProtocol):
         return KvLoadResult.YES if answer["prompt_digest"] == digest_token_ids(child.prompt) else KvLoadResult.FOREIGN
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/_mock/room", self._admit), web.get("/_mock/bootstrap", self._answer_prefiller)]
+        return [web.post("/_mock/room", self._answer_registration), web.get("/_mock/bootstrap", self._answer_prefiller)]
 
     def describe(self) -> dict[str, Any]:
         """Return the state for tests. `dp_ranks`: the number of legs of each rank."""
@@ -139,7 +139,7 @@ class BootstrapProtocol(KvProtocol):
     async def stop(self) -> None:
         await self._peers.close()
 
-    async def _admit(self, request: web.Request) -> web.Response:
+    async def _answer_registration(self, request: web.Request) -> web.Response:
         """Let a decode leg enter a room until the decoder has the KV or leaves."""
         body = await request.json(loads=orjson.loads)
         number = body["room"]
@@ -156,9 +156,9 @@ class BootstrapProtocol(KvProtocol):
             return web.json_response({"error": "room collision"}, status=409)
         finally:
             room.decoders.remove(decoder)
-            self._tidy(key)
+            self._remove_empty_room(key)
 
-    def _enter(self, key: tuple[int, int], name: str) -> BootstrapRoom:
+    def _enter_room(self, key: tuple[int, int], name: str) -> BootstrapRoom:
         room = self._rooms.setdefault(key, BootstrapRoom())
         room.prefills += 1
         self._in_rooms[name] = key
@@ -171,19 +171,19 @@ class BootstrapProtocol(KvProtocol):
             for decoder in room.decoders:
                 if not decoder.done():
                     decoder.set_exception(_make_collision_error(0))
-        self._state.changed()
+        self._state.notify_waiters()
 
-    def _tidy(self, key: tuple[int, int]) -> None:
+    def _remove_empty_room(self, key: tuple[int, int]) -> None:
         if self._rooms[key].is_empty:
             del self._rooms[key]
-        self._state.changed()
+        self._state.notify_waiters()
 
-    def _rank(self, child: ChildRequest, number: int) -> int:
+    def _rank_of_room(self, child: ChildRequest, number: int) -> int:
         """Return the rank that the request names, or otherwise the rank of its room (`follow_bootstrap_room`)."""
         named = child.params["routed_dp_rank"]
         return number % self._options.dp_size if named is None else int(named)
 
-    def _server(self, place: Mapping[str, Any]) -> str:
+    def _bootstrap_server_url(self, place: Mapping[str, Any]) -> str:
         return format_address(
             place["bootstrap_host"], place["bootstrap_port"] or self._options.bootstrap_port or DEFAULT_PORT
         )
@@ -208,10 +208,10 @@ class BootstrapProtocol(KvProtocol):
         """Answer a decoder that asks whether this is a bootstrap server."""
         return web.json_response({})
 
-    def _question(self, child: ChildRequest, number: int) -> dict[str, Any]:
+    def _handshake_body(self, child: ChildRequest, number: int) -> dict[str, Any]:
         return {"room": number, "dp_rank": child.params["disagg_prefill_dp_rank"]}
 
-    async def _wait_until(self, condition: Callable[[], object], number: int) -> None:
+    async def _wait_for_room(self, condition: Callable[[], object], number: int) -> None:
         try:
             await self._state.wait_until(lambda _: bool(condition()), self._options.waiting_seconds)
         except TimeoutError:

@@ -66,20 +66,20 @@ class PinTable:
 
     def pull(self, request_id: str, now: float) -> Pin | None:
         """Return the pin whose blocks a decoder fetches, and remove it; None if there is no such pin."""
-        pin = self._take(request_id, now)
+        pin = self._take_pin(request_id, now)
         self.pulled += pin is not None
         return pin
 
     def release(self, request_id: str, now: float) -> Pin | None:
         """Remove a pin, because the decoder does not want its blocks. Return it; None if there is no such pin."""
-        pin = self._take(request_id, now)
+        pin = self._take_pin(request_id, now)
         self.released += pin is not None
         return pin
 
     def expire(self, now: float) -> list[Pin]:
         gone = [pin for pin in self.pins.values() if pin.expires_at <= now]
         for pin in gone:
-            self._drop(pin)
+            self._drop_pin(pin)
         self.expired += len(gone)
         return gone
 
@@ -92,14 +92,14 @@ class PinTable:
         """The number of pins that no decoder can know about."""
         return sum(not pin.announced for pin in self.pins.values())
 
-    def _take(self, request_id: str, now: float) -> Pin | None:
+    def _take_pin(self, request_id: str, now: float) -> Pin | None:
         self.expire(now)
         pin = self.pins.get(request_id)
         if pin is not None:
-            self._drop(pin)
+            self._drop_pin(pin)
         return pin
 
-    def _drop(self, pin: Pin) -> None:
+    def _drop_pin(self, pin: Pin) -> None:
         del self.pins[pin.request_id]
         self.blocks_held -= len(pin.blocks)
 

@@ -41,7 +41,7 @@ class LayerwiseProtocol(KvProtocol):
         self._expected: dict[str, asyncio.Future[int]] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._calls_failed = 0
-        self._strays = 0
+        self._unexpected_pushes = 0
         self._peers = Peers()
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
@@ -76,11 +76,11 @@ class LayerwiseProtocol(KvProtocol):
         return KvLoadResult.YES if prompt_digest == digest_token_ids(child.prompt) else KvLoadResult.FOREIGN
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/_mock/done", self._take)]
+        return [web.post("/_mock/done", self._answer_push)]
 
     def describe(self) -> dict[str, Any]:
         """Return the state for tests. `strays`: the number of messages about requests that do not wait."""
-        return {"engine_id": self.engine_id, "calls_failed": self._calls_failed, "strays": self._strays}
+        return {"engine_id": self.engine_id, "calls_failed": self._calls_failed, "strays": self._unexpected_pushes}
 
     async def stop(self) -> None:
         calls = list(self._calls)
@@ -91,16 +91,16 @@ class LayerwiseProtocol(KvProtocol):
 
     def _call_back(self, child: ChildRequest) -> None:
         """Send the callback in a thread that continues after the end of the request."""
-        call = asyncio.create_task(self._post(str(child.params.get("metaserver")), self._make_callback(child)))
+        call = asyncio.create_task(self._post_message(str(child.params.get("metaserver")), self._make_callback(child)))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _post(self, url: str, message: dict[str, Any]) -> None:
+    async def _post_message(self, url: str, message: dict[str, Any]) -> None:
         for _ in range(_MAX_CALLBACKS):
             if await self._peers.delivers(url, message):
                 return
         self._calls_failed += 1
-        self._state.changed()
+        self._state.notify_waiters()
 
     def _make_callback(self, child: ChildRequest) -> dict[str, Any]:
         host, port = self._address()
@@ -121,12 +121,12 @@ class LayerwiseProtocol(KvProtocol):
             "remote_cached_tokens": 0,
         }
 
-    async def _take(self, request: web.Request) -> web.Response:
+    async def _answer_push(self, request: web.Request) -> web.Response:
         body = await request.json(loads=orjson.loads)
         expected = self._expected.get(body["request_id"]) if body["engine_id"] == self.engine_id else None
         if expected is None or expected.done():
-            self._strays += 1
-            self._state.changed()
+            self._unexpected_pushes += 1
+            self._state.notify_waiters()
             return web.json_response({"error": "nobody waits for this"}, status=404)
         expected.set_result(body["prompt_digest"])
         return web.json_response({})

@@ -146,18 +146,18 @@ class Peers:
 
         There is no time limit.
         """
-        return await self._ask("POST", url, body)
+        return await self._request_json("POST", url, body)
 
     async def get(self, url: str) -> Any:
         """Send a GET and return the answer. None: the status is no success, or the engine is not reached."""
-        return await self._ask("GET", url, None)
+        return await self._request_json("GET", url, None)
 
     async def delivers(self, url: str, body: Any) -> bool:
         """Send a POST. Return whether the other engine answered with any status."""
         if self._is_closed:
             return False
         try:
-            async with self._open().post(url, json=body) as response:
+            async with self._open_session().post(url, json=body) as response:
                 await response.read()
         except (aiohttp.ClientError, OSError, ValueError):
             return False
@@ -168,16 +168,16 @@ class Peers:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, method: str, url: str, body: Any) -> Any:
+    async def _request_json(self, method: str, url: str, body: Any) -> Any:
         if self._is_closed:
             return None
         try:
-            async with self._open().request(method, url, json=body) as response:
+            async with self._open_session().request(method, url, json=body) as response:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, OSError, ValueError):
             return None
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
@@ -223,12 +223,12 @@ class StoreProtocol(KvProtocol):
 
     async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         if self._directory is not None:
-            self._place(self._directory, child).touch()
+            self._file_of_child(self._directory, child).touch()
             self._stored += 1
         return None
 
     async def load(self, child: ChildRequest) -> KvLoadResult:
-        if self._directory is None or not self._place(self._directory, child).exists():
+        if self._directory is None or not self._file_of_child(self._directory, child).exists():
             return KvLoadResult.ABSENT
         self._state.pulls += 1
         return KvLoadResult.YES
@@ -237,7 +237,7 @@ class StoreProtocol(KvProtocol):
         return {"stored": self._stored}
 
     @staticmethod
-    def _place(directory: Path, child: ChildRequest) -> Path:
+    def _file_of_child(directory: Path, child: ChildRequest) -> Path:
         return (
             directory
             / f"{digest_token_ids(child.prompt):08x}-{crc32(child.cache_salt.encode()):08x}-{len(child.prompt)}"

@@ -73,22 +73,22 @@ class PullProtocol(KvProtocol):
         remote_id = child.request_id
         if self._options.request_id_randomization:
             remote_id = f"{remote_id}-{uuid.uuid4().hex[:8]}"
-        return self._params(self._pin(remote_id, child.prompt), child.prompt)
+        return self._decode_params(self._pin_kv(remote_id, child.prompt), child.prompt)
 
-    def _pin(self, remote_id: str, prompt: Sequence[int]) -> Pin:
+    def _pin_kv(self, remote_id: str, prompt: Sequence[int]) -> Pin:
         now = asyncio.get_running_loop().time()
         pin = self.table.pin(remote_id, len(prompt), digest_token_ids(prompt), self._options.block_size, now)
-        self._changed()
+        self._update_pin_state()
         return pin
 
     def keep_answer(self, child: ChildRequest, ids: Sequence[int]) -> dict[str, Any] | None:
         """See KvProtocol, and `request_finished` in vLLM 0.32 `nixl/pull_scheduler.py`."""
         if not self._options.bidirectional_kv_xfer:
             return None
-        pin = self._pin(f"{child.request_id}-{uuid.uuid4().hex[:8]}", ids)
+        pin = self._pin_kv(f"{child.request_id}-{uuid.uuid4().hex[:8]}", ids)
         pin.expires_at = asyncio.get_running_loop().time() + _ANSWER_KV_SECONDS
         pin.announced = True
-        return self._params(pin, ids) | {
+        return self._decode_params(pin, ids) | {
             "do_remote_prefill": False,
             "do_remote_decode": True,
             "remote_num_tokens": len(ids),
@@ -124,24 +124,24 @@ class PullProtocol(KvProtocol):
         return bool(params.get("remote_block_ids")) and all(params.get(name) is not None for name in _REQUIRED_PARAMS)
 
     async def load(self, child: ChildRequest) -> KvLoadResult:
-        return self._pulled(await self._ask_prefiller(child.params, "pull"), child)
+        return self._load_result(await self._ask_prefiller(child.params, "pull"), child)
 
-    def _pulled(self, answer: Any, child: ChildRequest) -> KvLoadResult:
+    def _load_result(self, answer: Any, child: ChildRequest) -> KvLoadResult:
         if answer is None:
             self._state.pull_failures += 1
-            self._state.changed()
+            self._state.notify_waiters()
             return KvLoadResult.FAILED
         self._state.pulls += 1
-        self._state.changed()
+        self._state.notify_waiters()
         return KvLoadResult.YES if answer["prompt_digest"] == digest_token_ids(child.prompt) else KvLoadResult.FOREIGN
 
     async def release(self, params: Mapping[str, Any]) -> None:
         if self._is_complete(params) and await self._ask_prefiller(params, "release") is not None:
             self._state.releases += 1
-            self._state.changed()
+            self._state.notify_waiters()
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/_mock/pull", self._give), web.get("/_mock/pins", self._show_pins)]
+        return [web.post("/_mock/pull", self._answer_pull), web.get("/_mock/pins", self._show_pins)]
 
     @property
     def pins(self) -> dict[str, Pin]:
@@ -177,20 +177,20 @@ class PullProtocol(KvProtocol):
         body = {name: params[name] for name in ("remote_request_id", "remote_engine_id")} | {"verb": verb}
         return await self._peers.post(url, body)
 
-    async def _give(self, request: web.Request) -> web.Response:
+    async def _answer_pull(self, request: web.Request) -> web.Response:
         """Answer a decoder that fetches a pin. Each pin can be fetched once."""
         body = await request.json(loads=orjson.loads)
         sends = self._options.role != "decode" or not self._has_roles
         is_ours = body.get("remote_engine_id") == self.engine_id and sends
-        pin = self._take(body["remote_request_id"], body.get("verb")) if is_ours else None
+        pin = self._take_pin(body["remote_request_id"], body.get("verb")) if is_ours else None
         if pin is None:
             return web.json_response({"error": "no such KV here"}, status=404)
         return web.json_response({"prompt_digest": pin.prompt_digest, "prompt_tokens": pin.prompt_tokens})
 
-    def _take(self, remote_id: str, verb: str | None) -> Pin | None:
+    def _take_pin(self, remote_id: str, verb: str | None) -> Pin | None:
         take = self.table.release if verb == "release" else self.table.pull
         pin = take(remote_id, asyncio.get_running_loop().time())
-        self._changed()
+        self._update_pin_state()
         return pin
 
     async def _show_pins(self, request: web.Request) -> web.Response:
@@ -200,18 +200,18 @@ class PullProtocol(KvProtocol):
         ]
         return web.json_response(self.describe() | {"pins": pins})
 
-    def _changed(self) -> None:
+    def _update_pin_state(self) -> None:
         self._state.pinned = len(self.table.pins)
-        self._state.changed()
+        self._state.notify_waiters()
         if self._timer is None and not self._stopped and (expires_at := self.table.next_expiry()) is not None:
-            self._timer = asyncio.get_running_loop().call_at(expires_at, self._expire)
+            self._timer = asyncio.get_running_loop().call_at(expires_at, self._expire_pins)
 
-    def _expire(self) -> None:
+    def _expire_pins(self) -> None:
         self._timer = None
         self.table.expire(asyncio.get_running_loop().time())
-        self._changed()
+        self._update_pin_state()
 
-    def _params(self, pin: Pin, prompt: Sequence[int]) -> dict[str, Any]:
+    def _decode_params(self, pin: Pin, prompt: Sequence[int]) -> dict[str, Any]:
         """Return parameters in the form of the connector's `request_finished`.
 
         See vllm-ascend `mooncake_connector.py` and vLLM `nixl/`.
@@ -266,12 +266,12 @@ class RankedPullProtocol(PullProtocol):
         ranks = {str(rank): count for rank, count in sorted(self._ranks.items())}
         return super().describe() | {"dp_ranks": ranks}
 
-    def _rank(self, child: ChildRequest) -> int:
+    def _rank_of_child(self, child: ChildRequest) -> int:
         """Return the rank that the request names. Without one, ranks take turns."""
         self._served += 1
         rank = (self._served - 1) % self._options.dp_size if child.dp_rank is None else child.dp_rank
         self._ranks[rank] += 1
         return rank
 
-    def _engine_of(self, rank: int) -> str:
+    def _engine_id_of_rank(self, rank: int) -> str:
         return self.engine_id if self._options.dp_size == 1 else f"{self.engine_id}_dp{rank}"

@@ -50,17 +50,17 @@ class PushProtocol(RankedPullProtocol):
     async def keep(self, child: ChildRequest) -> dict[str, Any] | None:
         params = await super().keep(child)
         assert params is not None
-        engine = self._engine_of(self._rank(child))
+        engine = self._engine_id_of_rank(self._rank_of_child(child))
         key = engine, child.request_id
         self._finished = {each: name for each, name in self._finished.items() if name in self.table.pins}
         self._finished[key] = params["remote_request_id"]
         if key in self._registered:
-            self._write(key)
+            self._write_kv(key)
         return params | {"remote_engine_id": engine, "transfer_mode": "push"}
 
-    def _write(self, key: tuple[str, str]) -> None:
+    def _write_kv(self, key: tuple[str, str]) -> None:
         """Send the KV of a prompt to the decoder that has registered for it."""
-        pin = self._take(self._finished.pop(key), "pull")
+        pin = self._take_pin(self._finished.pop(key), "pull")
         waiting = self._registered[key]
         if pin is not None and not waiting.done():
             waiting.set_result(pin)
@@ -70,33 +70,33 @@ class PushProtocol(RankedPullProtocol):
     async def load(self, child: ChildRequest) -> KvLoadResult:
         params = child.params
         if params["remote_port"] in self._options.unreachable_ports:
-            return self._pulled(None, child)
+            return self._load_result(None, child)
         url = format_address(params["remote_host"], params["remote_port"]) + "/_mock/register"
         body = {"request_id": child.request_id, "remote_engine_id": params["remote_engine_id"]}
         with self._state.waiting_room():
-            return self._pulled(await self._peers.post(url, body), child)
+            return self._load_result(await self._peers.post(url, body), child)
 
     async def release(self, params: Mapping[str, Any]) -> None:
         """Do nothing: a decoder that gives a request up sends the prefiller no message."""
 
     def routes(self) -> list[web.RouteDef]:
-        return [*super().routes(), web.post("/_mock/register", self._register)]
+        return [*super().routes(), web.post("/_mock/register", self._answer_registration)]
 
     def describe(self) -> dict[str, Any]:
         """Return the state for tests. `registered`: the number of decoders that wait for a prompt."""
         return super().describe() | {"registered": len(self._registered)}
 
-    async def _register(self, request: web.Request) -> web.Response:
+    async def _answer_registration(self, request: web.Request) -> web.Response:
         """Answer a decoder when the KV of its prompt has been written into its memory."""
         body = await request.json(loads=orjson.loads)
         engine = body["remote_engine_id"]
-        if engine not in map(self._engine_of, range(self._options.dp_size)):
+        if engine not in map(self._engine_id_of_rank, range(self._options.dp_size)):
             return web.json_response({"error": "Remote NIXL agent engine ID mismatch"}, status=404)
         key = engine, body["request_id"]
         waiting = self._registered[key] = asyncio.get_running_loop().create_future()
-        self._state.changed()
+        self._state.notify_waiters()
         if key in self._finished:
-            self._write(key)
+            self._write_kv(key)
         try:
             async with asyncio.timeout(self._options.waiting_seconds):
                 pin = await asyncio.shield(waiting)

@@ -59,32 +59,32 @@ class TransferProtocol(RankedPullProtocol):
         name = str(child.params["transfer_id"])
         if child.prompt_index or child.samples > 1:
             name = f"{name} {child.request_id}"
-        self._engines[name] = self._engine_of(self._rank(child))
-        self._pin(name, child.prompt).announced = True
+        self._engines[name] = self._engine_id_of_rank(self._rank_of_child(child))
+        self._pin_kv(name, child.prompt).announced = True
         if name in self._unwanted:
             del self._unwanted[name]
-            self._take(name, "release")
+            self._take_pin(name, "release")
         return None
 
     async def load(self, child: ChildRequest) -> KvLoadResult:
         blocks = count_blocks(len(child.prompt), self._options.block_size)
         with self._state.waiting_room():
-            return self._pulled(await self._ask_prefiller(child.params, "pull", blocks), child)
+            return self._load_result(await self._ask_prefiller(child.params, "pull", blocks), child)
 
     async def release(self, params: Mapping[str, Any]) -> None:
         """Tell the prefiller to drop the KV. The transfer would otherwise continue after the end of its request."""
         if self.leg(params) is Leg.DECODE and await self._ask_prefiller(params, "release") is not None:
             self._state.releases += 1
-            self._state.changed()
+            self._state.notify_waiters()
 
     def routes(self) -> list[web.RouteDef]:
-        return [*super().routes(), web.get("/query", self._tell)]
+        return [*super().routes(), web.get("/query", self._answer_bootstrap_query)]
 
-    async def _tell(self, request: web.Request) -> web.Response:
+    async def _answer_bootstrap_query(self, request: web.Request) -> web.Response:
         worker = format_address(*self._address())
         return web.json_response(
             {
-                str(rank): {"engine_id": self._engine_of(rank), "worker_addr": {"0": {"0": worker}}}
+                str(rank): {"engine_id": self._engine_id_of_rank(rank), "worker_addr": {"0": {"0": worker}}}
                 for rank in range(self._options.dp_size)
             }
         )
@@ -100,7 +100,7 @@ class TransferProtocol(RankedPullProtocol):
         body = {"transfer_id": params["transfer_id"], "engine_id": engine_id, "verb": verb, "blocks": blocks}
         return await self._peers.post(f"{worker}/_mock/pull", body)
 
-    async def _give(self, request: web.Request) -> web.Response:
+    async def _answer_pull(self, request: web.Request) -> web.Response:
         """Answer a decoder that asks for a transfer, as soon as its KV is computed.
 
         A decoder that wants more blocks than there are gets none, and the blocks are kept (vLLM: "P num blocks less
@@ -121,7 +121,7 @@ class TransferProtocol(RankedPullProtocol):
             return web.json_response({"error": "no such transfer"}, status=404)
         if name in self.table.pins and len(self.table.pins[name].blocks) < body["blocks"]:
             return web.json_response({"error": "fewer blocks than asked for"}, status=409)
-        pin = self._take(name, verb)
+        pin = self._take_pin(name, verb)
         if pin is None:  # expired in this very moment
             return web.json_response({"error": "no such transfer"}, status=404)
         return web.json_response({"prompt_digest": pin.prompt_digest, "prompt_tokens": pin.prompt_tokens})

@@ -69,7 +69,7 @@ class UnsupportedSchema(ValueError):
 
 def make_instance(schema: Schema, seed: int) -> Any:
     """Return a value that `schema` allows. Raises Unsupported."""
-    return _InstanceMaker(schema).make(schema, seed, 0)
+    return _InstanceMaker(schema).make_value(schema, seed, 0)
 
 
 class _InstanceMaker:
@@ -77,7 +77,7 @@ class _InstanceMaker:
         self._root = root
         self._made = 0
 
-    def make(self, schema: Schema, seed: int, depth: int) -> Any:
+    def make_value(self, schema: Schema, seed: int, depth: int) -> Any:
         self._made += 1
         if self._made > _MANY_ITEMS:
             depth = max(depth, _SHALLOW_DEPTH + 1)
@@ -93,25 +93,29 @@ class _InstanceMaker:
             return _pick_option(schema["enum"], seed)
         if "$ref" in schema:
             rest = {name: value for name, value in schema.items() if name != "$ref"}
-            return self.make(self._merge([self._target(schema["$ref"]), rest]), seed, depth + 1)
+            return self.make_value(
+                self._merge_schemas([self._resolve_reference(schema["$ref"]), rest]), seed, depth + 1
+            )
         if "allOf" in schema:
             rest = {name: value for name, value in schema.items() if name != "allOf"}
-            return self.make(self._merge([*schema["allOf"], rest]), seed, depth + 1)
+            return self.make_value(self._merge_schemas([*schema["allOf"], rest]), seed, depth + 1)
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 rest = {other: value for other, value in schema.items() if other != name}
-                return self.make(self._merge([self._option(schema[name], seed, depth), rest]), seed, depth + 1)
-        return self._typed(schema, seed, depth)
+                return self.make_value(
+                    self._merge_schemas([self._choose_option(schema[name], seed, depth), rest]), seed, depth + 1
+                )
+        return self._make_typed_value(schema, seed, depth)
 
-    def _typed(self, schema: dict[str, Any], seed: int, depth: int) -> Any:
+    def _make_typed_value(self, schema: dict[str, Any], seed: int, depth: int) -> Any:
         kind = schema.get("type") or _implied_type(schema)
         if isinstance(kind, list):
             kind = "null" if depth > _SHALLOW_DEPTH and "null" in kind else _pick_option(kind, seed)
         match kind:
             case "object":
-                return self._object(schema, seed, depth)
+                return self._make_object(schema, seed, depth)
             case "array":
-                return self._array(schema, seed, depth)
+                return self._make_array(schema, seed, depth)
             case "string":
                 return _make_string(schema, seed)
             case "integer" | "number":
@@ -122,7 +126,7 @@ class _InstanceMaker:
                 return None
         raise UnsupportedSchema(f"{kind} is no type")
 
-    def _object(self, schema: dict[str, Any], seed: int, depth: int) -> dict[str, Any]:
+    def _make_object(self, schema: dict[str, Any], seed: int, depth: int) -> dict[str, Any]:
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         names = [name for name in properties if name in required or depth <= _SHALLOW_DEPTH]
         names += [name for name in required if name not in properties]
@@ -133,9 +137,11 @@ class _InstanceMaker:
         if not properties and depth <= _SHALLOW_DEPTH and others is not False:  # a mapping shows what it is of
             missing = range(max(1, len(missing)))
         names += [f"{_pick_word(seed + number)}_{number}" for number in missing]
-        return {name: self.make(properties.get(name, others), crc32(name.encode(), seed), depth + 1) for name in names}
+        return {
+            name: self.make_value(properties.get(name, others), crc32(name.encode(), seed), depth + 1) for name in names
+        }
 
-    def _array(self, schema: dict[str, Any], seed: int, depth: int) -> list[Any]:
+    def _make_array(self, schema: dict[str, Any], seed: int, depth: int) -> list[Any]:
         first = schema.get("prefixItems") or []
         items = schema.get("items", True)
         least = max(schema.get("minItems") or 0, len(first))
@@ -145,7 +151,7 @@ class _InstanceMaker:
         for index in range(count):
             each = first[index] if index < len(first) else items
             for attempt in range(64):
-                value = self.make(each, crc32(b"%d %d" % (index, attempt), seed), depth + 1)
+                value = self.make_value(each, crc32(b"%d %d" % (index, attempt), seed), depth + 1)
                 if not schema.get("uniqueItems") or value not in values:
                     break
             else:
@@ -153,12 +159,12 @@ class _InstanceMaker:
             values.append(value)
         return values
 
-    def _option(self, options: list[Schema], seed: int, depth: int) -> Schema:
+    def _choose_option(self, options: list[Schema], seed: int, depth: int) -> Schema:
         """Return one of several schemas; at a great depth, one that does not nest further."""
         flat = [option for option in options if isinstance(option, dict) and not {"$ref", "items"} & option.keys()]
         return _pick_option(flat if flat and depth > _SHALLOW_DEPTH else options, seed)
 
-    def _target(self, reference: Any) -> Schema:
+    def _resolve_reference(self, reference: Any) -> Schema:
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise UnsupportedSchema("a reference leads out of the schema")
         found = self._root
@@ -169,13 +175,13 @@ class _InstanceMaker:
             found = found[name]
         return found
 
-    def _merge(self, schemas: list[Schema]) -> Schema:
+    def _merge_schemas(self, schemas: list[Schema]) -> Schema:
         """Return a schema with the requirements of all schemas. Of conflicting requirements, only one is kept."""
         merged: dict[str, Any] = {}
         for schema in schemas:
             if schema is False:
                 return False
-            for name, value in ({} if schema is True else self._resolve(schema)).items():
+            for name, value in ({} if schema is True else self._resolve_schema(schema)).items():
                 if name == "properties":
                     value = {**merged.get(name, {}), **value}
                 elif name == "required":
@@ -183,14 +189,14 @@ class _InstanceMaker:
                 merged[name] = value
         return merged
 
-    def _resolve(self, schema: Any) -> dict[str, Any]:
+    def _resolve_schema(self, schema: Any) -> dict[str, Any]:
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict):
                 break
             if "$ref" not in schema:
                 return schema
             rest = {name: value for name, value in schema.items() if name != "$ref"}
-            target = self._target(schema["$ref"])
+            target = self._resolve_reference(schema["$ref"])
             schema = {**target, **rest} if isinstance(target, dict) else target
         raise UnsupportedSchema("a part of the schema is no schema")
 

@@ -94,16 +94,16 @@ class SimulatedKimiParser:
         self._arguments = ""
         self._sent_arguments = 0
 
-    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any] | None:
+    def parse_text(self, text: str, *, finished: bool = False) -> dict[str, Any] | None:
         said = _MessageAdditions()
         self._buffer += text
         while (found := self._next_marker()) is not None:
             begin, marker = found
-            self._say(self._buffer[:begin], said)
+            self._add_text(self._buffer[:begin], said)
             self._buffer = self._buffer[begin + len(marker) :]
-            self._pass(marker, said)
+            self._pass_marker(marker, said)
         ready = len(self._buffer) if finished else len(self._buffer) - _unfinished_marker(self._buffer)
-        self._say(self._buffer[:ready], said)
+        self._add_text(self._buffer[:ready], said)
         self._buffer = self._buffer[ready:]
         if finished:
             end = _MessageAdditions()
@@ -120,12 +120,12 @@ class SimulatedKimiParser:
         found = [(begin, marker) for marker in _MARKERS if (begin := self._buffer.find(marker)) >= 0]
         return min(found, default=None)
 
-    def _pass(self, marker: str, said: _MessageAdditions) -> None:
+    def _pass_marker(self, marker: str, said: _MessageAdditions) -> None:
         phase = self._transitions.get((self.phase, marker))
         if phase is None:
             if marker == MARKERS[SECTION_BEGIN] and self.phase is Phase.REASONING:
                 self.phase = Phase.CONTENT
-            self._say(marker, said)
+            self._add_text(marker, said)
             return
         if self.phase is Phase.ARGUMENTS and self._is_engine:
             self._end_arguments(said)
@@ -136,9 +136,9 @@ class SimulatedKimiParser:
             self._sent_arguments = 0
             self._is_named = False
         elif phase is Phase.ARGUMENTS and not self._is_engine:
-            self._tell_name(said)
+            self._report_name(said)
 
-    def _say(self, text: str, said: _MessageAdditions) -> None:
+    def _add_text(self, text: str, said: _MessageAdditions) -> None:
         if not text:
             return
         match self.phase:
@@ -151,25 +151,25 @@ class SimulatedKimiParser:
             case Phase.ARGUMENTS:
                 self._arguments += text
                 if not self._is_named:
-                    self._tell_name(said)
+                    self._report_name(said)
                 withheld = self._is_engine and text[-1] in "}]" and not closing_markers(self._arguments)
-                self._tell_arguments(said, len(self._arguments) - withheld)
+                self._report_arguments(said, len(self._arguments) - withheld)
             case Phase.SECTION:
                 pass
 
-    def _tell_name(self, said: _MessageAdditions, **function: str) -> None:
+    def _report_name(self, said: _MessageAdditions, **function: str) -> None:
         if header := _CALL_HEADER_PATTERN.match(self._name.strip()):
             call_id = header[1]
             if name := call_id.split(":")[0].removeprefix("functions."):
-                self._tell_call(said, call_id, name, **function)
+                self._report_call(said, call_id, name, **function)
 
-    def _tell_call(self, said: _MessageAdditions, call_id: str, name: str, **function: str) -> None:
+    def _report_call(self, said: _MessageAdditions, call_id: str, name: str, **function: str) -> None:
         self._is_named = True
         index = self._begun_calls - 1
         call = {"id": call_id, "type": "function", "index": index, "function": {"name": name} | function}
         said.calls.append(call)
 
-    def _tell_arguments(self, said: _MessageAdditions, end: int) -> None:
+    def _report_arguments(self, said: _MessageAdditions, end: int) -> None:
         text = self._arguments[self._sent_arguments : end]
         if not text or not self._is_named:
             return
@@ -183,14 +183,14 @@ class SimulatedKimiParser:
 
     def _end_arguments(self, said: _MessageAdditions) -> None:
         if not self._is_named and not self._arguments:
-            self._tell_name(said, arguments="")
-            self._tell_made_up_name(said)
-        self._tell_arguments(said, len(self._arguments))
+            self._report_name(said, arguments="")
+            self._report_made_up_name(said)
+        self._report_arguments(said, len(self._arguments))
 
-    def _tell_made_up_name(self, said: _MessageAdditions) -> None:
+    def _report_made_up_name(self, said: _MessageAdditions) -> None:
         """Report a call without arguments whose header is no id (vLLM 0.32 `parser_engine.py`, `_handle_tool_end`)."""
         if not self._is_named and self._name:
-            self._tell_call(said, f"functions.{self._name}:{self._made_up_ids}", self._name, arguments="")
+            self._report_call(said, f"functions.{self._name}:{self._made_up_ids}", self._name, arguments="")
             self._made_up_ids += 1
 
     def _finish_call(self, said: _MessageAdditions) -> None:
@@ -202,10 +202,10 @@ class SimulatedKimiParser:
                 # Many older parsers hold arguments as an object, read from partial JSON, and send at the end what they
                 # have not sent of it (`get_remaining_unstreamed_args`). It was never generated.
                 self._arguments += closing_markers(self._arguments)
-                self._tell_arguments(said, len(self._arguments))
+                self._report_arguments(said, len(self._arguments))
         elif self.phase is Phase.NAME and self._is_engine and self._name.strip():
-            self._tell_name(said, arguments="")
-            self._tell_made_up_name(said)
+            self._report_name(said, arguments="")
+            self._report_made_up_name(said)
 
     def _withhold_space(self, said: _MessageAdditions, finished: bool) -> None:
         if said.reasoning:
@@ -233,7 +233,7 @@ def parse_complete_text(
     """
     start = Phase.REASONING if is_thinking else Phase.CONTENT
     parser = SimulatedKimiParser(start, reads_tools=reads_tools, is_engine=is_engine)
-    delta = parser.feed(text, finished=True) or {}
+    delta = parser.parse_text(text, finished=True) or {}
     calls: dict[int, dict[str, Any]] = {}
     for part in delta.get("tool_calls", ()):
         if "id" in part:

@@ -208,39 +208,39 @@ class TokenSequence:
         for _ in range(count):
             if (strike := self._strike) is not None:
                 if len(self.output) == strike.tokens - strike.merged:
-                    self._flush()
+                    self._emit_delta()
                 if len(self.output) >= strike.tokens:
-                    return self._struck(strike)
-            self._generate()
+                    return self._apply_strike(strike)
+            self._generate_token()
             if not self.is_live:
                 break
-        self._flush()
+        self._emit_delta()
         return self.is_live
 
     def fail(self) -> None:
         """End with an internal error, for example because the KV cannot be loaded."""
-        self._finish("error")
-        self._flush()
+        self._finish_sequence("error")
+        self._emit_delta()
 
     def abort(self) -> None:
         """End at the present token, without an error."""
-        self._finish("abort")
-        self._flush()
+        self._finish_sequence("abort")
+        self._emit_delta()
 
-    def _generate(self) -> None:
+    def _generate_token(self) -> None:
         may_end = len(self.output) >= self._ask.min_tokens
         token = END if self._ends_at_once and not self.output else self.source.next(may_end=may_end)
         self.output.append(token)
         self._pending.token_ids.append(token)
         if may_end and token == END and not self._ask.ignore_eos:
-            self._finish("stop")
+            self._finish_sequence("stop")
             return
         if may_end and token in self._ask.stop_token_ids:
-            self._finish("stop", token)
+            self._finish_sequence("stop", token)
             return
         self._add_text(self._detokenizer.feed(token))
         if self.is_live and len(self.output) >= self._max_tokens:
-            self._finish("length")
+            self._finish_sequence("length")
 
     def _add_text(self, text: str) -> None:
         if not self._ask.stop:
@@ -259,25 +259,25 @@ class TokenSequence:
         if found is not None:
             end, begin, stop = found
             self._text = self._text[: end if self._ask.include_stop else begin]
-            self._finish("stop", stop)
+            self._finish_sequence("stop", stop)
 
-    def _finish(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
+    def _finish_sequence(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason = finish_reason
         self._pending.finish_reason = finish_reason
         self._pending.stop_reason = stop_reason
 
-    def _struck(self, strike: StreamStrike) -> bool:
+    def _apply_strike(self, strike: StreamStrike) -> bool:
         if strike.kind == "recompute":
-            self._finish("stop", "recomputed")
-            self._flush()
+            self._finish_sequence("stop", "recomputed")
+            self._emit_delta()
         elif strike.kind == "abort":
             self.abort()
         else:
-            self._flush(now=True)
+            self._emit_delta(now=True)
             self._emit(Delta(self.index, "", [], fault=strike.kind))
         return False
 
-    def _flush(self, *, now: bool = False) -> None:
+    def _emit_delta(self, *, now: bool = False) -> None:
         if self.is_live and not now and self._must_wait():
             return
         if self._ask.stop:

@@ -121,7 +121,7 @@ class DeterministicWriter:
     are called if the ids declare them, as by a model that reads its prompt.
     """
 
-    __slots__ = ("_calls", "_eos_after", "_queue", "_hash", "_marker", "_since", "_tools")
+    __slots__ = ("_calls", "_eos_after", "_queue", "_hash", "_marker", "_tokens_since_marker", "_tools")
 
     def __init__(self, ids: Sequence[int], *, eos_after: int | None = None) -> None:
         self._eos_after = eos_after
@@ -129,7 +129,7 @@ class DeterministicWriter:
         last_marker = _last_marker(ids)
         decided = _last_decision(ids, last_marker)
         self._marker = ids[last_marker] if last_marker >= 0 else None
-        self._since = decided - last_marker
+        self._tokens_since_marker = decided - last_marker
         self._calls = _calls_since_section(ids) if self._marker in _TOOL_MARKERS else 0
         self._hash = crc32(pack(ids[: decided + 1]))
         self._queue: deque[int] = deque(rest_of_turn(ids) or ())
@@ -141,50 +141,50 @@ class DeterministicWriter:
     def next(self, *, may_end: bool = True) -> int:
         """Return the next token. It is the end-of-turn token only if `may_end`."""
         if not self._queue:
-            self._write(self._decide(may_end))
+            self._queue_word(self._decide_next_tokens(may_end))
         return self._queue.popleft()
 
     def _finish_word(self, tail: tuple[int, ...]) -> None:
-        word = self._decide(may_end=False)
+        word = self._decide_next_tokens(may_end=False)
         if word[: len(tail)] != tail:
             # Not our own words: end this one as soon as possible.
             word = (*tail, word[-1])
-        self._write(word)
+        self._queue_word(word)
         for _ in tail:
             self._queue.popleft()
 
-    def _write(self, word: tuple[int, ...]) -> None:
+    def _queue_word(self, word: tuple[int, ...]) -> None:
         self._queue.extend(word)
         self._hash = crc32(pack(word), self._hash)
         if word[-1] > 255:
             self._marker = word[-1]
-            self._since = 0
+            self._tokens_since_marker = 0
             self._calls += word[-1] == CALL_BEGIN
             if word[-1] == SECTION_BEGIN:
                 self._calls = 0
         else:
-            self._since += len(word)
+            self._tokens_since_marker += len(word)
 
-    def _decide(self, may_end: bool) -> tuple[int, ...]:
+    def _decide_next_tokens(self, may_end: bool) -> tuple[int, ...]:
         marker = self._marker
         if marker == SECTION_BEGIN:
             return (CALL_BEGIN,)
         if marker == CALL_BEGIN:
-            name = self._tool(self._calls - 1).get("name", "tool")
+            name = self._choose_tool(self._calls - 1).get("name", "tool")
             return (*encode_text(f"functions.{name}:{self._calls - 1}"), ARGUMENT_BEGIN)
         if marker == ARGUMENT_BEGIN:
-            return (*orjson.dumps(self._arguments()), CALL_END)
+            return (*orjson.dumps(self._make_arguments()), CALL_END)
         if marker == CALL_END:
             return (CALL_BEGIN,) if self._calls < len(self._tools) else (SECTION_END,)
-        if marker == THINK and self._since >= THINKING_TOKENS:
+        if marker == THINK and self._tokens_since_marker >= THINKING_TOKENS:
             return (THINK_END,)
-        if self._tools and marker in (MIDDLE, THINK_END) and self._since >= PREAMBLE_TOKENS:
+        if self._tools and marker in (MIDDLE, THINK_END) and self._tokens_since_marker >= PREAMBLE_TOKENS:
             return (*LEADING_WORDS, SECTION_BEGIN)
-        if may_end and self._ends():
+        if may_end and self._may_end_here():
             return (END,)
-        return self._word()
+        return self._make_word()
 
-    def _ends(self) -> bool:
+    def _may_end_here(self) -> bool:
         if self._marker == SECTION_END:
             return True
         if self._eos_after is None or self._marker == THINK:
@@ -192,18 +192,18 @@ class DeterministicWriter:
         if self._marker is None:
             # Plain text has no beginning to count from, so it ends by chance, on average after this number of tokens.
             return (self._hash >> 7) % max(1, self._eos_after // 7) == 0
-        return self._since >= self._eos_after
+        return self._tokens_since_marker >= self._eos_after
 
-    def _word(self, salt: int = 0) -> tuple[int, ...]:
+    def _make_word(self, salt: int = 0) -> tuple[int, ...]:
         return _VOCABULARY[(self._hash * 2654435761 + salt * 40503 >> 13) % len(_VOCABULARY)]
 
-    def _tool(self, index: int) -> dict[str, Any]:
+    def _choose_tool(self, index: int) -> dict[str, Any]:
         return self._tools[index % len(self._tools)] if self._tools else {}
 
-    def _arguments(self) -> dict[str, str]:
-        parameters = self._tool(self._calls - 1).get("parameters") or {}
+    def _make_arguments(self) -> dict[str, str]:
+        parameters = self._choose_tool(self._calls - 1).get("parameters") or {}
         names = list(parameters.get("properties") or {})
-        return {name: bytes(self._word(salt)[:-1]).decode() for salt, name in enumerate(names)}
+        return {name: bytes(self._make_word(salt)[:-1]).decode() for salt, name in enumerate(names)}
 
 
 def _last_marker(ids: Sequence[int]) -> int:

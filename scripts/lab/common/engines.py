@@ -214,11 +214,11 @@ def _weigher() -> Callable[[str, bytes], int]:
     chat, cost = ChatCompletions(), Cost()
 
     def weight(role: str, body: bytes) -> int:
-        request = chat.parse(parse_body(body), cost, {}).pick_request()
+        request = chat.parse_request(parse_body(body), cost, {}).make_pick_request()
         per_compute, per_kv = WEIGHTS[Role(role)]
         if role == "prefill":
-            return per_compute * request.prefill.compute
-        return per_compute * request.decode.compute + per_kv * request.decode.kv
+            return per_compute * request.prefill.compute_tokens
+        return per_compute * request.decode.compute_tokens + per_kv * request.decode.kv_tokens
 
     return weight
 

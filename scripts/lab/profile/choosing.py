@@ -93,9 +93,9 @@ def _microseconds(
 
 
 def _serve(pool: Pool, call: Call) -> None:
-    if not pool.has_room(call.pick_request):
+    if not pool.has_room(call.make_pick_request):
         raise RuntimeError("idle instances have no room")
-    with pool.lease(call.pick_request()) as lease:
+    with pool.lease(call.make_pick_request()) as lease:
         lease.note_usage(call.prompt_tokens, call.prompt_tokens // 2)
         lease.free_compute()
 

@@ -107,7 +107,7 @@ class Subject:
     """The gateway's view of a request: its prompt, without the length of the answer."""
 
     request: Request
-    session: str | None = None
+    session_id: str | None = None
     first_token_seconds: float | None = None
 
     def priority(self, *, lower_first: bool) -> None:
@@ -302,7 +302,7 @@ class Replay:
     def load(self, backend: Backend) -> Load:
         """Return the load that a backend is charged with now."""
         loads = [gateway.scoreboard.own(backend.slot)[1] for gateway in self._gateways]
-        return Load(sum(load.compute for load in loads), sum(load.kv for load in loads))
+        return Load(sum(load.compute_tokens for load in loads), sum(load.kv_tokens for load in loads))
 
     async def run(self, requests: Sequence[Request]) -> None:
         """Run all requests at their times to their ends."""

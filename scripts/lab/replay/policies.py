@@ -119,7 +119,7 @@ class AscendExample(Policy):
     """
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        return min(candidates, key=lambda candidate: candidate.load.compute + 0.3 * candidate.load.kv)
+        return min(candidates, key=lambda candidate: candidate.load.compute_tokens + 0.3 * candidate.load.kv_tokens)
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """Return the cost in nanoseconds, which are integers."""
@@ -138,7 +138,9 @@ class _LeastSum(_PrefixAware):
     """Chooses the least sum of the cost in flight and the cost of this prompt."""
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        return min(candidates, key=lambda each: each.load.compute + self.cost_of(each.backend, request).compute)
+        return min(
+            candidates, key=lambda each: each.load.compute_tokens + self.cost_of(each.backend, request).compute_tokens
+        )
 
 
 class Dynamo(_LeastSum):
@@ -152,8 +154,8 @@ class LeastKv(LeastTokens):
     """Dynamo's rule for decoders: the fewest blocks in use. Equal backends take turns."""
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        fewest = min(candidate.load.kv for candidate in candidates)
-        return self._take_turn([candidate for candidate in candidates if candidate.load.kv == fewest])
+        fewest = min(candidate.load.kv_tokens for candidate in candidates)
+        return self._take_turn([candidate for candidate in candidates if candidate.load.kv_tokens == fewest])
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         return Load(0, request.prompt_tokens)
@@ -172,7 +174,7 @@ class LlmD(_PrefixAware):
 
         def score(candidate: Candidate) -> float:
             queue = 1.0 if most == least else (most - candidate.running) / (most - least)
-            free = 1 - candidate.load.kv / self.kv_tokens
+            free = 1 - candidate.load.kv_tokens / self.kv_tokens
             return 3 * self.match(candidate, request) + 2 * queue + 2 * free
 
         return max(candidates, key=score)
@@ -217,7 +219,7 @@ class SMetric(Mooncake):
     slo_seconds_per_token = 62.5e-6
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        queued = [each.load.compute + self.cost_of(each.backend, request).compute for each in candidates]
+        queued = [each.load.compute_tokens + self.cost_of(each.backend, request).compute_tokens for each in candidates]
         limit = _MICROSECONDS * (self.slo_seconds + self.slo_seconds_per_token * request.prompt_tokens)
         matches = [self.match(each, request) for each in candidates]
         best = matches.index(max(matches))
@@ -310,9 +312,9 @@ class ClairvoyantDecode(Policy):
         self._max_running = min(machine.decode.max_num_seqs, machine.cost.knee or machine.decode.max_num_seqs)
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        kv_tokens = self._kv_tokens - self.cost_of(candidates[0].backend, request).kv
-        roomy = [each for each in candidates if each.load.kv <= kv_tokens]
-        return min(roomy or candidates, key=lambda each: self._cost.decode(each.running + 1, each.load.kv))
+        kv_tokens = self._kv_tokens - self.cost_of(candidates[0].backend, request).kv_tokens
+        roomy = [each for each in candidates if each.load.kv_tokens <= kv_tokens]
+        return min(roomy or candidates, key=lambda each: self._cost.decode(each.running + 1, each.load.kv_tokens))
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """Return all tokens of the prompt and the answer."""

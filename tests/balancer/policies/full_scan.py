@@ -162,7 +162,7 @@ class ScanningSeconds(LeastSeconds):
         return None if True in free or any(map(self._has_room_in_step, prefillers)) else False
 
     def loads(self, candidates: Sequence[Candidate]) -> list[int]:
-        return [candidate.load.compute for candidate in candidates]
+        return [candidate.load.compute_tokens for candidate in candidates]
 
     def resident(self, prompt: PromptCosts, request: PickRequest) -> Session | None:
         if not self._sets.is_active:
@@ -261,4 +261,4 @@ class ScanningDecodeSeconds(LeastDecodeSeconds):
     def answers_and_held(self, candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
         board = candidates[0].scoreboard
         slots = [candidate.backend.slot for candidate in candidates]
-        return [(board.running(slot), board.load(slot).kv + board.pinned(slot).tokens) for slot in slots]
+        return [(board.running(slot), board.load(slot).kv_tokens + board.pinned(slot).tokens) for slot in slots]

@@ -26,7 +26,9 @@ class PrefixAffinity(Policy):
 
         def cost(candidate: Candidate) -> tuple[int, int]:
             backend = candidate.backend
-            return candidate.load.compute + self.cost_of(backend, request).compute, len(self.keys_of(backend))
+            return candidate.load.compute_tokens + self.cost_of(backend, request).compute_tokens, len(
+                self.keys_of(backend)
+            )
 
         return min(candidates, key=cost)
 
@@ -37,7 +39,7 @@ class PrefixAffinity(Policy):
         has = self.keys_of(backend)
         size = next((size for key, size in reversed([*zip(prefix.keys, prefix.sizes, strict=True)]) if key in has), 0)
         cached = request.prompt_tokens * size // prefix.sizes[-1] if size else 0
-        return Load(compute=load.compute - cached, kv=load.kv)
+        return Load(compute_tokens=load.compute_tokens - cached, kv_tokens=load.kv_tokens)
 
     def track(self, backend: Backend, request: PickRequest) -> Tracker:
         """Count prompts in flight as cached, or a burst with one prompt would scatter."""

@@ -202,7 +202,7 @@ def test_handoff_times_keep_a_bounded_number_of_pairs() -> None:
 )
 def test_decoder_lacks_memory(facts: EngineFacts | None, load: Load, is_full: bool) -> None:
     scoreboard = Scoreboard(1, 1)
-    scoreboard.row(0).add(0, 1, 1, load.compute, load.kv)
+    scoreboard.row(0).add(0, 1, 1, load.compute_tokens, load.kv_tokens)
     assert lacks_memory(scoreboard, Backend(Role.DECODE, "d", 1, 0), facts) is is_full
 
 

@@ -165,8 +165,8 @@ def test_streams_of_other_workers_count(decoders: Decoders) -> None:
 def test_kv_of_answers_is_learned_by_their_token_limits(decoders: Decoders) -> None:
     for _ in range(10):
         decoders.write(1, tokens=100)
-    assert decoders.policy.cost_of(decoders.begin().backend, asking()).kv == 1101
-    assert decoders.policy.cost_of(decoders.begin().backend, asking(1000, 8192)).kv == 9192, "another limit"
+    assert decoders.policy.cost_of(decoders.begin().backend, asking()).kv_tokens == 1101
+    assert decoders.policy.cost_of(decoders.begin().backend, asking(1000, 8192)).kv_tokens == 9192, "another limit"
 
 
 def test_decoder_without_kv_memory_for_an_answer_has_no_room(decoders: Decoders) -> None:

@@ -29,7 +29,7 @@ class Subject:
     prompt_tokens: int
     prefix_keys: PrefixKeys
     output_tokens: int = 256
-    session: str | None = None
+    session_id: str | None = None
     first_token_seconds: float | None = None
 
     def texts(self) -> None:
@@ -45,7 +45,7 @@ def prompt(*pieces: int, session: str | None = None, has_keys: bool = True) -> P
     sizes = tuple(4 * PIECE * (place + 1) for place in range(len(pieces)))
     load = Load(tokens + PREFILL_OVERHEAD_TOKENS, tokens)
     keys = PrefixKeys(pieces, sizes) if has_keys else PrefixKeys()
-    return PickRequest(load, Load(0, tokens), Subject(tokens, keys, session=session))
+    return PickRequest(load, Load(0, tokens), Subject(tokens, keys, session_id=session))
 
 
 class Prefillers:
@@ -144,14 +144,14 @@ def test_cached_prefix_outweighs_session(prefillers: Prefillers) -> None:
 def test_uncached_work_is_charged_and_released_exactly(prefillers: Prefillers) -> None:
     prefillers.teach()
     cold = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8))
-    charged = prefillers.scoreboard.load(cold.backend.slot).compute
+    charged = prefillers.scoreboard.load(cold.backend.slot).compute_tokens
     cold.note_usage(8 * PIECE, 0)
     prefillers.clock.now += 4.0
     cold.free_compute()
     cold.__exit__(None, None, None)
     warm = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8, 9))
     assert warm.backend == cold.backend
-    assert prefillers.scoreboard.load(warm.backend.slot).compute < 0.7 * charged
+    assert prefillers.scoreboard.load(warm.backend.slot).compute_tokens < 0.7 * charged
     warm.__exit__(None, None, None)
     assert {prefillers.scoreboard.load(slot) for slot in range(4)} == {Load()}
 

@@ -109,7 +109,7 @@ async def test_prefiller_is_charged_for_uncached_tokens(deploy: Deploy) -> None:
     async with gateway.asking(turn(LONG)):
         await until(lambda: len(generations(again)) == 2, "the second prefill")
         charged = gateway.scoreboard.load(slot)
-        assert (charged.compute, charged.kv > len(LONG) // 8) == (3480, True)
+        assert (charged.compute_tokens, charged.kv_tokens > len(LONG) // 8) == (3480, True)
 
 
 @pytest.mark.parametrize("is_the_clients_doing", [False, True])

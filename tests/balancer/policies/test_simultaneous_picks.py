@@ -21,7 +21,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from tests.pools import make_pool
 
-ONE = Load(compute=1)
+ONE = Load(compute_tokens=1)
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Workers:
         ]
 
     def loads(self) -> list[int]:
-        return [self.scoreboard.load(slot).compute for slot in range(self.backends)]
+        return [self.scoreboard.load(slot).compute_tokens for slot in range(self.backends)]
 
     def look(self, worker: int, load: Load = ONE) -> Backend:
         """Choose a backend, the first half of entering a lease."""
@@ -56,7 +56,7 @@ class Workers:
 
     def charge(self, worker: int, backend: Backend, load: Load = ONE) -> None:
         """Charge a backend, the second half. A negative load releases."""
-        self.pools[worker].row.add(backend.slot, compute=load.compute)
+        self.pools[worker].row.add(backend.slot, compute=load.compute_tokens)
 
     def pick_at_once(self) -> list[int]:
         """Let all workers choose before the first one charges, and return the chosen slots."""
@@ -113,15 +113,15 @@ def test_pick_error_is_bounded_by_concurrent_changes(steps: list[tuple[int, bool
     def change(worker: int, backend: Backend, load: Load) -> None:
         together.charge(worker, backend, load)
         for _, _, charged, given_back in looking.values():
-            charged[backend.slot] += max(0, load.compute)
-            given_back[backend.slot] += max(0, -load.compute)
+            charged[backend.slot] += max(0, load.compute_tokens)
+            given_back[backend.slot] += max(0, -load.compute_tokens)
 
     for worker, gives_back, size in steps:
         if gives_back and open_leases:
             owner, backend, load = open_leases.pop(size % len(open_leases))
-            change(owner, backend, Load(compute=-load.compute))
+            change(owner, backend, Load(compute_tokens=-load.compute_tokens))
         elif worker not in looking:
-            load = Load(compute=size)
+            load = Load(compute_tokens=size)
             looking[worker] = together.look(worker, load), load, [0] * 3, [0] * 3
         else:
             backend, load, charged, given_back = looking.pop(worker)

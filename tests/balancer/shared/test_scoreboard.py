@@ -24,11 +24,11 @@ def test_load_is_the_sum_over_the_workers_until_it_is_released() -> None:
     for worker in range(3):
         board.row(worker).add(2, requests=1, compute=10 * worker, kv=worker)
     assert [board.requests(slot) for slot in range(4)] == [0, 0, 3, 0]
-    assert [board.load(slot) for slot in range(4)] == [Load(), Load(), Load(compute=30, kv=3), Load()]
+    assert [board.load(slot) for slot in range(4)] == [Load(), Load(), Load(compute_tokens=30, kv_tokens=3), Load()]
     board.row(2).add(2, compute=-20)
-    assert board.load(2) == Load(compute=10, kv=3)
+    assert board.load(2) == Load(compute_tokens=10, kv_tokens=3)
     board.row(2).add(2, requests=-1, kv=-2)
-    assert (board.requests(2), board.load(2)) == (2, Load(compute=10, kv=1))
+    assert (board.requests(2), board.load(2)) == (2, Load(compute_tokens=10, kv_tokens=1))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -43,9 +43,9 @@ def test_slot_reader_returns_the_weights_of_the_loads(workers: int) -> None:
     pinned = [7 * slot * workers for slot in slots]
     reader = board.reader(slots, 10, 3)
     assert reader.weights == [
-        10 * load.compute + 3 * (load.kv + tokens) for load, tokens in zip(loads, pinned, strict=True)
+        10 * load.compute_tokens + 3 * (load.kv_tokens + tokens) for load, tokens in zip(loads, pinned, strict=True)
     ]
-    assert reader.compute == [load.compute for load in loads]
+    assert reader.compute == [load.compute_tokens for load in loads]
     assert reader.running == [board.running(slot) for slot in slots] == [2 * workers] * 3
 
 
@@ -80,8 +80,10 @@ def test_slot_reader_follows_all_changes_of_all_rows(data: st.DataObject) -> Non
         reader.refresh()
         loads = [board.load(slot) for slot in kept]
         assert reader.running == [board.running(slot) for slot in kept]
-        assert reader.compute == [load.compute for load in loads]
-        assert reader.held == [load.kv + board.pinned(slot).tokens for slot, load in zip(kept, loads, strict=True)]
+        assert reader.compute == [load.compute_tokens for load in loads]
+        assert reader.held == [
+            load.kv_tokens + board.pinned(slot).tokens for slot, load in zip(kept, loads, strict=True)
+        ]
         assert reader.weights == [10 * each + 3 * held for each, held in zip(reader.compute, reader.held, strict=True)]
         assert (reader.all_running, reader.all_weights) == (sum(reader.running), sum(reader.weights))
         assert reader.computing == sum(map(bool, reader.compute))
@@ -160,7 +162,12 @@ class Replica:
     def publish(self, slot: int, running: int, load: Load) -> None:
         """Write the other gateway's present load of a backend."""
         before, charged = self._known.get(slot, (0, Load()))
-        self._row.add(slot, running=running - before, compute=load.compute - charged.compute, kv=load.kv - charged.kv)
+        self._row.add(
+            slot,
+            running=running - before,
+            compute=load.compute_tokens - charged.compute_tokens,
+            kv=load.kv_tokens - charged.kv_tokens,
+        )
         self._known[slot] = running, load
 
     def clear(self) -> None:
@@ -176,15 +183,15 @@ def test_load_of_another_gateway_is_a_guest_row(runs: Callable[[Callable[[], Non
     board.row(0).add(1, requests=1, running=1, compute=5, kv=5)
 
     def publish() -> None:
-        replica.publish(1, 3, Load(compute=100, kv=10))
-        replica.publish(1, 2, Load(compute=70, kv=20))
+        replica.publish(1, 3, Load(compute_tokens=100, kv_tokens=10))
+        replica.publish(1, 2, Load(compute_tokens=70, kv_tokens=20))
 
     runs(publish)
-    assert (board.running(1), board.load(1)) == (3, Load(compute=75, kv=25))
+    assert (board.running(1), board.load(1)) == (3, Load(compute_tokens=75, kv_tokens=25))
     assert board.reader([0, 1], 10, 3).weights == [0, 825]
     assert board.requests(1) == 1  # requests of other gateways do not keep a removed instance
     runs(replica.clear)
-    assert (board.running(1), board.load(1)) == (1, Load(compute=5, kv=5))
+    assert (board.running(1), board.load(1)) == (1, Load(compute_tokens=5, kv_tokens=5))
 
 
 def test_pool_considers_the_load_of_another_gateway() -> None:
@@ -193,9 +200,9 @@ def test_pool_considers_the_load_of_another_gateway() -> None:
     pool = make_pool(Role.DECODE, roster, board, limits=PoolLimits(max_running=2))
     one, two = pool.backends()
     replica = Replica(board, 1)
-    replica.publish(one.slot, 2, Load(compute=5))
+    replica.publish(one.slot, 2, Load(compute_tokens=5))
     assert {pool.pick() for _ in range(4)} == {two}
-    replica.publish(two.slot, 2, Load(compute=50))
+    replica.publish(two.slot, 2, Load(compute_tokens=50))
     assert not pool.has_room()
     replica.clear()
     assert pool.has_room()
@@ -333,10 +340,10 @@ def test_pinned_kv_counts_as_load_in_the_choice_of_a_prefiller(board: Scoreboard
     pool, _ = prefillers(board, pinned_kv)
     one, two = pool.backends()
     pinned_kv.pin(one, 100, 480.0)
-    with pool.lease(PickRequest.of(Load(kv=99))) as lease:
+    with pool.lease(PickRequest.of(Load(kv_tokens=99))) as lease:
         assert lease.backend == two
         assert {pool.pick() for _ in range(3)} == {two}
-        with pool.lease(PickRequest.of(Load(kv=2))):
+        with pool.lease(PickRequest.of(Load(kv_tokens=2))):
             assert {pool.pick() for _ in range(3)} == {one}
 
 

@@ -32,14 +32,14 @@ class Tagged(Grammar):
         """Recognise the header of the assistant's turn."""
         return tokenizer.ASSISTANT in prompt_tail
 
-    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+    def begins_with_reasoning(self, prompt_tail: str) -> bool | None:
         """Return whether the nearest tag opens reasoning."""
         opened, closed = prompt_tail.rfind("<reason>"), prompt_tail.rfind("</reason>")
         return None if opened == closed else opened > closed
 
-    def parser(self, **reading: bool) -> AnswerParser:
+    def make_parser(self, **reading: bool) -> AnswerParser:
         """Return a parser of the same answers as Kimi's, with other tags."""
-        return _TaggedParser(kimi.KimiGrammar().parser(**reading))
+        return _TaggedParser(kimi.KimiGrammar().make_parser(**reading))
 
 
 class _TaggedParser(AnswerParser):
@@ -52,10 +52,10 @@ class _TaggedParser(AnswerParser):
         return self._parser.held_text + self._half_tag
 
     @property
-    def in_tools(self) -> bool:
-        return self._parser.in_tools
+    def is_in_tool_section(self) -> bool:
+        return self._parser.is_in_tool_section
 
-    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+    def parse_text(self, text: str, *, finished: bool = False) -> dict[str, Any]:
         text = self._half_tag + text
         begin = text.rfind("<")
         is_half = begin >= 0 and text[begin:] in _HALF_TAGS and not finished
@@ -63,4 +63,4 @@ class _TaggedParser(AnswerParser):
         text = text.removesuffix(self._half_tag)
         for tag, marker in _SPELLED.items():
             text = text.replace(tag, marker)
-        return self._parser.feed(text, finished=finished)
+        return self._parser.parse_text(text, finished=finished)

@@ -41,14 +41,14 @@ def test_of_other_prompts_no_token_id_means_anything(prompt: bytes | None) -> No
     ],
 )
 def test_most_models_reason_between_the_same_tags(prompt: str, opens: bool | None) -> None:
-    assert UNRECOGNISED_GRAMMAR.opens_reasoning(prompt) is opens
+    assert UNRECOGNISED_GRAMMAR.begins_with_reasoning(prompt) is opens
 
 
 def test_markers_of_other_families_are_text() -> None:
-    parser = UNRECOGNISED_GRAMMAR.parser(
+    parser = UNRECOGNISED_GRAMMAR.make_parser(
         in_reasoning=True, calls_tools=True, shows_blanks=False, reports_half_calls=True, one_call=False
     )
-    assert parser.feed("a</think>b<|tool_calls_section_begin|>c", finished=True) == {
+    assert parser.parse_text("a</think>b<|tool_calls_section_begin|>c", finished=True) == {
         "reasoning": "a",
         "content": "b<|tool_calls_section_begin|>c",
     }

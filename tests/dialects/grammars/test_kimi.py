@@ -56,7 +56,7 @@ def added_up(deltas: list[dict[str, Any] | None]) -> Said:
 
 def read(*pieces: str, in_reasoning: bool = True, shows_blanks: bool = False, reports_half_calls: bool = True) -> Said:
     parser = KimiParser(in_reasoning=in_reasoning, shows_blanks=shows_blanks, reports_half_calls=reports_half_calls)
-    return added_up([*map(parser.feed, pieces), parser.feed("", finished=True)])
+    return added_up([*map(parser.parse_text, pieces), parser.parse_text("", finished=True)])
 
 
 def call(call_id: str, arguments: str = "{}") -> str:
@@ -194,7 +194,7 @@ def test_any_cuts_come_to_the_same(answer: tuple[str, Said], data: st.DataObject
 
 def test_last_text_may_come_with_the_end() -> None:
     for text, said in ANSWERS.values():
-        assert added_up([KimiParser(in_reasoning=True).feed(text, finished=True)]) == said
+        assert added_up([KimiParser(in_reasoning=True).parse_text(text, finished=True)]) == said
 
 
 def test_without_reasoning_an_answer_begins_with_content() -> None:
@@ -206,10 +206,10 @@ def test_without_reasoning_an_answer_begins_with_content() -> None:
 def test_half_a_marker_is_held_back_and_nothing_else(marker: str) -> None:
     for cut in range(1, len(marker)):
         parser = KimiParser(in_reasoning=False)
-        assert parser.feed("a < b " + marker[:cut]) == {"content": "a < b "}
+        assert parser.parse_text("a < b " + marker[:cut]) == {"content": "a < b "}
         assert parser.phase is KimiPhase.CONTENT
-        assert parser.feed("!") == {"content": marker[:cut] + "!"}
-    assert KimiParser(in_reasoning=False).feed("a<b </x <|x") == {"content": "a<b </x <|x"}
+        assert parser.parse_text("!") == {"content": marker[:cut] + "!"}
+    assert KimiParser(in_reasoning=False).parse_text("a<b </x <|x") == {"content": "a<b </x <|x"}
 
 
 def test_text_is_said_as_soon_as_it_is_known() -> None:
@@ -234,52 +234,52 @@ def test_text_is_said_as_soon_as_it_is_known() -> None:
         (CALL_END + SECTION_END, {}),
         ("bye", {}),
     ):
-        assert parser.feed(text) == delta
+        assert parser.parse_text(text) == delta
 
 
 def test_blanks_are_shown_at_once_where_engines_do_so() -> None:
     parser = KimiParser(in_reasoning=True, shows_blanks=True)
-    assert parser.feed(" ") == {"reasoning": " "}
-    assert parser.feed(f"Hm \n{THINK_END}") == {"reasoning": "Hm \n"}
-    assert parser.feed("\n") == {"content": "\n"}
-    assert parser.feed(section(call("functions.f:0")), finished=True).keys() == {"tool_calls"}
+    assert parser.parse_text(" ") == {"reasoning": " "}
+    assert parser.parse_text(f"Hm \n{THINK_END}") == {"reasoning": "Hm \n"}
+    assert parser.parse_text("\n") == {"content": "\n"}
+    assert parser.parse_text(section(call("functions.f:0")), finished=True).keys() == {"tool_calls"}
 
 
 def test_phase_and_the_calls_are_those_of_the_text_so_far() -> None:
     steps = (
         ("Hm", KimiPhase.REASONING, 0, False),
         (THINK_END, KimiPhase.CONTENT, 0, False),
-        (f"a{SECTION_BEGIN}", KimiPhase.SECTION, 0, True),
-        (f" {CALL_BEGIN}", KimiPhase.NAME, 1, True),
-        ("functions.f:0", KimiPhase.NAME, 1, True),
-        (ARGUMENT_BEGIN, KimiPhase.ARGUMENTS, 1, True),
-        ("{}", KimiPhase.ARGUMENTS, 1, True),
-        (CALL_END, KimiPhase.SECTION, 1, True),
-        (call("functions.f:1"), KimiPhase.SECTION, 2, True),
-        (SECTION_END, KimiPhase.AFTER, 2, False),
-        ("bye", KimiPhase.AFTER, 2, False),
-        (SECTION_BEGIN, KimiPhase.SECTION, 2, True),
-        (CALL_BEGIN, KimiPhase.NAME, 3, True),
-        (ARGUMENT_BEGIN, KimiPhase.ARGUMENTS, 3, True),
-        (SECTION_END, KimiPhase.AFTER, 3, False),
-        (CALL_BEGIN, KimiPhase.NAME, 4, True),
+        (f"a{SECTION_BEGIN}", KimiPhase.TOOL_SECTION, 0, True),
+        (f" {CALL_BEGIN}", KimiPhase.TOOL_NAME, 1, True),
+        ("functions.f:0", KimiPhase.TOOL_NAME, 1, True),
+        (ARGUMENT_BEGIN, KimiPhase.TOOL_ARGUMENTS, 1, True),
+        ("{}", KimiPhase.TOOL_ARGUMENTS, 1, True),
+        (CALL_END, KimiPhase.TOOL_SECTION, 1, True),
+        (call("functions.f:1"), KimiPhase.TOOL_SECTION, 2, True),
+        (SECTION_END, KimiPhase.AFTER_TOOL_SECTION, 2, False),
+        ("bye", KimiPhase.AFTER_TOOL_SECTION, 2, False),
+        (SECTION_BEGIN, KimiPhase.TOOL_SECTION, 2, True),
+        (CALL_BEGIN, KimiPhase.TOOL_NAME, 3, True),
+        (ARGUMENT_BEGIN, KimiPhase.TOOL_ARGUMENTS, 3, True),
+        (SECTION_END, KimiPhase.AFTER_TOOL_SECTION, 3, False),
+        (CALL_BEGIN, KimiPhase.TOOL_NAME, 4, True),
     )
     parser = KimiParser(in_reasoning=True)
     for text, phase, calls, in_tools in steps:
         before = parser.phase
         if text in MARKERS:
-            parser.feed(text[:-1])
+            parser.parse_text(text[:-1])
             assert parser.phase is before
             text = text[-1]
-        parser.feed(text)
-        assert (parser.phase, parser.calls, parser.in_tools) == (phase, calls, in_tools)
+        parser.parse_text(text)
+        assert (parser.phase, parser.call_count, parser.is_in_tool_section) == (phase, calls, in_tools)
 
 
 @given(cut=st.integers(0, len(THINKING)))
 def test_answer_continues_behind_the_text_it_was_primed_with(cut: int) -> None:
     primed = KimiParser(in_reasoning=True)
-    before = primed.feed(THINKING[:cut])
-    after = [*map(primed.feed, THINKING[cut:]), primed.feed("", finished=True)]
+    before = primed.parse_text(THINKING[:cut])
+    after = [*map(primed.parse_text, THINKING[cut:]), primed.parse_text("", finished=True)]
     assert added_up([before, *after]) == THINKING_SAID
 
 
@@ -312,7 +312,7 @@ def test_simulated_engines_read_the_same(text: str, cuts: list[int], is_engine: 
     edges = [0, *sorted(cut % len(text) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(edges)]
     theirs = sim.SimulatedKimiParser(sim.Phase.REASONING, is_engine=is_engine)
-    said = added_up([*map(theirs.feed, pieces), theirs.feed("", finished=True)])
+    said = added_up([*map(theirs.parse_text, pieces), theirs.parse_text("", finished=True)])
     assert read(*pieces, shows_blanks=not is_engine, reports_half_calls=is_engine) == said
 
 
@@ -329,7 +329,7 @@ def test_parser_never_retracts_a_delta(pieces: list[str]) -> None:
     for text in accumulate(pieces):
         assume(len(text) < 400)
         whole = read("".join(pieces))
-        so_far = added_up([KimiParser(in_reasoning=True).feed(text)])
+        so_far = added_up([KimiParser(in_reasoning=True).parse_text(text)])
         assert whole.reasoning.startswith(so_far.reasoning)
         assert whole.content.startswith(so_far.content)
         for index, (call_id, name, arguments) in so_far.calls.items():
@@ -355,7 +355,7 @@ def test_markers_are_those_of_the_tokenizer() -> None:
     ],
 )
 def test_nearest_marker_says_whether_an_answer_begins_in_reasoning(prompt: str, opens: bool | None) -> None:
-    assert KimiGrammar().opens_reasoning(prompt) is opens
+    assert KimiGrammar().begins_with_reasoning(prompt) is opens
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_groups_have_the_format_of_prometheus_and_a_role() -> None:
         "decode d.example.com:7200",
         "decode d.example.com:7201",
     ]
-    assert all(backend.trusted for backend in found)
+    assert all(backend.is_trusted for backend in found)
 
 
 def test_group_may_name_the_models_of_its_instances() -> None:

@@ -64,7 +64,7 @@ async def test_engine_key_is_not_for_instances_added_later(client: EngineClient,
 async def test_added_instance_gets_the_engine_key_when_send_key_is_set(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([])
     async with gateway.joining(client) as joiner:
-        joiner.join(Backend(Role.DECODE, HOST, engine.port, trusted=True))
+        joiner.join(Backend(Role.DECODE, HOST, engine.port, is_trusted=True))
         await gateway.transitions.get()
     assert {authorization for _, authorization in engine.seen} == {"Bearer s3cret"}
 

@@ -19,7 +19,7 @@ SIZE = 16
 def stored(
     *hashes: int, parent: int | None = None, group: int | None = None, medium: str | None = None
 ) -> BlocksStored:
-    return BlocksStored(list(hashes), parent, SIZE, medium, group, is_whole=True)
+    return BlocksStored(list(hashes), parent, SIZE, medium, group, has_full_attention=True)
 
 
 def removed(*hashes: int, group: int | None = None, medium: str | None = None) -> BlocksRemoved:
@@ -120,7 +120,7 @@ def test_old_evictions_no_longer_count(how: object) -> None:
 
 def test_blocks_of_other_layer_groups_are_not_counted_again() -> None:
     blocks = Blocks()
-    window = BlocksStored([5, 6], None, SIZE, "GPU", 0, is_whole=False)
+    window = BlocksStored([5, 6], None, SIZE, "GPU", 0, has_full_attention=False)
     blocks.take([window, stored(1, 2, group=1), stored(1, 2, group=2), removed(1, 2, group=2), removed(5, 6, group=0)])
     assert blocks.stored == 2 * SIZE
     assert len(blocks) == 2
@@ -244,4 +244,4 @@ def test_names_of_tiers_are_bounded() -> None:
 
 def copied(number: int) -> BlocksStored:
     """Return the event of vLLM's OffloadingConnector, which names no size."""
-    return BlocksStored([number], None, 0, "CPU", None, is_whole=True)
+    return BlocksStored([number], None, 0, "CPU", None, has_full_attention=True)

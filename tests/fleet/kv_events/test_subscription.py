@@ -151,7 +151,7 @@ async def test_gap_without_a_replay_endpoint_counts_as_lost(context: zmq.Context
 async def test_restarted_publisher_has_nothing_cached(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with publishing(CONFIG) as publisher:
         subscription = Subscription(context, source_of(publisher))
-        publisher._next = 10_000  # the restarted publisher has a lower number when it is received
+        publisher._next_sequence_number = 10_000  # the restarted publisher has a lower number when it is received
         await wait_for_subscription(subscription, publisher)
         publisher.publish(stored(1))
         await wait_for_tokens(subscription, SIZE)

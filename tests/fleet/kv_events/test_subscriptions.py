@@ -107,7 +107,7 @@ async def test_restarted_engine_is_empty_and_subscribed_again(deploy: Deploy) ->
     (engine,) = gateway.prefillers
     publisher = engine.kv_events
     assert publisher is not None
-    publisher._next = 0
+    publisher._next_sequence_number = 0
     await publish_until(gateway, lambda: gateway.metrics("pdproxy_kv_event_gaps_total"))
     assert [reason for _, reason, _ in gateway.metrics("pdproxy_kv_event_gaps_total")] == ["started_anew"]
 

@@ -27,13 +27,15 @@ class Bench:
 
     def send(self, place: int, request: PickRequest) -> None:
         load = self.policy.cost_of(self.backends[place], request)
-        self.row.add(place, requests=1, running=1, compute=load.compute, kv=load.kv)
+        self.row.add(place, requests=1, running=1, compute=load.compute_tokens, kv=load.kv_tokens)
         self.policy.track(self.backends[place], request)
 
     def idle(self) -> None:
         for backend in self.backends:
             load, running = self.scoreboard.load(backend.slot), self.scoreboard.running(backend.slot)
-            self.row.add(backend.slot, requests=-running, running=-running, compute=-load.compute, kv=-load.kv)
+            self.row.add(
+                backend.slot, requests=-running, running=-running, compute=-load.compute_tokens, kv=-load.kv_tokens
+            )
 
     def chosen(self, request: PickRequest) -> int:
         return self.policy.choose(self.candidates, [0] * len(self.candidates), request).backend.slot

@@ -56,7 +56,7 @@ class Files:
     def members(self) -> list[str]:
         """All instances with their state; `!` those that are not given the engine key."""
         return [
-            f"{member.backend.name}{'' if member.backend.trusted else '!'}{' draining' * member.is_draining}"
+            f"{member.backend.name}{'' if member.backend.is_trusted else '!'}{' draining' * member.is_draining}"
             for role in Role
             for member in self.roster.members(role)
         ]
@@ -210,7 +210,7 @@ async def test_encoders_come_and_go_but_not_from_or_to_none(files: Files) -> Non
     assert files.members() == ["p:1", "p:2", "d:1", "d:2"]
     configuration = Configuration(files.load(), files.load, files.roster)
     members = [member.backend for role in Role for member in files.roster.members(role)]
-    files.roster.sync(CONFIG, [*members, Backend(Role.ENCODE, "e", 1, trusted=True)])
+    files.roster.sync(CONFIG, [*members, Backend(Role.ENCODE, "e", 1, is_trusted=True)])
     files.write(INSTANCES + "encode: [e:2]")
     change = await configuration.reload()
     assert (change.options, change.added, change.removed) == (("encode",), ("e:2",), ("e:1",))

@@ -348,7 +348,7 @@ def test_importing_the_supervisor_does_not_decide_how_metrics_are_kept() -> None
 
 def test_wait_doubles_with_each_death_up_to_its_limit() -> None:
     policy = RestartPolicy()
-    assert [policy.delay_seconds(deaths) for deaths in range(1, 9)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert [policy.restart_delay_seconds(deaths) for deaths in range(1, 9)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("localhost", socket.AF_INET)])

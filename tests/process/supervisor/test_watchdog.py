@@ -19,18 +19,18 @@ class Workers:
         """Let time pass; who is found frozen."""
         found = []
         until = self.now + seconds
-        while self._watchdog.next_look <= until:
-            self.now = self._watchdog.next_look
+        while self._watchdog.next_check_at <= until:
+            self.now = self._watchdog.next_check_at
             for worker in turning:
                 self.counts[worker] += 1
-            found += self._watchdog.look(self.now, self.counts)
+            found += self._watchdog.find_frozen_workers(self.now, self.counts)
         self.now = until
         return found
 
     def nothing_runs(self, seconds: float) -> list[int]:
         """Neither workers nor the watchdog do; who is found frozen at the first look."""
         self.now += seconds
-        return self._watchdog.look(self.now, self.counts)
+        return self._watchdog.find_frozen_workers(self.now, self.counts)
 
 
 def test_worker_with_a_running_loop_is_not_frozen() -> None:
