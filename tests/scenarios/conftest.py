@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import aiohttp
 import pytest
@@ -28,3 +29,22 @@ async def decoder() -> AsyncIterator[SimulatedEngine]:
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
         yield session
+
+
+@dataclass(frozen=True)
+class Site:
+    """An engine for each role, and a client."""
+
+    prefiller: SimulatedEngine
+    decoder: SimulatedEngine
+    session: aiohttp.ClientSession
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Flags of a gateway in front of both engines."""
+        return "--prefill", self.prefiller.url, "--decode", self.decoder.url
+
+
+@pytest.fixture
+def site(prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession) -> Site:
+    return Site(prefiller, decoder, session)

@@ -6,34 +6,31 @@ import asyncio
 import signal
 from pathlib import Path
 
-import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import gateway, refused
 
 
-async def test_engines_decide_for_all_workers_and_it_is_one_line(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
-) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway("--connector", "auto", *engines, "--workers", "2") as program:
+async def test_engines_decide_for_all_workers_and_it_is_one_line(site: Site) -> None:
+    async with gateway("--connector", "auto", *site.engines, "--workers", "2") as program:
         body = request(Api.CHAT, max_tokens=3)
-        assert (await ask(session, program.url, body)).text == await answer_alone(body)
+        assert (await ask(site.session, program.url, body)).text == await answer_alone(body)
         assert program.output.count("connector: auto selects vllm_pull:") == 1
         assert ", connector vllm_pull, " in program.output
 
 
-async def test_reload_keeps_what_was_found_and_takes_the_same_by_its_name(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path
-) -> None:
+async def test_reload_keeps_what_was_found_and_takes_the_same_by_its_name(site: Site, tmp_path: Path) -> None:
     config = tmp_path / "gateway.yaml"
 
     def write(connector: str) -> None:
-        config.write_text(f"connector: {connector}\nprefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
+        config.write_text(
+            f"connector: {connector}\nprefill: ['{site.prefiller.url}']\ndecode: ['{site.decoder.url}']\n"
+        )
 
     write("auto")
     async with gateway("--config", str(config)) as program:

@@ -13,6 +13,7 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import Answer, answer_alone, ask, request
 from tests.deployment import generations
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import gateway
 
 CLIENTS = 8
@@ -87,15 +88,12 @@ async def served_by_now(session: aiohttp.ClientSession, url: str, **expected: in
                 return
 
 
-async def test_instance_is_given_up_if_it_never_answers(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
-) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+async def test_instance_is_given_up_if_it_never_answers(site: Site) -> None:
     waiting = ("--max-waiting-retries", "2", "--waiting-retry-interval", "0.05")
-    async with gateway(*engines, *waiting) as program, SimulatedEngine(role="decode") as absent:
+    async with gateway(*site.engines, *waiting) as program, SimulatedEngine(role="decode") as absent:
         await absent.kill()
         instance = {"type": "decode", "instances": f"127.0.0.1:{absent.port}"}
-        async with session.post(program.url + "/instances/add", json=instance) as response:
+        async with site.session.post(program.url + "/instances/add", json=instance) as response:
             assert "waiting to be added" in (await response.json())["message"]
         await program.says(f"decode instance 127.0.0.1:{absent.port} is not added")
-        await served_by_now(session, program.url, decode_instances=1)
+        await served_by_now(site.session, program.url, decode_instances=1)

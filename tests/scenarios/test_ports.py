@@ -14,6 +14,7 @@ import pytest
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import ask, read, request
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_stopping import DRAINING, is_ready, refuses_connections
 
@@ -23,12 +24,10 @@ CHANGING = ("/instances/add", "/instances/remove", "/reset_prefix_cache", "/admi
 
 
 @pytest.fixture(params=["1", "2"])
-async def program(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, request: pytest.FixtureRequest
-) -> AsyncIterator[Program]:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", request.param)
+async def program(site: Site, request: pytest.FixtureRequest) -> AsyncIterator[Program]:
+    engines = (*site.engines, "--workers", request.param)
     async with gateway(*engines, PROXY_ADMIN__PORT="0", PROXY_ADMIN__PROBE_PORT="0") as program:
-        await is_ready(session, program.url)
+        await is_ready(site.session, program.url)
         yield program
 
 
@@ -67,21 +66,19 @@ async def test_each_port_has_its_own_routes(program: Program, session: aiohttp.C
     assert await status(session, "GET", probes + "/metrics") == 404
 
 
-async def test_start_logs_open_and_closed_ports(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
-) -> None:
-    engines = ("--host", "0.0.0.0", "--prefill", prefiller.url, "--decode", decoder.url)
+async def test_start_logs_open_and_closed_ports(site: Site) -> None:
+    engines = ("--host", "0.0.0.0", *site.engines)
     async with gateway(*engines) as program:
         await program.says("administration closed")
         await program.says("every client that can reach 0.0.0.0 is served")
         await program.says("administration is closed")
         url = program.url.replace("0.0.0.0", "127.0.0.1")
-        assert await status(session, "GET", url + "/instances") == 403
-        assert await status(session, "POST", url + "/instances/add") == 403
-        assert await status(session, "GET", url + "/metrics") == 200
+        assert await status(site.session, "GET", url + "/instances") == 403
+        assert await status(site.session, "POST", url + "/instances/add") == 403
+        assert await status(site.session, "GET", url + "/metrics") == 200
     async with gateway(*engines, PROXY_ADMIN__PORT="0") as program:
         await program.says("administration from this host only")
-        assert await status(session, "GET", await admin_url(program) + "/instances") == 200
+        assert await status(site.session, "GET", await admin_url(program) + "/instances") == 200
         assert "administration is closed" not in program.output
 
 
@@ -107,9 +104,7 @@ async def test_operators_are_served_while_clients_are_not_any_more(
     assert await program.ended() == 128 + signal.SIGTERM
 
 
-async def test_health_command_finds_the_port_for_probes(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, unused_tcp_port: int
-) -> None:
+async def test_health_command_finds_the_port_for_probes(site: Site, unused_tcp_port: int) -> None:
     environment = {"PROXY_ADMIN__PROBE_PORT": str(unused_tcp_port)}
 
     async def health() -> int:
@@ -122,5 +117,5 @@ async def test_health_command_finds_the_port_for_probes(
         return await process.wait()
 
     assert await health() == 1
-    async with gateway("--prefill", prefiller.url, "--decode", decoder.url, **environment):
+    async with gateway(*site.engines, **environment):
         assert await health() == 0

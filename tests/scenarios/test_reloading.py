@@ -17,6 +17,7 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, read, request
 from tests.deployment import generations
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_several_workers import everywhere, on_new_connections
 from tests.scenarios.test_stopping import is_ready
@@ -42,8 +43,8 @@ def address(engine: SimulatedEngine) -> str:
 
 
 @pytest.fixture
-def file(tmp_path: Path, prefiller: SimulatedEngine, decoder: SimulatedEngine) -> File:
-    return File(tmp_path / "my.yaml", prefiller, decoder)
+def file(site: Site, tmp_path: Path) -> File:
+    return File(tmp_path / "my.yaml", site.prefiller, site.decoder)
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ import pytest
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, read, request, until
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import Program, gateway
 
 
 @pytest.fixture
-async def program(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> AsyncIterator[Program]:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, "--workers", "2", "--waiting-retry-interval", "0.1") as program:
+async def program(site: Site) -> AsyncIterator[Program]:
+    async with gateway(*site.engines, "--workers", "2", "--waiting-retry-interval", "0.1") as program:
         yield program
 
 
@@ -188,12 +188,9 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 @pytest.mark.fault(32)
 @pytest.mark.fault(140)
-async def test_metrics_are_there_again_after_their_files_were_deleted(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path
-) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+async def test_metrics_are_there_again_after_their_files_were_deleted(site: Site, tmp_path: Path) -> None:
     body = request(Api.CHAT, max_tokens=3)
-    async with gateway(*engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
+    async with gateway(*site.engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
 
         async def ask(times: int) -> None:
             for _ in range(times):
@@ -218,30 +215,24 @@ async def test_metrics_are_there_again_after_their_files_were_deleted(
         assert os.listdir(tmp_path) == []
 
 
-async def test_scrape_skips_the_empty_file_of_a_starting_worker(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
+async def test_scrape_skips_the_empty_file_of_a_starting_worker(site: Site, tmp_path: Path) -> None:
+    async with gateway(*site.engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
         await program.counts("pdproxy_workers 2.0")
         (tmp_path / os.listdir(tmp_path)[0] / "counter_1.db").touch()
-        async with session.get(f"{program.url}/metrics") as response:
+        async with site.session.get(f"{program.url}/metrics") as response:
             assert response.status == 200
             assert "pdproxy_workers 2.0" in await response.text()
 
 
 @pytest.mark.fault(140)
-async def test_metrics_say_why_their_directory_cannot_be_created(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
+async def test_metrics_say_why_their_directory_cannot_be_created(site: Site, tmp_path: Path) -> None:
+    async with gateway(*site.engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
         await program.counts("pdproxy_workers 2.0")
         directory = tmp_path / os.listdir(tmp_path)[0]
         shutil.rmtree(directory)
         directory.touch()
         await program.says(r"(?s)(metrics: deleted directory cannot be created: .*){2}")
-        async with session.get(f"{program.url}/metrics") as response:
+        async with site.session.get(f"{program.url}/metrics") as response:
             assert response.status == 503
             assert (await response.json())["error"]["code"] == "metrics_unavailable"
         directory.unlink()
@@ -290,13 +281,10 @@ async def test_killed_worker_is_replaced_and_its_load_forgotten(program: Program
 
 
 @pytest.mark.fault(72)
-async def test_frozen_worker_is_replaced_and_its_load_forgotten(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine
-) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, "--workers", "2", PROXY_WORKER_TIMEOUT_SECONDS="1") as program:
+async def test_frozen_worker_is_replaced_and_its_load_forgotten(site: Site) -> None:
+    async with gateway(*site.engines, "--workers", "2", PROXY_WORKER_TIMEOUT_SECONDS="1") as program:
         workers = program.children()
-        decoder.faults.add("stall_after_tokens", tokens=3)
+        site.decoder.faults.add("stall_after_tokens", tokens=3)
         body = request(Api.CHAT, stream=True)
         async with AsyncExitStack() as stack:
             for _ in range(16):
@@ -306,7 +294,7 @@ async def test_frozen_worker_is_replaced_and_its_load_forgotten(
             await program.says(rf"WARNING.*killing a frozen worker.*pid {workers[0]}\)")
             await program.says(rf"worker \d \(pid {workers[0]}\) ended with code -9")
         await everywhere(program, "/healthcheck", request_num=0)
-        decoder.faults.clear()
+        site.decoder.faults.clear()
         assert workers[0] not in program.children()
         assert workers[1] in program.children()
         assert program.output.count("killing a frozen worker") == 1

@@ -15,6 +15,7 @@ import pytest
 from proxy import __version__
 from proxy.common.build_info import IS_COMPILED
 from proxy.sim.engine import SimulatedEngine
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_several_workers import everywhere
 
@@ -28,11 +29,8 @@ async def everything_it_says(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-async def test_each_instance_and_the_gateway_are_logged_as_up_once(
-    workers: int, prefiller: SimulatedEngine, decoder: SimulatedEngine
-) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, "--workers", str(workers)) as program:
+async def test_each_instance_and_the_gateway_are_logged_as_up_once(site: Site, workers: int) -> None:
+    async with gateway(*site.engines, "--workers", str(workers)) as program:
         url = (await program.says(READY))[1]
         await everywhere(program, "/readyz", status="ok")
         lines = await everything_it_says(program)
@@ -40,7 +38,7 @@ async def test_each_instance_and_the_gateway_are_logged_as_up_once(
     assert f"pdproxy {__version__} ({kind}) is starting" in lines[0]
     assert program.output.count("build: interpreted, not compiled: ") == (not IS_COMPILED)
     assert url == program.url
-    for text in (f"127.0.0.1:{prefiller.port} is up", f"127.0.0.1:{decoder.port} is up", "ready: "):
+    for text in (f"127.0.0.1:{site.prefiller.port} is up", f"127.0.0.1:{site.decoder.port} is up", "ready: "):
         assert len([line for line in lines if text in line]) == 1, text
 
 
@@ -48,9 +46,9 @@ async def test_each_instance_and_the_gateway_are_logged_as_up_once(
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
 async def test_metrics_directory_of_another_program_is_left_alone(
-    name: str, workers: int, prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path
+    site: Site, name: str, workers: int, tmp_path: Path
 ) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", str(workers))
+    engines = (*site.engines, "--workers", str(workers))
     for directory in (tmp_path, tmp_path / "missing"):
         async with gateway(*engines, **{name: str(directory)}) as program:
             await program.counts(f"pdproxy_workers {workers}.0")
@@ -77,9 +75,9 @@ async def test_gateway_without_decoders_is_not_ready_until_there_is_one(
     ("max_connections", "is_told"), [("", True), ("50", False), ("58", True)], ids=["default", "fewer", "more"]
 )
 async def test_small_limit_of_open_files_is_logged_at_the_start(
-    max_connections: str, is_told: bool, prefiller: SimulatedEngine, decoder: SimulatedEngine
+    site: Site, max_connections: str, is_told: bool
 ) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", "2")
+    engines = (*site.engines, "--workers", "2")
     under = ("bash", "-c", 'ulimit -n 128 && exec "$@"', "bash")
     async with gateway(*engines, under=under, PROXY_LISTEN__MAX_CONNECTIONS=max_connections) as program:
         lines = await everything_it_says(program)
@@ -96,9 +94,8 @@ def test_first_line_waits_for_no_more_than_the_settings() -> None:
     assert result.stderr == "[]\n"
 
 
-async def test_suspicious_settings_are_logged_once(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, "--workers", "2", PROXY_LISTEN_PORT="8004") as program:
+async def test_suspicious_settings_are_logged_once(site: Site) -> None:
+    async with gateway(*site.engines, "--workers", "2", PROXY_LISTEN_PORT="8004") as program:
         program.signal(signal.SIGHUP)
         await program.says("reload: applied: requested by SIGHUP")
         program.signal(signal.SIGTERM)

@@ -12,9 +12,9 @@ import orjson
 import pytest
 from yarl import URL
 
-from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, read, request
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import Program, gateway
 
 BODY = request(Api.CHAT, stream=True, max_tokens=300)
@@ -42,16 +42,10 @@ async def refuses_connections(program: Program) -> None:
 @pytest.mark.fault(30)
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_running_stream_is_finished(
-    prefiller: SimulatedEngine,
-    decoder: SimulatedEngine,
-    session: aiohttp.ClientSession,
-    workers: str,
-    number: signal.Signals,
-) -> None:
-    async with gateway("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers) as program:
-        with decoder.held():
-            response = await session.post(program.url + Api.CHAT.path, json=BODY)
+async def test_running_stream_is_finished(site: Site, workers: str, number: signal.Signals) -> None:
+    async with gateway(*site.engines, "--workers", workers) as program:
+        with site.decoder.held():
+            response = await site.session.post(program.url + Api.CHAT.path, json=BODY)
             await response.content.readline()
             program.signal(number)
             await program.says(DRAINING)
@@ -64,15 +58,15 @@ async def test_running_stream_is_finished(
     assert (await answer_alone(BODY)).endswith(answer.text)
 
 
-async def test_lines_of_requests_that_have_just_ended_are_not_lost(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
-) -> None:
-    async with gateway("--prefill", prefiller.url, "--decode", decoder.url) as program:
-        await is_ready(session, program.url)
+async def test_lines_of_requests_that_have_just_ended_are_not_lost(site: Site) -> None:
+    async with gateway(*site.engines) as program:
+        await is_ready(site.session, program.url)
         short = request(Api.CHAT, max_tokens=1)
-        before = await asyncio.gather(*(ask(session, program.url, short) for _ in range(20)))
-        with decoder.held():
-            running = await asyncio.gather(*(session.post(program.url + Api.CHAT.path, json=BODY) for _ in range(3)))
+        before = await asyncio.gather(*(ask(site.session, program.url, short) for _ in range(20)))
+        with site.decoder.held():
+            running = await asyncio.gather(
+                *(site.session.post(program.url + Api.CHAT.path, json=BODY) for _ in range(3))
+            )
             program.signal(signal.SIGTERM)
             await program.says('"message":"draining","left":3')
         during = await asyncio.gather(*map(read, running))
@@ -82,15 +76,12 @@ async def test_lines_of_requests_that_have_just_ended_are_not_lost(
 
 
 @pytest.mark.fault(30)
-async def test_stopping_gateway_serves_until_load_balancers_notice(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
-) -> None:
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, PROXY_DRAIN__NOT_READY_SECONDS="3600") as program:
-        await is_ready(session, program.url)
+async def test_stopping_gateway_serves_until_load_balancers_notice(site: Site) -> None:
+    async with gateway(*site.engines, PROXY_DRAIN__NOT_READY_SECONDS="3600") as program:
+        await is_ready(site.session, program.url)
         program.signal(signal.SIGTERM)
         await program.says('"message":"draining","left":0')
-        async with session.get(program.url + "/readyz") as response:
+        async with site.session.get(program.url + "/readyz") as response:
             assert response.status == 503
             assert (await response.json())["error"]["code"] == "draining"
         async with aiohttp.ClientSession() as newcomer:
@@ -104,16 +95,10 @@ async def test_stopping_gateway_serves_until_load_balancers_notice(
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_second_signal_ends_it_at_once(
-    prefiller: SimulatedEngine,
-    decoder: SimulatedEngine,
-    session: aiohttp.ClientSession,
-    workers: str,
-    number: signal.Signals,
-) -> None:
-    decoder.faults.add("stall_after_tokens", tokens=3)
-    async with gateway("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers) as program:
-        async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
+async def test_second_signal_ends_it_at_once(site: Site, workers: str, number: signal.Signals) -> None:
+    site.decoder.faults.add("stall_after_tokens", tokens=3)
+    async with gateway(*site.engines, "--workers", workers) as program:
+        async with site.session.post(program.url + Api.CHAT.path, json=BODY) as response:
             await response.content.readline()
             program.signal(signal.SIGTERM)
             await program.says(DRAINING)
@@ -123,24 +108,21 @@ async def test_second_signal_ends_it_at_once(
         await program.says("drain: 1 requests were cut off")
     assert not answer.is_whole
     assert answer.error["code"] == "draining"
-    await decoder.wait_until(lambda state: state.live == 0)
+    await site.decoder.wait_until(lambda state: state.live == 0)
 
 
 @pytest.mark.fault(30)
-async def test_answers_above_the_drain_limit_get_an_error(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
-) -> None:
-    decoder.faults.add("stall_after_tokens", tokens=3)
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, PROXY_DRAIN__STREAMS_SECONDS="0.1") as program:
-        async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
+async def test_answers_above_the_drain_limit_get_an_error(site: Site) -> None:
+    site.decoder.faults.add("stall_after_tokens", tokens=3)
+    async with gateway(*site.engines, PROXY_DRAIN__STREAMS_SECONDS="0.1") as program:
+        async with site.session.post(program.url + Api.CHAT.path, json=BODY) as response:
             await response.content.readline()
-            prefiller.faults.add("hang_before_headers")
+            site.prefiller.faults.add("hang_before_headers")
             waiting = [
-                asyncio.create_task(ask(session, program.url, request(Api.CHAT, stream=stream)))
+                asyncio.create_task(ask(site.session, program.url, request(Api.CHAT, stream=stream)))
                 for stream in (True, False)
             ]
-            await prefiller.wait_until(lambda state: state.live == 2)
+            await site.prefiller.wait_until(lambda state: state.live == 2)
             program.signal(signal.SIGTERM)
             answer = await read(response)
         assert await program.ended() == 0
@@ -152,11 +134,10 @@ async def test_answers_above_the_drain_limit_get_an_error(
     assert sorted((line["term"], line["code"]) for line in lines) == [("KD", 200), ("PF", 503), ("PF", 503)]
 
 
-async def test_openais_client_hears_of_it(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> None:
-    decoder.faults.add("stall_after_tokens", tokens=3)
-    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+async def test_openais_client_hears_of_it(site: Site) -> None:
+    site.decoder.faults.add("stall_after_tokens", tokens=3)
     async with (
-        gateway(*engines, PROXY_DRAIN__STREAMS_SECONDS="0.1") as program,
+        gateway(*site.engines, PROXY_DRAIN__STREAMS_SECONDS="0.1") as program,
         openai.AsyncOpenAI(base_url=program.url + "/v1", api_key="x", max_retries=0) as client,
     ):
         stream = await client.chat.completions.create(
@@ -170,8 +151,8 @@ async def test_openais_client_hears_of_it(prefiller: SimulatedEngine, decoder: S
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_idle_program_ends_quietly(prefiller: SimulatedEngine, decoder: SimulatedEngine, workers: str) -> None:
-    async with gateway("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers) as program:
+async def test_idle_program_ends_quietly(site: Site, workers: str) -> None:
+    async with gateway(*site.engines, "--workers", workers) as program:
         program.signal(signal.SIGTERM)
         assert await program.ended() == 0
     assert "Traceback" not in program.output

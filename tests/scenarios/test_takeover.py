@@ -19,6 +19,7 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import Answer, answer_alone, ask, request, until
 from tests.process.worker.test_service_manager import systemd
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import Program, gateway
 from tests.scenarios.test_stopping import is_ready
 
@@ -90,10 +91,10 @@ async def look(url: str, failures: list[str]) -> None:
 @pytest.mark.fault(95)
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_takeover_is_invisible_to_clients_and_operators(
-    pytestconfig: pytest.Config, prefiller: SimulatedEngine, decoder: SimulatedEngine, workers: str
+    site: Site, pytestconfig: pytest.Config, workers: str
 ) -> None:
     ports = {"PROXY_ADMIN__PORT": "0", "PROXY_ADMIN__PROBE_PORT": "0"}
-    words = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers)
+    words = (*site.engines, "--workers", workers)
     answers: list[Answer] = []
     failures: list[str] = []
     is_over = False
@@ -126,13 +127,11 @@ async def test_takeover_is_invisible_to_clients_and_operators(
     assert "ERROR" not in program.output
 
 
-async def test_connection_serves_one_more_request_after_a_takeover(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine
-) -> None:
+async def test_connection_serves_one_more_request_after_a_takeover(site: Site) -> None:
     """Its last answer had begun before, and did not say that it would be the last."""
     long = request(Api.CHAT, stream=True, max_tokens=3000)
     async with (
-        replaceable("--prefill", prefiller.url, "--decode", decoder.url, PROXY_DRAIN__NOT_READY_SECONDS="1") as program,
+        replaceable(*site.engines, PROXY_DRAIN__NOT_READY_SECONDS="1") as program,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session,
     ):
         await is_ready(session, program.url)
@@ -148,63 +147,59 @@ async def test_connection_serves_one_more_request_after_a_takeover(
         await until(lambda: not is_there(old), "the end of the old process")
 
 
-async def test_changes_at_run_time_survive_a_takeover(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
-) -> None:
+async def test_changes_at_run_time_survive_a_takeover(site: Site) -> None:
     async def instances() -> list[tuple[str, str, int]]:
-        async with session.get(program.url + "/instances") as response:
+        async with site.session.get(program.url + "/instances") as response:
             told = (await response.json())["instances"]
         return [(one["address"], one["membership"], one["weight"]) for one in told]
 
     def address(engine: SimulatedEngine) -> str:
         return f"127.0.0.1:{engine.port}"
 
-    async with replaceable("--prefill", prefiller.url, "--decode", "127.0.0.1:1") as program:
+    async with replaceable("--prefill", site.prefiller.url, "--decode", "127.0.0.1:1") as program:
         changes = [
-            ("add", {"type": "decode", "instances": address(decoder)}),
+            ("add", {"type": "decode", "instances": address(site.decoder)}),
             ("remove", {"type": "decode", "instances": "127.0.0.1:1"}),
-            ("weight", {"type": "prefill", "instances": address(prefiller), "weight": 70}),
+            ("weight", {"type": "prefill", "instances": address(site.prefiller), "weight": 70}),
         ]
         for what, body in changes:
-            async with session.post(f"{program.url}/instances/{what}", json=body) as response:
+            async with site.session.post(f"{program.url}/instances/{what}", json=body) as response:
                 assert response.status == 200
             if what == "add":
                 await program.says("is added")
-        await is_ready(session, program.url)
+        await is_ready(site.session, program.url)
         before = await instances()
-        assert before == [(address(prefiller), "enabled", 70), (address(decoder), "enabled", 100)]
+        assert before == [(address(site.prefiller), "enabled", 70), (address(site.decoder), "enabled", 100)]
         old = await replace(program)
         await until(lambda: not is_there(old), "the end of the old process")
         assert await instances() == before
-        assert (await ask(session, program.url, BODY)).is_done
+        assert (await ask(site.session, program.url, BODY)).is_done
 
 
-async def test_one_that_does_not_come_up_changes_nothing(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_one_that_does_not_come_up_changes_nothing(site: Site, tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
+    path.write_text(f"prefill: ['{site.prefiller.url}']\ndecode: ['{site.decoder.url}']\n")
     async with replaceable("--config", str(path)) as program:
-        await is_ready(session, program.url)
+        await is_ready(site.session, program.url)
         path.write_text("frobnicate: 1")
         program.signal(signal.SIGUSR2)
         await program.says(r"takeover: failed, this process goes on serving: successor process \d+ has ended")
         assert "unknown option frobnicate" in program.output
-        assert (await ask(session, program.url, BODY)).is_done
-        path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
+        assert (await ask(site.session, program.url, BODY)).is_done
+        path.write_text(f"prefill: ['{site.prefiller.url}']\ndecode: ['{site.decoder.url}']\n")
         old = await replace(program)
         await until(lambda: not is_there(old), "the end of the old process")
-        assert (await ask(session, program.url, BODY)).is_done
+        assert (await ask(site.session, program.url, BODY)).is_done
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_stopping_gateway_also_stops_the_process_that_takes_over(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path, workers: str
+    site: Site, tmp_path: Path, workers: str
 ) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
+    path.write_text(f"prefill: ['{site.prefiller.url}']\ndecode: ['{site.decoder.url}']\n")
     async with replaceable("--config", str(path), "--workers", workers) as program:
-        path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['127.0.0.1:1']\n")  # with which it never is ready
+        path.write_text(f"prefill: ['{site.prefiller.url}']\ndecode: ['127.0.0.1:1']\n")  # with which it never is ready
         await program.says("ready: ")
         program.signal(signal.SIGUSR2)
         new = int((await program.says(STARTED))[1])
@@ -214,17 +209,15 @@ async def test_stopping_gateway_also_stops_the_process_that_takes_over(
         assert f"takeover: successor stopped, because this process stops: process {new}" in program.output
 
 
-async def test_systemd_opens_the_port_and_hears_who_serves_now(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_systemd_opens_the_port_and_hears_who_serves_now(site: Site, tmp_path: Path) -> None:
     path = str(tmp_path / "notify")
     under = (sys.executable, "-c", ACTIVATED)
-    words = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", "2")
+    words = (*site.engines, "--workers", "2")
     with systemd(path) as hear:
         async with replaceable(*words, under=under, NOTIFY_SOCKET=path) as program:
-            await is_ready(session, program.url)
+            await is_ready(site.session, program.url)
             await replace(program)
-            assert (await ask(session, program.url, BODY)).is_done
+            assert (await ask(site.session, program.url, BODY)).is_done
             told = ""
             while "MAINPID" not in told:
                 told = await asyncio.to_thread(hear)

@@ -17,6 +17,7 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import ask, request, until
 from tests.certificates import Certificates
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import Program, refused
 from tests.scenarios.test_ports import admin_url
 from tests.scenarios.test_stopping import is_ready
@@ -80,19 +81,17 @@ async def _run(*words: str, **environment: str) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(180)
-async def test_rotation_interrupts_no_stream(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, certificates: Certificates
-) -> None:
+async def test_rotation_interrupts_no_stream(site: Site, certificates: Certificates) -> None:
     pair = certificates.issue("gateway")
-    async with replaceable(*_words(prefiller, decoder, *WORKERS), **_environment(pair)) as program:
-        await _secured(program, session)
+    async with replaceable(*_words(site.prefiller, site.decoder, *WORKERS), **_environment(pair)) as program:
+        await _secured(program, site.session)
         serial = await _serial(program, certificates)
         body = request(Api.CHAT, stream=True, max_tokens=600)
-        answers = [asyncio.create_task(ask(session, program.url, body)) for _ in range(STREAMS)]
-        await until(lambda: decoder.state.live == STREAMS, "all streams")
+        answers = [asyncio.create_task(ask(site.session, program.url, body)) for _ in range(STREAMS)]
+        await until(lambda: site.decoder.state.live == STREAMS, "all streams")
         certificates.issue("gateway")
         serial = await _serves_other_than(serial, program, certificates)
-        assert decoder.state.live == STREAMS
+        assert site.decoder.state.live == STREAMS
         # A certificate without its key, and then an expired one, are refused. The old one stays.
         failures = "reload: rejected, nothing has changed: requested by a change of listen.tls_"
         key = pair[1].read_bytes()
@@ -107,12 +106,10 @@ async def test_rotation_interrupts_no_stream(
     assert [answer for answer in ended if not answer.is_done or answer.status != 200] == []
 
 
-async def test_sighup_reports_a_certificate_that_cannot_be_used(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, certificates: Certificates
-) -> None:
+async def test_sighup_reports_a_certificate_that_cannot_be_used(site: Site, certificates: Certificates) -> None:
     pair = certificates.issue("gateway")
-    async with replaceable(*_words(prefiller, decoder), **_environment(pair)) as program:
-        await _secured(program, session)
+    async with replaceable(*_words(site.prefiller, site.decoder), **_environment(pair)) as program:
+        await _secured(program, site.session)
         serial = await _serial(program, certificates)
         pair[1].unlink()
         program.signal(signal.SIGHUP)
@@ -133,44 +130,40 @@ async def test_start_with_an_expired_certificate_is_refused_in_one_sentence(cert
     assert output.endswith("cannot be used: certificate has expired\n")
 
 
-async def test_another_process_takes_over_with_tls(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, certificates: Certificates
-) -> None:
+async def test_another_process_takes_over_with_tls(site: Site, certificates: Certificates) -> None:
     pair = certificates.issue("gateway")
-    async with replaceable(*_words(prefiller, decoder, *WORKERS), **_environment(pair)) as program:
-        await _secured(program, session)
+    async with replaceable(*_words(site.prefiller, site.decoder, *WORKERS), **_environment(pair)) as program:
+        await _secured(program, site.session)
         old = newest(program)
         body = request(Api.CHAT, stream=True, max_tokens=400)
-        answers = [asyncio.create_task(ask(session, program.url, body)) for _ in range(20)]
-        await until(lambda: decoder.state.live == 20, "all streams")
+        answers = [asyncio.create_task(ask(site.session, program.url, body)) for _ in range(20)]
+        await until(lambda: site.decoder.state.live == 20, "all streams")
         stop = asyncio.Event()
         statuses: set[int] = set()
 
         async def keeps_asking() -> None:
             while not stop.is_set():
-                statuses.add((await ask(session, program.url, request(Api.CHAT))).status)
+                statuses.add((await ask(site.session, program.url, request(Api.CHAT))).status)
 
         asking = asyncio.create_task(keeps_asking())
         await replace(program)
         assert newest(program) != old
-        assert (await ask(session, program.url, request(Api.CHAT))).status == 200
+        assert (await ask(site.session, program.url, request(Api.CHAT))).status == 200
         stop.set()
         await asking
         assert {answer.is_done for answer in await asyncio.gather(*answers)} == {True}
         assert statuses == {200}
 
 
-async def test_operators_connect_to_their_port_with_its_own_certificate(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, certificates: Certificates
-) -> None:
+async def test_operators_connect_to_their_port_with_its_own_certificate(site: Site, certificates: Certificates) -> None:
     certificate, key = certificates.issue("operators")
     options = {"TLS_CERTIFICATE": str(certificate), "TLS_KEY": str(key), "TLS_CLIENT_CA": str(certificates.ca)}
     environment = {f"PROXY_ADMIN__{name}": value for name, value in options.items()}
-    async with replaceable(*_words(prefiller, decoder), PROXY_ADMIN__PORT="0", **environment) as program:
-        await is_ready(session, program.url)  # clients connect without TLS
+    async with replaceable(*_words(site.prefiller, site.decoder), PROXY_ADMIN__PORT="0", **environment) as program:
+        await is_ready(site.session, program.url)  # clients connect without TLS
         url = (await admin_url(program)).replace("http:", "https:")
         with pytest.raises(aiohttp.ClientError):  # without a certificate
-            await session.get(f"{url}/metrics")
+            await site.session.get(f"{url}/metrics")
         await program.says("listener: TLS handshake failed: peer did not return a certificate")
         operator = aiohttp.TCPConnector(ssl=certificates.client(certificates.issue("operator", "alice")))
         async with aiohttp.ClientSession(connector=operator) as allowed:
@@ -184,12 +177,10 @@ async def test_operators_connect_to_their_port_with_its_own_certificate(
     assert f"pdproxy_tls_handshake_failures_total {lines}.0" in metrics
 
 
-async def test_tools_and_clients_connect_over_tls(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, certificates: Certificates
-) -> None:
+async def test_tools_and_clients_connect_over_tls(site: Site, certificates: Certificates) -> None:
     environment = _environment(certificates.issue("gateway"))
-    async with replaceable(*_words(prefiller, decoder), **environment) as program:
-        await _secured(program, session)
+    async with replaceable(*_words(site.prefiller, site.decoder), **environment) as program:
+        await _secured(program, site.session)
         port = program.url.rpartition(":")[2]
         await program.says(f"ready: https://127.0.0.1:{port}")
         pdproxy = (sys.executable, "-m", "proxy")
@@ -199,7 +190,7 @@ async def test_tools_and_clients_connect_over_tls(
         assert code == 1, said
         for words in (["--port", port], ["--url", program.url, "--ca-file", ca]):
             code, said = await _run(*pdproxy, "top", "--once", "--interval", "0.1", *words, **environment)
-            assert (code, decoder.url.removeprefix("http://") in said) == (0, True), said
+            assert (code, site.decoder.url.removeprefix("http://") in said) == (0, True), said
         code, said = await _run(*pdproxy, "top", "--once", "--url", program.url)
         assert code == 1
         assert "certificate verify failed" in said
@@ -209,7 +200,9 @@ async def test_tools_and_clients_connect_over_tls(
         advise = ("advise", "--seconds", "0.2", "--metrics", f"{program.url}/metrics")
         code, said = await _run(*pdproxy, *advise, "--ca-file", ca)
         assert "does not answer" not in said
-        code, said = await _run(*pdproxy, "doctor", *_words(prefiller, decoder, "--port", port), **environment)
+        code, said = await _run(
+            *pdproxy, "doctor", *_words(site.prefiller, site.decoder, "--port", port), **environment
+        )
         assert "port" not in [line.split()[1] for line in said.splitlines() if line.startswith("✗")]
         code, said = await _run("curl", "-sS", "--http2", "--cacert", ca, f"{program.url}/v1/models")
         assert (code, '"id":"sim"' in said) == (0, True), said
@@ -225,10 +218,8 @@ async def test_tools_and_clients_connect_over_tls(
             assert len([chunk async for chunk in stream]) > 8
 
 
-async def test_health_succeeds_without_a_certificate_with_mutual_tls(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, certificates: Certificates
-) -> None:
+async def test_health_succeeds_without_a_certificate_with_mutual_tls(site: Site, certificates: Certificates) -> None:
     environment = {**_environment(certificates.issue("gateway")), "PROXY_LISTEN__TLS_CLIENT_CA": str(certificates.ca)}
-    async with replaceable(*_words(prefiller, decoder), **environment) as program:
+    async with replaceable(*_words(site.prefiller, site.decoder), **environment) as program:
         port = program.url.rpartition(":")[2]
         assert await _run(sys.executable, "-m", "proxy", "health", "--port", port, **environment) == (0, "")

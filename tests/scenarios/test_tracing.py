@@ -7,21 +7,19 @@ import signal
 
 import aiohttp
 
-from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import ask, request
 from tests.observe.tracing.collector import collecting
+from tests.scenarios.conftest import Site
 from tests.scenarios.program import gateway
 
 REQUESTS = 4
 
 
-async def test_all_workers_are_traced_and_their_last_requests_too(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine
-) -> None:
+async def test_all_workers_are_traced_and_their_last_requests_too(site: Site) -> None:
     async with collecting() as collector:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_SERVICE_NAME": "front"}
-        words = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", "2")
+        words = (*site.engines, "--workers", "2")
         async with gateway(*words, **environment) as program:
             first, second = program.children()
             for sleeps in (first, second):  # the other one serves
