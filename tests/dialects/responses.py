@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import orjson
-
-from tests.asking import Answer, read
-from tests.deployment import Deployment
+from tests.asking import Answer
+from tests.dialects import messages
 from tests.dialects.validators import check_response_events, named_events
 
 PATH = "/v1/responses"
+ask = partial(messages.ask, path=PATH)
 TOOLS = [
     {"type": "function", "name": name, "parameters": {"type": "object", "properties": {parameter: {}}}}
     for name, parameter in (("find", "q"), ("show", "at"))
@@ -26,13 +26,6 @@ def question(text: Any = "What is it?", **fields: Any) -> dict[str, Any]:
 def story(**fields: Any) -> dict[str, Any]:
     """Reasoning, text and two tool calls: 137 tokens of simulated engines."""
     return question("What now?", **{"max_output_tokens": 300, **THINKING, "tools": TOOLS, **fields})
-
-
-async def ask(gateway: Deployment, body: Any, method: str = "POST", path: str = PATH, **headers: str) -> Answer:
-    raw = body if isinstance(body, bytes) else orjson.dumps(body)
-    names = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with gateway.session.request(method, gateway.url + path, data=raw, headers=names) as response:
-        return await read(response)
 
 
 def response(answer: Answer) -> dict[str, Any]:

@@ -172,7 +172,7 @@ async def test_feature_of_openais_service_is_rejected_with_a_message(
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 async def test_response_is_not_there_afterwards(gateway: Deployment, method: str) -> None:
-    answer = await ask(gateway, b"", method, "/v1/responses/resp_1")
+    answer = await ask(gateway, b"", method, path="/v1/responses/resp_1")
     assert (answer.status, answer.error["code"]) == (404, "not_found")
     assert "responses are not stored here" in answer.error["message"]
 

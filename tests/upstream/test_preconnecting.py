@@ -13,15 +13,8 @@ from proxy.common.errors import Failure
 from proxy.settings import Timeouts
 from proxy.upstream import EngineConnection, Upstream, UpstreamOptions
 from tests.asking import until
+from tests.clock import Clock
 from tests.upstream.raw import Link, deaf, engine, failure_of, fetch, free_port
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def upstream_at(clock: Callable[[], float]) -> Upstream:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from proxy.process.loop_lag import LoopLag
 
 
-def test_lag_within_two_times_is_the_longest_that_was_noted_between_them() -> None:
+def noted(*delays: tuple[float, float]) -> LoopLag:
     lag = LoopLag()
-    lag.note(1.0, 0.5)
-    lag.note(2.0, 0.1)
-    lag.note(3.0, 0.2)
-    lag.note(4.0, 0.0)
-    lag.note(5.0, 0.9)
+    for delay in delays:
+        lag.note(*delay)
+    return lag
+
+
+def test_lag_within_two_times_is_the_longest_that_was_noted_between_them() -> None:
+    lag = noted((1.0, 0.5), (2.0, 0.1), (3.0, 0.2), (4.0, 0.0), (5.0, 0.9))
     assert lag.within(0.5, 3.5) == 0.5
     assert lag.within(1.5, 3.5) == 0.2
     assert lag.within(3.5, 4.0) == 0.0
 
 
 def test_lag_that_was_noted_first_after_the_second_time_counts() -> None:
-    lag = LoopLag()
-    lag.note(1.0, 0.0)
-    lag.note(2.0, 0.4)
-    lag.note(3.0, 0.7)
+    lag = noted((1.0, 0.0), (2.0, 0.4), (3.0, 0.7))
     assert lag.within(0.5, 1.9) == 0.4
     assert lag.within(0.5, 2.0) == 0.4
     assert lag.within(0.5, 2.1) == 0.7
@@ -37,7 +36,5 @@ def test_lag_is_not_known_before_it_was_measured_after_the_second_time() -> None
 
 
 def test_old_lags_are_forgotten() -> None:
-    lag = LoopLag()
-    lag.note(1.0, 0.5)
-    lag.note(1000.0, 0.1)
+    lag = noted((1.0, 0.5), (1000.0, 0.1))
     assert lag.since(0.0) == 0.1
