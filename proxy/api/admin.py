@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiohttp import web
 
-from proxy.api.credentials import author
+from proxy.api.credentials import Administrators, author
 from proxy.api.instances import is_dry_run, parse_bool
 from proxy.common.background import run_in_slices
 from proxy.common.errors import BadRequest, GatewayError
 from proxy.listener.replies import json_response
 from proxy.observe.key_usage import HOUR_SECONDS
-from proxy.observe.metrics import exposition
-from proxy.observe.receipts import as_shown, names_engine_id, names_instance, was_saved
+from proxy.observe.metrics import Metrics, exposition
+from proxy.observe.receipts import Receipts, as_shown, names_engine_id, names_instance, was_saved
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from proxy.api.credentials import Administrators
-    from proxy.observe.metrics import Metrics
-    from proxy.observe.receipts import Receipts
     from proxy.observe.usage_ledger import UsageKeeper
     from proxy.settings.load import ConfigChange
 

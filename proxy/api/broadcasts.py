@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs, web
 
-from proxy.api.credentials import author
+from proxy.api.credentials import Administrators, author
 from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.listener.replies import json_response
 from proxy.settings import Listen
-from proxy.upstream import EngineRequest, EngineRequestError
+from proxy.upstream import EngineClient, EngineRequest, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
     from multidict import MultiMapping
 
-    from proxy.api.credentials import Administrators
     from proxy.api.instances import InstanceParts
     from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
-    from proxy.upstream import EngineClient
 
 logger = logging.getLogger(__name__)
 

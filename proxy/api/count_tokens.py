@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import make_counted_route
-from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.common.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
 from proxy.dialects.adjustments import ModelNames, SystemMessageJoiner
 from proxy.dialects.messages import Messages
 from proxy.dialects.requests import parse_body
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from proxy.api.credentials import KeyAuth
     from proxy.common.backend import Backend
-    from proxy.common.errors import GatewayError
     from proxy.dialects.translated import TranslatedDialect
     from proxy.gateway.lanes import Lane, Lanes
     from proxy.observe.metrics import Metrics

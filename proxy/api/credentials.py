@@ -20,15 +20,13 @@ from aiohttp import hdrs, web
 from proxy.api import socket_owner
 from proxy.common.endpoints import find_client_address, is_in_networks, is_loopback_host
 from proxy.common.errors import GatewayError, LimitExceeded
-from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
+from proxy.gateway.api_keys import ANONYMOUS, ApiKey, ApiKeys, credential_for_engines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from aiohttp.typedefs import Handler
-
-    from proxy.gateway.api_keys import ApiKey, ApiKeys
 
 
 _MAX_CHANGES_AT_ONCE: Final = 10

@@ -16,7 +16,7 @@ from proxy.dialects.requests import parse_body
 from proxy.gateway.request import Request
 from proxy.listener.body import memory_bytes, read_json
 from proxy.listener.replies import REQUEST_ID
-from proxy.observe.record import longest
+from proxy.observe.record import RequestRecord, longest
 from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from proxy.listener.connection import AiohttpConnection
     from proxy.listener.drain import DrainManager
     from proxy.observe.observers import Observers
-    from proxy.observe.record import RequestRecord
     from proxy.settings import Listen
 
 

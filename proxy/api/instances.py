@@ -12,31 +12,28 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from aiohttp import web
 
-from proxy.api.credentials import author
+from proxy.api.credentials import Administrators, author
 from proxy.balancer.backend_health import FULL_PERCENT, HealthState
 from proxy.balancer.engines import UNKNOWN_VERSION, EngineFacts
-from proxy.balancer.roster import ADMIN
+from proxy.balancer.roster import ADMIN, Member, Roster, SourceStates
 from proxy.common.backend import Backend, Role
 from proxy.common.background import run_in_slices
 from proxy.common.errors import BadRequest
 from proxy.fleet.discovery.sources import configured_instances
 from proxy.listener.body import read_body
 from proxy.listener.replies import json_response
-from proxy.settings import Endpoint, Listen, parse_endpoints
+from proxy.settings import Endpoint, Listen, Settings, parse_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from proxy.api.credentials import Administrators
     from proxy.balancer.health import Health, HealthBoard
     from proxy.balancer.incompatibilities import Incompatibilities
     from proxy.balancer.models import ServedModels
     from proxy.balancer.policies.handoff_times import HandoffTimes
     from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Member, Roster, SourceStates
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.fleet.discovery.joining import Joiner
-    from proxy.settings import Endpoint, Settings
     from proxy.upstream.names import Names
 
 

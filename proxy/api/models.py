@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from proxy.api.questions import ask, bad_answer, make_counted_route, no_answer
+from proxy.api.questions import QuestionParts, ask, bad_answer, make_counted_route, no_answer
 from proxy.common.errors import UnknownModel, UpstreamError
 from proxy.dialects.adjustments import ModelNames
 from proxy.listener.replies import json_response
@@ -16,7 +16,6 @@ from proxy.listener.replies import json_response
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from proxy.api.questions import QuestionParts
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend

@@ -22,7 +22,7 @@ from multidict import CIMultiDict
 from proxy.balancer.blame import Blame
 from proxy.balancer.engines import without_key
 from proxy.balancer.pick import PickRequest
-from proxy.common.backend import Load
+from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import BadRequest, Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.dialects.adjustments import ModelNames, limit_priority_member
 from proxy.dialects.requests import parse_body
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import aiohttp
 
     from proxy.api.questions import QuestionParts
-    from proxy.common.backend import Backend, Role
     from proxy.gateway.api_keys import ApiKey
     from proxy.gateway.lanes import Lane, Lanes
     from proxy.listener.drain import DrainManager

@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.engines import without_key
+from proxy.balancer.engines import EngineKeys, without_key
 from proxy.common.errors import Failure, GatewayError, UpstreamError
-from proxy.upstream import EngineRequestError
+from proxy.upstream import EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.api.credentials import KeyAuth
-    from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
-    from proxy.upstream import EngineClient
 
 _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
-from proxy.api.credentials import author
-from proxy.api.instances import is_dry_run, parse_duration, parse_instances, read_object
-from proxy.balancer.roster import Move
+from proxy.api.credentials import Administrators, author
+from proxy.api.instances import InstanceParts, is_dry_run, parse_duration, parse_instances, read_object
+from proxy.balancer.roster import Member, Move
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest
 from proxy.listener.replies import json_response
@@ -19,10 +19,7 @@ from proxy.listener.replies import json_response
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.api.credentials import Administrators
-    from proxy.api.instances import InstanceParts
     from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Member
     from proxy.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from proxy.api.questions import ask, bad_answer, make_counted_route, no_answer
-from proxy.common.backend import Role
+from proxy.api.questions import QuestionParts, ask, bad_answer, make_counted_route, no_answer
+from proxy.common.backend import Backend, Role
 from proxy.common.errors import BadRequest, UpstreamError
 from proxy.listener.replies import json_response
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from proxy.api.probes import ProbeApi
-    from proxy.api.questions import QuestionParts
     from proxy.balancer.pool import Pool
-    from proxy.common.backend import Backend
 
 _TIMEOUT_SECONDS: Final = 10.0
 _INFO_PATHS: Final = ("/server_info", "/get_server_info")

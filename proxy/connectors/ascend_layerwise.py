@@ -20,6 +20,8 @@ from aiohttp import web
 from proxy.common.errors import BadRequest, Failure, GatewayError, UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import (
+    ConnectorContext,
+    PrefillAnswerBody,
     check_status,
     first_byte_timeout_seconds,
     new_attempt_id,
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
-    from proxy.connectors.base import ConnectorContext, PrefillAnswerBody
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 

@@ -9,11 +9,11 @@ import msgspec
 import orjson
 
 from proxy.common.backend import Role
-from proxy.common.errors import CLIENT_MISTAKES, Failure
+from proxy.common.errors import CLIENT_MISTAKES, Failure, UpstreamError
 from proxy.connectors.leg_driver import open_attempt
 from proxy.wire.document import InvalidDocument
 from proxy.wire.ids import make_request_id
-from proxy.wire.openai import OPENAI_APIS, is_abort_reason
+from proxy.wire.openai import OPENAI_APIS, Api, is_abort_reason
 from proxy.wire.python_json import dumps, parse_again
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier_json
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pools
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.background import BackgroundTasks
-    from proxy.common.errors import UpstreamError
     from proxy.connectors.legs import Attempt, Legs
     from proxy.connectors.releaser import KvReleaser
     from proxy.dialects.call import Call
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from proxy.settings.live import LiveSettings
     from proxy.upstream import EngineClient, Response, Upstream
     from proxy.upstream.response import EngineResponse
-    from proxy.wire.openai import Api
 
 
 Parsed = TypeVar("Parsed")

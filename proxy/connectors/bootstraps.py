@@ -16,13 +16,12 @@ import orjson
 
 from proxy.common.endpoints import engine_url
 from proxy.common.errors import Failure, UpstreamError
-from proxy.upstream import EngineRequestError, upstream_error
+from proxy.upstream import EngineClient, EngineRequestError, upstream_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from proxy.common.backend import Backend
-    from proxy.upstream import EngineClient
 
 # A prefiller takes longer than this to start, so a newer answer comes from the process that runs now.
 _FRESH_ANSWER_SECONDS: Final = 5.0

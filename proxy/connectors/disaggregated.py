@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.balancer.engines import FORCED_TOOL_PREFILL
-from proxy.connectors.base import Connector
+from proxy.connectors.base import Connector, ConnectorContext
 from proxy.connectors.leg_driver import open_attempt
 from proxy.connectors.legs import RankCounts
 from proxy.connectors.one_engine import RARE_MEMBERS, OneEngineCalls, uses_beam_search
-from proxy.wire.document import REMOVED
+from proxy.wire.document import REMOVED, Body
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend
-    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Attempt, Legs
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
-    from proxy.wire.document import Body
 
 # A prefiller keeps the KV cache only if it stops for length after its one token, so `min_tokens` keeps an
 # end-of-sequence token from ending it first (vLLM v1/core/sched/utils.py check_stop). The token is discarded, because

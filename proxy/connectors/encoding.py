@@ -15,25 +15,22 @@ an item cannot be encoded, the attempt fails.
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.pick import PickRequest
-from proxy.common.backend import Load
+from proxy.common.backend import Backend, Load
 from proxy.common.errors import NoBackendAvailable
-from proxy.connectors.base import Connector, make_refusal, new_attempt_id, prefill_timeout_seconds
+from proxy.connectors.base import Connector, ConnectorContext, make_refusal, new_attempt_id, prefill_timeout_seconds
 from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, loads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
 
     from aiohttp import web
 
     from proxy.balancer.pool import Pool
-    from proxy.common.backend import Backend
-    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Attempt, Legs
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline

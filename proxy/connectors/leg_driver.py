@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.connectors.legs import Attempt, EngineLeg, LegPair, fail_legs, finish_legs
@@ -13,7 +13,6 @@ from proxy.upstream.response import Response, WholeResponse
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
-    from typing import Any
 
     from proxy.connectors.legs import Legs
     from proxy.upstream import Upstream

@@ -17,6 +17,7 @@ from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import (
+    ConnectorContext,
     check_status,
     first_byte_timeout_seconds,
     new_attempt_id,
@@ -27,7 +28,7 @@ from proxy.connectors.bootstraps import BootstrapServers, bootstrap_address
 from proxy.connectors.concurrent import run_prefill_beside
 from proxy.connectors.disaggregated import DisaggregatedConnector, make_prefill_body
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.legs import RANK_HEADER, Attempt
+from proxy.connectors.legs import RANK_HEADER, Attempt, RankClaim
 from proxy.connectors.releaser import KvTransfer, PrefilledKv
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
-    from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.legs import RankClaim
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response

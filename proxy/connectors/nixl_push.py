@@ -18,6 +18,7 @@ from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import (
+    ConnectorContext,
     first_byte_timeout_seconds,
     make_refusal,
     new_attempt_id,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
-    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs, RankClaim
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Final
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest
 from proxy.common.terms import Stage
-from proxy.connectors.base import first_byte_timeout_seconds, make_refusal, new_attempt_id, prefill_timeout_seconds
+from proxy.connectors.base import (
+    ConnectorContext,
+    first_byte_timeout_seconds,
+    make_refusal,
+    new_attempt_id,
+    prefill_timeout_seconds,
+)
 from proxy.connectors.handoff import LocalKvListener
 from proxy.connectors.legs import Attempt, EngineLeg
 
@@ -23,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.pick import PickRequest
-    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs, RankCounts
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.common.backend import Role
-from proxy.connectors.base import Connector
+from proxy.connectors.base import Connector, ConnectorContext
 from proxy.connectors.legs import RankCounts
 from proxy.connectors.one_engine import SingleLegMaker
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from proxy.balancer.pick import PickRequest
-    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Attempt, Legs
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline

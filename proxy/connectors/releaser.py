@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import orjson
 
-from proxy.balancer.engines import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
+from proxy.balancer.engines import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE, Capability, EngineVersion
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
@@ -29,7 +29,6 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from proxy.balancer.engines import Capability, EngineVersion
     from proxy.balancer.incompatibilities import Incompatibilities
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pools

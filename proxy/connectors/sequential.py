@@ -18,10 +18,12 @@ from proxy.balancer.handoff_verdicts import MIN_STORED_TOKENS, MIN_TOKENS
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.policies.prefill_cost import prompt_costs
-from proxy.common.backend import Role
+from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import (
+    ConnectorContext,
+    PrefillAnswerBody,
     first_byte_timeout_seconds,
     make_refusal,
     new_attempt_id,
@@ -31,16 +33,13 @@ from proxy.connectors.base import (
 from proxy.connectors.disaggregated import DisaggregatedConnector, PrefillBodyMaker, make_prefill_body
 from proxy.connectors.handoff import DECODER_SOURCE, KvHandoff, KvSource
 from proxy.connectors.legs import Attempt, EngineLeg
-from proxy.connectors.read_back import KeptAnswers
+from proxy.connectors.read_back import KeptAnswer, KeptAnswers
 from proxy.connectors.releaser import KvTransfer, PrefilledKv, parse_kv_params
 
 if TYPE_CHECKING:
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
-    from proxy.common.backend import Backend
-    from proxy.connectors.base import ConnectorContext, PrefillAnswerBody
     from proxy.connectors.legs import Legs, RankClaim
-    from proxy.connectors.read_back import KeptAnswer
     from proxy.dialects.base import EngineAnswer
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline

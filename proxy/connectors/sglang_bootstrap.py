@@ -16,11 +16,12 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from proxy.common.backend import Role
+from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import (
     Connector,
+    ConnectorContext,
     first_byte_timeout_seconds,
     make_refusal,
     new_attempt_id,
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.balancer.pick import PickRequest
-    from proxy.common.backend import Backend
     from proxy.common.background import BackgroundTasks
-    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs, RankClaim
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline

@@ -18,13 +18,12 @@ from fnmatch import fnmatchcase
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.dialects.call import PRIORITY_HEADER
+from proxy.dialects.call import PRIORITY_HEADER, Call
 from proxy.wire.python_json import read_whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.dialects.call import Call
 
 _WILDCARD_CHARACTERS: Final = frozenset("*?[")
 _PRIORITY_MEMBER: Final = "priority"

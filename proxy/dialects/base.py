@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from proxy.dialects.segment import Segment
-from proxy.wire.openai import DONE_EVENT
+from proxy.wire.openai import DONE_EVENT, Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
     from proxy.settings import Cost
     from proxy.wire.document import Document
-    from proxy.wire.openai import Api
 
 
 class EngineAnswer(Protocol):

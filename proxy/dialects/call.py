@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.pick import PickRequest
-from proxy.common.backend import Load
-from proxy.wire.document import strings_in
+from proxy.common.backend import Backend, Load
+from proxy.wire.document import Body, Document, strings_in
 from proxy.wire.members import count_text_bytes
 from proxy.wire.openai import Api
 from proxy.wire.prefix import NO_PREFIX_KEYS, PrefixKeys, PromptPrefixes
@@ -17,9 +17,7 @@ from proxy.wire.prefix import NO_PREFIX_KEYS, PrefixKeys, PromptPrefixes
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.common.backend import Backend
     from proxy.settings import Cost
-    from proxy.wire.document import Body, Document
 
 # The fixed cost of a request for a prefiller, in tokens. vllm-ascend's example estimates a prefill as 0.0345 ms per
 # token plus 120 ms, and 120.0745 / 0.0345 = 3480 tokens.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.common.errors import BadRequest
-from proxy.dialects.base import Unit
-from proxy.dialects.call import estimate_text_tokens
+from proxy.common.errors import BadRequest, GatewayError
+from proxy.dialects.base import AnsweredAttempt, Unit, UnitRendering
+from proxy.dialects.call import Call, estimate_text_tokens
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api, data_event, read_usage_counts
@@ -19,9 +19,6 @@ from proxy.wire.python_json import dumps
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.common.errors import GatewayError
-    from proxy.dialects.base import AnsweredAttempt, UnitRendering
-    from proxy.dialects.call import Call
     from proxy.settings import Cost
 
 

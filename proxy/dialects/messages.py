@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.common.errors import UnknownFinish
+from proxy.common.errors import GatewayError, UnknownFinish
 from proxy.dialects.messages_request import translate_to_chat
 from proxy.dialects.translated import (
     AnswerPart,
     AnswerParts,
+    ChatCompletion,
     CompletionHead,
     PartKind,
     TranslatedDialect,
@@ -29,11 +30,9 @@ from proxy.wire.python_json import dumps, encode_utf8
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.common.errors import GatewayError
     from proxy.dialects.base import AnsweredAttempt, Rendering, Unit
     from proxy.dialects.call import Call
     from proxy.dialects.left_out import OmittedParts
-    from proxy.dialects.translated import ChatCompletion
 
 
 class Messages(TranslatedDialect):

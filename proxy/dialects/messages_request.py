@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import (
+    OmittedParts,
     count_base64_bytes,
     describe_omitted_part,
     join_lines,
@@ -25,8 +26,6 @@ from proxy.wire.chat_members import arguments_as_object, read_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from proxy.dialects.left_out import OmittedParts
 
     Part = dict[str, Any]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from proxy.common.errors import BadRequest, Failure
+from proxy.common.errors import BadRequest, Failure, GatewayError
 from proxy.dialects import fanout
-from proxy.dialects.base import Dialect
+from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, Dialect, EngineAnswer, Rendering, Unit, UnitRendering
 from proxy.dialects.call import Call, measure_prompt, read_output_limit
 from proxy.dialects.requests import FLAG, WHOLE_NUMBER, coerced_members, read_boolean, remove_reserved_members
 from proxy.wire import openai
-from proxy.wire.document import REMOVED
+from proxy.wire.document import REMOVED, Document
 from proxy.wire.openai import (
     ENGINE_MEMBERS,
     ORDINARY_FIELDS,
@@ -24,11 +24,8 @@ from proxy.wire.python_json import dumps
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.common.errors import GatewayError
-    from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, EngineAnswer, Rendering, Unit, UnitRendering
     from proxy.dialects.requests import Reading
     from proxy.settings import Cost
-    from proxy.wire.document import Document
 
 
 _TOKEN_LIMITS: Final[Mapping[str, Reading]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), WHOLE_NUMBER)

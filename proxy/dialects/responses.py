@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.common.errors import UpstreamError
+from proxy.common.errors import GatewayError, UpstreamError
 from proxy.dialects.responses_request import (
     RequestForResponse,
     ToolKind,
@@ -16,6 +16,7 @@ from proxy.dialects.responses_request import (
 from proxy.dialects.translated import (
     AnswerPart,
     AnswerParts,
+    ChatCompletion,
     CompletionHead,
     PartKind,
     TranslatedDialect,
@@ -30,11 +31,9 @@ from proxy.wire.python_json import dumps, encode_utf8
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.common.errors import GatewayError
     from proxy.dialects.base import AnsweredAttempt, Rendering, Unit
     from proxy.dialects.call import Call
     from proxy.dialects.left_out import OmittedParts
-    from proxy.dialects.translated import ChatCompletion
 
 
 class Responses(TranslatedDialect):

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.common.errors import Failure
-from proxy.dialects.base import Dialect, Unit
+from proxy.common.errors import Failure, GatewayError
+from proxy.dialects.base import (
+    AnsweredAttempt,
+    CompleteAnswer,
+    Dialect,
+    EngineAnswer,
+    PrefillAnswer,
+    Unit,
+    UnitRendering,
+)
 from proxy.dialects.call import MAX_OUTPUT_TOKENS, Call, estimate_text_tokens
 from proxy.dialects.requests import WHOLE_NUMBER, coerced_members, read_boolean, remove_reserved_members
 from proxy.dialects.sglang_events import (
@@ -27,8 +35,6 @@ from proxy.wire.sglang import ERROR_HEADERS, find_event_error
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.common.errors import GatewayError
-    from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, EngineAnswer, PrefillAnswer, UnitRendering
     from proxy.dialects.requests import Reading
     from proxy.dialects.segment import Segment
     from proxy.settings import Cost

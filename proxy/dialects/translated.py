@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.common.errors import BadRequest, UpstreamError
+from proxy.common.errors import BadRequest, GatewayError, UpstreamError
 from proxy.dialects.left_out import OmittedParts
 from proxy.dialects.openai import ChatCompletions
 from proxy.wire.chat_members import (
@@ -31,7 +31,6 @@ from proxy.wire.python_json import dumps, loads, replace_surrogates
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.common.errors import GatewayError
     from proxy.dialects.base import AnsweredAttempt, CompleteAnswer, EngineAnswer, Unit, UnitRendering
     from proxy.dialects.call import Call
     from proxy.settings import Cost

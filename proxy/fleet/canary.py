@@ -31,7 +31,7 @@ from proxy.dialects.segment import Meaning, Segment
 from proxy.fleet.inspector import scrape
 from proxy.observe import logs
 from proxy.observe.timeline import Timeline
-from proxy.wire.exposition import parse_prompt_tokens
+from proxy.wire.exposition import PromptTokenTotals, parse_prompt_tokens
 from proxy.wire.ids import make_request_id
 from proxy.wire.openai import read_prompt_counts
 from proxy.wire.sse import EventSplitter, EventTooLong
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from proxy.connectors.legs import Attempt
     from proxy.dialects.call import Call
     from proxy.settings import Settings, Timeouts
-    from proxy.wire.exposition import PromptTokenTotals
 
 logger = logging.getLogger("proxy.canary.watch")
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.handoff_verdicts import CounterWatch, ExpiryWatch, HandoffVerdict, PairWatch, Totals, culprits
-from proxy.balancer.incompatibilities import CACHE_FLAGS, IncompatibilityKind
-from proxy.balancer.models import minority_instances
+from proxy.balancer.incompatibilities import CACHE_FLAGS, CompatibilityMonitor, IncompatibilityKind
+from proxy.balancer.models import ServedModels, minority_instances
 from proxy.balancer.recognition import EngineReport, find_connector_mismatch
-from proxy.balancer.shared.scoreboard import LANES
-from proxy.common.backend import Role
+from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Scoreboard
+from proxy.common.backend import Backend, Role
 from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.observe import logs
-from proxy.settings import CONNECTOR_TRAITS
-from proxy.upstream import EngineRequestError
+from proxy.settings import CONNECTOR_TRAITS, ConnectorTraits
+from proxy.upstream import EngineClient, EngineRequestError
 from proxy.wire.exposition import (
     parse_completed_work,
     parse_expired_leases,
@@ -34,14 +34,8 @@ if TYPE_CHECKING:
 
     from proxy.balancer.engines import EngineKeys, Identity
     from proxy.balancer.health import Health
-    from proxy.balancer.incompatibilities import CompatibilityMonitor
-    from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
-    from proxy.balancer.shared.scoreboard import HandoffCount, Scoreboard
-    from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
-    from proxy.settings import ConnectorTraits
-    from proxy.upstream import EngineClient
 
 logger = logging.getLogger("proxy.inspector.inspector")
 _log_logger = logging.getLogger("proxy.inspector.telling")

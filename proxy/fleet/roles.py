@@ -24,26 +24,22 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.balancer.engines import EngineFacts
-from proxy.balancer.roster import Move
-from proxy.balancer.split import MovePlanner, sample_of
-from proxy.common.backend import Role
+from proxy.balancer.roster import Member, Move, Roster
+from proxy.balancer.split import FleetSample, MoveAdvice, MovePlanner, sample_of
+from proxy.common.backend import Backend, Role
 from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, with_setup
-from proxy.upstream import EngineRequestError
+from proxy.upstream import BufferedResponse, EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pools
-    from proxy.balancer.roster import Member, Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.balancer.split import FleetSample, MoveAdvice
-    from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.settings.fleet import Elastic
-    from proxy.upstream import BufferedResponse, EngineClient
 
 logger = logging.getLogger("proxy.roles")
 

@@ -22,7 +22,14 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from proxy.common.errors import GatewayError, Overloaded
 from proxy.listener import replies
 from proxy.listener.body import AWAITS_CONTINUE
-from proxy.listener.connection import LINGERING_SECONDS, MALFORMED, AiohttpConnection, end_writing, refusal_of
+from proxy.listener.connection import (
+    LINGERING_SECONDS,
+    MALFORMED,
+    AiohttpConnection,
+    FirstProtocol,
+    end_writing,
+    refusal_of,
+)
 from proxy.listener.header_deadlines import HeaderDeadlines
 from proxy.listener.tls import TlsHandshake
 from proxy.wire.ids import make_request_id
@@ -34,7 +41,6 @@ if TYPE_CHECKING:
 
     from aiohttp.http import RawRequestMessage
 
-    from proxy.listener.connection import FirstProtocol
     from proxy.observe.metrics import Metrics
     from proxy.settings import Listen
 

@@ -21,7 +21,7 @@ from aiohttp import web
 from proxy import SERVER
 from proxy.common.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
 from proxy.observe import logs
-from proxy.observe.metrics import REJECTIONS
+from proxy.observe.metrics import REJECTIONS, Metrics
 from proxy.wire.ids import make_request_id
 from proxy.wire.openai import error_body
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
-    from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from functools import partial, reduce
 from operator import getitem
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.roster import CONFIG
+from proxy.balancer.roster import CONFIG, Roster
 from proxy.balancer.shared.memory import SharedValue
 from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.fleet.discovery.sources import configured_instances
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from pydantic import SecretStr
 
-    from proxy.balancer.roster import Roster
     from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger("proxy.configuration.watcher")

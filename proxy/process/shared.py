@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 from uuid import uuid4
@@ -25,14 +25,12 @@ from proxy.observe.key_usage import KeyAccounts
 from proxy.observe.receipts import Receipts
 from proxy.observe.verdict import StatusBoard
 from proxy.process.configuration import Configuration
-from proxy.process.takeover import Successor, command_line
+from proxy.process.takeover import Predecessor, Successor, command_line
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Mapping
     from types import TracebackType
 
-    from proxy.process.takeover import Predecessor
     from proxy.settings import LoadedSettings
 
 logger = logging.getLogger("proxy.shared")

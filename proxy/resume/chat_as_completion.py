@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.segment import Meaning, Segment
-from proxy.resume.engines import has_media_parts, may_call_tools, read_output_limit
+from proxy.resume.engines import Engine, has_media_parts, may_call_tools, read_output_limit
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from proxy.dialects.call import Call
     from proxy.dialects.grammars import AnswerParser, Grammar
-    from proxy.resume.engines import Engine
     from proxy.wire.sse import Event
 
 _CHAT_ONLY_MEMBERS: Final = (

@@ -11,7 +11,7 @@ from proxy.common.terms import Action
 from proxy.resume.chat_as_completion import CompletionToChat, translate_to_completion
 from proxy.resume.engines import CannotResume, read_min_tokens, read_output_limit
 from proxy.resume.seam import Seam, SeamPlan, StopGuard
-from proxy.resume.situation import Resumption
+from proxy.resume.situation import Resumption, Situation
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
     from proxy.dialects.grammars import AnswerParser
     from proxy.resume.cut import Cut
-    from proxy.resume.situation import Situation
 
 # Members that were applied to the prompt already, or that only a prompt of text can have.
 _PROMPT_ONLY_MEMBERS: Final = ("echo", "suffix", "truncate_prompt_tokens", "prompt_logprobs")

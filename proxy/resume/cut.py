@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -20,8 +20,6 @@ from proxy.resume.engines import CannotResume
 from proxy.resume.overlap import AnswerMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
     from proxy.resume.situation import Situation
     from proxy.resume.transcript import Transcript
 

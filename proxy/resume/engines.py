@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
 
-from proxy.balancer.engines import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, WHOLE_EVENTS
+from proxy.balancer.engines import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, WHOLE_EVENTS, Capability
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
@@ -17,7 +17,6 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from proxy.balancer.engines import Capability
     from proxy.dialects.call import Call
 
     Has = Callable[[Capability], bool]

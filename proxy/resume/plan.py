@@ -9,20 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.terms import Action
-from proxy.dialects.grammars import VerbatimParser
+from proxy.dialects.grammars import AnswerParser, VerbatimParser
 from proxy.resume.chat_as_completion import rename_reasoning_member
 from proxy.resume.continuation import continue_from_tokens
-from proxy.resume.cut import UNFINISHED_CHARACTER_MARK, Cut, detokenize, detokenize_prompt_tail, find_cut
+from proxy.resume.cut import UNFINISHED_CHARACTER_MARK, Cut, Steps, detokenize, detokenize_prompt_tail, find_cut
 from proxy.resume.engines import CannotResume, has_media_parts, may_call_tools
 from proxy.resume.overlap import AnswerMismatch, compare_answer, cut_known_part
 from proxy.resume.seam import Seam, SeamPlan
-from proxy.resume.situation import ChatTokenApi, Resumption
+from proxy.resume.situation import ChatTokenApi, Resumption, Situation
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from proxy.dialects.grammars import AnswerParser
-    from proxy.resume.cut import Steps
-    from proxy.resume.situation import Situation
     from proxy.resume.transcript import Transcript
 
 # Below this it is cheaper to generate an answer again than to prefill what there is of it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from proxy.resume.engines import VLLM
+from proxy.resume.engines import VLLM, Engine
 from proxy.resume.overlap import TEXT_MEMBERS, AnswerMismatch, ReplayedAnswer, count_repeated_ids
 from proxy.wire.openai import Api, read_usage_counts
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from proxy.dialects.call import Call
     from proxy.resume.chat_as_completion import CompletionToChat
-    from proxy.resume.engines import Engine
     from proxy.resume.transcript import Transcript
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from proxy.dialects.grammars import UNRECOGNISED_GRAMMAR, recognise_grammar
-from proxy.wire.chat_members import ToolCalls, UnreadableMember, read_objects, read_text
+from proxy.dialects.grammars import UNRECOGNISED_GRAMMAR, Grammar, recognise_grammar
+from proxy.wire.chat_members import ToolCall, ToolCalls, UnreadableMember, read_objects, read_text
 from proxy.wire.python_json import encode_utf8, replace_surrogates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from proxy.dialects.grammars import Grammar
-    from proxy.wire.chat_members import ToolCall
 
 
 class Transcript:

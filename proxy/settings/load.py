@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from proxy.settings import cli
-from proxy.settings.client_keys import load_client_keys
+from proxy.settings.client_keys import ClientKey, load_client_keys
 from proxy.settings.mistakes import SettingsError, explain_mistakes
 from proxy.settings.model import Settings
 from proxy.settings.sources import (
@@ -40,7 +40,6 @@ from proxy.settings.tls import TlsFiles, load_tls
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from proxy.settings.client_keys import ClientKey
 
 DEFAULT_ORIGIN: Final = "default"
 # A URL may contain a password, although it should not.

@@ -10,7 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.settings.cli import DOCUMENTS
-from proxy.settings.kinds import find_section
+from proxy.settings.kinds import Section, find_section
 from proxy.settings.load import yaml_scalar
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import Settings
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-    from proxy.settings.kinds import Section
 
 _LINE_WIDTH: Final = 120
 # Instances have no default, so the file has an example.

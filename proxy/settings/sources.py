@@ -13,7 +13,7 @@ from functools import reduce
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.settings.kinds import find_section
+from proxy.settings.kinds import Section, find_section
 from proxy.settings.mistakes import SettingsError, join_alternatives, printable_word, suggest_known_word
 from proxy.settings.model import Settings
 from proxy.settings.yaml_file import read_yaml
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-    from proxy.settings.kinds import Section
 
 VARIABLE_PREFIX: Final = "PROXY_"
 CONFIG_VARIABLE: Final = "PROXY_CONFIG"

@@ -7,14 +7,11 @@ subset of HTTP/1 and rejects nothing. At the first byte outside the subset, even
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from proxy.upstream.any_answer import AnyAnswer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MAX_CHUNK_BYTES: Final = 4096
 NO_LINE: Final = bytes(MAX_CHUNK_BYTES + 1)

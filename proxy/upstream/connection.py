@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import BadAnswer
-from proxy.upstream.fast_forward import FastForward
-from proxy.upstream.pump import CLIENT_IS_SLOW
-from proxy.wire.document import body_length, body_pieces
+from proxy.upstream.fast_forward import FastForward, Tokens
+from proxy.upstream.pump import CLIENT_IS_SLOW, Pump
+from proxy.wire.document import Body, body_length, body_pieces
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
     from proxy.common.backend import Backend
-    from proxy.upstream.fast_forward import Tokens
     from proxy.upstream.gathering import Gathering
-    from proxy.upstream.pump import Pump
-    from proxy.wire.document import Body
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
 # Copying a longer request into one piece costs more than it saves.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
 import orjson
@@ -20,18 +20,15 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from proxy.common.errors import Failure
 from proxy.upstream.connection import SOCKET_OPTIONS
-from proxy.upstream.names import connect_problem
+from proxy.upstream.names import Names, connect_problem
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
-    from typing import Self
 
     from aiohttp.connector import AddrInfoType
 
     from proxy.settings.tls import EngineTls
-    from proxy.upstream.names import Names
 
 _MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 _KEEP_ALIVE_SECONDS: Final = 3.5  # engines close idle connections after 5 s

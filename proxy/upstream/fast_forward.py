@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 import orjson
 
 from proxy.upstream.answer_reader import MAX_CHUNK_BYTES, NO_LINE, SIZE_LINES
-from proxy.upstream.gathering import FIRST_TOKENS, NEVER
+from proxy.upstream.gathering import FIRST_TOKENS, NEVER, Gathering
 from proxy.wire.openai import NO_KV_PARAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.upstream.gathering import Gathering
     from proxy.wire.sse import TokenShape
 
 _MAX_DIGITS: Final = 9

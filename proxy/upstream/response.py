@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Self
 
 from proxy.common.errors import Failure, UpstreamError
-from proxy.upstream.connection import upstream_error
+from proxy.upstream.connection import EngineConnection, Sink, upstream_error
 from proxy.wire.openai import engine_error_text
 from proxy.wire.sglang import reports_lack_of_kv_memory
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from proxy.upstream.connection import EngineConnection, Sink
     from proxy.upstream.fast_forward import Tokens
 
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from proxy.observe.record import TRACEPARENT
-from proxy.upstream.connection import EngineConnection
+from proxy.upstream.connection import EngineConnection, Exchange
 from proxy.upstream.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
     from proxy.observe.record import Trace, TracedLeg, Traces
-    from proxy.upstream.connection import Exchange
     from proxy.wire.document import Body
 
 

@@ -7,29 +7,26 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from proxy.balancer.stalls import StallDetector
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import EngineConnection, upstream_error
 from proxy.upstream.dialing import Dialer
 from proxy.upstream.gathering import Gathering, next_seconds
-from proxy.upstream.names import connect_problem
+from proxy.upstream.names import Names, connect_problem
 from proxy.upstream.pump import Pump, is_built
 from proxy.upstream.response import Response
-from proxy.upstream.silences import Silences, StreamProgress
+from proxy.upstream.silences import SilenceChecks, Silences, StreamProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from types import TracebackType
-    from typing import Self
 
     from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend, Role
     from proxy.settings import Streaming, Timeouts
     from proxy.settings.tls import EngineTls
-    from proxy.upstream.names import Names
-    from proxy.upstream.silences import SilenceChecks
     from proxy.wire.document import Body
 
 # Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE). An

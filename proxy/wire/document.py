@@ -16,6 +16,7 @@ import orjson
 from proxy.wire.members import (
     Members,
     NotAnObject,
+    Spans,
     TooManyMembers,
     count_text_bytes,
     find_member_spans,
@@ -27,7 +28,6 @@ from proxy.wire.weight import parse_weighed_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.wire.members import Spans
 
 REMOVED: Final = object()
 """New value for `Document.make_changed_body` that removes the member."""

@@ -9,17 +9,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, KeysView, Mapping
+from typing import Any, Final
 
 import msgspec
 import orjson
 
 from proxy.wire.python_json import check_nesting_depth, encode_utf8, parse_again
 from proxy.wire.weight import LONG_BYTES, is_within_string, parse_weighed_json, remove_escapes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, KeysView
 
 Spans = Mapping[str, tuple[int, int, int]]
 """Positions by name, in the order of the bytes: start of the key, start of the value, end of the value."""

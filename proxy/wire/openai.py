@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import orjson
 
-from proxy.common.errors import BadRequest, UpstreamError
+from proxy.common.errors import BadRequest, GatewayError, UpstreamError
 from proxy.wire.document import REMOVED, Document, InvalidDocument, join_body
 from proxy.wire.python_json import dumps, loads
-
-if TYPE_CHECKING:
-    from proxy.common.errors import GatewayError
 
 
 class Api(StrEnum):

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest as hashed
 
-from proxy.wire.document import REMOVED, are_token_ids
+from proxy.wire.document import REMOVED, Document, are_token_ids
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from proxy.wire.document import Document
 
 _MIN_PIECE_BYTES: Final = 512
 _PIECES_PER_DOUBLING: Final = 16

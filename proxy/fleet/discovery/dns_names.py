@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.backend import Backend, Role
-from proxy.settings import parse_dns_name, parse_endpoints, strip_host_brackets
+from proxy.settings import DnsName, Settings, parse_dns_name, parse_endpoints, strip_host_brackets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dns.asyncresolver import Resolver
     from dns.resolver import Answer
 
-    from proxy.settings import DnsName, Settings
 
 _TIMEOUT_SECONDS: Final = 5.0
 

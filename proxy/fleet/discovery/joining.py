@@ -10,18 +10,16 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from proxy.common.backend import Backend
+from proxy.common.backend import Backend, Role
 from proxy.common.background import BackgroundOwner, BackgroundTasks
-from proxy.upstream import EngineRequestError
+from proxy.upstream import EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.common.backend import Role
     from proxy.settings import Joining
-    from proxy.upstream import EngineClient
 
 logger = logging.getLogger("proxy.discovery.joining")
 

@@ -22,13 +22,11 @@ import aiohttp
 import orjson
 
 from proxy.common.backend import Backend, Role
-from proxy.settings import parse_model_names
+from proxy.settings import Settings, parse_model_names
 from proxy.upstream import read_bounded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
-
-    from proxy.settings import Settings
 
     Event = tuple[str, Mapping[str, Any]]
     """The kind of a change, and the object; of a bookmark, only its version."""

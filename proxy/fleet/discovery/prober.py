@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend_health import HealthState
-from proxy.balancer.health import ProbeFailure
-from proxy.common.backend import Role
+from proxy.balancer.health import Health, HealthBoard, ProbeFailure, Transition
+from proxy.common.backend import Backend, Role
 from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.common.errors import Failure
 from proxy.fleet.discovery.facts import (
@@ -35,7 +35,7 @@ from proxy.fleet.discovery.facts import (
     with_setup,
 )
 from proxy.observe import logs
-from proxy.upstream import EngineRequestError
+from proxy.upstream import BufferedResponse, EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,12 +43,9 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from proxy.balancer.engines import EngineFacts
-    from proxy.balancer.health import Health, HealthBoard, Transition
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.common.backend import Backend
     from proxy.settings import HealthChecks
-    from proxy.upstream import BufferedResponse, EngineClient
 
 logger = logging.getLogger("proxy.discovery.prober")
 

@@ -7,7 +7,7 @@ it imports no HTTP client.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from proxy.common.backend import Backend, Role
@@ -15,8 +15,6 @@ from proxy.fleet.discovery.dns_names import looked_up_names
 from proxy.fleet.discovery.files import WatchedFiles
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
-
     from proxy.settings import Settings
 
 Instances: TypeAlias = Collection[Backend]

@@ -16,18 +16,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.roster import ADMIN, CONFIG
+from proxy.balancer.roster import ADMIN, CONFIG, Roster, SourceStates
 from proxy.common.backend import Role
 from proxy.common.background import BackgroundOwner, BackgroundTasks
-from proxy.settings import canonical_host, is_ip_address
+from proxy.settings import Settings, canonical_host, is_ip_address
 from proxy.upstream.names import AddressRules, is_odd_literal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from proxy.balancer.roster import Roster, SourceStates
     from proxy.fleet.discovery.sources import Instances, MakeSources, Source
-    from proxy.settings import Settings
 
 logger = logging.getLogger("proxy.discovery.watcher")
 

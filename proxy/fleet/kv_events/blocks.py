@@ -12,12 +12,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.policies.prefixes import CacheCount
-from proxy.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from proxy.wire.kv_events import AllBlocksCleared, BlockHash, BlocksRemoved, BlocksStored, Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from proxy.wire.kv_events import BlockHash, Event
 
 # A block takes about 120 bytes. With blocks of 16 tokens, this is 4 million tokens of one rank, and all ranks together
 # take a quarter GB.

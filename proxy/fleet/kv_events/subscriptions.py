@@ -26,9 +26,9 @@ from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
 from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
 from proxy.observe import logs
-from proxy.settings.fleet import ASK_ENGINES, replace_port
-from proxy.upstream import AddressProblem, EngineRequestError
-from proxy.wire.kv_events import parse_configured_publishers, parse_publishers, publishers_of_ranks
+from proxy.settings.fleet import ASK_ENGINES, KvEvents, replace_port
+from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, Names
+from proxy.wire.kv_events import EventPublisher, parse_configured_publishers, parse_publishers, publishers_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
-    from proxy.settings.fleet import KvEvents
-    from proxy.upstream import EngineClient, Names
-    from proxy.wire.kv_events import EventPublisher
 
 logger = logging.getLogger("proxy.kv_events.subscriptions")
 

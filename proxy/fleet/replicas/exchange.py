@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.fleet.replicas.peers import Peers
-from proxy.fleet.replicas.state import decode_news, encode, encode_news
-from proxy.fleet.replicas.store import StoreFailed, StoreRefused
+from proxy.fleet.replicas.state import LocalState, PeerRows, decode_news, encode, encode_news
+from proxy.fleet.replicas.store import StoreFailed, StorePort, StoreRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from proxy.fleet.replicas.state import LocalState, PeerRows
-    from proxy.fleet.replicas.store import StorePort
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 

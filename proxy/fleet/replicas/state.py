@@ -21,9 +21,9 @@ from proxy.balancer.policies.prefill_cost import (
     unpacked,
     without_keys,
 )
-from proxy.balancer.shared.memory import NO_HEAD
-from proxy.common.backend import Role
-from proxy.gateway.api_keys import minute_of
+from proxy.balancer.shared.memory import NO_HEAD, QueueHeads
+from proxy.common.backend import Backend, Role
+from proxy.gateway.api_keys import KeyUsage, minute_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import HealthBoard
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.journal import JournalWriter
-    from proxy.balancer.shared.memory import QueueHeads
     from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.common.backend import Backend
-    from proxy.gateway.api_keys import KeyUsage
 
 # The sum over some hundred gateways still fits into a cell of the scoreboard.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]

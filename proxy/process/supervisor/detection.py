@@ -15,19 +15,15 @@ from pydantic import ValidationError
 
 from proxy.balancer.engines import EngineKeys, Identity, parse_kind, parse_setup
 from proxy.balancer.recognition import EngineReport, recognise
-from proxy.common.backend import Role
+from proxy.common.backend import Backend, Role
 from proxy.fleet.discovery.sources import configured_instances
-from proxy.settings import Settings, SettingsError
-from proxy.settings.tls import EngineTls
-from proxy.upstream import EngineClient, EngineRequestError
+from proxy.settings import LoadedSettings, Settings, SettingsError
+from proxy.settings.tls import EngineTls, TlsFiles
+from proxy.upstream import BufferedResponse, EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.common.backend import Backend
-    from proxy.settings import LoadedSettings
-    from proxy.settings.tls import TlsFiles
-    from proxy.upstream import BufferedResponse
 
 logger = logging.getLogger("proxy.supervisor.detection")
 

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy import SERVER
 from proxy.common import blocking_http
 from proxy.process.shared import Listeners
-from proxy.settings import SettingsError, connectable_host
+from proxy.settings import Settings, SettingsError, connectable_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
-    from proxy.settings import Settings
 
 _ADMIN_BACKLOG: Final = 128
 _NO_SOCKETS: Final[Mapping[str, socket.socket]] = MappingProxyType({})

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from proxy.common.build_info import BUILD_KIND, IS_COMPILED
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
-from proxy.process.shared import share, start_successor
+from proxy.process.shared import RunWorker, Shared, share, start_successor
 from proxy.process.supervisor.listening import listen_after_predecessor, take_systemd_sockets
-from proxy.process.takeover import Predecessor
+from proxy.process.takeover import Predecessor, Successor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.process.shared import RunWorker, Shared
-    from proxy.process.takeover import Successor
     from proxy.settings import LoadedSettings
 
 logger = logging.getLogger("proxy.supervisor.supervisor")

@@ -10,14 +10,13 @@ from proxy.api.credentials import Administrators
 from proxy.listener import replies
 from proxy.listener.http_listener import HttpListener
 from proxy.process.configuration import text_of
-from proxy.settings.tls import make_server_context
+from proxy.settings.tls import TlsFiles, make_server_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.process.worker.basis import Basis
     from proxy.settings import Listen, Settings
-    from proxy.settings.tls import TlsFiles
 
 
 def application(basis: Basis) -> web.Application:

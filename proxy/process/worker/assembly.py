@@ -13,21 +13,21 @@ from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.openapi import OpenApi
 from proxy.api.roles import RolesApi
 from proxy.api.status_page import StatusPage
-from proxy.connectors.releaser import TRANSFER_SETTLE_SECONDS
-from proxy.fleet.discovery.prober import PeerVerdicts
+from proxy.connectors.releaser import TRANSFER_SETTLE_SECONDS, KvReleaser
+from proxy.fleet.discovery.prober import PeerVerdicts, Prober
 from proxy.fleet.roles import RoleController, RoleControllerParts, RoleMover, RoleMoverParts
-from proxy.gateway.lanes import Evacuation
+from proxy.gateway.lanes import Evacuation, Lanes
 from proxy.listener.drain import DrainManager
 from proxy.observe import logs
 from proxy.observe.metrics import Metrics
 from proxy.observe.usage_ledger import UsageKeeper, UsageLedger
-from proxy.process.configuration import ConfigWatcher, shown
+from proxy.process.configuration import ConfigSnapshot, ConfigWatcher, shown
 from proxy.process.monitor import Memory, Monitor, MonitorParts
 from proxy.process.worker.applications import administrators_of, application, callback_limits, http_listener
-from proxy.process.worker.balancing import build_balancing
+from proxy.process.worker.balancing import Balancing, build_balancing
 from proxy.process.worker.basis import Basis, LiveConfiguration
-from proxy.process.worker.clients import build_clients
-from proxy.process.worker.engines import build_engines
+from proxy.process.worker.clients import Clients, build_clients
+from proxy.process.worker.engines import EngineParts, build_engines
 from proxy.process.worker.optional_parts import build_kv_events, build_replicas, build_tracing
 from proxy.process.worker.status import StatusParts, StatusReporter
 
@@ -39,19 +39,12 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pools
     from proxy.balancer.shared.scoreboard import PinnedKv
-    from proxy.connectors.releaser import KvReleaser
     from proxy.fleet.discovery.joining import Joiner
-    from proxy.fleet.discovery.prober import Prober
-    from proxy.gateway.lanes import Lanes
     from proxy.gateway.work import RequestService
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.observers import Observers
     from proxy.observe.record import Traces
-    from proxy.process.configuration import ConfigSnapshot
     from proxy.process.shared import Shared
-    from proxy.process.worker.balancing import Balancing
-    from proxy.process.worker.clients import Clients
-    from proxy.process.worker.engines import EngineParts
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.blame import PairQuarantine
 from proxy.balancer.engines import EngineKeys
-from proxy.balancer.health import Health
+from proxy.balancer.health import Health, Transition
 from proxy.balancer.incompatibilities import CompatibilityMonitor
 from proxy.balancer.models import ServedModels
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.handoff_times import HandoffTimes, lacks_memory
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools, ignore
-from proxy.balancer.shared.scoreboard import PinnedKv
-from proxy.common.backend import Role
+from proxy.balancer.shared.scoreboard import LoadRow, PinnedKv
+from proxy.common.backend import Backend, Role
 from proxy.fleet.discovery.prober import log_transition
 from proxy.fleet.inspector import log_incompatibility, log_missing_cache_report
 from proxy.process.configuration import text_of
@@ -26,10 +26,7 @@ from proxy.process.configuration import text_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from proxy.balancer.health import Transition
     from proxy.balancer.shared.memory import LogOnce
-    from proxy.balancer.shared.scoreboard import LoadRow
-    from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.process.worker.basis import Basis
     from proxy.settings import Settings

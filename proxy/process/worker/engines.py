@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from proxy.balancer.backend_health import HealthState
-from proxy.common.backend import Role
+from proxy.common.backend import Backend, Role
 from proxy.common.background import BackgroundTasks
 from proxy.common.endpoints import engine_url
 from proxy.connectors import CONNECTORS
-from proxy.connectors.base import ConnectorContext
+from proxy.connectors.base import Connector, ConnectorContext
 from proxy.connectors.encoding import EncodingConnector
 from proxy.connectors.releaser import TRANSFER_SETTLE_SECONDS, KvReleaser, KvTransfer, ReleaserParts
 from proxy.fleet.canary import CanaryWatch
@@ -22,7 +22,7 @@ from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.fleet.discovery.sources import SOURCES
 from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts
 from proxy.fleet.inspector import Inspector, InspectorParts, makes_progress
-from proxy.process.worker.balancing import cache_subject, subject
+from proxy.process.worker.balancing import Balancing, cache_subject, subject
 from proxy.settings.tls import EngineTls
 from proxy.upstream import AddressRules, EngineClient, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from proxy.balancer.pool import Pool, Pools
-    from proxy.common.backend import Backend
-    from proxy.connectors.base import Connector
-    from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.basis import Basis
     from proxy.settings import Settings
 

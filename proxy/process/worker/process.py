@@ -20,19 +20,16 @@ from proxy.listener.http_listener import connections_for_fds
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
 from proxy.process.monitor import ProbeServer
-from proxy.process.shared import start_successor
-from proxy.process.worker.assembly import build
+from proxy.process.shared import Listeners, Shared, start_successor
+from proxy.process.worker.assembly import Worker, build
 from proxy.process.worker.tuning import tune
-from proxy.settings import Endpoint, connectable_host, is_loopback_host
+from proxy.settings import Endpoint, Settings, connectable_host, is_loopback_host
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
     from proxy.listener.drain import DrainManager
-    from proxy.process.shared import Listeners, Shared
     from proxy.process.takeover import Successor
-    from proxy.process.worker.assembly import Worker
-    from proxy.settings import Settings
 
 logger = logging.getLogger("proxy.worker.process")
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.sim.dialects.sglang_answers import GenerateAnswer, SglangChat, SglangCompletion
 from proxy.sim.dialects.sglang_requests import read_generate_request, read_openai_request
-from proxy.sim.dialects.vllm_answers import ChatAnswer, CompletionAnswer
+from proxy.sim.dialects.vllm_answers import Answer, ChatAnswer, CompletionAnswer
 from proxy.sim.dialects.vllm_requests import read_vllm_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.sim.dialects.vllm_answers import Answer
     from proxy.sim.model.request import EngineError, GenerationRequest
     from proxy.sim.profile import Profile
 

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from proxy.sim.dialects.vllm_requests import read_vllm_request
-from proxy.sim.model.request import EngineError
+from proxy.sim.model.request import EngineError, GenerationRequest
 from proxy.sim.model.tokenizer import encode_text, render_chat
 
 if TYPE_CHECKING:
-    from proxy.sim.model.request import GenerationRequest
     from proxy.sim.options import Options
 
 _DEFAULT_TOKENS = 128

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.sim.model.parser import Phase, SimulatedKimiParser, parse_complete_text, start_phase
-from proxy.sim.model.request import Delta
+from proxy.sim.model.request import Delta, GenerationRequest, TokenSequence
 from proxy.sim.model.tokenizer import MARKERS, SECTION_BEGIN, THINK_END, Detokenizer, decode_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.sim.model.request import GenerationRequest, TokenSequence
     from proxy.sim.options import Options
 
 

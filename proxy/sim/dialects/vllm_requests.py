@@ -6,12 +6,11 @@ import json
 from typing import TYPE_CHECKING, Any, TypeGuard
 from zlib import crc32
 
-from proxy.sim.model.grammar import UnsupportedSchema, read_grammar
+from proxy.sim.model.grammar import Grammar, UnsupportedSchema, read_grammar
 from proxy.sim.model.request import EngineError, GenerationRequest
 from proxy.sim.model.tokenizer import asks_for_thinking, encode_text, render_chat
 
 if TYPE_CHECKING:
-    from proxy.sim.model.grammar import Grammar
     from proxy.sim.options import Options
 
 COMPLETION_DEFAULT_TOKENS = 16

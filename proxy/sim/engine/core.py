@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.sim.kv.cache import block_names
+from proxy.sim.kv.cache import PrefixCache, block_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from proxy.sim.engine.faults import Faults
     from proxy.sim.engine.kv_events import KvEventPublisher
     from proxy.sim.engine.scheduler import MachineCache, MachineScheduler, Scheduler
-    from proxy.sim.kv.cache import PrefixCache
     from proxy.sim.kv.protocol import KvProtocol
     from proxy.sim.options import Options
     from proxy.sim.state import EngineState

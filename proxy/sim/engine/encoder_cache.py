@@ -16,10 +16,9 @@ import orjson
 from aiohttp import web
 
 from proxy.sim.kv.protocol import Peers
-from proxy.sim.model.request import EngineError
+from proxy.sim.model.request import EngineError, GenerationRequest
 
 if TYPE_CHECKING:
-    from proxy.sim.model.request import GenerationRequest
     from proxy.sim.options import Options
     from proxy.sim.state import EngineState
 

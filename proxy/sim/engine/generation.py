@@ -14,6 +14,7 @@ from proxy.sim.model.request import (
     Delta,
     EngineError,
     GarbageWriter,
+    GenerationRequest,
     StreamStrike,
     TokenSequence,
     TokenSource,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from proxy.sim.engine.core import EngineCore
     from proxy.sim.engine.faults import Plan
-    from proxy.sim.model.request import GenerationRequest
 
 _STRIKE_ACTIONS = (
     "recompute",

@@ -16,13 +16,12 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from proxy.sim.hardware.batch import Batch
-from proxy.sim.hardware.work import Work
+from proxy.sim.hardware.work import Shape, Watcher, Work
 from proxy.sim.kv.cache import block_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from proxy.sim.hardware.work import Shape, Watcher
     from proxy.sim.model.request import TokenSequence
     from proxy.sim.options import Options
 

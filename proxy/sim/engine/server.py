@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from proxy.sim.dialects.endpoints import GenerationEndpoint, endpoints_of_profile, error_body
-from proxy.sim.dialects.vllm_answers import DONE, DeltaCollector, make_event
+from proxy.sim.dialects.vllm_answers import DONE, Answer, DeltaCollector, make_event
 from proxy.sim.dialects.vllm_requests import PRIVATE_PROMPT_IDS
 from proxy.sim.engine.generation import GenerationRun
 from proxy.sim.engine.stream import (
@@ -25,16 +25,14 @@ from proxy.sim.engine.stream import (
     reset_connection,
     reset_connection_soon,
 )
-from proxy.sim.model.request import EngineError
+from proxy.sim.model.request import Delta, EngineError, GenerationRequest
 from proxy.sim.model.tokenizer import BOS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.sim.dialects.vllm_answers import Answer
     from proxy.sim.engine.core import EngineCore
     from proxy.sim.engine.faults import Plan
-    from proxy.sim.model.request import Delta, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from proxy.sim.engine.stream import reset_transport
 from proxy.sim.kv.bootstrap import DEFAULT_PORT, BootstrapProtocol
 from proxy.sim.kv.cache import Pin, PrefixCache
 from proxy.sim.kv.layerwise import LayerwiseProtocol
-from proxy.sim.kv.protocol import NoProtocol, StoreProtocol
+from proxy.sim.kv.protocol import KvProtocol, NoProtocol, StoreProtocol
 from proxy.sim.kv.pull import PullProtocol
 from proxy.sim.kv.push import PushProtocol
 from proxy.sim.kv.transfer import TransferProtocol
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.sim.engine.kv_events import KvEventPublisher
-    from proxy.sim.kv.protocol import KvProtocol
 
 PROTOCOLS: dict[ProtocolName, Callable[[Options, EngineState, Callable[[], tuple[str, int]]], KvProtocol]] = {
     "pull": PullProtocol,

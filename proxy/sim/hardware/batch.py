@@ -15,13 +15,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proxy.sim.hardware.work import KvBlocks
+from proxy.sim.hardware.work import KvBlocks, Shape, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.sim.hardware.cost import Cost
-    from proxy.sim.hardware.work import Shape, Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, Final
 from proxy import SERVER
 from proxy.common import blocking_http
 from proxy.observe import logs
-from proxy.settings import connectable_host, load_settings
+from proxy.settings import Settings, connectable_host, load_settings
 from proxy.settings.mistakes import Parser
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
-from proxy.tools.doctor.findings import as_json, as_table, exit_code
+from proxy.tools.doctor.findings import Finding, as_json, as_table, exit_code
 from proxy.tools.doctor.gateway import Host, check_gateway
 from proxy.tools.flag_numbers import positive, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.settings import Settings
-    from proxy.tools.doctor.findings import Finding
 
 _WIDTH: Final = 120
 _LOOK_SECONDS: Final = 2.0

@@ -9,13 +9,12 @@ from proxy.balancer.recognition import EngineReport, find_connector_mismatch
 from proxy.common.backend import Role
 from proxy.common.terms import format_count
 from proxy.connectors.releaser import KvTransfer, kv_pin_seconds
-from proxy.tools.doctor.examined import IDLE_SECONDS
+from proxy.tools.doctor.examined import IDLE_SECONDS, Examined, Fleet
 from proxy.tools.doctor.findings import Finding, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from proxy.tools.doctor.examined import Examined, Fleet
 
 _SKEW_SECONDS: Final = 5.0
 

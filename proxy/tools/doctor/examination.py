@@ -11,9 +11,9 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from proxy.balancer.recognition import EngineReport, recognise
-from proxy.common.backend import Role
+from proxy.common.backend import Backend, Role
 from proxy.connectors.releaser import KvTransfer
-from proxy.fleet.canary import Canary, CanaryPrompt, prompt_bytes
+from proxy.fleet.canary import Canary, CanaryPrompt, CanaryResult, prompt_bytes
 from proxy.fleet.discovery.facts import (
     MODELS_PATH,
     SERVER_INFO_PATH,
@@ -30,17 +30,17 @@ from proxy.process.shared import Listeners, share
 from proxy.process.supervisor.detection import replace_connector
 from proxy.process.supervisor.listening import PortInUse, create_listener
 from proxy.process.worker.applications import application, callback_limits, http_listener
-from proxy.process.worker.balancing import build_balancing
+from proxy.process.worker.balancing import Balancing, build_balancing
 from proxy.process.worker.basis import Basis, LiveConfiguration
-from proxy.process.worker.engines import build_lines, build_link
-from proxy.settings import SettingsError
+from proxy.process.worker.engines import Lines, Link, build_lines, build_link
+from proxy.settings import LoadedSettings, Settings, SettingsError
 from proxy.tools.doctor.chats import ChatAnswers, chat, check_parsers, rejects_tools, separates_reasoning
 from proxy.tools.doctor.engine import check_engines, good_finding
 from proxy.tools.doctor.examined import IDLE_SECONDS, Examined, Fleet, compared_options
 from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.doctor.fleet import by_model, check_fleet
 from proxy.tools.doctor.pair import Canaries, check_pairs
-from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, connect_problem
+from proxy.upstream import AddressProblem, BufferedResponse, EngineClient, EngineRequestError, Names, connect_problem
 from proxy.wire.exposition import parse_completed_work, parse_prompt_tokens, parse_rank_count, parse_start_time
 from proxy.wire.ids import make_request_id
 from proxy.wire.openai import Api, engine_error_text
@@ -51,12 +51,6 @@ if TYPE_CHECKING:
 
     from proxy.balancer.engines import EngineKeys
     from proxy.balancer.roster import Roster
-    from proxy.common.backend import Backend
-    from proxy.fleet.canary import CanaryResult
-    from proxy.process.worker.balancing import Balancing
-    from proxy.process.worker.engines import Lines, Link
-    from proxy.settings import LoadedSettings, Settings
-    from proxy.upstream import BufferedResponse, Names
 
 _T = TypeVar("_T")
 _PAIRS_AT_ONCE: Final = 8

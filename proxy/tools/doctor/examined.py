@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.engines import EngineFacts
-from proxy.common.backend import Role
+from proxy.balancer.engines import EngineFacts, EngineKeys
+from proxy.common.backend import Backend, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.balancer.engines import EngineKeys
-    from proxy.common.backend import Backend
     from proxy.settings import Settings
 
 IDLE_SECONDS: Final = 2.2

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict, culprits
 from proxy.balancer.incompatibilities import CACHE_FLAGS, NO_KV_PARAMS
-from proxy.common.backend import Role
+from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
-from proxy.fleet.canary import ANSWER_TOKENS, Agreement, agreement, by_time
+from proxy.fleet.canary import ANSWER_TOKENS, Agreement, CanaryResult, agreement, by_time
 from proxy.fleet.inspector import NOT_FETCHED, NOT_STORED
 from proxy.tools.doctor.findings import Finding, Severity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from proxy.common.backend import Backend
-    from proxy.fleet.canary import CanaryResult
     from proxy.settings import Settings
 
 # Faster handoffs are never reported as slow.

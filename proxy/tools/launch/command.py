@@ -16,14 +16,13 @@ from proxy.tools.doctor.findings import Severity
 from proxy.tools.launch import sglang, vllm
 from proxy.tools.launch.fleet import compared, load_gateway
 from proxy.tools.launch.gateway import NAME, gateway_file
-from proxy.tools.launch.plan import planned
+from proxy.tools.launch.plan import Plan, planned
 from proxy.tools.launch.refusals import refusals
 from proxy.tools.launch.topology import read_topology
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.tools.launch.plan import Plan
 
 _DESCRIPTION: Final = """\
 Render the commands of every node and the gateway's configuration from one description of a fleet, the topology.

@@ -6,17 +6,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from proxy.settings import canonical_host, load_settings
+from proxy.settings import LoadedSettings, canonical_host, load_settings
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
-from proxy.tools.doctor.examined import IDLE_SECONDS
+from proxy.tools.doctor.examined import IDLE_SECONDS, Examined, Fleet
 from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.launch.gateway import NAME, gateway_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from proxy.settings import LoadedSettings
-    from proxy.tools.doctor.examined import Examined, Fleet
     from proxy.tools.launch.plan import Launch, Plan
 
 _LENGTHS: Final = ("max-model-len", "context-length")

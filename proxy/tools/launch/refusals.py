@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.endpoints import canonical_host, is_ip_address, is_loopback_host
 from proxy.tools.doctor.findings import Finding, Severity
-from proxy.tools.launch.plan import TRANSPORT, claims, meets
+from proxy.tools.launch.plan import TRANSPORT, Plan, claims, meets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from proxy.tools.launch.plan import Plan
     from proxy.tools.launch.topology import RoleName, Topology
 
 _REFUSED: Final = Severity.FAILURE

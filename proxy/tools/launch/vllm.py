@@ -6,12 +6,11 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from proxy.tools.launch import shell
-from proxy.tools.launch.plan import meets
+from proxy.tools.launch.plan import Launch, Plan, meets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from proxy.tools.launch.plan import Launch, Plan
     from proxy.tools.launch.topology import Engine, RoleName
 
 _KV_ROLES: Final[Mapping[RoleName, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}

@@ -21,14 +21,13 @@ from proxy.settings.mistakes import Parser
 from proxy.settings.sources import read_key_file
 from proxy.tools.flag_numbers import duration_seconds, whole_number
 from proxy.tools.gateway_tls import add_tls_flags, tls_of
-from proxy.tools.roll.gateways import Gateways, GatewayTrouble
+from proxy.tools.roll.gateways import Gateways, GatewayTrouble, Instance
 from proxy.tools.roll.walk import Limits, RestartWalk, RoleWalk, RollProgress, RollStopped, Walk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import FrameType
 
-    from proxy.tools.roll.gateways import Instance
 
 _DESCRIPTION: Final = """\
 Restart the instances of a role one after the other while the gateways serve. pdproxy disables an instance, and its

@@ -13,13 +13,12 @@ import orjson
 
 from proxy.common.terms import format_count
 from proxy.settings import SettingsError
-from proxy.tools.roll.gateways import GatewayTrouble, lost_without
+from proxy.tools.roll.gateways import Gateways, GatewayTrouble, Instance, lost_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from proxy.tools.roll.gateways import Gateways, Instance
 
 _LOOK_SECONDS: Final = 0.5
 
