@@ -35,7 +35,7 @@ class Opened:
     def abort(self, error: UpstreamError) -> None:
         self.aborted.append(error)
 
-    def fail(self, kind: Failure, message: str) -> UpstreamError:
+    def make_failure(self, kind: Failure, message: str) -> UpstreamError:
         return UpstreamError(kind, DECODER, message)
 
 
