@@ -9,8 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
-import orjson
-
 from lab.common.processes import allow_many_files, called_from, unwind_on_signals
 from lab.replay import elastic, sessions, verdicts
 from lab.replay.advising import advice
@@ -19,7 +17,7 @@ from lab.replay.figures import Run, chart, fits, margins, table
 from lab.replay.fleet import Fleet, parse_fleet
 from lab.replay.policies import OURS, policy_names
 from lab.replay.sockets import sweep_sockets
-from lab.replay.sweep import AGENTS, HARDWARE, fleets, sweep
+from lab.replay.sweep import AGENTS, HARDWARE, fleets, sweep, write_json
 from lab.replay.trace import InvalidTrace, Request, read
 from proxy.settings import POLICIES
 from proxy.settings.model import Balance
@@ -221,9 +219,7 @@ def main() -> int:
     else:
         runs = sweep(options, traces)
         _print(options, traces, runs)
-    if options.json is not None:
-        content = orjson.dumps([run.as_json() for run in runs], option=orjson.OPT_INDENT_2)
-        (called_from() / options.json).write_bytes(content)
+    write_json(options, [run.as_json() for run in runs])
     if options.svg is not None:
         title = f"{runs[0].case}, {options.machine}"
         (called_from() / options.svg).write_text(chart(runs, title))

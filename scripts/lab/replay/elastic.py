@@ -5,21 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
-import orjson
-
 from lab.common.output import aligned
-from lab.common.processes import called_from
 from lab.replay.drawn import DRAWN, drawn
 from lab.replay.figures import Slo, average
 from lab.replay.fleet import Course, Fleet, Replay
 from lab.replay.policies import OURS, policies
-from lab.replay.sweep import Progress, fleets, replay_options, replayed
+from lab.replay.sweep import Progress, fleets, replay_options, replayed, write_json
 from lab.replay.trace import Request
 from lab.replay.worlds import SHAPES
 from proxy.balancer.roster import Move
@@ -201,7 +197,7 @@ class Days:
     ) -> Replay:
         options = self._options
         name = fleet.name if elastic is None else "elastic"
-        progress, began = Progress(f"{name}, seed {seed}", len(requests)), time.monotonic()
+        progress = Progress(f"{name}, seed {seed}", len(requests))
         both = policies(fleet, options.decode_policy)[OURS]
         arguments: dict[str, Any] = {"seed": seed, "on_end": progress.step, **replay_options(options)}
 
@@ -211,7 +207,7 @@ class Days:
             return ElasticReplay(fleet, *both, options=elastic, until=until, **arguments)
 
         run = replayed(make, requests)
-        progress.ended(time.monotonic() - began)
+        progress.ended()
         return run
 
     def _row(self, day: str, policy: str, seed: int, phases: Sequence[Phase], fleet: Fleet, run: Replay) -> Row:
@@ -249,9 +245,7 @@ def report(options: argparse.Namespace) -> str:
     days = Days(options)
     for seed in options.seeds:
         days.run(options.elastic, seed)
-    if options.json is not None:
-        content = orjson.dumps([asdict(row) for row in days.rows], option=orjson.OPT_INDENT_2)
-        (called_from() / options.json).write_bytes(content)
+    write_json(options, days.rows)
     phases = list(days.rows[0].phases)
     table: list[Sequence[str]] = [("policy", "seed", "goodput", "moves", *phases)]
     table += [

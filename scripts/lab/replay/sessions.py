@@ -19,8 +19,6 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import orjson
-
 from lab.common.output import aligned, line_chart
 from lab.common.processes import called_from
 from lab.replay import virtual_time
@@ -28,7 +26,7 @@ from lab.replay.conversations import Conversation, Conversations, Gaps, Turn, Wo
 from lab.replay.figures import average, percentile
 from lab.replay.fleet import Course, Fleet, Replay
 from lab.replay.policies import AFFINITY, policies
-from lab.replay.sweep import fleets, replay_options
+from lab.replay.sweep import fleets, replay_options, write_json
 from lab.replay.trace import Request
 from proxy.tools.flag_numbers import natural, positive, whole_number
 
@@ -441,9 +439,7 @@ def chart(rows: Sequence[Row], title: str) -> str:
 def report(options: argparse.Namespace) -> str:
     """Run everything, write the files that the command line names, and return the table."""
     rows = Sweep(options).rows()
-    if options.json is not None:
-        content = orjson.dumps([each.as_json() for each in rows], option=orjson.OPT_INDENT_2)
-        (called_from() / options.json).write_bytes(content)
+    write_json(options, [each.as_json() for each in rows])
     if options.svg is not None:
         (called_from() / options.svg).write_text(chart(rows, f"{rows[0].fleet}, {options.machine}"))
     return table(rows)

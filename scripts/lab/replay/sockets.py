@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -215,10 +214,9 @@ def sweep_sockets(options: argparse.Namespace, traces: dict[str, list[Request]])
 def _one(
     case: Case, fleet: Fleet, program: Contender, requests: Sequence[Request], load: float, seed: int
 ) -> SocketReplay:
-    began = time.monotonic()
     progress = Progress(f"{case}, {program.name}, load {load:g}, seed {seed}", len(requests))
     replay = over_sockets(fleet, program, requests, progress.step)
-    progress.ended(time.monotonic() - began)
+    progress.ended()
     return replay
 
 

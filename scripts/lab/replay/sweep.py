@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import orjson
+
+from lab.common.processes import called_from
 from lab.replay import virtual_time
 from lab.replay.figures import Case, Run, Slo, figures
 from lab.replay.fleet import TRANSFER_SECONDS_PER_TOKEN, Fleet, MakePolicy, Replay
@@ -73,14 +76,13 @@ def sweep(options: argparse.Namespace, traces: dict[str, list[Request]]) -> list
     ]
     runs = []
     for number, (trace, fleet, name, load, seed) in enumerate(plan, 1):
-        began = time.monotonic()
         requests = timed_arrivals(fleet, traces[trace], load, seed, options)
         case = Case(trace, fleet.name)
         progress = Progress(f"{number}/{len(plan)} {case}, {name}, load {load:g}, seed {seed}", len(requests))
         both = policies(fleet, options.decode_policy)[name]
         replay = in_virtual_time(fleet, both, requests, seed, options, progress)
         runs.append(Run(case, name, load, seed, figures(replay, fleet, slo)))
-        progress.ended(time.monotonic() - began)
+        progress.ended()
     return runs
 
 
@@ -149,6 +151,12 @@ def replayed(make: Callable[[], Replay], requests: Sequence[Request]) -> Replay:
     return made[0]
 
 
+def write_json(options: argparse.Namespace, rows: Sequence[Any]) -> None:
+    """Write dictionaries or dataclasses to the file of --json, if there is one."""
+    if options.json is not None:
+        (called_from() / options.json).write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
+
+
 class Progress:
     """A progress line on standard error, rewritten during the run on a terminal."""
 
@@ -156,6 +164,7 @@ class Progress:
         self._name = name
         self._requests = requests
         self._ended = 0
+        self._began = time.monotonic()
         self._is_live = sys.stderr.isatty()
 
     def step(self) -> None:
@@ -164,7 +173,8 @@ class Progress:
         if self._is_live and self._ended % 200 == 0:
             print(f"\r{self._name}: {self._ended} of {self._requests}", end="", file=sys.stderr, flush=True)
 
-    def ended(self, seconds: float) -> None:
-        """Print the total time."""
+    def ended(self) -> None:
+        """Print the time since the beginning."""
+        seconds = time.monotonic() - self._began
         start = "\r" if self._is_live else ""
         print(f"{start}{self._name}: {self._ended} requests in {seconds:.1f} s", file=sys.stderr, flush=True)

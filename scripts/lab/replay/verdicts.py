@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
-import orjson
-
 from lab.common.output import aligned
-from lab.common.processes import called_from
 from lab.replay.figures import Slo, average
 from lab.replay.fleet import Fleet
 from lab.replay.queues import Job, QueueModel
+from lab.replay.sweep import write_json
 from lab.replay.trace import Request
 from lab.replay.worlds import SHAPES, World, draw_world
 from proxy.settings.fleet import Elastic
@@ -129,9 +127,7 @@ def report(options: argparse.Namespace) -> str:
             ours, fixed, known = compared
             goodputs = (f"{ours.goodput:.1%}", f"{fixed.goodput:.1%} ({fixed.policy})", f"{known.goodput:.1%}")
             table.append((ours.day, *goodputs, str(ours.moves), str(known.moves), str(ours.turns)))
-    if options.json is not None:
-        content = orjson.dumps([asdict(row) for row in rows], option=orjson.OPT_INDENT_2)
-        (called_from() / options.json).write_bytes(content)
+    write_json(options, rows)
     return "\n".join([aligned(table), "", _summary(rows)])
 
 
