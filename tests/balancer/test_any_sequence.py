@@ -37,7 +37,7 @@ ENDPOINTS = {role: [(role.value[0], port) for port in range(4)] for role in Role
 
 roles = st.sampled_from(Role)
 ports = st.integers(0, 3)
-loads = st.builds(Load, compute=st.integers(0, 1000), kv=st.integers(0, 1000))
+loads = st.builds(Load, compute_tokens=st.integers(0, 1000), kv_tokens=st.integers(0, 1000))
 which = st.integers(0, 1000)
 workers = st.integers(0, 1)
 failures = st.sampled_from(Failure)
