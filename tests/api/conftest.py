@@ -217,7 +217,7 @@ class Gateway:
                 if (backend.host, backend.port) in trusted:
                     self.roster.remove(role, backend.host, backend.port)
                     self.roster.finalize()
-                    self.add(role, backend.host, backend.port, trusted=True)
+                    self.add(role, backend.host, backend.port, is_trusted=True)
         return EngineKeys(key)
 
     def questions(self, keys: EngineKeys | None = None, callers: ApiKeys | None = None) -> QuestionParts:

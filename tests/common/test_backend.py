@@ -37,7 +37,7 @@ def test_backends_with_two_spellings_of_an_address_are_equal(host: str, other: s
     assert one != Backend(Role.PREFILL, host, 7101)
 
 
-@pytest.mark.parametrize("more", [{"slot": 2}, {"trusted": True}, {"bootstrap_port": 8998}])
+@pytest.mark.parametrize("more", [{"slot": 2}, {"is_trusted": True}, {"bootstrap_port": 8998}])
 def test_backends_are_equal_whatever_their_models_and_rights(more: dict[str, Any]) -> None:
     one, other = Backend(Role.PREFILL, "a", 1), Backend(Role.PREFILL, "a", 1, **more)
     assert one == other

@@ -375,7 +375,7 @@ def test_delivery_withholds_no_text_if_stop_strings_are_shown() -> None:
 
 def test_delivery_withholds_no_text_twice() -> None:
     """Text that is late, and last words: only the end of both may begin a stop string."""
-    delivery = resumed({**CHAT, "stop": ["STOP"]}, 1, pending={"content": "-late-"})
+    delivery = resumed({**CHAT, "stop": ["STOP"]}, 1, pending_delta={"content": "-late-"})
     output, _ = take(delivery, words([8], content="xyz"))
     assert output == data(chunk(None, content="-late-"))
     assert delivery.transcript.content_text == "a-late-"
@@ -509,7 +509,7 @@ def ending(output: bytes) -> Sequence[Any]:
 
 
 def test_answer_without_an_end_of_an_engine_is_ended() -> None:
-    delivery = resumed({**CHAT, **WITH_USAGE}, 1, pending={"content": "lo"})
+    delivery = resumed({**CHAT, **WITH_USAGE}, 1, pending_delta={"content": "lo"})
     late, finish, usage = ending(delivery.missing_end({"cached_tokens": 1}))
     assert late["choices"][0]["delta"] == {"content": "lo"}
     assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})

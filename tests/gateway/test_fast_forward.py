@@ -233,7 +233,7 @@ def test_attempts_to_learn_a_shape_are_limited(monkeypatch: pytest.MonkeyPatch) 
 
     class Shape:
         @staticmethod
-        def of(raw: bytes) -> None:
+        def recognise(raw: bytes) -> None:
             nonlocal looks
             looks += 1
 
