@@ -156,7 +156,7 @@ async def test_prompt_is_computed_if_the_decoder_has_lost_its_cache(deploy: Depl
     said = await gateway.ask(first)
     decoder = gateway.decoders[0]
     for name in [*decoder.pins]:
-        decoder.core.protocol._take(name, "release")  # type: ignore[attr-defined]
+        decoder.core.protocol._take_pin(name, "release")  # type: ignore[attr-defined]
     second = turn(f"{TEXT}{said.text}, and then?")
     answer = await gateway.ask(second)
     assert (answer.status, answer.text) == (200, await answer_alone(second))
