@@ -99,7 +99,7 @@ def _run(words: list[str]) -> int:
         case ["completion", *flags]:
             from proxy.tools import completion
 
-            print(completion.script(flags, _help))
+            print(completion.completion_script(flags, _help))
             return 0
         case ["help" | "version" as command, *arguments]:
             return _about(command, arguments)

@@ -28,9 +28,9 @@ from proxy.connectors.nixl_push import EnginePlace, NixlPush
 from proxy.connectors.releaser import RELEASE_MODEL
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.receipts import Receipts
-from proxy.process.configuration import Configuration
-from proxy.process.shared import Listeners, Shared
-from proxy.process.worker import Worker, build, listening
+from proxy.process.configuration import SharedConfiguration
+from proxy.process.shared import ListeningSockets, SharedState
+from proxy.process.worker import Worker, build_worker, listening
 from proxy.settings import LoadedSettings, Settings
 from proxy.settings.tls import load_tls
 from proxy.sim.engine import SimulatedEngine
@@ -161,13 +161,13 @@ class Deployment:
         """Return state that ended requests have left behind."""
         board = self.scoreboard
         found = [
-            f"slot {slot} of the scoreboard holds {board.requests(slot)} requests and {board.load(slot)}"
-            for slot in range(board.slots)
-            if board.requests(slot) or board.load(slot) != Load()
+            f"slot {slot} of the scoreboard holds {board.open_leases(slot)} requests and {board.load_of(slot)}"
+            for slot in range(board.slot_count)
+            if board.open_leases(slot) or board.load_of(slot) != Load()
         ]
         if busy := self.worker.upstream.busy_connections:
             found.append(f"{busy} connections to engines are busy")
-        if in_flight := self.worker.drain.in_flight:
+        if in_flight := self.worker.drain_manager.in_flight_count:
             found.append(f"{in_flight} requests are in flight")
         found += [
             f"the engine {engine.url} works on {engine.state.live} requests"
@@ -191,13 +191,13 @@ class Deployment:
         pins = [pin for engine in self.engines for pin in engine.pins]
         if not self.expects_pinned <= len(pins) <= self.expects_pinned + self.may_stay_pinned:
             found.append(f"KV stays pinned for {pins}, while {self.expects_pinned} were expected")
-        entries = self.worker.pinned_kv.pins()
+        entries = self.worker.pinned_kv.current_pins()
         simulated = {(engine.host, engine.port) for engine in self.engines if isinstance(engine, SimulatedEngine)}
         possible = [entry for entry in entries if (entry.backend.host, entry.backend.port) in simulated]
-        known = sum(not entry.suspected for entry in possible)
+        known = sum(not entry.is_suspected for entry in possible)
         if not known <= len(pins) <= len(possible) and not self.expects_inexact_pins:
             found.append(f"KV stays pinned for {pins}, while PinnedKv has {possible}")
-        published = sum(self.scoreboard.pinned(slot).count for slot in range(self.scoreboard.slots))
+        published = sum(self.scoreboard.pinned_kv(slot).cache_count for slot in range(self.scoreboard.slot_count))
         if published != len(entries):
             found.append(f"the scoreboard has {published} pins, and PinnedKv {entries}")
         return found
@@ -331,7 +331,7 @@ def _endpoint(engine: Engine) -> str:
     return f"{engine.host}:{engine.port}" + (f" {port}" if port else "")
 
 
-def _shared(settings: Settings) -> Shared:
+def _shared(settings: Settings) -> SharedState:
     """Return the shared state that a supervisor creates, on any free port."""
     scoreboard = Scoreboard(slots=32, guests=settings.replicas.guest_rows)
     prefill, decode = (
@@ -342,16 +342,16 @@ def _shared(settings: Settings) -> Shared:
     roster = Roster(prefill, decode, scoreboard, elastic=elastic)
     loaded = LoadedSettings(settings, {}, tls=load_tls(settings))
     callbacks = [socket.create_server(("127.0.0.1", 0))] if settings.connector == "ascend_layerwise" else []
-    listeners = Listeners(socket.create_server(("127.0.0.1", 0)), callbacks=callbacks)
-    return Shared(
-        configuration=Configuration(loaded, lambda: loaded, roster),
+    listeners = ListeningSockets(socket.create_server(("127.0.0.1", 0)), callbacks=callbacks)
+    return SharedState(
+        configuration=SharedConfiguration(loaded, lambda: loaded, roster),
         listeners=listeners,
         scoreboard=scoreboard,
         roster=roster,
-        key_usage=KeyUsage(guests=settings.replicas.guest_rows),
+        key_usage=KeyUsage(guest_rows=settings.replicas.guest_rows),
         queue_heads=QueueHeads(guests=settings.replicas.guest_rows),
-        journal=Journal(1 + settings.replicas.guest_rows, write_only=settings.kv_events.journal_rings),
-        receipts=Receipts(bytes_per_worker=settings.admin.receipts_bytes),
+        journal=Journal(1 + settings.replicas.guest_rows, write_only_rings=settings.kv_events.journal_rings),
+        request_receipts=Receipts(bytes_per_worker=settings.admin.receipts_bytes),
     )
 
 
@@ -390,8 +390,8 @@ async def deployed(
             connector = aiohttp.TCPConnector(ssl=False)  # a test of certificates has its own session
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             gateway = await stack.enter_async_context(AsyncExitStack())
-            worker = await gateway.enter_async_context(build(shared, settle_seconds=settle_seconds))
-            worker.lanes.whole.suspects.hearing_seconds = hearing_seconds
+            worker = await gateway.enter_async_context(build_worker(shared, settle_seconds=settle_seconds))
+            worker.lanes.whole_lane.suspects.hearing_seconds = hearing_seconds
             doors = await gateway.enter_async_context(listening(worker, shared.listeners))
             scheme = "http" if settings.listen.tls_certificate is None else "https"
             url = f"{scheme}://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"
@@ -401,7 +401,7 @@ async def deployed(
                 worker,
                 shared.scoreboard,
                 shared.roster,
-                shared.sources,
+                shared.source_states,
                 url,
                 session,
                 doors.stop_accepting,
@@ -430,11 +430,11 @@ async def deployed(
 
 def _introduce_push_engines(deployment: Deployment) -> None:
     """Let a nixl_push connector learn the engines of its prefillers, so that its first legs run at once, too."""
-    connector = deployment.worker.lanes.whole.connector
+    connector = deployment.worker.lanes.whole_lane.connector
     if not isinstance(connector, NixlPush):
         return
     for engine in deployment.prefillers:
-        (backend,) = (each for each in deployment.worker.pools.prefill.backends() if each.port == engine.port)
+        (backend,) = (each for each in deployment.worker.pools.prefill.all_backends() if each.port == engine.port)
         engine_id = engine.core.protocol.describe()["engine_id"]
         connector.places.learn(backend, 0, EnginePlace(engine_id, engine.host, engine.port, 1, "before"))
 
@@ -451,8 +451,12 @@ def _all_are_up(deployment: Deployment) -> bool:
     pools = deployment.worker.pools
     health = deployment.worker.health
     everybody = [pool for pool in (pools.prefill, pools.decode, pools.encode) if pool is not None]
-    confirmed = sum(health.of(backend).is_confirmed for pool in everybody for backend in pool.backends())
-    versions = [pool.engine_version(backend) for pool in (pools.prefill, pools.decode) for backend in pool.backends()]
+    confirmed = sum(
+        health.health_of(backend).is_confirmed_healthy for pool in everybody for backend in pool.all_backends()
+    )
+    versions = [
+        pool.engine_version_of(backend) for pool in (pools.prefill, pools.decode) for backend in pool.all_backends()
+    ]
     told = sum(version is not None for version in versions)
     tell = sum(isinstance(engine, SimulatedEngine) for engine in deployment.engines)
     return told >= tell and confirmed == len(deployment.engines)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import uvloop
 
-from proxy.observe.logs import silenced
+from proxy.observe.logs import silence_log
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -111,10 +111,10 @@ async def _traced(gateway: Deployment, data: bytes, deaths: int) -> Trace:
     clients = Clients(gateway)
     line = await clients.connect()
     # The handlers that other tests have left would make records of the access line.
-    with silenced(), tracing() as trace:
+    with silence_log(), tracing() as trace:
         line.send(data)
         await line.answer()
-        gateway.worker.observers.settle()
+        gateway.worker.request_observers.flush_batch()
     ((head, body, ending),) = line.received
     assert head.startswith("HTTP/1.1 200"), head
     assert ending == "whole"
@@ -122,7 +122,7 @@ async def _traced(gateway: Deployment, data: bytes, deaths: int) -> Trace:
     assert all(rule["fired"] == 1 for engine in gateway.decoders for rule in engine.faults.describe())
     line.writer.close()
     await clients.rest()
-    await until(lambda: not gateway.worker.front.connections, "the connection to be closed")
+    await until(lambda: not gateway.worker.client_listener.connection_count, "the connection to be closed")
     return trace
 
 

@@ -17,6 +17,6 @@ def make_pool(
     role: Role, roster: Roster, scoreboard: Scoreboard, *, policy: str | Policy = "least_tokens", **parts: Any
 ) -> Pool:
     """Return a pool of the first worker. `parts` are further fields of PoolParts."""
-    parts = {"row": scoreboard.row(0), "health": Health(), **parts}
+    parts = {"load_row": scoreboard.load_row(0), "health": Health(), **parts}
     made = make_policy(policy) if isinstance(policy, str) else policy
     return Pool(PoolParts(role=role, policy=made, scoreboard=scoreboard, roster=roster, **parts))

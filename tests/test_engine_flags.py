@@ -10,7 +10,7 @@ import pytest
 
 from lab.test_docs import Kind, blocks
 from proxy.settings import CONNECTOR_TRAITS, Settings
-from proxy.tools.launch.command import as_text
+from proxy.tools.launch.command import files_as_text
 from proxy.tools.launch.topology import RoleName
 from tests.real.stacks import STACKS, Place
 from tests.reference_pages import compatibility
@@ -58,7 +58,7 @@ def test_page_of_an_engine_shows_what_launch_renders(page: str) -> None:
     assert shown
     for name, text in shown.items():
         stale = f"copy the output of `pdproxy launch render configs/topologies/{name}.yaml` into {page}"
-        assert text.splitlines() == as_text(files_of(name)).splitlines(), stale
+        assert text.splitlines() == files_as_text(files_of(name)).splitlines(), stale
 
 
 def test_pages_show_a_topology_for_every_real_stack_with_two_roles() -> None:

@@ -33,7 +33,7 @@ def cycles_of_ours() -> Iterator[list[str]]:
 
 async def settled(gateway: Deployment) -> None:
     """Wait until nothing is in flight."""
-    await gateway.worker.drain.idle()
+    await gateway.worker.drain_manager.wait_until_idle()
     await until(lambda: not gateway.leaks(), "quiet")
 
 

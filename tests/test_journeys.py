@@ -23,5 +23,5 @@ async def test_journey_runs_no_more_functions_than_it_did(name: str) -> None:
 @pytest.mark.interpreted
 async def test_functions_of_a_journey_are_in_the_order_of_their_first_calls() -> None:
     names = [code.co_qualname for code in (await travel("chat")).calls]
-    course = ["FastConnection.data_received", "Intake.begin", "Lease.__init__", "KvHandoff.__exit__"]
+    course = ["FastConnection.data_received", "Intake.begin_request", "Lease.__init__", "KvHandoff.__exit__"]
     assert [name for name in names if name in course] == course

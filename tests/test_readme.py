@@ -14,12 +14,12 @@ import pytest
 from lab.test_docs import Kind, blocks
 from proxy.__main__ import main
 from proxy.balancer.incompatibilities import IncompatibilityKind
-from proxy.balancer.pick import TRIAL, Prediction
+from proxy.balancer.pick import TRIAL, PickPrediction
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.common.terms import Action, Stage
 from proxy.observe.metrics import TERMS
-from proxy.observe.record import RequestRecord, Trace, access_line
+from proxy.observe.record import RequestRecord, RequestTrace, access_line
 from proxy.settings import load_settings
 from proxy.settings.cli import DOCUMENTS
 from proxy.sim.engine.cli import parse_arguments
@@ -164,13 +164,13 @@ def test_error_codes_differ_from_causes_of_instance_failures() -> None:
 def test_every_field_of_the_access_line_is_explained() -> None:
     record = RequestRecord(Api.CHAT, "id")
     record.lost_engines = 1
-    record.trace = Trace(f"00-{1:032x}-{1:016x}-01", record.clock, lambda: 1)
-    timeline = record.timeline()
-    timeline.stages, timeline.times = [Stage.ENCODE, None], [1.0, 2.0]
-    timeline.prediction = Prediction(1.0, 0)
+    record.request_trace = RequestTrace(f"00-{1:032x}-{1:016x}-01", record.clock, lambda: 1)
+    timeline = record.add_timeline()
+    timeline.entered_stages, timeline.stage_times = [Stage.ENCODE, None], [1.0, 2.0]
+    timeline.prediction = PickPrediction(1.0, 0)
     timeline.attempts = 1
     timeline.prefill_pick = timeline.decode_pick = Backend(Role.PREFILL, "p", 1), TRIAL
-    record.close()
+    record.close_record()
     assert set(access_line(record.facts)) == names(PAGES["docs/reference/access-log.md"].partition("`term` has")[0])
 
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiohttp import web
 
-from proxy.api.credentials import Administrators, author
+from proxy.api.credentials import Administrators, author_of_change
 from proxy.api.instances import is_dry_run, parse_bool
 from proxy.common.background import run_in_slices
 from proxy.common.errors import BadRequest, GatewayError
 from proxy.listener.replies import json_response
 from proxy.observe.key_usage import HOUR_SECONDS
-from proxy.observe.metrics import Metrics, exposition
-from proxy.observe.receipts import Receipts, as_shown, names_engine_id, names_instance, was_saved
+from proxy.observe.metrics import Metrics, render_exposition
+from proxy.observe.receipts import Receipts, names_engine_id, names_instance, receipt_for_operators, was_saved
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Wants = Callable[[Mapping[str, Any]], bool]
 
 
-class Reload(Protocol):
+class ReloadFunction(Protocol):
     """Reads the configuration again and applies it. A dry run only reads it."""
 
     async def __call__(self, by: str, *, is_dry_run: bool = False) -> ConfigChange:
@@ -49,7 +49,7 @@ class AdminApi:
         self,
         metrics: Metrics,
         configuration: Callable[[], dict[str, Any]],
-        reload: Reload,
+        reload: ReloadFunction,
         administrators: Administrators,
     ) -> None:
         """Create the admin api.
@@ -61,7 +61,7 @@ class AdminApi:
             administrators: Restricts routes to administrators.
         """
         self._metrics = metrics
-        self._one_scrape = asyncio.Lock()
+        self._scrape_lock = asyncio.Lock()
         self._configuration = configuration
         self._reload_configuration = reload
         self._administrators = administrators
@@ -70,27 +70,27 @@ class AdminApi:
         """Return the administration routes for the application."""
         return [
             web.get("/metrics", self._show_metrics),
-            web.get("/admin/config", self._administrators.guard(self._show_configuration)),
-            web.post("/admin/reload", self._administrators.guard_and_limit(self._reload)),
+            web.get("/admin/config", self._administrators.require_administrator(self._show_configuration)),
+            web.post("/admin/reload", self._administrators.require_administrator_and_limit(self._reload_and_answer)),
         ]
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         # In a thread, so that streams do not wait, and one at a time, because it takes CPU time.
-        async with self._one_scrape:
+        async with self._scrape_lock:
             found: list[Iterable[Metric]] = []
-            await run_in_slices(self._metrics.steps(found))
+            await run_in_slices(self._metrics.collect_in_steps(found))
             accept = request.headers.get("Accept", "")
-            body, content_type = await asyncio.to_thread(exposition, chain.from_iterable(found), accept)
+            body, content_type = await asyncio.to_thread(render_exposition, chain.from_iterable(found), accept)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _show_configuration(self, request: web.Request) -> web.Response:
         return json_response(self._configuration())
 
-    async def _reload(self, request: web.Request) -> web.Response:
+    async def _reload_and_answer(self, request: web.Request) -> web.Response:
         """Reload the configuration, and answer with the changes."""
         dry_run = is_dry_run(request)
         try:
-            change = await self._reload_configuration(author(request), is_dry_run=dry_run)
+            change = await self._reload_configuration(author_of_change(request), is_dry_run=dry_run)
         except SettingsError as error:
             raise BadRequest(str(error), code="invalid_configuration") from None
         instances = {"added": change.added, "removed": change.removed}
@@ -113,22 +113,22 @@ class StatusApi:
             history: Returns the traffic of the last minutes; see History.
             administrators: Restricts `/admin/status` to administrators.
         """
-        self._status = status
-        self._history = history
+        self._get_status = status
+        self._get_history = history
         self._administrators = administrators
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes for the application."""
         return [
-            web.get("/admin/status", self._administrators.guard(self._show)),
+            web.get("/admin/status", self._administrators.require_administrator(self._show_status)),
             web.get("/metrics/history", self._show_history),
         ]
 
-    async def _show(self, request: web.Request) -> web.Response:
-        return json_response(self._status())
+    async def _show_status(self, request: web.Request) -> web.Response:
+        return json_response(self._get_status())
 
     async def _show_history(self, request: web.Request) -> web.Response:
-        return json_response(self._history())
+        return json_response(self._get_history())
 
 
 _FILTERS: Final = ("failed", "saved", "slow", "instance", "model", "key")
@@ -152,13 +152,13 @@ class RequestsApi:
             administrators: Restricts the routes to administrators.
         """
         self._receipts = receipts
-        self._settle = settle
+        self._flush_observers = settle
         self._administrators = administrators
-        self._one_search = asyncio.Lock()
+        self._search_lock = asyncio.Lock()
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes under `/admin/requests` for the application."""
-        only = self._administrators.guard
+        only = self._administrators.require_administrator
         return [
             web.get("/admin/requests", only(self._show_one)),
             web.get("/admin/requests/recent", only(self._show_recent)),
@@ -166,19 +166,19 @@ class RequestsApi:
 
     async def _show_recent(self, request: web.Request) -> web.Response:
         """Show the latest requests that match all filters of the query, latest first."""
-        query = _query(request, ("limit", *_FILTERS))
-        limit = _limit(query.pop("limit", None))
-        return json_response({"requests": await self._find(query, limit)})
+        query = _parse_query(request, ("limit", *_FILTERS))
+        limit = _parse_limit(query.pop("limit", None))
+        return json_response({"requests": await self._find_receipts(query, limit)})
 
     async def _show_one(self, request: web.Request) -> web.Response:
         """Show the requests with an id: usually one, but clients choose their ids."""
-        query = _query(request, _IDS)
+        query = _parse_query(request, _IDS)
         if len(query) != 1:
             raise BadRequest(
                 "give id (the X-Request-Id of a request) or engine_id (its id in the log of an engine); "
                 "/admin/requests/recent lists the latest requests"
             )
-        found = await self._find(query, _MAX_LIMIT)
+        found = await self._find_receipts(query, _MAX_LIMIT)
         if not found:
             raise GatewayError(
                 f"no request with this {next(iter(query))} is stored: it has not ended, or later requests replaced it "
@@ -188,22 +188,22 @@ class RequestsApi:
             )
         return json_response({"requests": found})
 
-    async def _find(self, query: Mapping[str, str], limit: int) -> list[dict[str, Any]]:
+    async def _find_receipts(self, query: Mapping[str, str], limit: int) -> list[dict[str, Any]]:
         """Return up to `limit` requests that match the query."""
-        tests = [_test(name, value) for name, value in query.items()]
+        tests = [_make_filter(name, value) for name, value in query.items()]
         # A text that all matching requests contain. The ids of engines are longer than the value in the query.
         literal = next((value for name, value in query.items() if name in _TEXT_FILTERS), None)
         latest = partial(
-            self._receipts.latest,
+            self._receipts.latest_receipts,
             lambda receipt: all(fits(receipt) for fits in tests),
             limit,
-            containing=b"" if literal is None else literal.encode(errors="surrogatepass"),
+            contained_bytes=b"" if literal is None else literal.encode(errors="surrogatepass"),
         )
-        self._settle()
+        self._flush_observers()
         # In a thread, so that streams do not wait, and one at a time, because it takes CPU time.
-        async with self._one_search:
+        async with self._search_lock:
             found = await asyncio.to_thread(latest)
-        return [as_shown(receipt) for receipt in found]
+        return [receipt_for_operators(receipt) for receipt in found]
 
 
 class UsageApi:
@@ -217,24 +217,24 @@ class UsageApi:
             settle: Counts the requests that this worker has not counted yet.
             administrators: Restricts the route to administrators.
         """
-        self._usage = usage
-        self._settle = settle
+        self._usage_keeper = usage
+        self._flush_observers = settle
         self._administrators = administrators
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the route `/admin/usage` for the application."""
-        return [web.get("/admin/usage", self._administrators.guard(self._show))]
+        return [web.get("/admin/usage", self._administrators.require_administrator(self._show_usage))]
 
-    async def _show(self, request: web.Request) -> web.Response:
+    async def _show_usage(self, request: web.Request) -> web.Response:
         """Show the usage by hour since a time, earliest first."""
-        query = _query(request, ("since", "key"))
-        since_seconds = _time("since", query["since"]) if "since" in query else 0.0
-        self._settle()
-        rows = await self._usage.report(int(since_seconds) // HOUR_SECONDS, query.get("key"))
+        query = _parse_query(request, ("since", "key"))
+        since_seconds = _parse_time("since", query["since"]) if "since" in query else 0.0
+        self._flush_observers()
+        rows = await self._usage_keeper.report_as_json(int(since_seconds) // HOUR_SECONDS, query.get("key"))
         return web.Response(body=b'{"usage":%b}' % rows, content_type="application/json")
 
 
-def _time(name: str, text: str) -> float:
+def _parse_time(parameter_name: str, text: str) -> float:
     """Return a time of the query in seconds since the Unix epoch. Raises BadRequest."""
     try:
         if text.isascii() and text.isdecimal():
@@ -243,53 +243,54 @@ def _time(name: str, text: str) -> float:
         return max(0.0, (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())
     except (ValueError, OverflowError):
         raise BadRequest(
-            f"{name} must be a time such as 2026-11-27T18:00:00Z, a date, or seconds since the Unix epoch", param=name
+            f"{parameter_name} must be a time such as 2026-11-27T18:00:00Z, a date, or seconds since the Unix epoch",
+            param=parameter_name,
         ) from None
 
 
-def _query(request: web.Request, names: Sequence[str]) -> dict[str, str]:
+def _parse_query(request: web.Request, allowed_names: Sequence[str]) -> dict[str, str]:
     """Return the query. Raises BadRequest for unknown or repeated names, so that a mistyped filter is not ignored."""
     query = request.query
     for name in query:
-        if name not in names:
-            raise BadRequest(f"unknown parameter; the query may have {', '.join(names)}", param=name[:100])
+        if name not in allowed_names:
+            raise BadRequest(f"unknown parameter; the query may have {', '.join(allowed_names)}", param=name[:100])
         if len(query.getall(name)) > 1:
             raise BadRequest(f"{name} is given twice", param=name)
     return dict(query)
 
 
-def _limit(text: str | None) -> int:
-    if text is None:
+def _parse_limit(parameter_text: str | None) -> int:
+    if parameter_text is None:
         return _DEFAULT_LIMIT
-    if text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= _MAX_LIMIT:
-        return int(text)
+    if parameter_text.isascii() and parameter_text.isdecimal() and 1 <= int(parameter_text[:9]) <= _MAX_LIMIT:
+        return int(parameter_text)
     raise BadRequest(f"limit must be a whole number from 1 to {_MAX_LIMIT}", param="limit")
 
 
-def _seconds(name: str, value: str) -> float:
+def _parse_seconds(parameter_name: str, value: str) -> float:
     """Return a number of seconds from the query. Raises BadRequest."""
     try:
         seconds = float(value)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise BadRequest(f"{name} must be a number of seconds, such as 2.5", param=name)
+        raise BadRequest(f"{parameter_name} must be a number of seconds, such as 2.5", param=parameter_name)
     return seconds
 
 
-def _test(name: str, value: str) -> Wants:
+def _make_filter(filter_name: str, filter_value: str) -> Wants:
     """Return a function that tests a request by one filter."""
-    if name == "failed":
-        is_failed = parse_bool(name, value)
+    if filter_name == "failed":
+        is_failed = parse_bool(filter_name, filter_value)
         return lambda receipt: (receipt["term"] != "--") is is_failed
-    if name == "saved":
-        is_saved = parse_bool(name, value)
+    if filter_name == "saved":
+        is_saved = parse_bool(filter_name, filter_value)
         return lambda receipt: was_saved(receipt) is is_saved
-    if name == "slow":
-        min_seconds = _seconds(name, value)
+    if filter_name == "slow":
+        min_seconds = _parse_seconds(filter_name, filter_value)
         return lambda receipt: (receipt["dur"] if receipt["ttft"] is None else receipt["ttft"]) >= min_seconds
-    if name == "instance":
-        return lambda receipt: names_instance(receipt, value)
-    if name == "engine_id":
-        return lambda receipt: names_engine_id(receipt, value)
-    return lambda receipt: bool(receipt[name] == value)
+    if filter_name == "instance":
+        return lambda receipt: names_instance(receipt, filter_value)
+    if filter_name == "engine_id":
+        return lambda receipt: names_engine_id(receipt, filter_value)
+    return lambda receipt: bool(receipt[filter_name] == filter_value)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs, web
 
-from proxy.api.credentials import Administrators, author
+from proxy.api.credentials import Administrators, author_of_change
 from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.listener.replies import json_response
@@ -55,22 +55,22 @@ _BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _BroadcastMessage:
     """The request that a broadcast sends to each engine."""
 
-    path: str
+    engine_path: str
     """The path at the engine."""
-    query: Sequence[tuple[str, str]]
+    query_parameters: Sequence[tuple[str, str]]
     """The query, without the parameters that select engines."""
-    body: bytes
+    request_body: bytes
     """The body of the administrator."""
     content_type: str
     """The Content-Type of the body. Empty: none."""
 
     @property
-    def is_partial(self) -> bool:
+    def is_partial_wake_up(self) -> bool:
         """Whether an engine wakes up only partially, such as its weights before its KV cache."""
-        return any(name == "tags" for name, _ in self.query) or b'"tags"' in self.body
+        return any(name == "tags" for name, _ in self.query_parameters) or b'"tags"' in self.request_body
 
 
 class BroadcastApi:
@@ -100,8 +100,8 @@ class BroadcastApi:
         self._pools = parts.pools
         self._roster = parts.roster
         self._scoreboard = parts.scoreboard
-        self._client = client
-        self._keys = keys
+        self._engine_client = client
+        self._engine_keys = keys
         self._administrators = administrators
         self._cache_path = cache_path
 
@@ -109,33 +109,35 @@ class BroadcastApi:
         """Return the routes of broadcasts for the application."""
         engines_paths = {path: path for path in (START_PROFILE, STOP_PROFILE, *_SLEEP, *_WAKE)}
         engines_paths |= dict.fromkeys((RESET_PREFIX_CACHE, self._cache_path), self._cache_path)
-        return [web.post(path, self._handler(engines_path)) for path, engines_path in engines_paths.items()]
+        return [web.post(path, self._make_handler(engines_path)) for path, engines_path in engines_paths.items()]
 
-    def _handler(self, path: str) -> Handler:
+    def _make_handler(self, path: str) -> Handler:
         async def send_to_all(request: web.Request) -> web.Response:
-            body = await read_body(request, _BODY, option=None)
+            body = await read_body(request, _BODY, size_option=None)
             backends = self._select_backends(request.query)
-            count = "all" if len(backends) == len(self._backends()) else len(backends)
-            logger.info("broadcast: sent to %s instances: %s", count, path, extra={"fields": {"by": author(request)}})
+            count = "all" if len(backends) == len(self._all_backends()) else len(backends)
+            logger.info(
+                "broadcast: sent to %s instances: %s", count, path, extra={"fields": {"by": author_of_change(request)}}
+            )
             query = [(name, value) for name, value in request.query.items() if name not in _SELECTORS]
-            message = _Message(path, query, body, request.headers.get(hdrs.CONTENT_TYPE, ""))
-            done = await asyncio.gather(*(self._send(backend, message) for backend in backends))
+            message = _BroadcastMessage(path, query, body, request.headers.get(hdrs.CONTENT_TYPE, ""))
+            done = await asyncio.gather(*(self._send_message(backend, message) for backend in backends))
             failed = [backend for backend, ok in zip(backends, done, strict=True) if not ok]
             if not failed:
                 return web.Response()
             answer = {"failed": [backend.url for backend in failed]}
             if path in _SLEEP or path in _WAKE:
-                answer["disabled"] = [backend.url for backend in failed if self._is_disabled(backend)]
+                answer["disabled"] = [backend.url for backend in failed if self._is_backend_disabled(backend)]
             return json_response(answer, status=500)
 
-        return self._administrators.guard(send_to_all)
+        return self._administrators.require_administrator(send_to_all)
 
-    def _backends(self) -> list[Backend]:
-        return [backend for pool in self._pools.values() for backend in pool.backends()]
+    def _all_backends(self) -> list[Backend]:
+        return [backend for pool in self._pools.values() for backend in pool.all_backends()]
 
     def _select_backends(self, query: MultiMapping[str]) -> list[Backend]:
         """Return the backends that a query selects. Raises BadRequest for an unknown role or instance."""
-        backends = self._backends()
+        backends = self._all_backends()
         for name, of in _SELECTORS.items():
             selected = query.getall(name, [])
             if unknown := sorted({*selected}.difference(map(of, backends))):
@@ -143,43 +145,57 @@ class BroadcastApi:
             backends = [backend for backend in backends if not selected or of(backend) in selected]
         return backends
 
-    async def _send(self, backend: Backend, message: _Message) -> bool:
+    async def _send_message(self, backend: Backend, message: _BroadcastMessage) -> bool:
         """Send a message to an engine. Return whether the engine has carried it out."""
         member = backend.role, backend.host, backend.port
         is_disabled_here = False
-        if message.path in _SLEEP:
-            if not self._is_disabled(backend):  # a disabled one keeps its time of evacuation
-                is_disabled_here = self._roster.disable(*member)
-            if under_way := self._scoreboard.requests(backend.slot):
+        if message.engine_path in _SLEEP:
+            if not self._is_backend_disabled(backend):  # a disabled one keeps its time of evacuation
+                is_disabled_here = self._roster.disable_backend(*member)
+            if under_way := self._scoreboard.open_leases(backend.slot):
                 words = "is disabled, and %s was not sent: %d requests are running; repeat the request later"
                 logger.warning(
-                    f"broadcast: %s instance %s {words}", backend.role, backend.name, message.path, under_way
+                    f"broadcast: %s instance %s {words}", backend.role, backend.name, message.engine_path, under_way
                 )
                 return False
-        status, problem = await self._post(backend, message)
+        status, problem = await self._post_message(backend, message)
         # An engine that has not answered may be asleep. An engine that rejects the request serves as before.
         refuses_to_sleep = is_disabled_here and status is not None and bool(problem)
-        if refuses_to_sleep or (message.path in _WAKE and not problem and not message.is_partial):
-            self._roster.enable(*member)
+        if refuses_to_sleep or (message.engine_path in _WAKE and not problem and not message.is_partial_wake_up):
+            self._roster.enable_backend(*member)
         if problem:
-            stays = " and stays disabled" if message.path in (*_SLEEP, *_WAKE) and self._is_disabled(backend) else ""
+            stays = (
+                " and stays disabled"
+                if message.engine_path in (*_SLEEP, *_WAKE) and self._is_backend_disabled(backend)
+                else ""
+            )
             logger.error(
-                "broadcast: %s instance %s failed on %s%s: %s", backend.role, backend.name, message.path, stays, problem
+                "broadcast: %s instance %s failed on %s%s: %s",
+                backend.role,
+                backend.name,
+                message.engine_path,
+                stays,
+                problem,
             )
         return not problem
 
-    def _is_disabled(self, backend: Backend) -> bool:
-        return any(each.backend == backend and each.is_disabled for each in self._roster.members(backend.role))
+    def _is_backend_disabled(self, backend: Backend) -> bool:
+        return any(each.backend == backend and each.is_disabled for each in self._roster.members_of_role(backend.role))
 
-    async def _post(self, backend: Backend, message: _Message) -> tuple[int | None, str]:
+    async def _post_message(self, backend: Backend, message: _BroadcastMessage) -> tuple[int | None, str]:
         """Return the status of an engine's answer (None without an answer) and the error, which is empty below 300."""
-        headers = dict(self._keys.headers(backend))
-        if message.body and message.content_type:
+        headers = dict(self._engine_keys.credential_headers(backend))
+        if message.request_body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type
-        request = EngineRequest(path=message.path, query=message.query, headers=headers, body=message.body)
-        seconds = _TIMEOUT_SECONDS.get(message.path, _CACHE_TIMEOUT_SECONDS)
+        request = EngineRequest(
+            path=message.engine_path,
+            query_parameters=message.query_parameters,
+            headers=headers,
+            body=message.request_body,
+        )
+        seconds = _TIMEOUT_SECONDS.get(message.engine_path, _CACHE_TIMEOUT_SECONDS)
         try:
-            status = await self._client.post_status(backend.url, request, seconds, _CONNECT_SECONDS)
+            status = await self._engine_client.post_status(backend.url, request, seconds, _CONNECT_SECONDS)
         except EngineRequestError as error:
             return None, str(error)
         return status, "" if status < 300 else f"status {status}"

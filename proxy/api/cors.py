@@ -30,8 +30,8 @@ class Cors:
             is_clients: Returns whether a path is a route of clients.
             origins: Returns the origins that may use these routes. They may change at any time.
         """
-        self._is_clients = is_clients
-        self._origins = origins
+        self._is_client_route = is_clients
+        self._allowed_origins = origins
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the CORS headers to an answer. Used as the application's `on_response_prepare`."""
@@ -39,8 +39,8 @@ class Cors:
 
     def make_headers(self, request: web.Request) -> list[tuple[str, str]]:
         """Return the headers that let a page read the answer to a request."""
-        origins = self._origins()
-        if not origins or not self._is_clients(request.path):
+        origins = self._allowed_origins()
+        if not origins or not self._is_client_route(request.path):
             return []
         fields: list[tuple[str, str]] = []
         if ANY not in origins:
@@ -50,7 +50,7 @@ class Cors:
             fields.append((hdrs.ACCESS_CONTROL_EXPOSE_HEADERS, _SHOWN))
         return fields
 
-    def preflight(self, request: web.Request) -> web.Response | None:
+    def make_preflight_answer(self, request: web.Request) -> web.Response | None:
         """Return the answer to a preflight request, or None if the request or its origin does not qualify."""
         names = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         is_asking = request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
@@ -66,9 +66,9 @@ class Cors:
     def _find_allowed_origin(self, request: web.Request) -> str | None:
         """Return the origin for the answer, or None if it is not allowed or the request has none."""
         origin = request.headers.get(hdrs.ORIGIN)
-        if origin is None or not self._is_clients(request.path):
+        if origin is None or not self._is_client_route(request.path):
             return None
-        origins = self._origins()
+        origins = self._allowed_origins()
         if ANY in origins:
             return ANY
         return origin if origin in origins else None

@@ -39,20 +39,20 @@ _NO_SUCH_ROUTE: Final = (404, 405, 501)
 
 
 @dataclass(frozen=True, slots=True)
-class _Counter:
+class _TokenCountRoute:
     """A route that counts the tokens of requests in one dialect."""
 
-    path: str
+    route_path: str
     dialect: TranslatedDialect
-    answer: Mapping[str, Any]
+    answer_members: Mapping[str, Any]
     """Members of the answer besides the count."""
-    is_in_old_sglang: bool = False
+    is_supported_by_old_sglang: bool = False
     """Whether SGLang before 0.5.12 serves this route."""
 
 
 _COUNTERS: Final = (
-    _Counter(f"{Messages.path}/count_tokens", Messages(), {}, is_in_old_sglang=True),
-    _Counter(f"{Responses.path}/input_tokens", Responses(), {"object": "response.input_tokens"}),
+    _TokenCountRoute(f"{Messages.path}/count_tokens", Messages(), {}, is_supported_by_old_sglang=True),
+    _TokenCountRoute(f"{Responses.path}/input_tokens", Responses(), {"object": "response.input_tokens"}),
 )
 
 
@@ -77,54 +77,56 @@ class CountTokensApi:
         """Return the routes that count tokens for the application."""
         return [
             web.post(
-                counter.path,
-                make_counted_route("tokenizer", partial(self._count, counter), self._client_keys, self._metrics),
+                counter.route_path,
+                make_counted_route("tokenizer", partial(self._count_tokens, counter), self._client_keys, self._metrics),
             )
             for counter in _COUNTERS
         ]
 
     def error_bodies(self) -> Mapping[str, Callable[[GatewayError], bytes | None]]:
-        return {counter.path: counter.dialect.error_body for counter in _COUNTERS}
+        return {counter.route_path: counter.dialect.error_body for counter in _COUNTERS}
 
     def request_id_headers(self) -> Mapping[str, str]:
-        return {counter.path: counter.dialect.request_id_header for counter in _COUNTERS}
+        return {counter.route_path: counter.dialect.request_id_header for counter in _COUNTERS}
 
-    async def _count(self, counter: _Counter, request: web.Request) -> web.Response:
-        with self._lanes.whole.service.admission.buffers.hold(0) as held:
-            document = parse_body(await read_json(request, self._settings().listen, held.resize))
+    async def _count_tokens(self, counter: _TokenCountRoute, request: web.Request) -> web.Response:
+        with self._lanes.whole_lane.request_service.admission_queue.buffers.hold_body(0) as held:
+            document = parse_body(await read_json(request, self._settings().listen, held.set_body_size))
         values = dict(document.values)
         if isinstance(name := values.get("model"), str):
             values["model"] = ModelNames(self._settings().models.aliases).engine_name(name)
-        credential = self._client_keys.credential(request)
+        credential = self._client_keys.credential_for_engines(request)
         headers = {} if credential is None else {"authorization": credential}
-        tokens = await self._ask(counter, values, headers)
+        tokens = await self._ask_engines(counter, values, headers)
         return web.Response(
-            body=orjson.dumps({**counter.answer, "input_tokens": tokens}), content_type="application/json"
+            body=orjson.dumps({**counter.answer_members, "input_tokens": tokens}), content_type="application/json"
         )
 
-    async def _ask(self, counter: _Counter, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
+    async def _ask_engines(
+        self, counter: _TokenCountRoute, values: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> int:
         """Return the count of one engine, or of another one if it fails. Raises NoBackendAvailable, UpstreamError."""
         chat = counter.dialect.make_prompt(values)
         body = dumps(chat | SystemMessageJoiner(self._settings().models.system_first).changed_chat_members(chat))
         failed: list[Backend] = []
-        lane = await self._lanes.find(values.get("model"))
-        backend = _pick(lane, failed)
+        lane = await self._lanes.find_lane(values.get("model"))
+        backend = _pick_instance(lane, failed)
         while True:
             try:
-                return await self._ask_one(counter, backend, values, body, headers)
+                return await self._ask_engine(counter, backend, values, body, headers)
             except UpstreamError as error:
                 failed.append(backend)
                 if error.is_fault_of_client or len(failed) == _ENGINES_ASKED:
                     raise
                 try:
-                    backend = _pick(lane, failed)
+                    backend = _pick_instance(lane, failed)
                 except NoBackendAvailable:
                     # The error of the instance tells the client more than its absence.
                     raise error from None
 
-    async def _ask_one(
+    async def _ask_engine(
         self,
-        counter: _Counter,
+        counter: _TokenCountRoute,
         backend: Backend,
         values: Mapping[str, Any],
         body: bytes,
@@ -136,16 +138,16 @@ class CountTokensApi:
         except UpstreamError as error:
             is_sglang = self._settings().connector_traits.engine != "vLLM"
             is_refused = error.is_fault_of_client or error.failure is Failure.BAD_ANSWER
-            if not (is_sglang and counter.is_in_old_sglang and is_refused):
+            if not (is_sglang and counter.is_supported_by_old_sglang and is_refused):
                 raise
-        return await self._request_count(backend, counter.path, dumps(values), headers, "input_tokens")
+        return await self._request_count(backend, counter.route_path, dumps(values), headers, "input_tokens")
 
     async def _request_count(
         self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], member: str
     ) -> int:
         """Return the count in a member of an engine's answer. Raises UpstreamError."""
         seconds = self._settings().timeouts.prefill_seconds
-        response, answer = await self._upstream.fetch(
+        response, answer = await self._upstream.post_and_read_body(
             backend, path, body, headers, answer_seconds=seconds, resend_if_stale=True
         )
         try:
@@ -168,10 +170,10 @@ class CountTokensApi:
         return count
 
 
-def _pick(lane: Lane, avoid: Sequence[Backend]) -> Backend:
+def _pick_instance(model_lane: Lane, avoided_backends: Sequence[Backend]) -> Backend:
     """Return an instance of the first role that a prompt passes and that has one. Raises NoBackendAvailable."""
-    for pool in lane.all_pools:
-        if not set(pool.eligible()) <= set(avoid):
-            return pool.pick(avoid)
-    with lane.explaining():
-        return lane.first.pick(avoid)
+    for pool in model_lane.all_pools:
+        if not set(pool.eligible_backends()) <= set(avoided_backends):
+            return pool.pick_backend(avoided_backends)
+    with model_lane.explain_errors():
+        return model_lane.first_pool.pick_backend(avoided_backends)

@@ -65,36 +65,36 @@ class Administrators:
         """
         self._trusted_proxies = trusted_proxies
         self._admin_key = admin_key
-        self._listens_on = listens_on
-        self._trusts_local = trusts_local
-        self._changes = 0
-        self._one_look = asyncio.Lock()
+        self._listening_address = listens_on
+        self._trusts_local_user = trusts_local
+        self._running_changes = 0
+        self._owner_look_up_lock = asyncio.Lock()
 
-    def guard(self, handler: Handler) -> Handler:
+    def require_administrator(self, handler: Handler) -> Handler:
         """Return a handler that serves administrators only."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            await self.check(request)
+            await self.check_administrator(request)
             return await handler(request)
 
         return guarded
 
-    def guard_and_limit(self, handler: Handler) -> Handler:
+    def require_administrator_and_limit(self, handler: Handler) -> Handler:
         """Return a handler for administrators that serves a limited number of requests at a time."""
 
         async def limited(request: web.Request) -> web.StreamResponse:
-            if self._changes >= _MAX_CHANGES_AT_ONCE:
+            if self._running_changes >= _MAX_CHANGES_AT_ONCE:
                 message = f"{_MAX_CHANGES_AT_ONCE} changes are in progress; retry later"
                 raise LimitExceeded(message, code="too_many_changes", retry_after_seconds=1.0)
-            self._changes += 1
+            self._running_changes += 1
             try:
                 return await handler(request)
             finally:
-                self._changes -= 1
+                self._running_changes -= 1
 
-        return self.guard(limited)
+        return self.require_administrator(limited)
 
-    async def check(self, request: web.Request) -> None:
+    async def check_administrator(self, request: web.Request) -> None:
         """Raise GatewayError if the caller may not administer."""
         networks = self._trusted_proxies()
         if networks:
@@ -120,29 +120,29 @@ class Administrators:
                 status=403,
             )
 
-    async def admits(self, request: web.Request) -> bool:
+    async def is_administrator(self, request: web.Request) -> bool:
         """Return whether the caller of a request may administer."""
         try:
-            await self.check(request)
+            await self.check_administrator(request)
         except GatewayError:
             return False
         return True
 
     async def _find_objection_to_owner(self, request: web.Request) -> str | None:
         """Return why a program of another user may have opened the connection; None if this user's program did."""
-        if self._trusts_local():
+        if self._trusts_local_user():
             return None
         transport = request.transport
         assert transport is not None  # see _find_objection
         ends = (transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
         # In a thread, so that streams do not wait, and one at a time, because a host may have many sockets.
-        async with self._one_look:
-            return await asyncio.to_thread(socket_owner.objection, *ends)
+        async with self._owner_look_up_lock:
+            return await asyncio.to_thread(socket_owner.find_owner_objection, *ends)
 
     def _find_objection(self, request: web.Request) -> str | None:
         """Return why the caller may not count as a program on this host that acts for itself; None if it does."""
-        if not is_loopback_host(self._listens_on):
-            return f"the gateway listens on {self._listens_on}, which other hosts may reach"
+        if not is_loopback_host(self._listening_address):
+            return f"the gateway listens on {self._listening_address}, which other hosts may reach"
         peer = request.transport.get_extra_info("peername") if request.transport is not None else None
         if not isinstance(peer, tuple) or not is_loopback_host(peer[0]):
             return "the connection does not come from this host"
@@ -158,7 +158,7 @@ class Administrators:
         return None
 
 
-def author(request: web.Request) -> str:
+def author_of_change(request: web.Request) -> str:
     """Return who asked for a change, for the log."""
     return f"an administrator at {request.get(_CLIENT, request.remote)}"
 
@@ -172,12 +172,14 @@ def _is_read_by_own_page(request: web.Request) -> bool:
     return request.method == hdrs.METH_GET and request.headers.getall("Sec-Fetch-Site", ()) == ["same-origin"]
 
 
-def _without_port(host: str) -> str:
-    return re.sub(r":[0-9]*\Z", "", host).strip("[]") if not host.endswith("]") else host.strip("[]")
+def _without_port(host_header: str) -> str:
+    return (
+        re.sub(r":[0-9]*\Z", "", host_header).strip("[]") if not host_header.endswith("]") else host_header.strip("[]")
+    )
 
 
 API_KEY: Final = web.RequestKey("api_key", str)
-"""Key of the client key's name in a request, after `identify`. The name is `-` if clients need no key."""
+"""Key of the client key's name in a request, after `find_client_key`. The name is `-` if clients need no key."""
 
 
 class KeyAuth:
@@ -189,26 +191,26 @@ class KeyAuth:
     def __init__(self, api_keys: ApiKeys) -> None:
         self._api_keys = api_keys
 
-    def identify(self, request: web.Request) -> ApiKey:
+    def find_client_key(self, request: web.Request) -> ApiKey:
         """Return the client key of a request, and store its name in the request. Raises Unauthorized."""
-        if not self._api_keys.have_keys:
-            request[API_KEY] = ANONYMOUS.name
+        if not self._api_keys.are_keys_required:
+            request[API_KEY] = ANONYMOUS.key_name
             return ANONYMOUS
         headers = request.headers
-        key = self._api_keys.identify(headers.get("Authorization"), headers.get("X-Api-Key"))
-        request[API_KEY] = key.name
+        key = self._api_keys.find_key(headers.get("Authorization"), headers.get("X-Api-Key"))
+        request[API_KEY] = key.key_name
         return key
 
-    def enter(self, key: ApiKey) -> AbstractContextManager[None]:
+    def count_in_flight(self, key: ApiKey) -> AbstractContextManager[None]:
         """Return a context manager that counts a request of a key. Entering it raises LimitExceeded."""
-        return self._api_keys.enter(key)
+        return self._api_keys.count_in_flight(key)
 
-    def credential(self, request: web.Request) -> str | None:
+    def credential_for_engines(self, request: web.Request) -> str | None:
         """Return the Authorization header for engines; None if engines get none.
 
         Only the credential of a client that needed no key of this gateway is passed on. The request must have been
         identified before. Later changes of the keys do not matter.
         """
-        if request.get(API_KEY) != ANONYMOUS.name:
+        if request.get(API_KEY) != ANONYMOUS.key_name:
             return None
         return credential_for_engines(request.headers.get("Authorization"), request.headers.get("X-Api-Key"))

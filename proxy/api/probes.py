@@ -27,66 +27,71 @@ class ProbeApi:
 
     def __init__(self, lanes: Lanes, drain: DrainManager) -> None:
         self._lanes = lanes
-        self._drain = drain
+        self._drain_manager = drain
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes for health probes for the application."""
         return [
-            web.get("/livez", self._live),
-            *(web.get(path, self.ready) for path in ("/readyz", "/health", "/healthz", "/ping")),
-            web.get("/healthcheck", self._healthcheck),
-            web.get("/version", self._version),
+            web.get("/livez", self._answer_liveness),
+            *(web.get(path, self.answer_readiness) for path in ("/readyz", "/health", "/healthz", "/ping")),
+            web.get("/healthcheck", self._answer_healthcheck),
+            web.get("/version", self._answer_version),
         ]
 
     def is_ready(self) -> bool:
         """Return whether the gateway should receive new requests."""
-        return not self._is_leaving and self._lanes.is_ready()
+        return not self._is_draining and self._lanes.is_any_ready()
 
     @property
-    def _is_leaving(self) -> bool:
-        return self._drain.is_draining and not self._drain.has_successor
+    def _is_draining(self) -> bool:
+        return self._drain_manager.is_draining and not self._drain_manager.has_successor_process
 
-    async def _live(self, request: web.Request) -> web.Response:
+    async def _answer_liveness(self, request: web.Request) -> web.Response:
         """Answer that the process is alive. The answer does not depend on engines."""
         return json_response({"status": "ok"})
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def answer_readiness(self, request: web.Request) -> web.Response:
         """Answer whether the gateway should receive new requests. Several routes use it."""
         # The error is not raised, because a probe does not count as a rejected request.
-        if self._is_leaving:
+        if self._is_draining:
             return error_response(ShuttingDown())
-        if self._lanes.models.is_mixed:
-            return self._ready_by_model(request.query.get("model"))
-        absent = self._lanes.whole.absent()
+        if self._lanes.served_models.has_several_groups:
+            return self._answer_model_readiness(request.query.get("model"))
+        absent = self._lanes.whole_lane.find_absent_role()
         return json_response({"status": "ok"}) if absent is None else error_response(NoBackendAvailable(absent))
 
-    def _ready_by_model(self, name: str | None) -> web.Response:
+    def _answer_model_readiness(self, name: str | None) -> web.Response:
         """Answer whether a model can be served. `name` None: whether at least one model can be served."""
         lanes = self._lanes
         if name:
-            absent = {name: lanes.of_alias(name).absent()}
+            absent = {name: lanes.lane_of_alias(name).find_absent_role()}
         else:
-            absent = {model: lanes.of(model).absent() for model in sorted(lanes.models.names)}
+            absent = {
+                model: lanes.lane_of_model(model).find_absent_role()
+                for model in sorted(lanes.served_models.served_names)
+            }
         states = {model: "ok" if role is None else NoBackendAvailable(role).message for model, role in absent.items()}
         absent_role = next((role for role in absent.values() if role is not None), None)
         if absent_role is not None and "ok" not in states.values():
             return error_response(NoBackendAvailable(absent_role))
         return json_response({"status": "ok", "models": states})
 
-    async def _healthcheck(self, request: web.Request) -> web.Response:
+    async def _answer_healthcheck(self, request: web.Request) -> web.Response:
         """Answer a health check as vLLM-Ascend's example proxy does."""
         # Each unit of a generation request has a lease on one decoder.
-        whole = self._lanes.whole
+        whole = self._lanes.whole_lane
         decoders = whole.pools.decode
         prefillers = whole.pools.prefill if Role.PREFILL in whole.connector.roles else None
         return json_response(
             {
                 "status": "ok",
-                "prefill_instances": len(prefillers.backends()) if prefillers else 0,
-                "decode_instances": len(decoders.backends()),
-                "request_num": sum(decoders.scoreboard.requests(backend.slot) for backend in decoders.backends()),
+                "prefill_instances": len(prefillers.all_backends()) if prefillers else 0,
+                "decode_instances": len(decoders.all_backends()),
+                "request_num": sum(
+                    decoders.scoreboard.open_leases(backend.slot) for backend in decoders.all_backends()
+                ),
             }
         )
 
-    async def _version(self, request: web.Request) -> web.Response:
+    async def _answer_version(self, request: web.Request) -> web.Response:
         return json_response({"version": __version__})

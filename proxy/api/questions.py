@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.engines import EngineKeys, without_key
+from proxy.balancer.engines import EngineKeys, mask_credential
 from proxy.common.errors import Failure, GatewayError, UpstreamError
 from proxy.upstream import EngineClient, EngineRequestError
 
@@ -26,11 +26,11 @@ _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 class QuestionParts:
     """The parts of one worker for the routes that query engines."""
 
-    client: EngineClient
+    engine_client: EngineClient
     """Client for engines."""
     engine_keys: EngineKeys
     """Credentials for engines."""
-    client_keys: KeyAuth
+    key_auth: KeyAuth
     """Keys of clients, and their limits."""
     metrics: Metrics
     """Metrics of this worker."""
@@ -54,7 +54,7 @@ def make_counted_route(
     async def route(request: web.Request) -> web.Response:
         status = 499
         try:
-            with client_keys.enter(client_keys.identify(request)):
+            with client_keys.count_in_flight(client_keys.find_client_key(request)):
                 response = await answer(request)
             status = 200
         except GatewayError as error:
@@ -67,13 +67,13 @@ def make_counted_route(
     return route
 
 
-async def ask(
-    client: EngineClient,
+async def ask_engine(
+    engine_client: EngineClient,
     backend: Backend,
     path: str,
     headers: Mapping[str, str],
     timeout_seconds: float,
-    what: str,
+    purpose: str,
 ) -> Any:
     """Query an engine and return its JSON. Raises UpstreamError.
 
@@ -86,10 +86,10 @@ async def ask(
         what: A verb and its object for error messages, such as "list its models".
     """
     try:
-        answer = await client.get(backend.url, path, timeout_seconds, headers, _MAX_ANSWER_BYTES)
+        answer = await engine_client.get_body(backend.url, path, timeout_seconds, headers, _MAX_ANSWER_BYTES)
     except EngineRequestError as error:
-        is_late = error.failure is Failure.TIMEOUT
-        message = f"{backend.role} instance did not {what}" + (" in time" if is_late else "")
+        is_late = error.failure_kind is Failure.TIMEOUT
+        message = f"{backend.role} instance did not {purpose}" + (" in time" if is_late else "")
         raise UpstreamError(Failure.TIMEOUT if is_late else Failure.CONNECT, backend, message) from None
     if answer.status >= 400:
         message = f"{backend.role} instance answered with status {answer.status}"
@@ -99,32 +99,32 @@ async def ask(
             backend,
             message,
             engine_status=answer.status,
-            body=without_key(answer.body, headers.get("Authorization")),
+            body=mask_credential(answer.body, headers.get("Authorization")),
             headers=kind,
         )
     if answer.status == 200:
         with suppress(ValueError):
-            return answer.json
-    raise bad_answer(backend, what)
+            return answer.parsed_json
+    raise make_bad_answer_error(backend, purpose)
 
 
-def bad_answer(backend: Backend, what: str) -> UpstreamError:
-    """Return the error for an answer of an unexpected form. `what`: see `ask`."""
+def make_bad_answer_error(backend: Backend, purpose: str) -> UpstreamError:
+    """Return the error for an answer of an unexpected form. `purpose`: see `ask_engine`."""
     return UpstreamError(
-        Failure.BAD_ANSWER, backend, f"{backend.role} instance did not {what} in the way that engines do"
+        Failure.BAD_ANSWER, backend, f"{backend.role} instance did not {purpose} in the way that engines do"
     )
 
 
-def no_answer(errors: Sequence[UpstreamError], what: str) -> GatewayError:
+def make_no_answer_error(engine_errors: Sequence[UpstreamError], purpose: str) -> GatewayError:
     """Return the error for a query that no engine has answered.
 
     Args:
         errors: The errors of the engines. One that the client has caused is returned.
         what: The object of the query for the message, such as "its models".
     """
-    for error in errors:
+    for error in engine_errors:
         if error.is_fault_of_client:
             return error
-    found = GatewayError(f"no instance answered when asked for {what}", code="no_healthy_instance", status=503)
+    found = GatewayError(f"no instance answered when asked for {purpose}", code="no_healthy_instance", status=503)
     found.retry_after_seconds = 1.0
     return found

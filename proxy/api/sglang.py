@@ -12,7 +12,13 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from proxy.api.questions import QuestionParts, ask, bad_answer, make_counted_route, no_answer
+from proxy.api.questions import (
+    QuestionParts,
+    ask_engine,
+    make_bad_answer_error,
+    make_counted_route,
+    make_no_answer_error,
+)
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import BadRequest, UpstreamError
 from proxy.listener.replies import json_response
@@ -48,19 +54,19 @@ class SglangApi:
     def __init__(self, parts: QuestionParts, pools: Mapping[Role, Pool], probes: ProbeApi) -> None:
         """Prepare the routes. `pools`: the pools of both roles. Other parameters: see their classes."""
         self._pools = pools
-        self._client = parts.client
+        self._engine_client = parts.engine_client
         self._engine_keys = parts.engine_keys
-        self._client_keys = parts.client_keys
-        self._probes = probes
+        self._client_keys = parts.key_auth
+        self._probe_api = probes
         self._metrics = parts.metrics
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return SGLang's own routes for the application."""
         return [
-            *(web.get(path, self._make_route(self._server_info)) for path in _INFO_PATHS),
-            web.get("/v1/loads", self._make_route(self._loads)),
+            *(web.get(path, self._make_route(self._answer_server_info)) for path in _INFO_PATHS),
+            web.get("/v1/loads", self._make_route(self._answer_loads)),
             # A ready instance has just generated a token for its health check.
-            web.get("/health_generate", self._probes.ready),
+            web.get("/health_generate", self._probe_api.answer_readiness),
         ]
 
     def _make_route(
@@ -68,14 +74,14 @@ class SglangApi:
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         return make_counted_route("sglang", answer, self._client_keys, self._metrics)
 
-    async def _server_info(self, request: web.Request) -> web.Response:
+    async def _answer_server_info(self, request: web.Request) -> web.Response:
         """Answer with the configuration of all engines. Its member `internal_states` describes only the decoders."""
-        infos = await self._ask_all(request, self._info, "its configuration")
-        shown = {role: [_shown(info) for _, info in infos[role]] for role in self._pools}
+        infos = await self._ask_all_engines(request, self._ask_server_info, "its configuration")
+        shown = {role: [_public_members(info) for _, info in infos[role]] for role in self._pools}
         states = [state for info in shown[Role.DECODE] for state in info["internal_states"]]
         return json_response({"internal_states": states, "prefill": shown[Role.PREFILL], "decode": shown[Role.DECODE]})
 
-    async def _loads(self, request: web.Request) -> web.Response:
+    async def _answer_loads(self, request: web.Request) -> web.Response:
         """Answer with the loads of all data-parallel ranks of all engines, numbered consecutively."""
         for name, value in request.query.items():
             if name != "include" and (name, value) != ("format", "json"):
@@ -84,24 +90,24 @@ class SglangApi:
         path = "/v1/loads" + (f"?{urlencode({'include': include})}" if include is not None else "")
 
         async def loads_of_backend(backend: Backend, credential: str | None) -> Any:
-            return await self._ask(backend, path, credential, "tell its load")
+            return await self._ask_engine(backend, path, credential, "tell its load")
 
-        answers = await self._ask_all(request, loads_of_backend, "its load")
+        answers = await self._ask_all_engines(request, loads_of_backend, "its load")
         all_answers = [(backend, answer) for role in self._pools for backend, answer in answers[role]]
-        ranks = [(backend, rank) for backend, answer in all_answers for rank in _objects(answer, "loads")]
+        ranks = [(backend, rank) for backend, answer in all_answers for rank in _object_list(answer, "loads")]
         loads = [{**rank, "dp_rank": number, "role": backend.role} for number, (backend, rank) in enumerate(ranks)]
         newest = max(str(answer.get("timestamp", "")) for _, answer in all_answers)
         return json_response({"timestamp": newest, "version": all_answers[0][1].get("version"), "loads": loads})
 
-    async def _ask_all(
+    async def _ask_all_engines(
         self,
         request: web.Request,
         ask_one: Callable[[Backend, str | None], Awaitable[Any]],
         what: str,
     ) -> Mapping[Role, Sequence[tuple[Backend, dict[str, Any]]]]:
         """Return the answers of all engines that answer. Raises GatewayError if a role has no engine that answers."""
-        credential = self._client_keys.credential(request)
-        backends = [backend for role in self._pools for backend in self._pools[role].eligible()]
+        credential = self._client_keys.credential_for_engines(request)
+        backends = [backend for role in self._pools for backend in self._pools[role].eligible_backends()]
         answers = await asyncio.gather(*(ask_one(backend, credential) for backend in backends), return_exceptions=True)
         found: dict[Role, list[tuple[Backend, dict[str, Any]]]] = {role: [] for role in self._pools}
         errors: list[UpstreamError] = []
@@ -113,38 +119,38 @@ class SglangApi:
             else:
                 found[backend.role].append((backend, answer))
         if not all(found.values()):
-            raise no_answer(errors, what)
+            raise make_no_answer_error(errors, what)
         return found
 
-    async def _info(self, backend: Backend, credential: str | None) -> Any:
+    async def _ask_server_info(self, backend: Backend, credential: str | None) -> Any:
         new, old = _INFO_PATHS
         what = "tell its configuration"
         try:
-            return await self._ask(backend, new, credential, what)
+            return await self._ask_engine(backend, new, credential, what)
         except UpstreamError as error:
             if error.engine_status != 404:
                 raise
-        return await self._ask(backend, old, credential, what)
+        return await self._ask_engine(backend, old, credential, what)
 
-    async def _ask(self, backend: Backend, path: str, credential: str | None, what: str) -> dict[str, Any]:
+    async def _ask_engine(self, backend: Backend, path: str, credential: str | None, what: str) -> dict[str, Any]:
         """Return the JSON object with which one engine answers. Raises UpstreamError."""
-        headers = self._engine_keys.headers(backend, credential)
-        answer = await ask(self._client, backend, path, headers, _TIMEOUT_SECONDS, what)
+        headers = self._engine_keys.credential_headers(backend, credential)
+        answer = await ask_engine(self._engine_client, backend, path, headers, _TIMEOUT_SECONDS, what)
         if not isinstance(answer, dict):
-            raise bad_answer(backend, what)
+            raise make_bad_answer_error(backend, what)
         return answer
 
 
-def _shown(info: dict[str, Any]) -> dict[str, Any]:
+def _public_members(server_info: dict[str, Any]) -> dict[str, Any]:
     """Return the members of an engine's configuration and of its ranks that clients may see."""
     states = [
         {name: value for name, value in state.items() if name in _SHOWN_OF_A_RANK}
-        for state in _objects(info, "internal_states")
+        for state in _object_list(server_info, "internal_states")
     ]
-    return {**{name: value for name, value in info.items() if name in _SHOWN}, "internal_states": states}
+    return {**{name: value for name, value in server_info.items() if name in _SHOWN}, "internal_states": states}
 
 
-def _objects(answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def _object_list(answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the objects in a member that should be a list."""
     listed = answer.get(name)
     return [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []

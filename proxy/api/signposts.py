@@ -56,32 +56,32 @@ class Signposts:
         """
         self._status_page = status_page
         everything = [*routes, *self.routes()]
-        self._open = tuple(route.path.partition("{")[0] for route in everything if "{" in route.path)
-        self._paths = {route.path for route in everything if "{" not in route.path}
+        self._open_paths = tuple(route.path.partition("{")[0] for route in everything if "{" in route.path)
+        self._known_paths = {route.path for route in everything if "{" not in route.path}
         listed = sorted({f"{route.method} {route.path.replace(':.+', '')}" for route in everything})
-        self._welcome = {"service": "pdproxy", "version": __version__, "routes": listed}
+        self._welcome_members = {"service": "pdproxy", "version": __version__, "routes": listed}
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes that answer with a hint."""
-        return [web.get("/", self._list)]
+        return [web.get("/", self._list_routes)]
 
-    def is_clients(self, path: str) -> bool:
+    def is_client_route(self, path: str) -> bool:
         """Return whether a path is a route for clients."""
-        return path in self._paths or path.startswith(self._open)
+        return path in self._known_paths or path.startswith(self._open_paths)
 
     def make_not_found_answer(self, request: web.Request) -> web.Response | GatewayError:
         """Return a redirect if the path only has too many slashes, or else an error with a hint."""
         path = request.path
         if len(path) > _MAX_PATH:
-            return _error(path, None)
+            return _make_not_found_error(path, None)
         tidy = _slashes.sub("/", path).rstrip("/")
-        if tidy != path and tidy in self._paths:
+        if tidy != path and tidy in self._known_paths:
             query = request.rel_url.raw_query_string[:_MAX_QUERY]
             return web.Response(status=307, headers={hdrs.LOCATION: f"{tidy}?{query}" if query else tidy})
-        return _error(tidy, self._hint(tidy.lower()))
+        return _make_not_found_error(tidy, self._hint_for(tidy.lower()))
 
-    def _hint(self, path: str) -> str | None:
-        if (meant := self._similar_route(path)) is not None:
+    def _hint_for(self, path: str) -> str | None:
+        if (meant := self._find_similar_route(path)) is not None:
             return f"did you mean {meant}?"
         rest = path
         while rest.startswith(_API + "/"):
@@ -89,14 +89,14 @@ class Signposts:
         for beginning, words in _NOT_SERVED:
             if rest == beginning or rest.startswith(beginning + "/"):
                 return words
-        mistyped = difflib.get_close_matches(path, self._paths - {"/"}, n=1, cutoff=_MIN_SIMILARITY)
+        mistyped = difflib.get_close_matches(path, self._known_paths - {"/"}, n=1, cutoff=_MIN_SIMILARITY)
         return f"did you mean {mistyped[0]}?" if mistyped else None
 
-    def _similar_route(self, path: str) -> str | None:
+    def _find_similar_route(self, path: str) -> str | None:
         """Return a route that ends like the path, or a route that begins with the path; None if there is none."""
         if path.count("/") == 0 or path == _API:
             return None
-        longest_first = sorted(self._paths - {"/"}, key=len, reverse=True)
+        longest_first = sorted(self._known_paths - {"/"}, key=len, reverse=True)
         for end in (path, path + "s"):
             for route in longest_first:
                 if end.endswith((route, route.removeprefix(_API))):
@@ -104,16 +104,16 @@ class Signposts:
         longer = [route for route in longest_first if route.startswith(path + "/")]
         return longer[-1] if longer else None
 
-    async def _list(self, request: web.Request) -> web.Response:
+    async def _list_routes(self, request: web.Request) -> web.Response:
         if self._status_page is None:
-            return json_response(self._welcome)
+            return json_response(self._welcome_members)
         is_for_a_browser = status_page.is_wanted(request)
-        answer = await self._status_page.show(request) if is_for_a_browser else json_response(self._welcome)
+        answer = await self._status_page.show(request) if is_for_a_browser else json_response(self._welcome_members)
         answer.headers[hdrs.VARY] = hdrs.ACCEPT
         return answer
 
 
-def _error(path: str, hint: str | None) -> GatewayError:
+def _make_not_found_error(path: str, hint: str | None) -> GatewayError:
     quoted = path[:_MAX_QUOTED]
     route = f"route {quoted}" if _is_harmless(quoted) else "such route"
     words = hint or "GET / lists the routes"

@@ -22,14 +22,14 @@ _UNKNOWN: Final = "the system does not report which user opened the connection"
 _CHUNK_BYTES: Final = 1 << 18
 
 
-class _Owner(NamedTuple):
+class _SocketOwner(NamedTuple):
     """The process user that owns a socket."""
 
     uid: int
     inode: int
 
 
-def objection(peer: tuple[Any, ...], local: tuple[Any, ...]) -> str | None:
+def find_owner_objection(peer_address: tuple[Any, ...], local_address: tuple[Any, ...]) -> str | None:
     """Return why another user may have opened a connection; None if the gateway's user did, in this container.
 
     It reads up to one line for each socket of the host, so call it in a thread.
@@ -39,7 +39,7 @@ def objection(peer: tuple[Any, ...], local: tuple[Any, ...]) -> str | None:
         local: The gateway's own address and port of the connection.
     """
     try:
-        owner = _owner(peer, local)
+        owner = _find_socket_owner(peer_address, local_address)
         if owner is None or owner.uid == _unmapped_uid():
             return _UNKNOWN
         if owner.uid != os.geteuid():
@@ -51,15 +51,18 @@ def objection(peer: tuple[Any, ...], local: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _owner(peer: tuple[Any, ...], local: tuple[Any, ...]) -> _Owner | None:
+def _find_socket_owner(peer_address: tuple[Any, ...], local_address: tuple[Any, ...]) -> _SocketOwner | None:
     """Return the owner of the socket at the other end, or None if it is not visible."""
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(FileNotFoundError):  # a host without IPv6 has no such table
-            addresses = b" %s %s " % (_as_in_kernel_table(peer, family), _as_in_kernel_table(local, family))
+            addresses = b" %s %s " % (
+                _as_in_kernel_table(peer_address, family),
+                _as_in_kernel_table(local_address, family),
+            )
             if (row := _rest_of_line(Path("/proc/net", table), addresses)) is not None:
                 # After the two addresses: state, queues, timer, retransmissions, uid, timeout, inode.
                 fields = row.split()
-                owner = _Owner(uid=int(fields[4]), inode=int(fields[6]))
+                owner = _SocketOwner(uid=int(fields[4]), inode=int(fields[6]))
                 return owner if owner.inode else None  # a socket that was closed counts as root's
     return None
 
@@ -74,18 +77,18 @@ def _as_in_kernel_table(address: tuple[Any, ...], family: socket.AddressFamily) 
     return ("".join(f"{word:08X}" for word in words) + f":{address[1]:04X}").encode()
 
 
-def _rest_of_line(table: Path, addresses: bytes) -> bytes | None:
-    """Return the rest of the line that contains `addresses`; None if no line does.
+def _rest_of_line(kernel_table: Path, address_bytes: bytes) -> bytes | None:
+    """Return the rest of the line that contains `address_bytes`; None if no line does.
 
     The table is not split into lines, because it may have a hundred thousand.
     """
-    with open(table, "rb", buffering=0) as file:
+    with open(kernel_table, "rb", buffering=0) as file:
         kept = b""
         while chunk := file.read(_CHUNK_BYTES):
             kept += chunk
-            place = kept.find(addresses)
+            place = kept.find(address_bytes)
             if place >= 0 and (end := kept.find(b"\n", place)) >= 0:
-                return kept[place + len(addresses) : end]
+                return kept[place + len(address_bytes) : end]
             kept = kept[kept.rfind(b"\n") + 1 :]
     return None
 
@@ -95,7 +98,7 @@ def _unmapped_uid() -> int:
     return int(Path("/proc/sys/kernel/overflowuid").read_bytes())
 
 
-def _is_of_this_container(owner: _Owner) -> bool:
+def _is_of_this_container(owner: _SocketOwner) -> bool:
     """Return whether a process of this container has the socket.
 
     Containers of one pod share loopback and often the user, but not the processes. Some processes hide their files from
@@ -103,7 +106,7 @@ def _is_of_this_container(owner: _Owner) -> bool:
     """
     here = os.readlink("/proc/self/ns/pid")
     is_one_hidden = False
-    for pid in _pids():
+    for pid in _process_ids():
         with suppress(FileNotFoundError, ProcessLookupError):
             if _effective_uid(pid) == owner.uid:
                 try:
@@ -114,7 +117,7 @@ def _is_of_this_container(owner: _Owner) -> bool:
     return is_one_hidden and owner.uid != 0
 
 
-def _pids() -> Iterator[int]:
+def _process_ids() -> Iterator[int]:
     """Yield the IDs of all processes, the newest first. This process is last, because it has many files."""
     own = os.getpid()
     yield from sorted(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.settings import HealthChecks
 
 
-Cause = Literal["failures", "connect", "timeouts", "stall", "refuses", "other_gateway"]
+EjectionCause = Literal["failures", "connect", "timeouts", "stall", "refuses", "other_gateway"]
 """Cause of an ejection. The values are metric labels."""
 
 # Consecutive failures that eject a backend. A single one may come from a restart, or from a request that is too large.
@@ -42,125 +42,133 @@ class BreakerPhase(Enum):
 
 
 @dataclass(slots=True)
-class Breaker:
+class CircuitBreaker:
     """Circuit breaker of one backend. Times are clock seconds, and events are increasing numbers."""
 
     phase: BreakerPhase = BreakerPhase.CLOSED
-    failures: int = 0
+    failure_count: int = 0
     """Consecutive failures of any kind that count against the backend."""
-    until: float = 0.0
+    ejected_until: float = 0.0
     """End of the ejection."""
     ends_with_connection: bool = False
     """Whether any accepted connection ends the ejection, because refused connections caused it."""
-    is_doubted: bool = False
+    is_doubted_by_peer: bool = False
     """Whether only the verdict of another gateway caused the ejection."""
-    trial: int = 0
+    trial_number: int = 0
     """Number of the trial under way. 0: there is none."""
-    refuses_since: int = 0
+    refuses_since_event: int = 0
     """Event of the first refusal since the backend last served. 0: there was none."""
-    _last: Failure | None = None
-    _repeats: int = 0  # consecutive failures of the same kind as the last one
-    _since: int = 0  # event of the failure before the last one
-    _last_event: int = 0
-    _ejections: int = 0  # consecutive
+    _last_failure: Failure | None = None
+    _repeat_count: int = 0  # consecutive failures of the same kind as the last one
+    _first_failure_event: int = 0  # event of the failure before the last one
+    _last_failure_event: int = 0
+    _ejection_count: int = 0  # consecutive
     _healthy_since: float | None = None
 
     @property
-    def is_out_for_doubt(self) -> bool:
+    def is_out_because_of_peer(self) -> bool:
         """Whether only the verdict of another gateway keeps the backend out now."""
-        return self.is_doubted and self.phase is BreakerPhase.EJECTED
+        return self.is_doubted_by_peer and self.phase is BreakerPhase.EJECTED
 
     @property
-    def refused_connections(self) -> int:
+    def refused_connection_count(self) -> int:
         """Return the number of consecutive refused connections."""
-        return self._repeats if self._last is Failure.CONNECT else 0
+        return self._repeat_count if self._last_failure is Failure.CONNECT else 0
 
-    def note_success(self) -> None:
+    def record_success(self) -> None:
         """Record that the backend has served a request."""
-        self.refuses_since = 0
+        self.refuses_since_event = 0
         self.reset_failures()
 
-    def note_refusal(self, event: int) -> None:
+    def record_refusal(self, event_number: int) -> None:
         """Record that the backend has refused a request. The count of failures stays."""
-        self.refuses_since = self.refuses_since or event
+        self.refuses_since_event = self.refuses_since_event or event_number
 
-    def must_eject_for_refusals(self, refusals: int, others_served_at: int) -> bool:
+    def should_eject_for_refusals(self, min_refusals: int, others_served_at_event: int) -> bool:
         """Return whether the backend has refused too many requests in a row while another backend served."""
-        return refusals >= _REFUSALS and others_served_at > self.refuses_since > 0
+        return min_refusals >= _REFUSALS and others_served_at_event > self.refuses_since_event > 0
 
     def reset_failures(self) -> None:
         """Reset the count of failures, because the backend has given an answer that is no failure."""
-        if self.failures:
-            self.failures = self._repeats = 0
-            self._last = None
+        if self.failure_count:
+            self.failure_count = self._repeat_count = 0
+            self._last_failure = None
 
-    def note_connection(self) -> None:
+    def record_accepted_connection(self) -> None:
         """Record that the backend accepted a connection, which ends a series of refused ones only."""
-        if self._last is Failure.CONNECT:
-            self._repeats = 0
-            self._last = None
+        if self._last_failure is Failure.CONNECT:
+            self._repeat_count = 0
+            self._last_failure = None
 
-    def count_failure(self, failure: Failure, event: int) -> None:
+    def count_failure(self, failure: Failure, event_number: int) -> None:
         """Count a failed request to the backend."""
-        self.failures += 1
-        self._repeats = self._repeats + 1 if failure is self._last else 1
-        self._last = failure
-        self._since, self._last_event = self._last_event, event
+        self.failure_count += 1
+        self._repeat_count = self._repeat_count + 1 if failure is self._last_failure else 1
+        self._last_failure = failure
+        self._first_failure_event, self._last_failure_event = self._last_failure_event, event_number
 
-    def cause_to_eject(self, eject_after: int, others_served_at: int) -> Cause | None:
+    def find_ejection_cause(self, eject_after: int, others_served_at_event: int) -> EjectionCause | None:
         """Return the cause for which the backend must be ejected now, or None.
 
-        `others_served_at` is the event of the last success of another backend. Without one, timeouts may come from the
-        load on all backends.
+        `others_served_at_event` is the event of the last success of another backend. Without one, timeouts may come
+        from the load on all backends.
         """
-        if self.refused_connections >= _REFUSED_CONNECTIONS:
+        if self.refused_connection_count >= _REFUSED_CONNECTIONS:
             return "connect"
-        if self._last is Failure.TIMEOUT and self._repeats >= _TIMEOUTS and others_served_at > self._since:
+        if (
+            self._last_failure is Failure.TIMEOUT
+            and self._repeat_count >= _TIMEOUTS
+            and others_served_at_event > self._first_failure_event
+        ):
             return "timeouts"
-        return "failures" if self.failures >= eject_after else None
+        return "failures" if self.failure_count >= eject_after else None
 
-    def eject(self, cause: Cause, now: float, checks: HealthChecks, jitter: float) -> float:
-        """Eject the backend, and return the number of seconds. `jitter` is a factor."""
+    def eject_backend(
+        self, cause: EjectionCause, now: float, health_checks: HealthChecks, jitter_factor: float
+    ) -> float:
+        """Eject the backend, and return the number of seconds. `jitter_factor` is a factor."""
         self.ends_with_connection = cause == "connect" and (
             self.phase is BreakerPhase.CLOSED or self.ends_with_connection
         )
-        self.end_healthy_time(now, checks.eject_seconds)
-        if self._ejections * checks.eject_seconds < checks.max_eject_seconds:
-            self._ejections += 1
-        seconds = min(self._ejections * checks.eject_seconds, checks.max_eject_seconds) * jitter
+        self.end_healthy_time(now, health_checks.eject_seconds)
+        if self._ejection_count * health_checks.eject_seconds < health_checks.max_eject_seconds:
+            self._ejection_count += 1
+        seconds = (
+            min(self._ejection_count * health_checks.eject_seconds, health_checks.max_eject_seconds) * jitter_factor
+        )
         self.phase = BreakerPhase.EJECTED
-        self.is_doubted = False
-        self.until = now + seconds
-        self.trial = 0
+        self.is_doubted_by_peer = False
+        self.ejected_until = now + seconds
+        self.trial_number = 0
         return seconds
 
-    def eject_on_peer_verdict(self, now: float, checks: HealthChecks) -> float:
+    def eject_on_peer_verdict(self, now: float, health_checks: HealthChecks) -> float:
         """Take the backend out until it passes a health check, and return the maximum number of seconds.
 
         It counts neither as a failure nor as an ejection.
         """
         self.phase = BreakerPhase.EJECTED
-        self.is_doubted = True
-        self.until = now + checks.eject_seconds
-        self.trial = 0
-        return checks.eject_seconds
+        self.is_doubted_by_peer = True
+        self.ejected_until = now + health_checks.eject_seconds
+        self.trial_number = 0
+        return health_checks.eject_seconds
 
-    def release(self) -> None:
+    def begin_probation(self) -> None:
         """End the ejection and put the backend on probation."""
         self.phase = BreakerPhase.PROBATION
 
-    def close(self, now: float) -> None:
+    def close_breaker(self, now: float) -> None:
         """Close the breaker, because the backend serves again."""
         self.phase = BreakerPhase.CLOSED
-        self.trial = 0
+        self.trial_number = 0
         self.ends_with_connection = False
-        self.note_success()
+        self.record_success()
         self.begin_healthy_time(now)
 
     def end_healthy_time(self, now: float, eject_seconds: float) -> None:
         """End a healthy time. Each `eject_seconds` of it took one ejection off the count."""
         if self._healthy_since is not None:
-            self._ejections = max(0, self._ejections - int((now - self._healthy_since) / eject_seconds))
+            self._ejection_count = max(0, self._ejection_count - int((now - self._healthy_since) / eject_seconds))
             self._healthy_since = None
 
     def begin_healthy_time(self, now: float) -> None:
@@ -203,105 +211,105 @@ class HealthState(StrEnum):
 class BackendHealth:
     """Health of one backend. Times are clock seconds."""
 
-    verdict: HealthState = HealthState.UNKNOWN
+    probe_verdict: HealthState = HealthState.UNKNOWN
     """Verdict of the health checks: UNKNOWN, UP or DOWN. A served request also confirms an unknown backend."""
-    probe_streak: int = 0
+    consecutive_probe_results: int = 0
     """Consecutive probes that contradict the verdict."""
     awaits_first_probe: bool = False
     """Whether the backend was added while others served, and has not passed a probe yet."""
-    breaker: Breaker = field(default_factory=Breaker)
-    back_since: float | None = None
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    recovered_at: float | None = None
     """When the backend came back. None: it is not in its slow start."""
-    served_at: int = 0
+    last_served_event: int = 0
     """Event of the last served request; see Breaker. 0: there was none."""
     is_unreachable: bool = False
     """Whether the last attempt to connect failed and the backend has not answered since."""
     is_slow: bool = False
     """Whether the last probe was not answered in time."""
-    passed_at: float = -math.inf
+    last_passed_probe_at: float = -math.inf
     """When a probe last passed."""
-    worked_at: float = -math.inf
+    last_output_at: float = -math.inf
     """When the backend last produced a token or a prefill, as of the last probe."""
-    seen_served_at: int = 0
-    """`served_at` at the last probe."""
+    previous_served_event: int = 0
+    """`last_served_event` at the last probe."""
     was_up_until: float | None = None
     """When the backend was last up and reachable. None: it is now, or it never was up."""
-    reason: str | None = None
-    """Reason for the last change of `state`. None: it has not changed."""
-    changed_at: float | None = None
-    """When `state` last changed. None: it has not changed."""
-    facts: EngineFacts | None = None
+    state_reason: str | None = None
+    """Reason for the last change of `health_state`. None: it has not changed."""
+    state_changed_at: float | None = None
+    """When `health_state` last changed. None: it has not changed."""
+    engine_facts: EngineFacts | None = None
     """Facts about the engine. None: they have not been read since it came up."""
 
     @property
-    def state(self) -> HealthState:
+    def health_state(self) -> HealthState:
         """The state of the backend, by the verdict and the breaker."""
-        if self.breaker.phase is BreakerPhase.CLOSED or self.verdict is HealthState.DOWN:
-            return self.verdict
+        if self.breaker.phase is BreakerPhase.CLOSED or self.probe_verdict is HealthState.DOWN:
+            return self.probe_verdict
         return HealthState.EJECTED if self.breaker.phase is BreakerPhase.EJECTED else HealthState.PROBATION
 
     @property
     def is_healthy(self) -> bool:
         """Whether the backend is neither down nor ejected."""
-        return self.state not in (HealthState.DOWN, HealthState.EJECTED)
+        return self.health_state not in (HealthState.DOWN, HealthState.EJECTED)
 
     @property
-    def is_confirmed(self) -> bool:
+    def is_confirmed_healthy(self) -> bool:
         """Whether a probe or a request has succeeded, so that the backend is known to be up."""
-        return self.state is HealthState.UP
+        return self.health_state is HealthState.UP
 
     @property
     def passes_probes(self) -> bool:
         """Whether health checks pass and connections are accepted, even on an ejected backend or one on probation."""
-        return self.verdict is HealthState.UP and not self.breaker.ends_with_connection
+        return self.probe_verdict is HealthState.UP and not self.breaker.ends_with_connection
 
     @property
     def consecutive_failures(self) -> int:
         """Consecutive failed requests that count against the backend."""
-        return self.breaker.failures
+        return self.breaker.failure_count
 
     @property
-    def gone_at(self) -> float | None:
+    def unavailable_since(self) -> float | None:
         """When the backend stopped accepting connections or answering probes in time, as at the begin of a restart.
 
         None: it does both, or it never was up. It is only back after enough successful probes.
         """
-        is_coming_back = self.verdict is HealthState.DOWN and (self.is_slow or self.probe_streak > 0)
+        is_coming_back = self.probe_verdict is HealthState.DOWN and (self.is_slow or self.consecutive_probe_results > 0)
         return self.was_up_until if self.is_unreachable or is_coming_back else None
 
     @property
     def is_eligible(self) -> bool:
         """Whether the backend may get any number of requests."""
         is_closed = self.breaker.phase is BreakerPhase.CLOSED
-        return is_closed and self.verdict is not HealthState.DOWN and not self.awaits_first_probe
+        return is_closed and self.probe_verdict is not HealthState.DOWN and not self.awaits_first_probe
 
     @property
-    def awaits_trial(self) -> bool:
+    def awaits_trial_request(self) -> bool:
         """Whether the backend may get one request as a trial."""
-        return self.state is HealthState.PROBATION and not self.breaker.trial
+        return self.health_state is HealthState.PROBATION and not self.breaker.trial_number
 
     @property
-    def is_changing(self) -> bool:
+    def may_change_at_next_probe(self) -> bool:
         """Whether the next health check may change the state."""
-        if self.verdict is HealthState.UNKNOWN or self.probe_streak > 0:
+        if self.probe_verdict is HealthState.UNKNOWN or self.consecutive_probe_results > 0:
             return True
         breaker = self.breaker
-        is_refusing = breaker.refused_connections > 0 or breaker.ends_with_connection
-        is_out = is_refusing or breaker.is_out_for_doubt or self.is_unreachable
-        return self.verdict is HealthState.UP and is_out
+        is_refusing = breaker.refused_connection_count > 0 or breaker.ends_with_connection
+        is_out = is_refusing or breaker.is_out_because_of_peer or self.is_unreachable
+        return self.probe_verdict is HealthState.UP and is_out
 
-    def share_percent(self, now: float, slow_start_seconds: float) -> int:
+    def request_share_percent(self, now: float, slow_start_seconds: float) -> int:
         """Return the share of its requests that the backend gets, in percent. It is below 100 after it came back."""
-        if self.back_since is None:
+        if self.recovered_at is None:
             return FULL_PERCENT
-        return slow_start_percent(now - self.back_since, slow_start_seconds)
+        return slow_start_percent(now - self.recovered_at, slow_start_seconds)
 
-    def has_worked(self, now: float, seconds: float) -> bool:
+    def has_produced_output_since_probe(self, now: float, seconds: float) -> bool:
         """Return whether the backend has produced something since it last passed a probe, and within `seconds`."""
-        return self.worked_at > self.passed_at and now - self.worked_at <= seconds
+        return self.last_output_at > self.last_passed_probe_at and now - self.last_output_at <= seconds
 
-    def note_probe(
-        self, ok: bool, now: float, checks: HealthChecks, *, is_late: bool = False, is_busy: bool = False
+    def record_probe(
+        self, has_passed: bool, now: float, health_checks: HealthChecks, *, is_late: bool = False, is_busy: bool = False
     ) -> None:
         """Record the result of a health check.
 
@@ -315,58 +323,60 @@ class BackendHealth:
             is_busy: Whether a late answer is excused, because the backend is working.
         """
         self.is_slow = is_late
-        if ok:
-            self.passed_at = now
-            self.note_connection(now)
-            if self.breaker.is_out_for_doubt:
-                self.breaker.release()
-        verdict = HealthState.UP if ok else HealthState.DOWN
-        if self.verdict is verdict:
-            self.probe_streak = 0
+        if has_passed:
+            self.last_passed_probe_at = now
+            self.record_accepted_connection(now)
+            if self.breaker.is_out_because_of_peer:
+                self.breaker.begin_probation()
+        verdict = HealthState.UP if has_passed else HealthState.DOWN
+        if self.probe_verdict is verdict:
+            self.consecutive_probe_results = 0
             return
-        if is_late and is_busy and self.verdict is HealthState.UP:
-            self.probe_streak = min(self.probe_streak + 1, checks.fall - 1)
+        if is_late and is_busy and self.probe_verdict is HealthState.UP:
+            self.consecutive_probe_results = min(self.consecutive_probe_results + 1, health_checks.fall - 1)
             return
-        self.probe_streak += 1
-        needed = checks.rise if ok else checks.fall
-        if self.verdict is HealthState.UNKNOWN or self.probe_streak >= needed:
-            self.set_verdict(verdict, now, checks)
+        self.consecutive_probe_results += 1
+        needed = health_checks.rise if has_passed else health_checks.fall
+        if self.probe_verdict is HealthState.UNKNOWN or self.consecutive_probe_results >= needed:
+            self.set_probe_verdict(verdict, now, health_checks)
 
-    def note_connection(self, now: float) -> None:
+    def record_accepted_connection(self, now: float) -> None:
         """Record that the backend accepts connections."""
-        self.note_answer()
-        self.breaker.note_connection()
+        self.record_answer()
+        self.breaker.record_accepted_connection()
         if self.breaker.ends_with_connection:
-            self.breaker.close(now)
+            self.breaker.close_breaker(now)
 
-    def note_answer(self) -> None:
+    def record_answer(self) -> None:
         """Record that the backend has answered, so that there was a connection."""
         self.is_unreachable = False
-        if self.verdict is HealthState.UP:
+        if self.probe_verdict is HealthState.UP:
             self.was_up_until = None
 
-    def note_refused_connection(self, now: float) -> None:
+    def record_refused_connection(self, now: float) -> None:
         """Record that the backend refused a connection."""
         self.is_unreachable = True
-        self._note_end_of_up(now)
+        self._record_end_of_up_state(now)
 
-    def set_verdict(self, verdict: HealthState, now: float, checks: HealthChecks) -> None:
+    def set_probe_verdict(self, verdict: HealthState, now: float, health_checks: HealthChecks) -> None:
         """Set the backend to UP or DOWN."""
         if verdict is HealthState.DOWN:
-            self._note_end_of_up(now)
-            self.breaker.end_healthy_time(now, checks.eject_seconds)
-            if self.breaker.is_doubted:  # this gateway has seen it down itself, so a trial decides when it comes up
-                self.breaker.release()
-                self.breaker.is_doubted = False
-        elif self.verdict is HealthState.DOWN:
+            self._record_end_of_up_state(now)
+            self.breaker.end_healthy_time(now, health_checks.eject_seconds)
+            if (
+                self.breaker.is_doubted_by_peer
+            ):  # this gateway has seen it down itself, so a trial decides when it comes up
+                self.breaker.begin_probation()
+                self.breaker.is_doubted_by_peer = False
+        elif self.probe_verdict is HealthState.DOWN:
             self.breaker.reset_failures()
             self.breaker.begin_healthy_time(now)
-        self.verdict = verdict
-        self.probe_streak = 0
-        self.facts = None
+        self.probe_verdict = verdict
+        self.consecutive_probe_results = 0
+        self.engine_facts = None
         if verdict is HealthState.UP and not self.is_unreachable:
             self.was_up_until = None
 
-    def _note_end_of_up(self, now: float) -> None:
-        if self.verdict is HealthState.UP and self.was_up_until is None:
+    def _record_end_of_up_state(self, now: float) -> None:
+        if self.probe_verdict is HealthState.UP and self.was_up_until is None:
             self.was_up_until = now

@@ -34,7 +34,7 @@ _MIN_ENGINES_TO_BLAME_REQUEST: Final = 2
 """If at least this many engines break down in the same way, the request is the cause."""
 
 
-class Blame:
+class FailureBlame:
     """Collects the failures of one unit of a request and charges them when its outcome is known.
 
     A context manager, entered outside of all leases. Leaving it settles the failures.
@@ -43,30 +43,33 @@ class Blame:
         ways: Engines on which the request has broken down. All units of a request share it. None: the unit is alone.
     """
 
-    __slots__ = ("_errors", "_ways")
+    __slots__ = ("_unsettled_errors", "_failed_engines")
 
-    def __init__(self, ways: FailedEngines | None = None) -> None:
-        self._ways: FailedEngines = {} if ways is None else ways
-        self._errors: list[UpstreamError] = []
+    def __init__(self, failed_engines: FailedEngines | None = None) -> None:
+        self._failed_engines: FailedEngines = {} if failed_engines is None else failed_engines
+        self._unsettled_errors: list[UpstreamError] = []
 
     @property
-    def is_open(self) -> bool:
+    def has_unsettled_failures(self) -> bool:
         """Return whether a request's failures are not settled yet."""
-        return bool(self._errors)
+        return bool(self._unsettled_errors)
 
-    def note_failure(self, error: UpstreamError) -> None:
+    def record_failure(self, error: UpstreamError) -> None:
         """Record the failure of an attempt, for a later decision on its cause."""
         if error.is_engine_breakdown:
-            self._errors.append(error)
-            self._ways.setdefault(_failure_kind_of(error), set()).add(error.backend)
+            self._unsettled_errors.append(error)
+            self._failed_engines.setdefault(_failure_kind_of(error), set()).add(error.backend)
 
-    def settle(self) -> None:
+    def settle_failures(self) -> None:
         """Charge the failures to their engines, except those that the request caused on several engines."""
-        for error in self._errors:
+        for error in self._unsettled_errors:
             charge, error.blame = error.blame, None
-            if charge is not None and len(self._ways[_failure_kind_of(error)]) < _MIN_ENGINES_TO_BLAME_REQUEST:
+            if (
+                charge is not None
+                and len(self._failed_engines[_failure_kind_of(error)]) < _MIN_ENGINES_TO_BLAME_REQUEST
+            ):
                 charge()
-        self._errors.clear()
+        self._unsettled_errors.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -74,8 +77,8 @@ class Blame:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._errors:
-            self.settle()
+        if self._unsettled_errors:
+            self.settle_failures()
 
 
 def _failure_kind_of(error: UpstreamError) -> tuple[Role, bool]:
@@ -89,10 +92,10 @@ _NO_PARTNERS: Final[frozenset[Backend]] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
-class _Pair:
-    failures: int = 0  # consecutive failed handoffs
-    quarantines: int = 0  # consecutive
-    until: float = 0.0
+class _QuarantinedPair:
+    failure_count: int = 0  # consecutive failed handoffs
+    quarantine_count: int = 0  # consecutive
+    quarantined_until: float = 0.0
 
 
 class PairQuarantine:
@@ -117,49 +120,49 @@ class PairQuarantine:
             checks: Returns the current settings. None: the defaults.
             clock: Returns monotonic seconds.
         """
-        self._checks = checks or (lambda: _DEFAULT_CHECKS)
+        self._get_health_checks = checks or (lambda: _DEFAULT_CHECKS)
         self._clock = clock
-        self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # pairs with failures since the last success
-        self.quarantined: dict[Backend, dict[Backend, float]] = {}
+        self._pairs: dict[tuple[Backend, Backend], _QuarantinedPair] = {}  # pairs with failures since the last success
+        self.quarantined_partners: dict[Backend, dict[Backend, float]] = {}
         """Quarantined partners of a backend with the end of their quarantine. Empty until the first quarantine."""
 
-    def note_failure(self, prefiller: Backend, decoder: Backend) -> bool:
+    def record_failed_handoff(self, prefiller: Backend, decoder: Backend) -> bool:
         """Record a failed handoff, and return whether it starts a quarantine of the pair."""
-        pair = self._pairs.setdefault((prefiller, decoder), _Pair())
-        pair.failures += 1
+        pair = self._pairs.setdefault((prefiller, decoder), _QuarantinedPair())
+        pair.failure_count += 1
         now = self._clock()
-        checks = self._checks()
-        if pair.failures < checks.quarantine_after or now < pair.until:
+        checks = self._get_health_checks()
+        if pair.failure_count < checks.quarantine_after or now < pair.quarantined_until:
             return False
-        pair.quarantines = min(pair.quarantines + 1, _MAX_FACTOR)
-        pair.until = now + pair.quarantines * checks.quarantine_seconds
-        self.quarantined.setdefault(prefiller, {})[decoder] = pair.until
-        self.quarantined.setdefault(decoder, {})[prefiller] = pair.until
+        pair.quarantine_count = min(pair.quarantine_count + 1, _MAX_FACTOR)
+        pair.quarantined_until = now + pair.quarantine_count * checks.quarantine_seconds
+        self.quarantined_partners.setdefault(prefiller, {})[decoder] = pair.quarantined_until
+        self.quarantined_partners.setdefault(decoder, {})[prefiller] = pair.quarantined_until
         return True
 
-    def note_success(self, prefiller: Backend, decoder: Backend) -> None:
+    def record_successful_handoff(self, prefiller: Backend, decoder: Backend) -> None:
         """Record a successful handoff, which clears the pair."""
         if self._pairs:
-            self._clear(prefiller, decoder)
+            self._clear_pair(prefiller, decoder)
 
     def partners_to_avoid(self, backend: Backend) -> frozenset[Backend]:
         """Return the partners that are quarantined with a backend. Costs one lookup if there are none."""
-        partners = self.quarantined.get(backend)
+        partners = self.quarantined_partners.get(backend)
         if not partners:
             return _NO_PARTNERS
         now = self._clock()
         return frozenset(partner for partner, until in partners.items() if now < until)
 
-    def forget(self, backend: Backend) -> None:
+    def forget_backend(self, backend: Backend) -> None:
         """Drop the failures of a backend that has left."""
         for prefiller, decoder in [pair for pair in self._pairs if backend in pair]:
-            self._clear(prefiller, decoder)
+            self._clear_pair(prefiller, decoder)
 
-    def _clear(self, prefiller: Backend, decoder: Backend) -> None:
+    def _clear_pair(self, prefiller: Backend, decoder: Backend) -> None:
         pair = self._pairs.pop((prefiller, decoder), None)
-        if pair is not None and pair.quarantines:
-            del self.quarantined[prefiller][decoder]
-            del self.quarantined[decoder][prefiller]
+        if pair is not None and pair.quarantine_count:
+            del self.quarantined_partners[prefiller][decoder]
+            del self.quarantined_partners[decoder][prefiller]
 
 
 _MAX_REQUESTS: Final = 256
@@ -180,58 +183,58 @@ class SuspectMemory:
     """
 
     def __init__(self, seconds: float = 300.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
+        self._memory_seconds = seconds
         self._clock = clock
-        self._key = os.urandom(32)
+        self._hash_key = os.urandom(32)
         # Entries of length and digest of the request, end of its memory on the clock, and number of engines.
-        self._shared = SharedValue("memory of suspects", _MAX_REQUESTS * _ENTRY_BYTES)
-        with self._shared.exclusive():
-            self._shared.write([])
+        self._shared_value = SharedValue("memory of suspects", _MAX_REQUESTS * _ENTRY_BYTES)
+        with self._shared_value.hold_writer_lock():
+            self._shared_value.write_value([])
         # Each request reads `is_empty`, so it must run in compiled code only while nothing changes.
-        self._head = self._shared.head
+        self._version_cells = self._shared_value.head_cells
         self._read_version = 0
         self._entries: list[Any] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether no suspect request is remembered."""
-        if self._head[0] != self._read_version:
-            self._read_version, self._entries = self._shared.read()
+        if self._version_cells[0] != self._read_version:
+            self._read_version, self._entries = self._shared_value.read_version_and_value()
         return not self._entries
 
-    def engines(self, body: Body) -> int:
+    def count_crashed_engines(self, body: Body) -> int:
         """Return the number of engines that went down under this request recently."""
         if self.is_empty:
             return 0
         now = self._clock()
         # The digest of a large body is only computed if a remembered request has the same length.
         alike = [entry for entry in self._entries if entry[0] == body_length(body) and entry[2] > now]
-        digest = self._digest(body) if alike else ""
+        digest = self._digest_of_body(body) if alike else ""
         return next((engines for _, known, _, engines in alike if known == digest), 0)
 
-    def remember(self, body: Body, engines: int) -> None:
-        """Record that `engines` engines went down under a request. 0: forget the request.
+    def remember_request(self, body: Body, engine_count: int) -> None:
+        """Record that `engine_count` engines went down under a request. 0: forget the request.
 
         Lookups do not prolong the memory of it.
         """
-        digest, now = self._digest(body), self._clock()
-        with self._shared.exclusive():
+        digest, now = self._digest_of_body(body), self._clock()
+        with self._shared_value.hold_writer_lock():
             kept = [
                 entry
-                for entry in self._shared.value
+                for entry in self._shared_value.current_value
                 if entry[2] > now and (entry[0], entry[1]) != (body_length(body), digest)
             ]
-            if engines:
-                kept.append([body_length(body), digest, now + self._seconds, engines])
-            self._shared.write(kept[-_MAX_REQUESTS:])
+            if engine_count:
+                kept.append([body_length(body), digest, now + self._memory_seconds, engine_count])
+            self._shared_value.write_value(kept[-_MAX_REQUESTS:])
 
-    def forget(self, body: Body) -> None:
+    def forget_request(self, body: Body) -> None:
         """Drop a request that was served, because it was not the cause."""
-        if self.engines(body):
-            self.remember(body, 0)
+        if self.count_crashed_engines(body):
+            self.remember_request(body, 0)
 
-    def _digest(self, body: Body) -> str:
-        digest = hashlib.blake2b(key=self._key, digest_size=_DIGEST_BYTES)
+    def _digest_of_body(self, body: Body) -> str:
+        digest = hashlib.blake2b(key=self._hash_key, digest_size=_DIGEST_BYTES)
         for piece in body_pieces(body):
             digest.update(piece)
         return digest.hexdigest()

@@ -44,15 +44,15 @@ class HandoffVerdict(StrEnum):
     UNKNOWN = "unknown"
 
 
-def judge(
-    before: PromptTokenTotals,
-    after: PromptTokenTotals,
-    sent: HandoffCount,
+def judge_counters(
+    counters_before: PromptTokenTotals,
+    counters_after: PromptTokenTotals,
+    handoffs_sent: HandoffCount,
     *,
-    from_store: bool,
-    least: int = LEAST_HANDOFFS,
+    reads_from_store: bool,
+    min_handoffs: int = LEAST_HANDOFFS,
 ) -> HandoffVerdict | None:
-    """Return the verdict on the handoffs between two readings, or None if there were fewer than `least`.
+    """Return the verdict on the handoffs between two readings, or None if there were fewer than `min_handoffs`.
 
     Args:
         before: Counters of the earlier reading.
@@ -62,54 +62,65 @@ def judge(
             only many computed tokens per handoff show that the store had nothing.
         least: Minimum number of handoffs for a verdict.
     """
-    transferred, computed, cached = (new - old for new, old in zip(after, before, strict=True))
+    transferred, computed, cached = (new - old for new, old in zip(counters_after, counters_before, strict=True))
     if min(transferred, computed, cached) < 0:
         return HandoffVerdict.UNKNOWN  # the engine was restarted, or another one answered at the same address
     if transferred > 0:
         return HandoffVerdict.TRANSFERRED
-    if sent.count < least:
+    if handoffs_sent.handoff_count < min_handoffs:
         return None
-    if from_store:
-        is_much = computed >= sent.count * MIN_STORED_TOKENS
-        is_ours = computed + cached <= _MAX_SHARE * sent.tokens
+    if reads_from_store:
+        is_much = computed >= handoffs_sent.handoff_count * MIN_STORED_TOKENS
+        is_ours = computed + cached <= _MAX_SHARE * handoffs_sent.handoff_tokens
         return HandoffVerdict.COMPUTED if is_much and is_ours else HandoffVerdict.UNKNOWN
-    return HandoffVerdict.COMPUTED if computed + cached >= LEAST_SHARE * sent.tokens else HandoffVerdict.UNKNOWN
+    return (
+        HandoffVerdict.COMPUTED
+        if computed + cached >= LEAST_SHARE * handoffs_sent.handoff_tokens
+        else HandoffVerdict.UNKNOWN
+    )
 
 
 @dataclass(slots=True)
 class CounterWatch:
     """The last judged reading of one decoder's counters, and the handoffs sent until then."""
 
-    from_store: bool
-    last_reading: PromptTokenTotals | None = None
-    sent: HandoffCount = field(default_factory=HandoffCount)
+    reads_from_store: bool
+    last_judged_reading: PromptTokenTotals | None = None
+    sent_since_reading: HandoffCount = field(default_factory=HandoffCount)
 
-    def read(self, reading: PromptTokenTotals | None, sent: HandoffCount) -> tuple[HandoffVerdict, int] | None:
+    def judge_reading(
+        self, reading: PromptTokenTotals | None, total_sent: HandoffCount
+    ) -> tuple[HandoffVerdict, int] | None:
         """Return the verdict on the handoffs since the last judged reading and their number, or None.
 
         Args:
             reading: Counters of the decoder. None: it reports none.
             sent: All handoffs that were sent before the counters were requested.
         """
-        count, tokens = sent.count - self.sent.count, sent.tokens - self.sent.tokens
-        if reading is None or self.last_reading is None or count < 0:  # a worker died, and its counts are gone
+        count, tokens = (
+            total_sent.handoff_count - self.sent_since_reading.handoff_count,
+            total_sent.handoff_tokens - self.sent_since_reading.handoff_tokens,
+        )
+        if reading is None or self.last_judged_reading is None or count < 0:  # a worker died, and its counts are gone
             verdict: HandoffVerdict | None = HandoffVerdict.UNKNOWN
         else:
-            verdict = judge(self.last_reading, reading, HandoffCount(count, tokens), from_store=self.from_store)
+            verdict = judge_counters(
+                self.last_judged_reading, reading, HandoffCount(count, tokens), reads_from_store=self.reads_from_store
+            )
         if verdict is None:
             return None
-        self.last_reading, self.sent = reading, sent
+        self.last_judged_reading, self.sent_since_reading = reading, total_sent
         return verdict, max(0, count)
 
 
-class Totals(NamedTuple):
+class ExpiryTotals(NamedTuple):
     """Counts since the start of the prefiller, or of the workers."""
 
-    expired: float
+    expired_count: float
     """Leases that ended without a decoder, as the prefiller counts them."""
-    orphans: int
+    orphan_count: int
     """KV caches on the prefiller that this gateway has given up."""
-    sent: Mapping[Any, int]
+    sent_by_worker: Mapping[Any, int]
     """Handoffs by decoder."""
 
 
@@ -122,14 +133,18 @@ class ExpiryWatch:
     decoders do not fetch their KV, or their notification does not reach the prefiller.
     """
 
-    _since: Totals | None = None
-    _started: float | None = None
+    _totals_at_start: ExpiryTotals | None = None
+    _started_at: float | None = None
     """Clock seconds of the first handoff in this window. None: there was none."""
-    _sent_before: int = 0
+    _sent_before_start: int = 0
     """Handoffs of the previous window, whose leases expire in this one."""
 
-    def read(
-        self, now: float, totals: Totals | None, fetch_nothing: Collection[Hashable], lease_seconds: float
+    def judge_totals(
+        self,
+        now: float,
+        totals: ExpiryTotals | None,
+        decoders_fetch_nothing: Collection[Hashable],
+        lease_seconds: float,
     ) -> tuple[HandoffVerdict, int] | None:
         """Return whether decoders fetch KV from a prefiller, and the number of lost handoffs; None if it is too early.
 
@@ -142,31 +157,33 @@ class ExpiryWatch:
             fetch_nothing: Decoders that are known not to fetch from this prefiller.
             lease_seconds: Time after which the prefiller frees KV that no decoder has fetched.
         """
-        since = self._since
+        since = self._totals_at_start
         if totals is None or since is None:
-            self._begin(totals, 0)
+            self._begin_period(totals, 0)
             return None
-        expired, orphans = totals.expired - since.expired, totals.orphans - since.orphans
-        sent = {decoder: count - since.sent.get(decoder, 0) for decoder, count in totals.sent.items()}
+        expired, orphans = totals.expired_count - since.expired_count, totals.orphan_count - since.orphan_count
+        sent = {
+            decoder: count - since.sent_by_worker.get(decoder, 0) for decoder, count in totals.sent_by_worker.items()
+        }
         if min(expired, orphans, *sent.values()) < 0:  # a restart, or a worker died and its counts are gone
-            self._begin(totals, 0)
+            self._begin_period(totals, 0)
             return None
-        explained = sum(count for decoder, count in sent.items() if decoder in fetch_nothing)
+        explained = sum(count for decoder, count in sent.items() if decoder in decoders_fetch_nothing)
         doubtful = sum(sent.values()) - explained
         lost = round(expired) - max(orphans, explained)
         # More losses than handoffs are those of another gateway.
-        if LEAST_HANDOFFS <= lost <= doubtful + self._sent_before and lost >= LEAST_SHARE * doubtful:
-            self._begin(totals, doubtful)
+        if LEAST_HANDOFFS <= lost <= doubtful + self._sent_before_start and lost >= LEAST_SHARE * doubtful:
+            self._begin_period(totals, doubtful)
             return HandoffVerdict.COMPUTED, lost
-        if doubtful and self._started is None:
-            self._started = now
-        if doubtful < LEAST_HANDOFFS or self._started is None or now - self._started < 2 * lease_seconds:
+        if doubtful and self._started_at is None:
+            self._started_at = now
+        if doubtful < LEAST_HANDOFFS or self._started_at is None or now - self._started_at < 2 * lease_seconds:
             return None
-        self._begin(totals, doubtful)
+        self._begin_period(totals, doubtful)
         return HandoffVerdict.TRANSFERRED, max(0, lost)
 
-    def _begin(self, totals: Totals | None, sent_before: int) -> None:
-        self._since, self._started, self._sent_before = totals, None, sent_before
+    def _begin_period(self, totals: ExpiryTotals | None, sent_before: int) -> None:
+        self._totals_at_start, self._started_at, self._sent_before_start = totals, None, sent_before
 
 
 Instance = TypeVar("Instance")
@@ -174,8 +191,8 @@ Instance = TypeVar("Instance")
 _NOTHING: Final = PromptTokenTotals(0.0, 0.0, 0.0)
 
 
-def attribute(
-    grown: PromptTokenTotals, sent: Mapping[int, HandoffCount], involved: Collection[int]
+def attribute_growth(
+    counter_growth: PromptTokenTotals, handoffs_by_lane: Mapping[int, HandoffCount], involved_lanes: Collection[int]
 ) -> dict[int, PromptTokenTotals]:
     """Return the part of a decoder's growth that each lane's handoffs explain, without the lanes that are in doubt.
 
@@ -188,28 +205,28 @@ def attribute(
         sent: Handoffs by lane that the growth includes for certain.
         involved: Lanes whose handoffs the growth may include.
     """
-    if len(involved) == 1:
-        return dict.fromkeys(sent, grown)
-    if not grown.transferred:
-        tokens = sum(handoffs.tokens for handoffs in sent.values())
+    if len(involved_lanes) == 1:
+        return dict.fromkeys(handoffs_by_lane, counter_growth)
+    if not counter_growth.transferred:
+        tokens = sum(handoffs.handoff_tokens for handoffs in handoffs_by_lane.values())
         return {
-            lane: PromptTokenTotals(0.0, *(part * handoffs.tokens / tokens for part in grown[1:]))
-            for lane, handoffs in sent.items()
+            lane: PromptTokenTotals(0.0, *(part * handoffs.handoff_tokens / tokens for part in counter_growth[1:]))
+            for lane, handoffs in handoffs_by_lane.items()
         }
-    not_fetched = grown.computed + grown.cached
+    not_fetched = counter_growth.computed + counter_growth.cached
     return {
-        lane: PromptTokenTotals(float(handoffs.tokens), 0.0, 0.0)
-        for lane, handoffs in sent.items()
-        if handoffs.count >= LEAST_HANDOFFS and not_fetched < LEAST_SHARE * handoffs.tokens
+        lane: PromptTokenTotals(float(handoffs.handoff_tokens), 0.0, 0.0)
+        for lane, handoffs in handoffs_by_lane.items()
+        if handoffs.handoff_count >= LEAST_HANDOFFS and not_fetched < LEAST_SHARE * handoffs.handoff_tokens
     }
 
 
 @dataclass(slots=True)
-class _Evidence:
+class _PairEvidence:
     """Growth and handoffs of one pair that are not judged yet."""
 
-    grown: PromptTokenTotals = _NOTHING
-    sent: HandoffCount = field(default_factory=HandoffCount)
+    counter_growth: PromptTokenTotals = _NOTHING
+    handoff_count: HandoffCount = field(default_factory=HandoffCount)
 
 
 @dataclass(slots=True)
@@ -220,12 +237,12 @@ class PairWatch:
     many readings. A pair stays unknown if every interval has mixed handoffs of which some are fetched and some are not.
     """
 
-    from_store: bool
+    reads_from_store: bool
     _last_reading: PromptTokenTotals | None = None
-    _sent: Mapping[int, HandoffCount] = field(default_factory=dict)
-    _evidence: dict[int, _Evidence] = field(default_factory=dict)
+    _sent_by_lane: Mapping[int, HandoffCount] = field(default_factory=dict)
+    _evidence_by_lane: dict[int, _PairEvidence] = field(default_factory=dict)
 
-    def read(
+    def judge_reading(
         self, reading: PromptTokenTotals | None, before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]
     ) -> dict[int, HandoffVerdict] | None:
         """Return the verdicts by lane that a reading completes, or None if all earlier evidence is invalid.
@@ -236,44 +253,56 @@ class PairWatch:
             after: Handoffs by lane when they arrived. The reading may include those in between or not.
         """
         last, self._last_reading = self._last_reading, reading
-        sent, involved = _growth(self._sent, before), _growth(self._sent, after)
-        self._sent = before
+        sent, involved = (
+            _handoff_growth_by_lane(self._sent_by_lane, before),
+            _handoff_growth_by_lane(self._sent_by_lane, after),
+        )
+        self._sent_by_lane = before
         grown = (
             None
             if reading is None or last is None
             else PromptTokenTotals(*(b - a for a, b in zip(last, reading, strict=True)))
         )
-        if grown is None or min(grown) < 0 or any(handoffs.count < 0 for handoffs in sent.values()):
-            self._evidence.clear()  # a restart, or a worker died and its counts are gone
+        if grown is None or min(grown) < 0 or any(handoffs.handoff_count < 0 for handoffs in sent.values()):
+            self._evidence_by_lane.clear()  # a restart, or a worker died and its counts are gone
             return None
         verdicts = dict[int, HandoffVerdict]()
-        for lane, part in attribute(grown, sent, involved).items():
-            evidence = self._evidence.setdefault(lane, _Evidence())
-            evidence.grown = PromptTokenTotals(*(a + b for a, b in zip(evidence.grown, part, strict=True)))
-            evidence.sent = HandoffCount(
-                evidence.sent.count + sent[lane].count, evidence.sent.tokens + sent[lane].tokens
+        for lane, part in attribute_growth(grown, sent, involved).items():
+            evidence = self._evidence_by_lane.setdefault(lane, _PairEvidence())
+            evidence.counter_growth = PromptTokenTotals(
+                *(a + b for a, b in zip(evidence.counter_growth, part, strict=True))
             )
-            verdict = judge(_NOTHING, evidence.grown, evidence.sent, from_store=self.from_store)
+            evidence.handoff_count = HandoffCount(
+                evidence.handoff_count.handoff_count + sent[lane].handoff_count,
+                evidence.handoff_count.handoff_tokens + sent[lane].handoff_tokens,
+            )
+            verdict = judge_counters(
+                _NOTHING, evidence.counter_growth, evidence.handoff_count, reads_from_store=self.reads_from_store
+            )
             if verdict is not None:
-                del self._evidence[lane]
+                del self._evidence_by_lane[lane]
                 if verdict is not HandoffVerdict.UNKNOWN:
                     verdicts[lane] = verdict
         return verdicts
 
-    def forget(self, lane: int) -> None:
+    def forget_lane(self, lane: int) -> None:
         """Drop the evidence of a lane: its slot belongs to another prefiller now, or the prefiller was restarted."""
-        self._evidence.pop(lane, None)
+        self._evidence_by_lane.pop(lane, None)
 
 
-def _growth(before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]) -> dict[int, HandoffCount]:
+def _handoff_growth_by_lane(
+    before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]
+) -> dict[int, HandoffCount]:
     """Return the lanes that have changed, with the difference."""
     growth = {}
     for lane, handoffs in after.items():
         old = before.get(lane, HandoffCount())
         if handoffs != old:
-            growth[lane] = HandoffCount(handoffs.count - old.count, handoffs.tokens - old.tokens)
+            growth[lane] = HandoffCount(
+                handoffs.handoff_count - old.handoff_count, handoffs.handoff_tokens - old.handoff_tokens
+            )
     for lane in before.keys() - after.keys():
-        growth[lane] = HandoffCount(-before[lane].count, -before[lane].tokens)
+        growth[lane] = HandoffCount(-before[lane].handoff_count, -before[lane].handoff_tokens)
     return growth
 
 
@@ -281,19 +310,19 @@ def _growth(before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount
 class Culprits(Generic[Instance]):
     """Instances and pairs that do not transfer KV. Each bad pair is explained once."""
 
-    decoders: frozenset[Instance]
+    bad_decoders: frozenset[Instance]
     """Decoders that fetch from no prefiller."""
-    prefillers: frozenset[Instance]
+    bad_prefillers: frozenset[Instance]
     """Prefillers from which no decoder fetches, although some decoders fetch from others."""
-    pairs: frozenset[tuple[Instance, Instance]]
+    bad_pairs: frozenset[tuple[Instance, Instance]]
     """Other bad pairs, as (prefiller, decoder)."""
 
 
-def culprits(
-    bad: Collection[tuple[Instance, Instance]], prefillers: Collection[Instance], decoders: Collection[Instance]
+def find_culprits(
+    bad_pairs: Collection[tuple[Instance, Instance]], prefillers: Collection[Instance], decoders: Collection[Instance]
 ) -> Culprits[Instance]:
     """Blame an instance if all its pairs with available partners are bad, and otherwise the pairs."""
-    pairs = frozenset(bad)
+    pairs = frozenset(bad_pairs)
     bad_decoders = frozenset(
         decoder for decoder in decoders if prefillers and all((prefiller, decoder) in pairs for prefiller in prefillers)
     )

@@ -27,7 +27,7 @@ from proxy.settings import HealthChecks
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.balancer.backend_health import Cause
+    from proxy.balancer.backend_health import EjectionCause
     from proxy.balancer.engines import EngineFacts
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
@@ -46,63 +46,71 @@ class HealthBoard:
     produced something. Create the board before forking.
     """
 
-    def __init__(self, workers: int = 1, slots: int = 1024) -> None:
-        self._workers = workers
-        self._slots = slots
-        self._cells = memoryview(mmap.mmap(-1, (workers + 2) * slots * _CELL_BYTES)).cast("q")
-        self._verdicts = self._cells[workers * slots : (workers + 1) * slots]
-        self._worked = self._cells[(workers + 1) * slots :]
+    def __init__(self, worker_count: int = 1, slot_count: int = 1024) -> None:
+        self._worker_count = worker_count
+        self._slot_count = slot_count
+        self._state_cells = memoryview(mmap.mmap(-1, (worker_count + 2) * slot_count * _CELL_BYTES)).cast("q")
+        self._peer_verdict_cells = self._state_cells[worker_count * slot_count : (worker_count + 1) * slot_count]
+        self._last_output_cells = self._state_cells[(worker_count + 1) * slot_count :]
 
     def set_state(self, worker: int, backend: Backend, state: HealthState, *, is_from_peer: bool = False) -> None:
         """Record the state of a backend as a worker sees it. `is_from_peer`: it comes from another gateway."""
-        self._cells[worker * self._slots + backend.slot] = _cell(backend, state, is_from_peer)
+        self._state_cells[worker * self._slot_count + backend.slot] = _encode_state_cell(backend, state, is_from_peer)
 
-    def states(self, backend: Backend) -> Sequence[HealthState]:
+    def states_by_worker(self, backend: Backend) -> Sequence[HealthState]:
         """Return the state of a backend in each worker."""
-        by_cell = {_cell(backend, state, is_from_peer): state for state in _STATES for is_from_peer in (False, True)}
-        return [by_cell.get(cell, HealthState.UNKNOWN) for cell in self._worker_cells(backend)]
+        by_cell = {
+            _encode_state_cell(backend, state, is_from_peer): state
+            for state in _STATES
+            for is_from_peer in (False, True)
+        }
+        return [by_cell.get(cell, HealthState.UNKNOWN) for cell in self._state_cells_of(backend)]
 
     def is_found_unhealthy(self, backend: Backend) -> bool:
         """Return whether a worker of this gateway has found a backend down or has ejected it."""
-        bad = [_cell(backend, state, is_from_peer=False) for state in (HealthState.DOWN, HealthState.EJECTED)]
-        return any(cell in bad for cell in self._worker_cells(backend))
+        bad = [
+            _encode_state_cell(backend, state, is_from_peer=False) for state in (HealthState.DOWN, HealthState.EJECTED)
+        ]
+        return any(cell in bad for cell in self._state_cells_of(backend))
 
-    def note_work(self, backend: Backend, at: float) -> None:
+    def record_output_time(self, backend: Backend, output_at: float) -> None:
         """Record when a backend last produced something, in seconds of the system's monotonic clock."""
-        self._worked[backend.slot] = round(at * _TICKS_PER_SECOND)
+        self._last_output_cells[backend.slot] = round(output_at * _TICKS_PER_SECOND)
 
-    def worked_at(self, backend: Backend) -> float:
+    def last_output_at(self, backend: Backend) -> float:
         """Return when a backend last produced something for any worker. 0.0: not yet."""
-        return self._worked[backend.slot] / _TICKS_PER_SECOND
+        return self._last_output_cells[backend.slot] / _TICKS_PER_SECOND
 
-    def own_cells(self) -> bytes:
+    def copy_own_states(self) -> bytes:
         """Return a copy of the states that this gateway's workers see, to find out whether they have changed."""
-        return self._cells[: self._workers * self._slots].tobytes()
+        return self._state_cells[: self._worker_count * self._slot_count].tobytes()
 
     # Verdicts of other gateways
 
-    def set_peer_verdict(self, slot: int, number: int) -> None:
+    def set_peer_verdict(self, slot: int, verdict_number: int) -> None:
         """Record the number of another gateway's verdict that the backend in a slot is unhealthy. 0: there is none."""
-        self._verdicts[slot] = number
+        self._peer_verdict_cells[slot] = verdict_number
 
     def peer_verdicts(self) -> list[int]:
         """Return the number of the verdict on each slot. 0: there is none."""
-        return self._verdicts.tolist()
+        return self._peer_verdict_cells.tolist()
 
     def clear_peer_verdicts(self) -> None:
         """Remove all health verdicts of other gateways."""
-        self.erase(self._workers)
+        self.erase_worker(self._worker_count)
 
-    def erase(self, worker: int) -> None:
+    def erase_worker(self, worker: int) -> None:
         """Reset the health row of a worker that has died."""
-        first = worker * self._slots
-        self._cells[first : first + self._slots] = memoryview(bytes(self._slots * _CELL_BYTES)).cast("q")
+        first = worker * self._slot_count
+        self._state_cells[first : first + self._slot_count] = memoryview(bytes(self._slot_count * _CELL_BYTES)).cast(
+            "q"
+        )
 
-    def _worker_cells(self, backend: Backend) -> memoryview[int]:
-        return self._cells[backend.slot : self._workers * self._slots : self._slots]
+    def _state_cells_of(self, backend: Backend) -> memoryview[int]:
+        return self._state_cells[backend.slot : self._worker_count * self._slot_count : self._slot_count]
 
 
-def _cell(backend: Backend, state: HealthState, is_from_peer: bool) -> int:
+def _encode_state_cell(backend: Backend, state: HealthState, is_from_peer: bool) -> int:
     """Return a number that is not 0 and differs for a later backend in the same slot."""
     return 2 * (zlib.crc32(backend.key.encode()) * len(_STATES) + _STATES.index(state) + 1) + is_from_peer
 
@@ -110,7 +118,10 @@ def _cell(backend: Backend, state: HealthState, is_from_peer: bool) -> int:
 _JITTER: Final = (0.8, 1.2)
 _UNKNOWN_BACKEND: Final = BackendHealth()
 _DEFAULT_CHECKS: Final = HealthChecks()
-_CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, Cause]] = {Failure.CONNECT: "connect", Failure.TIMEOUT: "timeouts"}
+_CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, EjectionCause]] = {
+    Failure.CONNECT: "connect",
+    Failure.TIMEOUT: "timeouts",
+}
 
 
 class ProbeFailure(Enum):
@@ -130,10 +141,10 @@ class Transition:
     """A change of a backend's state. It is returned once, so that the caller can log and count it."""
 
     backend: Backend
-    old: HealthState
-    new: HealthState
+    old_state: HealthState
+    new_state: HealthState
     reason: str
-    cause: Cause | None = None
+    ejection_cause: EjectionCause | None = None
     """Cause of the ejection. None: the change is no ejection."""
 
 
@@ -158,50 +169,51 @@ class Health:
             rng: Spreads the ends of ejections.
             board: States that workers share. None: this is the only worker.
         """
-        self.version = 0
+        self.version_number = 0
         """Increases with every change that may affect which backends are eligible."""
-        self._checks = checks or (lambda: _DEFAULT_CHECKS)
+        self._get_health_checks = checks or (lambda: _DEFAULT_CHECKS)
         self._clock = clock
-        self._rng = rng or random.Random()
-        self._board = board or HealthBoard()
-        self.conditions: dict[Backend, BackendHealth] = {}
-        """Health of the known backends. Others must not change it. Compiled code reads it faster than by `of`."""
-        self.events = 0
+        self._random_source = rng or random.Random()
+        self._health_board = board or HealthBoard()
+        self.health_by_backend: dict[Backend, BackendHealth] = {}
+        """Health of the known backends. Others must not change it. Compiled code reads it faster than by
+        `health_of`."""
+        self.event_count = 0
         """Number of outcomes, which orders them without a clock."""
-        self._trials = 0
-        self.due = math.inf
+        self._trial_count = 0
+        self.next_change_at = math.inf
         """Clock time of the next change that happens without an event."""
-        self.leaving: frozenset[Backend] = frozenset()
+        self.leaving_backends: frozenset[Backend] = frozenset()
         """Backends that are down and answer their probes with 503."""
 
     # Observations
 
     def on_added(self, backend: Backend) -> None:
         """Record that a backend was added while others serve. It gets no request before its first successful probe."""
-        condition = self._condition(backend)
-        if condition.verdict is HealthState.UNKNOWN:
+        condition = self._health_of(backend)
+        if condition.probe_verdict is HealthState.UNKNOWN:
             condition.awaits_first_probe = True
-            self.version += 1
+            self.version_number += 1
 
     def on_enabled(self, backend: Backend) -> Transition | None:
         """Record that a disabled backend is enabled again. It may be another process, so it counts as added."""
-        old = self.of(backend).state
-        self.forget(backend)
+        old = self.health_of(backend).health_state
+        self.forget_backend(backend)
         self.on_added(backend)
-        return self._changed(backend, self._condition(backend), old, "enabled again")
+        return self._apply_transition(backend, self._health_of(backend), old, "enabled again")
 
-    def on_work(self, backend: Backend) -> None:
+    def on_output(self, backend: Backend) -> None:
         """Record that a backend has sent something on a stream."""
-        self._board.note_work(backend, self._clock())
+        self._health_board.record_output_time(backend, self._clock())
 
     def on_probe(
         self,
         backend: Backend,
-        ok: bool,
+        has_passed: bool,
         reason: str,
         *,
         failure: ProbeFailure | None = None,
-        is_last: bool = False,
+        is_last_backend: bool = False,
         is_serving: bool = False,
     ) -> Transition | None:
         """Record the result of a health check.
@@ -213,32 +225,37 @@ class Health:
             is_last: Whether no other backend of its role may get requests.
             is_serving: Whether the backend works on a request.
         """
-        condition = self._condition(backend)
+        condition = self._health_of(backend)
         now = self._clock()
-        old, was_away = condition.state, (condition.is_unreachable, condition.is_slow, condition.gone_at)
+        old, was_away = (
+            condition.health_state,
+            (condition.is_unreachable, condition.is_slow, condition.unavailable_since),
+        )
         if failure is ProbeFailure.REFUSED:
-            condition.note_refused_connection(now)
-        self._update_worked_at(backend, condition, now)
+            condition.record_refused_connection(now)
+        self._update_last_output_at(backend, condition, now)
         # A stuck backend may have worked a moment ago, so if others are left, recent work counts for a limited time.
-        max_age_seconds = math.inf if is_last else self._checks().stall_seconds
-        is_busy = (is_last and is_serving) or condition.has_worked(now, max_age_seconds)
-        condition.note_probe(ok, now, self._checks(), is_late=failure is ProbeFailure.LATE, is_busy=is_busy)
-        if (condition.is_unreachable, condition.is_slow, condition.gone_at) != was_away:
-            self.version += 1
-        is_leaving = failure is ProbeFailure.UNAVAILABLE and condition.verdict is HealthState.DOWN
-        if is_leaving is not (backend in self.leaving):
-            self.leaving ^= {backend}
-        return self._changed(backend, condition, old, reason)
+        max_age_seconds = math.inf if is_last_backend else self._get_health_checks().stall_seconds
+        is_busy = (is_last_backend and is_serving) or condition.has_produced_output_since_probe(now, max_age_seconds)
+        condition.record_probe(
+            has_passed, now, self._get_health_checks(), is_late=failure is ProbeFailure.LATE, is_busy=is_busy
+        )
+        if (condition.is_unreachable, condition.is_slow, condition.unavailable_since) != was_away:
+            self.version_number += 1
+        is_leaving = failure is ProbeFailure.UNAVAILABLE and condition.probe_verdict is HealthState.DOWN
+        if is_leaving is not (backend in self.leaving_backends):
+            self.leaving_backends ^= {backend}
+        return self._apply_transition(backend, condition, old, reason)
 
     def on_outcome(
         self,
         backend: Backend,
         error: UpstreamError | None,
-        peers: Collection[Backend] = (),
+        other_backends: Collection[Backend] = (),
         *,
-        trial: int = 0,
-        is_proof: bool = True,
-        refusals: int = 0,
+        trial_number: int = 0,
+        proves_generation: bool = True,
+        refusal_count: int = 0,
     ) -> Transition | None:
         """Record the outcome of a request for a backend's health.
 
@@ -249,161 +266,163 @@ class Health:
             is_proof: Whether the request shows that the backend can generate. Otherwise only the connection counts.
             refusals: Requests that the backend refused while idle since it last served.
         """
-        condition = self._condition(backend)
-        old = condition.state
-        is_trial = self._end_trial(condition, trial)
-        self.events += 1
+        condition = self._health_of(backend)
+        old = condition.health_state
+        is_trial = self._end_trial(condition, trial_number)
+        self.event_count += 1
         if error is not None and error.failure is Failure.CONNECT:
             if not condition.is_unreachable:
-                self.version += 1
-            condition.note_refused_connection(self._clock())
+                self.version_number += 1
+            condition.record_refused_connection(self._clock())
         elif condition.is_unreachable and (error is None or error.failure is Failure.STATUS):
-            condition.note_answer()
-            self.version += 1
-        if error is not None and error.is_fault_of_backend and (is_proof or error.failure is Failure.CONNECT):
-            condition.breaker.count_failure(error.failure, self.events)
-            return self._eject_for_failures(backend, condition, error, peers, is_trial)
+            condition.record_answer()
+            self.version_number += 1
+        if error is not None and error.is_fault_of_backend and (proves_generation or error.failure is Failure.CONNECT):
+            condition.breaker.count_failure(error.failure, self.event_count)
+            return self._eject_for_failures(backend, condition, error, other_backends, is_trial)
         if error is not None and error.is_refusal:
-            condition.breaker.note_connection()
-            if is_proof:
-                condition.breaker.note_refusal(self.events)
-            transition = self._eject_for_refusals(backend, condition, error, peers, is_trial, refusals)
+            condition.breaker.record_accepted_connection()
+            if proves_generation:
+                condition.breaker.record_refusal(self.event_count)
+            transition = self._eject_for_refusals(backend, condition, error, other_backends, is_trial, refusal_count)
             if transition is not None:
                 return transition
-        elif is_proof:
+        elif proves_generation:
             condition.breaker.reset_failures()
             if error is None:
-                condition.breaker.note_success()
-                condition.served_at = self.events
+                condition.breaker.record_success()
+                condition.last_served_event = self.event_count
         else:
-            condition.breaker.note_connection()
+            condition.breaker.record_accepted_connection()
         if old is HealthState.UP:
             return None
-        condition.note_connection(self._clock())
+        condition.record_accepted_connection(self._clock())
         if error is None:
-            if is_trial and is_proof:
-                condition.breaker.close(self._clock())
-            is_only_slow = condition.verdict is HealthState.DOWN and condition.is_slow and is_proof
-            if condition.verdict is HealthState.UNKNOWN or is_only_slow:
-                condition.set_verdict(HealthState.UP, self._clock(), self._checks())
-        return self._changed(backend, condition, old, "served a request")
+            if is_trial and proves_generation:
+                condition.breaker.close_breaker(self._clock())
+            is_only_slow = condition.probe_verdict is HealthState.DOWN and condition.is_slow and proves_generation
+            if condition.probe_verdict is HealthState.UNKNOWN or is_only_slow:
+                condition.set_probe_verdict(HealthState.UP, self._clock(), self._get_health_checks())
+        return self._apply_transition(backend, condition, old, "served a request")
 
     def on_stall(
-        self, backend: Backend, peers: Collection[Backend], reason: str = "sends nothing while others do"
+        self, backend: Backend, other_backends: Collection[Backend], reason: str = "sends nothing while others do"
     ) -> Transition | None:
         """Eject a backend that sends nothing on its streams although it should."""
-        condition = self._condition(backend)
-        is_out = condition.state in (HealthState.DOWN, HealthState.EJECTED)
-        if is_out or not self._may_eject(backend, peers):
+        condition = self._health_of(backend)
+        is_out = condition.health_state in (HealthState.DOWN, HealthState.EJECTED)
+        if is_out or not self._may_eject(backend, other_backends):
             return None
-        return self._eject(backend, condition, "stall", reason)
+        return self._eject_backend(backend, condition, "stall", reason)
 
-    def on_peer_verdict(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
+    def on_peer_verdict(self, backend: Backend, other_backends: Collection[Backend]) -> Transition | None:
         """Check a backend that another gateway has found unhealthy, if enough other backends are left.
 
         The verdict is not proof. So the backend gets no request until a probe has passed, and then one as a trial.
         """
-        condition = self._condition(backend)
-        if not condition.is_eligible or not self._may_eject(backend, peers):
+        condition = self._health_of(backend)
+        if not condition.is_eligible or not self._may_eject(backend, other_backends):
             return None
-        old = condition.state
-        seconds = condition.breaker.eject_on_peer_verdict(self._clock(), self._checks())
-        self.due = min(self.due, condition.breaker.until)
+        old = condition.health_state
+        seconds = condition.breaker.eject_on_peer_verdict(self._clock(), self._get_health_checks())
+        self.next_change_at = min(self.next_change_at, condition.breaker.ejected_until)
         reason = f"another gateway has found it unhealthy; until a health check has passed, or for {seconds:.0f} s"
-        return self._changed(backend, condition, old, reason, "other_gateway")
+        return self._apply_transition(backend, condition, old, reason, "other_gateway")
 
     def begin_trial(self, backend: Backend) -> int:
         """Begin a trial of a backend on probation, and return its number."""
-        self._trials += 1
-        self._condition(backend).breaker.trial = self._trials
-        self.version += 1
-        return self._trials
+        self._trial_count += 1
+        self._health_of(backend).breaker.trial_number = self._trial_count
+        self.version_number += 1
+        return self._trial_count
 
-    def abandon_trial(self, backend: Backend, trial: int) -> None:
+    def abandon_trial(self, backend: Backend, trial_number: int) -> None:
         """End a trial that has shown nothing, so that the next request is a trial."""
-        self._end_trial(self._condition(backend), trial)
+        self._end_trial(self._health_of(backend), trial_number)
 
-    def advance(self) -> Sequence[Transition]:
+    def make_due_changes(self) -> Sequence[Transition]:
         """Make the changes that are due by now, and return them. Costs one comparison while none is due."""
-        if self.due == math.inf or (now := self._clock()) < self.due:
+        if self.next_change_at == math.inf or (now := self._clock()) < self.next_change_at:
             return ()
-        self.due = math.inf
+        self.next_change_at = math.inf
         released = []
-        for backend, condition in self.conditions.items():
+        for backend, condition in self.health_by_backend.items():
             if condition.breaker.phase is BreakerPhase.EJECTED:
-                if condition.breaker.until <= now:
-                    released.append(self._release(backend, condition, "the next request decides"))
+                if condition.breaker.ejected_until <= now:
+                    released.append(self._begin_probation(backend, condition, "the next request decides"))
                 else:
-                    self.due = min(self.due, condition.breaker.until)
-            if condition.back_since is not None:
-                full_at = condition.back_since + self._checks().slow_start_seconds
+                    self.next_change_at = min(self.next_change_at, condition.breaker.ejected_until)
+            if condition.recovered_at is not None:
+                full_at = condition.recovered_at + self._get_health_checks().slow_start_seconds
                 if full_at <= now:
-                    condition.back_since = None
-                    self.version += 1
+                    condition.recovered_at = None
+                    self.version_number += 1
                 else:
-                    self.due = min(self.due, full_at)
+                    self.next_change_at = min(self.next_change_at, full_at)
         return [transition for transition in released if transition is not None]
 
-    def release_if_last(self, peers: Collection[Backend]) -> Sequence[Transition]:
+    def release_last_ejected(self, other_backends: Collection[Backend]) -> Sequence[Transition]:
         """Put ejected backends on probation early if no other backend is left, because the others went down or left."""
-        conditions = {peer: self._condition(peer) for peer in peers}
-        if any(c.is_eligible or c.state is HealthState.PROBATION for c in conditions.values()):
+        conditions = {peer: self._health_of(peer) for peer in other_backends}
+        if any(c.is_eligible or c.health_state is HealthState.PROBATION for c in conditions.values()):
             return ()
         released = [
-            self._release(peer, condition, "no other backend is left")
+            self._begin_probation(peer, condition, "no other backend is left")
             for peer, condition in conditions.items()
-            if condition.state is HealthState.EJECTED
+            if condition.health_state is HealthState.EJECTED
         ]
         return [transition for transition in released if transition is not None]
 
-    def note_facts(self, backend: Backend, facts: EngineFacts) -> None:
+    def set_engine_facts(self, backend: Backend, facts: EngineFacts) -> None:
         """Keep the facts about an engine that passes its health checks, until it goes down."""
-        if self.of(backend).passes_probes:
-            self._condition(backend).facts = facts
-            self.version += 1
+        if self.health_of(backend).passes_probes:
+            self._health_of(backend).engine_facts = facts
+            self.version_number += 1
 
-    def forget(self, backend: Backend) -> None:
+    def forget_backend(self, backend: Backend) -> None:
         """Drop the state of a backend that has left. If it returns, it is unknown."""
-        self.leaving -= {backend}
-        self._board.note_work(backend, 0.0)
-        if self.conditions.pop(backend, None) is not None:
-            self.version += 1
+        self.leaving_backends -= {backend}
+        self._health_board.record_output_time(backend, 0.0)
+        if self.health_by_backend.pop(backend, None) is not None:
+            self.version_number += 1
 
     # State
 
-    def of(self, backend: Backend) -> BackendHealth:
+    def health_of(self, backend: Backend) -> BackendHealth:
         """Return the health of a backend, which the caller must not change."""
-        return self.conditions.get(backend, _UNKNOWN_BACKEND)
+        return self.health_by_backend.get(backend, _UNKNOWN_BACKEND)
 
-    def share_percent(self, backend: Backend) -> int:
+    def request_share_percent(self, backend: Backend) -> int:
         """Return the share of its requests that a backend gets now, in percent. It is below 100 after it came back."""
-        return self.of(backend).share_percent(self._clock(), self._checks().slow_start_seconds)
+        return self.health_of(backend).request_share_percent(
+            self._clock(), self._get_health_checks().slow_start_seconds
+        )
 
     # Details
 
-    def _condition(self, backend: Backend) -> BackendHealth:
-        condition = self.conditions.get(backend)
+    def _health_of(self, backend: Backend) -> BackendHealth:
+        condition = self.health_by_backend.get(backend)
         if condition is None:
-            condition = self.conditions[backend] = BackendHealth()
+            condition = self.health_by_backend[backend] = BackendHealth()
         return condition
 
-    def _update_worked_at(self, backend: Backend, condition: BackendHealth, now: float) -> None:
-        """Update `worked_at` from this worker's requests and from the other workers, and share it with them."""
-        if condition.served_at != condition.seen_served_at:
-            condition.seen_served_at = condition.served_at
-            condition.worked_at = now
-        of_others = self._board.worked_at(backend)
-        if condition.worked_at > of_others:
-            self._board.note_work(backend, condition.worked_at)
+    def _update_last_output_at(self, backend: Backend, condition: BackendHealth, now: float) -> None:
+        """Update `last_output_at` from this worker's requests and from the other workers, and share it with them."""
+        if condition.last_served_event != condition.previous_served_event:
+            condition.previous_served_event = condition.last_served_event
+            condition.last_output_at = now
+        of_others = self._health_board.last_output_at(backend)
+        if condition.last_output_at > of_others:
+            self._health_board.record_output_time(backend, condition.last_output_at)
         else:
-            condition.worked_at = of_others
+            condition.last_output_at = of_others
 
     def _end_trial(self, condition: BackendHealth, trial: int) -> bool:
         """End a trial, and return whether it was the current one, not one from before the last ejection."""
-        if not trial or trial != condition.breaker.trial:
+        if not trial or trial != condition.breaker.trial_number:
             return False
-        condition.breaker.trial = 0
-        self.version += 1
+        condition.breaker.trial_number = 0
+        self.version_number += 1
         return True
 
     def _eject_for_failures(
@@ -419,15 +438,17 @@ class Health:
         A failure on a backend that is already out does not count, because its request was sent before.
         """
         breaker = condition.breaker
-        cause: Cause | None = None
+        cause: EjectionCause | None = None
         if breaker.phase is BreakerPhase.CLOSED:
-            others_served_at = max((self.of(peer).served_at for peer in peers), default=0)
-            cause = breaker.cause_to_eject(self._checks().eject_after, others_served_at)
+            others_served_at = max((self.health_of(peer).last_served_event for peer in peers), default=0)
+            cause = breaker.find_ejection_cause(self._get_health_checks().eject_after, others_served_at)
         elif is_trial:
             cause = _CAUSE_OF_FAILED_TRIAL.get(error.failure, "failures")
-        if cause is None or condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
+        if cause is None or condition.probe_verdict is HealthState.DOWN or not self._may_eject(backend, peers):
             return None
-        return self._eject(backend, condition, cause, f"{error.describe()}, {breaker.failures} failures in a row")
+        return self._eject_backend(
+            backend, condition, cause, f"{error.describe()}, {breaker.failure_count} failures in a row"
+        )
 
     def _eject_for_refusals(
         self,
@@ -439,50 +460,61 @@ class Health:
         refusals: int,
     ) -> Transition | None:
         """Eject a backend that refuses requests that others serve."""
-        others_served_at = max((self.of(peer).served_at for peer in peers if peer != backend), default=0)
+        others_served_at = max((self.health_of(peer).last_served_event for peer in peers if peer != backend), default=0)
         is_judged = is_trial or condition.breaker.phase is BreakerPhase.CLOSED
-        if not is_judged or not condition.breaker.must_eject_for_refusals(refusals, others_served_at):
+        if not is_judged or not condition.breaker.should_eject_for_refusals(refusals, others_served_at):
             return None
-        if condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
+        if condition.probe_verdict is HealthState.DOWN or not self._may_eject(backend, peers):
             return None
-        return self._eject(backend, condition, "refuses", f"{error.describe()}, while others serve")
+        return self._eject_backend(backend, condition, "refuses", f"{error.describe()}, while others serve")
 
     def _may_eject(self, backend: Backend, peers: Collection[Backend]) -> bool:
-        others = [self.of(peer) for peer in peers if peer != backend]
+        others = [self.health_of(peer) for peer in peers if peer != backend]
         is_enabled = len(others) < len(peers)
         if not is_enabled or not any(other.is_eligible for other in others):
             return False
-        share = self._checks().max_ejected_share
+        share = self._get_health_checks().max_ejected_share
         max_ejected = max(1, int(len(peers) * share + 1e-9)) if share else 0
         return sum(other.breaker.phase is not BreakerPhase.CLOSED for other in others) < max_ejected
 
-    def _eject(self, backend: Backend, condition: BackendHealth, cause: Cause, reason: str) -> Transition | None:
-        old = condition.state
-        seconds = condition.breaker.eject(cause, self._clock(), self._checks(), self._rng.uniform(*_JITTER))
-        self.due = min(self.due, condition.breaker.until)
+    def _eject_backend(
+        self, backend: Backend, condition: BackendHealth, cause: EjectionCause, reason: str
+    ) -> Transition | None:
+        old = condition.health_state
+        seconds = condition.breaker.eject_backend(
+            cause, self._clock(), self._get_health_checks(), self._random_source.uniform(*_JITTER)
+        )
+        self.next_change_at = min(self.next_change_at, condition.breaker.ejected_until)
         if condition.breaker.ends_with_connection:
-            condition.facts = None  # the engine may return with another version
-        return self._changed(backend, condition, old, f"{reason}, for {seconds:.0f} s", cause)
+            condition.engine_facts = None  # the engine may return with another version
+        return self._apply_transition(backend, condition, old, f"{reason}, for {seconds:.0f} s", cause)
 
-    def _release(self, backend: Backend, condition: BackendHealth, reason: str) -> Transition | None:
-        old = condition.state
-        condition.breaker.release()
-        return self._changed(backend, condition, old, reason)
+    def _begin_probation(self, backend: Backend, condition: BackendHealth, reason: str) -> Transition | None:
+        old = condition.health_state
+        condition.breaker.begin_probation()
+        return self._apply_transition(backend, condition, old, reason)
 
-    def _changed(
-        self, backend: Backend, condition: BackendHealth, old: HealthState, reason: str, cause: Cause | None = None
+    def _apply_transition(
+        self,
+        backend: Backend,
+        condition: BackendHealth,
+        old: HealthState,
+        reason: str,
+        cause: EjectionCause | None = None,
     ) -> Transition | None:
         """Return the transition from `old` and apply its consequences, or return None if the state is the same."""
-        new = condition.state
+        new = condition.health_state
         if new is old:
             return None
-        self.version += 1
-        condition.reason, condition.changed_at = reason, self._clock()
-        condition.back_since = None
+        self.version_number += 1
+        condition.state_reason, condition.state_changed_at = reason, self._clock()
+        condition.recovered_at = None
         if new is HealthState.UP:
-            was_doubted, condition.breaker.is_doubted = condition.breaker.is_doubted, False
+            was_doubted, condition.breaker.is_doubted_by_peer = condition.breaker.is_doubted_by_peer, False
             if (old is not HealthState.UNKNOWN and not was_doubted) or condition.awaits_first_probe:
-                condition.back_since = self._clock()
-                self.due = min(self.due, condition.back_since + self._checks().slow_start_seconds)
+                condition.recovered_at = self._clock()
+                self.next_change_at = min(
+                    self.next_change_at, condition.recovered_at + self._get_health_checks().slow_start_seconds
+                )
             condition.awaits_first_probe = False
         return Transition(backend, old, new, reason, cause)

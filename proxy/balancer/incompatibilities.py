@@ -56,9 +56,9 @@ class Incompatibility:
     """One incompatibility of an instance with the fleet."""
 
     kind: IncompatibilityKind
-    hint: str
+    problem_text: str
     """Problem, and what to check."""
-    since: float
+    found_at: float
     """Time of the finding, in seconds of the monotonic clock that all workers share."""
 
 
@@ -81,143 +81,151 @@ class Incompatibilities:
         self._clock = clock
         self._max_findings = max_findings
         capacity_bytes = max_findings * _BYTES_PER_FINDING + (slots + _MAX_PAIRS) * _BYTES_PER_VERDICT
-        self._shared = SharedValue("list of incompatibilities", capacity_bytes)
-        self.versions = self._shared.head
+        self._shared_value = SharedValue("list of incompatibilities", capacity_bytes)
+        self.version_cells = self._shared_value.head_cells
         """The first cell increases with every change by any worker."""
         self._read_version = -1
-        self._findings: dict[str, dict[IncompatibilityKind, Incompatibility]] = {}
+        self._findings_by_backend: dict[str, dict[IncompatibilityKind, Incompatibility]] = {}
         """Findings by the name of the backend, which has one role."""
-        self._verdicts: dict[str, HandoffVerdict] = {}
-        self._pairs: dict[str, dict[str, HandoffVerdict]] = {}
+        self._verdicts_by_decoder: dict[str, HandoffVerdict] = {}
+        self._pair_verdicts: dict[str, dict[str, HandoffVerdict]] = {}
         """Verdicts by the name of the decoder, then of the prefiller."""
         self._divided: dict[str, dict[str, HandoffVerdict]] = {}
         """Pairs of the decoders whose pairs do not all have the decoder's verdict."""
-        with self._shared.exclusive():
-            self._write()
+        with self._shared_value.hold_writer_lock():
+            self._write_shared_value()
 
-    def of(self, backend: Backend) -> Sequence[Incompatibility]:
+    def incompatibilities_of(self, backend: Backend) -> Sequence[Incompatibility]:
         """Return the incompatibilities of a backend."""
-        self._read()
-        return tuple(self._findings.get(backend.name, {}).values())
+        self._read_shared_value()
+        return tuple(self._findings_by_backend.get(backend.name, {}).values())
 
-    def has(self, backend: Backend, kind: IncompatibilityKind) -> bool:
+    def has_finding(self, backend: Backend, kind: IncompatibilityKind) -> bool:
         """Return whether there is a finding of this kind about a backend."""
-        if self.versions[0] != self._read_version:
-            self._read()
-        return bool(self._findings) and kind in self._findings.get(backend.name, ())
+        if self.version_cells[0] != self._read_version:
+            self._read_shared_value()
+        return bool(self._findings_by_backend) and kind in self._findings_by_backend.get(backend.name, ())
 
-    def has_any(self, kind: IncompatibilityKind) -> bool:
+    def has_any_finding(self, kind: IncompatibilityKind) -> bool:
         """Return whether there is a finding of this kind about any backend."""
-        self._read()
-        return any(kind in findings for findings in self._findings.values())
+        self._read_shared_value()
+        return any(kind in findings for findings in self._findings_by_backend.values())
 
-    def verdict(self, decoder: Backend, prefiller: Backend | None = None) -> HandoffVerdict:
+    def handoff_verdict(self, decoder: Backend, prefiller: Backend | None = None) -> HandoffVerdict:
         """Return the verdict on KV handoffs to a decoder.
 
         With `prefiller`, return that of the pair, or of the decoder if there is none for the pair.
         """
-        if self.versions[0] != self._read_version:
-            self._read()
-        verdict = self._verdicts.get(decoder.name, HandoffVerdict.UNKNOWN)
+        if self.version_cells[0] != self._read_version:
+            self._read_shared_value()
+        verdict = self._verdicts_by_decoder.get(decoder.name, HandoffVerdict.UNKNOWN)
         if self._divided and prefiller is not None:
             return self._divided.get(decoder.name, {}).get(prefiller.name, verdict)
         return verdict
 
-    def pairs(self, decoder: Backend) -> Mapping[str, HandoffVerdict]:
+    def pair_verdicts(self, decoder: Backend) -> Mapping[str, HandoffVerdict]:
         """Return the verdicts on handoffs from single prefillers to a decoder, by the prefiller's name."""
-        self._read()
-        return self._pairs.get(decoder.name, {})
+        self._read_shared_value()
+        return self._pair_verdicts.get(decoder.name, {})
 
-    def add(self, backend: Backend, kind: IncompatibilityKind, hint: str) -> bool:
+    def add_finding(self, backend: Backend, kind: IncompatibilityKind, problem_text: str) -> bool:
         """Record a finding, and return whether it is new and must be logged."""
-        if self.has(backend, kind):
+        if self.has_finding(backend, kind):
             return False
-        with self._shared.exclusive():
-            self._read()
-            findings = self._findings.setdefault(backend.name, {})
+        with self._shared_value.hold_writer_lock():
+            self._read_shared_value()
+            findings = self._findings_by_backend.setdefault(backend.name, {})
             if kind in findings:
                 return False
-            findings[kind] = Incompatibility(kind, hint[:_MAX_HINT], self._clock())
-            if sum(map(len, self._findings.values())) > self._max_findings:
+            findings[kind] = Incompatibility(kind, problem_text[:_MAX_HINT], self._clock())
+            if sum(map(len, self._findings_by_backend.values())) > self._max_findings:
                 del findings[kind]
                 return True
-            self._write()
+            self._write_shared_value()
             return True
 
-    def remove(self, backend: Backend, kind: IncompatibilityKind) -> bool:
+    def remove_finding(self, backend: Backend, kind: IncompatibilityKind) -> bool:
         """Remove a finding, and return whether that is new and must be logged."""
-        if not self.has(backend, kind):
+        if not self.has_finding(backend, kind):
             return False
-        with self._shared.exclusive():
-            self._read()
-            findings = self._findings.get(backend.name, {})
+        with self._shared_value.hold_writer_lock():
+            self._read_shared_value()
+            findings = self._findings_by_backend.get(backend.name, {})
             if findings.pop(kind, None) is None:
                 return False
             if not findings:
-                del self._findings[backend.name]
-            self._write()
+                del self._findings_by_backend[backend.name]
+            self._write_shared_value()
             return True
 
-    def judge(
-        self, decoder: Backend, verdict: HandoffVerdict, pairs: Mapping[str, HandoffVerdict] | None = None
+    def record_handoff_verdict(
+        self,
+        decoder: Backend,
+        handoff_verdict: HandoffVerdict,
+        pair_verdicts: Mapping[str, HandoffVerdict] | None = None,
     ) -> None:
         """Record the verdict on a decoder, and those on its pairs by the prefiller's name."""
-        pairs = {} if pairs is None else dict(pairs)
-        if self.verdict(decoder) is verdict and self._pairs.get(decoder.name, {}) == pairs:
+        pair_verdicts = {} if pair_verdicts is None else dict(pair_verdicts)
+        if (
+            self.handoff_verdict(decoder) is handoff_verdict
+            and self._pair_verdicts.get(decoder.name, {}) == pair_verdicts
+        ):
             return
-        with self._shared.exclusive():
-            self._read()
-            self._verdicts[decoder.name], self._pairs[decoder.name] = verdict, pairs
-            if verdict is HandoffVerdict.UNKNOWN and not pairs:
-                del self._verdicts[decoder.name], self._pairs[decoder.name]
-            elif sum(map(len, self._pairs.values())) > _MAX_PAIRS:
-                self._pairs[decoder.name] = {}
-            self._write()
+        with self._shared_value.hold_writer_lock():
+            self._read_shared_value()
+            self._verdicts_by_decoder[decoder.name], self._pair_verdicts[decoder.name] = handoff_verdict, pair_verdicts
+            if handoff_verdict is HandoffVerdict.UNKNOWN and not pair_verdicts:
+                del self._verdicts_by_decoder[decoder.name], self._pair_verdicts[decoder.name]
+            elif sum(map(len, self._pair_verdicts.values())) > _MAX_PAIRS:
+                self._pair_verdicts[decoder.name] = {}
+            self._write_shared_value()
 
-    def forget(self, backend: Backend) -> None:
+    def forget_backend(self, backend: Backend) -> None:
         """Drop all findings and verdicts of a backend that has left."""
-        self._read()
+        self._read_shared_value()
         if not any(
             (
-                backend.name in self._findings,
-                backend.name in self._verdicts,
-                *(backend.name in pairs for pairs in self._pairs.values()),
+                backend.name in self._findings_by_backend,
+                backend.name in self._verdicts_by_decoder,
+                *(backend.name in pairs for pairs in self._pair_verdicts.values()),
             )
         ):
             return
-        with self._shared.exclusive():
-            self._read()
-            self._findings.pop(backend.name, None)
-            self._verdicts.pop(backend.name, None)
-            self._pairs.pop(backend.name, None)
-            for pairs in self._pairs.values():
+        with self._shared_value.hold_writer_lock():
+            self._read_shared_value()
+            self._findings_by_backend.pop(backend.name, None)
+            self._verdicts_by_decoder.pop(backend.name, None)
+            self._pair_verdicts.pop(backend.name, None)
+            for pairs in self._pair_verdicts.values():
                 pairs.pop(backend.name, None)
-            self._write()
+            self._write_shared_value()
 
-    def _read(self) -> None:
-        if self._shared.version == self._read_version:
+    def _read_shared_value(self) -> None:
+        if self._shared_value.current_version == self._read_version:
             return
-        self._read_version, (incompatibilities, verdicts) = self._shared.read()
-        self._findings, self._verdicts, self._pairs = {}, {}, {}
+        self._read_version, (incompatibilities, verdicts) = self._shared_value.read_version_and_value()
+        self._findings_by_backend, self._verdicts_by_decoder, self._pair_verdicts = {}, {}, {}
         for name, verdict, pairs in verdicts:
-            self._verdicts[name] = HandoffVerdict(verdict)
-            self._pairs[name] = {prefiller: HandoffVerdict(of_pair) for prefiller, of_pair in pairs.items()}
+            self._verdicts_by_decoder[name] = HandoffVerdict(verdict)
+            self._pair_verdicts[name] = {prefiller: HandoffVerdict(of_pair) for prefiller, of_pair in pairs.items()}
         self._divided = {
-            name: pairs for name, pairs in self._pairs.items() if set(pairs.values()) - {self._verdicts[name]}
+            name: pairs
+            for name, pairs in self._pair_verdicts.items()
+            if set(pairs.values()) - {self._verdicts_by_decoder[name]}
         }
         for name, kind, hint, since in incompatibilities:
-            self._findings.setdefault(name, {})[IncompatibilityKind(kind)] = Incompatibility(
+            self._findings_by_backend.setdefault(name, {})[IncompatibilityKind(kind)] = Incompatibility(
                 IncompatibilityKind(kind), hint, since
             )
 
-    def _write(self) -> None:
+    def _write_shared_value(self) -> None:
         incompatibilities: list[Any] = [
-            (name, finding.kind, finding.hint, finding.since)
-            for name, findings in self._findings.items()
+            (name, finding.kind, finding.problem_text, finding.found_at)
+            for name, findings in self._findings_by_backend.items()
             for finding in findings.values()
         ]
-        verdicts = [(name, verdict, self._pairs[name]) for name, verdict in self._verdicts.items()]
-        self._shared.write((incompatibilities, verdicts))
+        verdicts = [(name, verdict, self._pair_verdicts[name]) for name, verdict in self._verdicts_by_decoder.items()]
+        self._shared_value.write_value((incompatibilities, verdicts))
 
 
 NO_KV_PARAMS: Final = (
@@ -256,28 +264,28 @@ class CompatibilityMonitor:
         on_missing_report: Callable[[Backend], None] = lambda _: None,
     ) -> None:
         self.incompatibilities = incompatibilities
-        self._row = row
-        self._keys = keys
+        self._load_row = row
+        self._engine_keys = keys
         self._on_change = on_change
         self._on_missing_report = on_missing_report
-        self.missing_reports: dict[Backend, int] = {}
+        self.missing_cache_reports: dict[Backend, int] = {}
         """Number of answers without cached tokens, by prefiller, of prompts that were predicted to be cached."""
-        self.versions = incompatibilities.versions
-        self.takes_key_at = -1
+        self.version_cells = incompatibilities.version_cells
+        self.key_checked_at_version = -1
         """Version of the table at which all backends accepted the key, so that no lookup is needed. -1: none yet."""
-        self._without_params: dict[Backend, int] = {}  # consecutive answers
+        self._prefills_without_params: dict[Backend, int] = {}  # consecutive answers
 
-    def report(self, backend: Backend, kind: IncompatibilityKind, hint: str | None) -> None:
-        """Record a finding, or its end if `hint` is None."""
+    def set_finding(self, backend: Backend, kind: IncompatibilityKind, problem_text: str | None) -> None:
+        """Record a finding, or its end if `problem_text` is None."""
         is_news = (
-            self.incompatibilities.remove(backend, kind)
-            if hint is None
-            else self.incompatibilities.add(backend, kind, hint)
+            self.incompatibilities.remove_finding(backend, kind)
+            if problem_text is None
+            else self.incompatibilities.add_finding(backend, kind, problem_text)
         )
         if is_news:
-            self._on_change(backend, kind, hint)
+            self._on_change(backend, kind, problem_text)
 
-    def note_handoff(self, prefiller: Backend, decoder: Backend, tokens: int, least_tokens: int) -> HandoffVerdict:
+    def record_handoff(self, prefiller: Backend, decoder: Backend, tokens: int, min_tokens: int) -> HandoffVerdict:
         """Count a handoff that a decoder has answered, and return the verdict on its pair.
 
         Args:
@@ -286,28 +294,28 @@ class CompatibilityMonitor:
             tokens: Estimated length of the prompt.
             least_tokens: Prompts that are shorter are not counted, because their KV may come from the decoder's cache.
         """
-        if tokens >= least_tokens:
-            self._row.count_handoff(prefiller.slot, decoder.slot, tokens)
-        return self.incompatibilities.verdict(decoder, prefiller)
+        if tokens >= min_tokens:
+            self._load_row.count_handoff(prefiller.slot, decoder.slot, tokens)
+        return self.incompatibilities.handoff_verdict(decoder, prefiller)
 
-    def note_prefill(self, prefiller: Backend, has_params: bool) -> None:
+    def record_prefill(self, prefiller: Backend, has_params: bool) -> None:
         """Record a prefiller's answer, and whether it has KV parameters for a decoder."""
         if has_params:
-            if self._without_params:
-                self._without_params.pop(prefiller, None)
-            if self.incompatibilities.has(prefiller, IncompatibilityKind.NO_KV_PARAMS):
-                self.report(prefiller, IncompatibilityKind.NO_KV_PARAMS, None)
+            if self._prefills_without_params:
+                self._prefills_without_params.pop(prefiller, None)
+            if self.incompatibilities.has_finding(prefiller, IncompatibilityKind.NO_KV_PARAMS):
+                self.set_finding(prefiller, IncompatibilityKind.NO_KV_PARAMS, None)
             return
-        count = self._without_params[prefiller] = self._without_params.get(prefiller, 0) + 1
+        count = self._prefills_without_params[prefiller] = self._prefills_without_params.get(prefiller, 0) + 1
         if count >= _LEAST_WITHOUT_PARAMS:
-            self.report(prefiller, IncompatibilityKind.NO_KV_PARAMS, NO_KV_PARAMS)
+            self.set_finding(prefiller, IncompatibilityKind.NO_KV_PARAMS, NO_KV_PARAMS)
 
-    def note_cache_report(self, prefiller: Backend, predicted_tokens: int, cached_tokens: int | None) -> None:
+    def record_cache_report(self, prefiller: Backend, predicted_tokens: int, cached_tokens: int | None) -> None:
         """Record the cached tokens that a prefiller reports. None: it reports none, as vLLM before 0.32 does for 0.
 
         `predicted_tokens`: tokens of the prompt that were predicted to be cached.
         """
-        missing = self.missing_reports
+        missing = self.missing_cache_reports
         if cached_tokens is not None:
             missing.pop(prefiller, None)
         elif predicted_tokens >= _LEAST_PREDICTED_TOKENS:
@@ -315,20 +323,20 @@ class CompatibilityMonitor:
             if count == _LEAST_WITHOUT_REPORT:
                 self._on_missing_report(prefiller)
 
-    def note_rejected_key(self, backend: Backend) -> None:
+    def record_rejected_key(self, backend: Backend) -> None:
         """Record that a backend answered 401 and has not served a request yet."""
-        self.report(backend, IncompatibilityKind.ENGINE_KEY, self._keys.advice(backend))
+        self.set_finding(backend, IncompatibilityKind.ENGINE_KEY, self._engine_keys.advice_after_401(backend))
 
-    def note_success(self, backend: Backend) -> None:
+    def record_success(self, backend: Backend) -> None:
         """Record that a backend has served a request, so it accepts its key."""
-        version = self.versions[0]
-        if self.incompatibilities.has(backend, IncompatibilityKind.ENGINE_KEY):
-            self.report(backend, IncompatibilityKind.ENGINE_KEY, None)
-        elif not self.incompatibilities.has_any(IncompatibilityKind.ENGINE_KEY):
-            self.takes_key_at = version
+        version = self.version_cells[0]
+        if self.incompatibilities.has_finding(backend, IncompatibilityKind.ENGINE_KEY):
+            self.set_finding(backend, IncompatibilityKind.ENGINE_KEY, None)
+        elif not self.incompatibilities.has_any_finding(IncompatibilityKind.ENGINE_KEY):
+            self.key_checked_at_version = version
 
-    def forget(self, backend: Backend) -> None:
+    def forget_backend(self, backend: Backend) -> None:
         """Drop the findings of a backend that has left."""
-        self._without_params.pop(backend, None)
-        self.missing_reports.pop(backend, None)
-        self.incompatibilities.forget(backend)
+        self._prefills_without_params.pop(backend, None)
+        self.missing_cache_reports.pop(backend, None)
+        self.incompatibilities.forget_backend(backend)

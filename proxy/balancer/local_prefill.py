@@ -20,7 +20,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.pick import PendingSamples
-from proxy.balancer.policies.prefill_cost import PrefillCost, RecordKind, kind_and_slot, unpacked
+from proxy.balancer.policies.prefill_cost import PrefillCost, RecordKind, kind_and_slot, unpack_record
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ class LocalChoice:
     """Decision that a decoder computes a prompt without a prefiller."""
 
     decoder: Backend
-    prompt: PromptCosts
-    is_idle: bool
+    prompt_costs: PromptCosts
+    is_decoder_idle: bool
     """Whether the decoder writes no answers."""
-    harm: float
+    harm_per_second: float
     """Cost of the stalled answers of this decoder, as a share of the prefill time."""
-    instead_seconds: float
+    prefiller_seconds: float
     """Predicted time to first token with a prefiller and a handoff, and what queued requests lose meanwhile."""
 
 
@@ -79,9 +79,9 @@ class LocalChoice:
 class FirstToken:
     """The time of an answer's first token."""
 
-    at: float
+    received_at: float
     """Its time on the clock of the pools."""
-    seconds: float
+    seconds_since_start: float
     """Time since the request to the decoder, or with a prefiller since its response."""
 
 
@@ -89,12 +89,12 @@ class FirstToken:
 class _Computed:
     """A prompt that a decoder has computed itself."""
 
-    name: str
+    decoder_name: str
     """Name of the decoder."""
-    uncached: float
-    cached: float
-    seconds: float
-    choice: LocalChoice
+    uncached_tokens: float
+    cached_tokens: float
+    prefill_seconds: float
+    local_choice: LocalChoice
 
 
 class LocalPrefill:
@@ -105,70 +105,85 @@ class LocalPrefill:
 
         `journal`: has the cache counts of decoders. None: they publish no KV events.
         """
-        self._tried_tokens = _FIRST_TOKENS / 2
-        self._prefill = prefill
-        self._decode = decode
+        self._longest_tried_tokens = _FIRST_TOKENS / 2
+        self._prefill_policy = prefill
+        self._decode_policy = decode
         self._journal = journal
-        self.cost = PrefillCost()
+        self.prefill_cost = PrefillCost()
         """Prefill time of decoders."""
-        self._step_wait = 0.0  # additional seconds of a prompt on a decoder with running answers
+        self._step_wait_seconds = 0.0  # additional seconds of a prompt on a decoder with running answers
         self.handoff_seconds: float | None = None
         """Mean time from the end of a prefill to the first token. None: there was no handoff yet."""
-        self._eligible: tuple[Backend, ...] = ()
-        self._cached: dict[str, CachedPrefixes] = {}  # prefixes of the eligible decoders, by name
+        self._eligible_decoders: tuple[Backend, ...] = ()
+        self._prefixes_by_decoder: dict[str, CachedPrefixes] = {}  # prefixes of the eligible decoders, by name
         context = prefill.policy.context
         self._clock = context.clock
-        self._pending: PendingSamples[_Computed | float] = PendingSamples(context)
+        self._pending_samples: PendingSamples[_Computed | float] = PendingSamples(context)
         """Prompts that decoders have computed, and handoffs in seconds."""
         self._proofs: deque[tuple[float, float]] = deque(maxlen=_PROOFS)
         """Times of the last local prompts with their harm, and the predicted times with prefillers."""
         self._doubted_until = -inf
 
-    def faster_decoder(self, prompt: PromptCosts, max_tokens: int, *, is_careful: bool = False) -> LocalChoice | None:
+    def find_faster_decoder(
+        self, prompt: PromptCosts, max_tokens: int, *, avoids_harm: bool = False
+    ) -> LocalChoice | None:
         """Return the decoder that would compute a prompt in the least time, or None if prefillers are faster.
 
         None is also returned if times are unknown, or if the request avoids or prefers backends. Decoders at their
         saturation point or short of KV memory are not considered, and neither are those that would have to compute more
         than `max_tokens` tokens.
 
-        `is_careful`: assume that running answers stop during a prefill, until their true harm is learned.
+        `avoids_harm`: assume that running answers stop during a prefill, until their true harm is learned.
         """
-        request = prompt.request
-        self._learn()
-        if request.subject is None or request.avoid or request.prefer is not None or self.handoff_seconds is None:
+        request = prompt.pick_request
+        self._learn_pending()
+        if (
+            request.request_subject is None
+            or request.avoided_backends
+            or request.preferred_backend is not None
+            or self.handoff_seconds is None
+        ):
             return None
-        soonest = self._prefill.soonest_seconds(request)
+        soonest = self._prefill_policy.soonest_completion_seconds(request)
         if soonest is None or self._clock() < self._doubted_until:
             return None
         best: Backend | None = None
         best_harm, is_idle = 0.0, False
-        instead = least = soonest + self.handoff_seconds + self._prefill.relief_seconds(request)
-        most_tokens = min(max_tokens, 2 * self._tried_tokens)
-        harm_each = self._decode.policy.append_harm
+        instead = least = soonest + self.handoff_seconds + self._prefill_policy.queue_relief_seconds(request)
+        most_tokens = min(max_tokens, 2 * self._longest_tried_tokens)
+        harm_each = self._decode_policy.policy.append_harm_per_second
         if harm_each is None:
-            harm_each = _MAX_HARM if is_careful else _ASSUMED_HARM
-        for backend in self._refresh():
-            streams = self._decode.scoreboard.requests(backend.slot)
+            harm_each = _MAX_HARM if avoids_harm else _ASSUMED_HARM
+        for backend in self._update_eligible_decoders():
+            streams = self._decode_policy.scoreboard.open_leases(backend.slot)
             if not self._has_capacity(backend, streams, request):
                 continue
-            prefixes = self._cached[backend.name]
-            hit = prefixes.hit(prompt.keys)
-            cached = prefixes.found(prompt.ends, hit, prompt.tokens)
+            prefixes = self._prefixes_by_decoder[backend.name]
+            hit = prefixes.count_cached_pieces(prompt.prefix_keys)
+            cached = prefixes.predict_found_tokens(prompt.piece_ends, hit, prompt.prompt_tokens)
             # An idle decoder has no answers to stall.
-            if prompt.tokens - cached > (most_tokens if streams else max_tokens):
+            if prompt.prompt_tokens - cached > (most_tokens if streams else max_tokens):
                 continue
-            cached *= prefixes.trust
-            seconds = self._seconds(prompt.tokens - cached, cached) * self.cost.slowness(backend.name)
+            cached *= prefixes.hit_trust
+            seconds = self._predicted_seconds(prompt.prompt_tokens - cached, cached) * self.prefill_cost.slowness_of(
+                backend.name
+            )
             if streams:
-                seconds += self._step_wait
+                seconds += self._step_wait_seconds
             harm = harm_each * streams
             if seconds * (1 + harm) < least:
                 best, best_harm, least, is_idle = backend, harm, seconds * (1 + harm), not streams
         if best is None:
             return None
-        return LocalChoice(decoder=best, prompt=prompt, is_idle=is_idle, harm=best_harm, instead_seconds=instead)
+        return LocalChoice(
+            decoder=best,
+            prompt_costs=prompt,
+            is_decoder_idle=is_idle,
+            harm_per_second=best_harm,
+            prefiller_seconds=instead,
+        )
 
-    def note_handoff(
+    def learn_from_handoff(
         self, decoder: str, prompt: PromptCosts, first_token: FirstToken | None, answer_tokens: int
     ) -> None:
         """Learn from an answer whose prompt a prefiller has computed.
@@ -176,12 +191,16 @@ class LocalPrefill:
         `decoder` is the name of the decoder. `first_token` counts from the prefiller's response. None: it is unknown.
         """
         if first_token is not None:
-            self._pending.add(first_token.seconds, first_token.at - first_token.seconds, first_token.at)
-            self._learn()
-        if (prefixes := self._cached_by(decoder)) is not None:
-            prefixes.use(prompt.keys, prompt.ends, prompt.tokens + answer_tokens)
+            self._pending_samples.add_sample(
+                first_token.seconds_since_start,
+                first_token.received_at - first_token.seconds_since_start,
+                first_token.received_at,
+            )
+            self._learn_pending()
+        if (prefixes := self._cached_prefixes_of(decoder)) is not None:
+            prefixes.record_prompt(prompt.prefix_keys, prompt.piece_ends, prompt.prompt_tokens + answer_tokens)
 
-    def note_local_prefill(
+    def learn_from_local_prefill(
         self,
         decoder: str,
         choice: LocalChoice,
@@ -198,118 +217,141 @@ class LocalPrefill:
             answer_tokens: Length of the answer.
             prompt_counts: Tokens of the prompt, and cached tokens among these. None: they are not reported.
         """
-        if (prefixes := self._cached_by(decoder)) is None:
+        if (prefixes := self._cached_prefixes_of(decoder)) is None:
             return
-        prompt = choice.prompt
-        hit = prefixes.hit(prompt.keys)
-        expected = prefixes.found(prompt.ends, hit, prompt.tokens)
-        predicted = self._seconds(prompt.tokens - expected, expected) * self.cost.slowness(decoder)
-        if prompt_counts is None and first_token is not None and first_token.seconds > _MUCH_LONGER * predicted:
-            prompt_counts = prompt.tokens, 0
-        there = expected if prompt_counts is None else prompt.tokens * prompt_counts[1] / max(1, prompt_counts[0])
-        odometer = prefixes.odometer
-        readings = prefixes.use(prompt.keys, prompt.ends, prompt.tokens - there + answer_tokens)
+        prompt = choice.prompt_costs
+        hit = prefixes.count_cached_pieces(prompt.prefix_keys)
+        expected = prefixes.predict_found_tokens(prompt.piece_ends, hit, prompt.prompt_tokens)
+        predicted = self._predicted_seconds(prompt.prompt_tokens - expected, expected) * self.prefill_cost.slowness_of(
+            decoder
+        )
+        if (
+            prompt_counts is None
+            and first_token is not None
+            and first_token.seconds_since_start > _MUCH_LONGER * predicted
+        ):
+            prompt_counts = prompt.prompt_tokens, 0
+        there = (
+            expected if prompt_counts is None else prompt.prompt_tokens * prompt_counts[1] / max(1, prompt_counts[0])
+        )
+        odometer = prefixes.token_odometer
+        readings = prefixes.record_prompt(
+            prompt.prefix_keys, prompt.piece_ends, prompt.prompt_tokens - there + answer_tokens
+        )
         if prompt_counts is not None:
-            prefixes.tell(prompt_counts[1])
-        if prompt.keys:
-            prefixes.learn(readings, odometer, prompt.ends, expected, there)
-        tokens, cached = float(prompt.tokens), expected
+            prefixes.learn_block_size(prompt_counts[1])
+        if prompt.prefix_keys:
+            prefixes.learn_from_report(readings, odometer, prompt.piece_ends, expected, there)
+        tokens, cached = float(prompt.prompt_tokens), expected
         if prompt_counts is not None:
             tokens, cached = float(prompt_counts[0]), float(prompt_counts[1])
         if first_token is not None:
-            computed = _Computed(decoder, tokens - cached, cached, first_token.seconds, choice)
-            self._pending.add(computed, first_token.at - first_token.seconds, first_token.at)
-            self._learn()
+            computed = _Computed(decoder, tokens - cached, cached, first_token.seconds_since_start, choice)
+            self._pending_samples.add_sample(
+                computed, first_token.received_at - first_token.seconds_since_start, first_token.received_at
+            )
+            self._learn_pending()
 
-    def _learn(self) -> None:
+    def _learn_pending(self) -> None:
         """Learn from the samples for which the lag of the event loop is known."""
-        for sample, ended, is_timely in self._pending.settled():
+        for sample, ended, is_timely in self._pending_samples.take_settled():
             if not is_timely:
                 continue
             if isinstance(sample, _Computed):
-                self._take_in(sample, ended)
+                self._learn_from_prompt(sample, ended)
             else:
                 before = self.handoff_seconds
                 self.handoff_seconds = sample if before is None else before + _HANDOFF_STEP * (sample - before)
 
-    def _take_in(self, computed: _Computed, ended: float) -> None:
+    def _learn_from_prompt(self, computed: _Computed, ended_at: float) -> None:
         """Learn from a prompt that a decoder has computed, and stop using decoders if they are not faster."""
-        self._learn_time(computed)
-        if ended < self._doubted_until:
+        self._learn_prefill_time(computed)
+        if ended_at < self._doubted_until:
             return
-        took, instead = computed.seconds * (1 + computed.choice.harm), computed.choice.instead_seconds
+        took, instead = (
+            computed.prefill_seconds * (1 + computed.local_choice.harm_per_second),
+            computed.local_choice.prefiller_seconds,
+        )
         if took < instead:
-            self._tried_tokens = max(self._tried_tokens, computed.uncached)
+            self._longest_tried_tokens = max(self._longest_tried_tokens, computed.uncached_tokens)
         self._proofs.append((took, instead))
         all_took = sum([took for took, _ in self._proofs])
         all_instead = sum([instead for _, instead in self._proofs])
         if len(self._proofs) >= _ENOUGH_PROOFS and all_took >= all_instead:
-            self._doubted_until = ended + DOUBT_SECONDS
-            self._tried_tokens = _FIRST_TOKENS / 2
+            self._doubted_until = ended_at + DOUBT_SECONDS
+            self._longest_tried_tokens = _FIRST_TOKENS / 2
             self._proofs.clear()
             logger.warning(
                 "skip_prefill: paused for an hour, all prompts go to prefillers: decoders were not faster",
                 extra={"fields": {"seconds": round(all_took, 3), "prefill_seconds": round(all_instead, 3)}},
             )
 
-    def _learn_time(self, computed: _Computed) -> None:
+    def _learn_prefill_time(self, computed: _Computed) -> None:
         """Learn the time of a prompt. A part of it is the wait for the steps of running answers."""
-        name, uncached, cached, seconds = computed.name, computed.uncached, computed.cached, computed.seconds
-        if not computed.choice.is_idle:
-            waited = seconds - self._seconds(uncached, cached) * self.cost.slowness(name)
-            self._step_wait = max(0.0, self._step_wait + _WAIT_STEP * (waited - self._step_wait))
-            seconds = max(_MIN_OWN_SHARE * seconds, seconds - self._step_wait)
-        self.cost.learn(name, uncached, cached, seconds)
+        name, uncached, cached, seconds = (
+            computed.decoder_name,
+            computed.uncached_tokens,
+            computed.cached_tokens,
+            computed.prefill_seconds,
+        )
+        if not computed.local_choice.is_decoder_idle:
+            waited = seconds - self._predicted_seconds(uncached, cached) * self.prefill_cost.slowness_of(name)
+            self._step_wait_seconds = max(
+                0.0, self._step_wait_seconds + _WAIT_STEP * (waited - self._step_wait_seconds)
+            )
+            seconds = max(_MIN_OWN_SHARE * seconds, seconds - self._step_wait_seconds)
+        self.prefill_cost.learn_prefill(name, uncached, cached, seconds)
 
-    def _seconds(self, uncached: float, cached: float) -> float:
+    def _predicted_seconds(self, uncached_tokens: float, cached_tokens: float) -> float:
         """Return the predicted time of a prefill on a decoder of normal speed."""
         seconds = None
-        if self.cost.samples < _ENOUGH_TIMES:
-            seconds = self._prefill.policy.prefill_seconds(uncached, cached)
-        return self.cost.seconds(uncached, cached) if seconds is None else seconds
+        if self.prefill_cost.sample_count < _ENOUGH_TIMES:
+            seconds = self._prefill_policy.policy.predicted_prefill_seconds(uncached_tokens, cached_tokens)
+        return self.prefill_cost.predict_seconds(uncached_tokens, cached_tokens) if seconds is None else seconds
 
     def _has_capacity(self, backend: Backend, streams: int, request: PickRequest) -> bool:
         """Return whether a decoder is below its limit and saturation point and has KV memory, as far as known."""
-        decode = self._decode
-        bounds = (decode.limit(backend), decode.policy.most_running(backend))
+        decode = self._decode_policy
+        bounds = (decode.running_limit(backend), decode.policy.learned_max_running(backend))
         if any(bound is not None and streams >= bound for bound in bounds):
             return False
-        facts = decode.health.of(backend).facts
-        if facts is None or facts.kv_tokens is None:
+        facts = decode.health.health_of(backend).engine_facts
+        if facts is None or facts.kv_memory_tokens is None:
             return True
         return (
-            decode.scoreboard.load(backend.slot).kv_tokens + request.decode.kv_tokens <= _MAX_KV_SHARE * facts.kv_tokens
+            decode.scoreboard.load_of(backend.slot).kv_tokens + request.decode_load.kv_tokens
+            <= _MAX_KV_SHARE * facts.kv_memory_tokens
         )
 
-    def _refresh(self) -> tuple[Backend, ...]:
+    def _update_eligible_decoders(self) -> tuple[Backend, ...]:
         """Update the prefixes of the eligible decoders, and return these. A decoder that was away has none."""
-        eligible = self._decode.eligible()
-        if eligible is not self._eligible:
-            self._eligible, before = eligible, self._cached
+        eligible = self._decode_policy.eligible_backends()
+        if eligible is not self._eligible_decoders:
+            self._eligible_decoders, before = eligible, self._prefixes_by_decoder
             names = [backend.name for backend in eligible]
-            self._cached = {name: before.get(name) or _new_prefixes() for name in names}
-            for name in before.keys() - self._cached.keys():
-                self.cost.forget(name)
+            self._prefixes_by_decoder = {name: before.get(name) or _new_prefixes() for name in names}
+            for name in before.keys() - self._prefixes_by_decoder.keys():
+                self.prefill_cost.forget_backend(name)
         if self._journal is not None and self._journal.has_new_records:
             self._read_journal(self._journal)
         return eligible
 
     def _read_journal(self, journal: JournalWriter) -> None:
         """Apply the cache counts of decoders that the journal reports."""
-        names = {backend.slot: backend.name for backend in self._eligible}
+        names = {backend.slot: backend.name for backend in self._eligible_decoders}
         for data in journal.new_records():
             kind, slot = kind_and_slot(data)
             if kind == RecordKind.COUNTED and slot in names:
-                prefixes = self._cached[names[slot]]
-                if prefixes.follow(CacheCount(*unpacked(data).numbers), computing=0.0):
-                    prefixes.clear()
+                prefixes = self._prefixes_by_decoder[names[slot]]
+                if prefixes.apply_count(CacheCount(*unpack_record(data).record_numbers), computing_tokens=0.0):
+                    prefixes.forget_all()
 
-    def _cached_by(self, decoder: str) -> CachedPrefixes | None:
-        self._refresh()
-        return self._cached.get(decoder)
+    def _cached_prefixes_of(self, decoder: str) -> CachedPrefixes | None:
+        self._update_eligible_decoders()
+        return self._prefixes_by_decoder.get(decoder)
 
 
 def _new_prefixes() -> CachedPrefixes:
     prefixes = CachedPrefixes()
-    prefixes.trust = _FIRST_TRUST
+    prefixes.hit_trust = _FIRST_TRUST
     return prefixes

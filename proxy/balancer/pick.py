@@ -1,7 +1,8 @@
 """Interface of policies: a PickRequest describes the request for a lease, a Candidate an eligible backend.
 
 The chooser passes the eligible backends to the role's policy, and the policy chooses one of them. The facts behind a
-choice are kept unchanged, at no cost. `reason` and `figures` evaluate them on demand, after the request has ended.
+choice are kept unchanged, at no cost. `pick_reason` and `pick_figures` evaluate them on demand, after the request has
+ended.
 """
 
 from __future__ import annotations
@@ -54,38 +55,38 @@ REASONS: Final = (
 
 `trial`: the backend was on probation. `preferred`: an earlier attempt left state there. `only_candidate`: no other was
 eligible. `cached_prefix`: without its cache another one would have been as fast. `least_seconds`: it completes first.
-`equal`: several were equally good. `working_set`: the request has waited until the cache of this backend had room for
-its session. Otherwise the label of a policy that predicts no seconds; `other` for plugins.
+`equal`: several were equally good. `working_set`: the request has waited until the cache of this backend had
+room for its session. Otherwise the label of a policy that predicts no seconds; `other` for plugins.
 """
 
 
-def reason(pick: Pick) -> str:
+def pick_reason(backend_pick: Pick) -> str:
     """Return why a backend was chosen, as one of REASONS."""
-    backend, basis = pick
+    backend, basis = backend_pick
     if isinstance(basis, str):
         return basis
     policy, candidates, _, snapshot = basis
     sets = policy.working_sets
-    if len(candidates) == 1 and (sets is None or not sets.is_active):
+    if len(candidates) == 1 and (sets is None or not sets.are_limits_active):
         return ONLY_CANDIDATE
-    why = policy.reason(snapshot, backend)
+    why = policy.choice_reason(snapshot, backend)
     return ONLY_CANDIDATE if len(candidates) == 1 and why != WORKING_SET else why
 
 
-def figures(pick: Pick) -> Figures | None:
+def pick_figures(backend_pick: Pick) -> Figures | None:
     """Return the candidates and the policy's numbers about them, or None if no policy was asked."""
-    _, basis = pick
+    _, basis = backend_pick
     if isinstance(basis, str):
         return None
     policy, candidates, weights, snapshot = basis
-    columns, order = policy.figures(snapshot, weights)
+    columns, order = policy.choice_figures(snapshot, weights)
     if len(candidates) <= FEW:
-        return policy.label, candidates, columns, order, 0
-    examined = policy.examined(snapshot, candidates)
-    return policy.label, examined, columns, order, len(candidates) - len(examined)
+        return policy.policy_name, candidates, columns, order, 0
+    examined = policy.examined_candidates(snapshot, candidates)
+    return policy.policy_name, examined, columns, order, len(candidates) - len(examined)
 
 
-class Subject(Protocol):
+class RoutingSubject(Protocol):
     """The parts of a Call that policies may read.
 
     Each is computed when a policy reads it, so policies that ignore the request cost nothing.
@@ -111,13 +112,13 @@ class Subject(Protocol):
     def first_token_seconds(self) -> float | None:
         """Deadline of the client for the first token, in seconds since its request. None: there is none."""
 
-    def texts(self) -> Sequence[str] | None:
+    def request_texts(self) -> Sequence[str] | None:
         """Return all texts of the request, which an engine may quote in an error. None: they are not known."""
 
-    def priority(self, *, lower_first: bool) -> int | None:
+    def requested_priority(self, *, is_lower_first: bool) -> int | None:
         """Return the priority that the client requests. Lower values go first. None: it requests none.
 
-        `lower_first`: whether the engines also serve lower values of the request's field first.
+        `is_lower_first`: whether the engines also serve lower values of the request's field first.
         """
 
 
@@ -128,83 +129,109 @@ class PickRequest:
     Its fields do not change after its creation; see Call.
     """
 
-    prefill: Load
+    prefill_load: Load
     """Cost on a prefiller or an encoder."""
-    decode: Load
+    decode_load: Load
     """Cost on a decoder."""
-    subject: Subject | None = None
+    request_subject: RoutingSubject | None = None
     """Parts of the request that policies may read. None: the request is only passed through, and nothing is known."""
-    avoid: Collection[Backend] = ()
+    avoided_backends: Collection[Backend] = ()
     """Backends of any role that may not be chosen."""
-    prefer: Backend | None = None
+    preferred_backend: Backend | None = None
     """Backend that is chosen without asking the policy if it is eligible and has room. It has no effect on the choice
     for other roles."""
     proves_generation: bool = True
     """Whether a success shows that the backend can generate. Otherwise it only shows that the backend is reachable."""
-    partner: Backend | None = None
+    handoff_partner: Backend | None = None
     """Chosen backend of the other role, while pairs are slow. None: unknown, or no pair is slow."""
     computes_prompt: bool = False
     """Whether the decoder computes the prompt, and its answer shows when that has ended."""
 
     @classmethod
-    def of(
+    def make_for_load(
         cls,
         load: Load,
         *,
-        avoid: Collection[Backend] = (),
-        prefer: Backend | None = None,
+        avoided_backends: Collection[Backend] = (),
+        preferred_backend: Backend | None = None,
         proves_generation: bool = True,
     ) -> PickRequest:
         """Return a request with the same cost for all roles and without a subject."""
-        return cls(load, load, None, avoid, prefer, proves_generation)
+        return cls(load, load, None, avoided_backends, preferred_backend, proves_generation)
 
-    def avoiding(self, avoid: Collection[Backend]) -> PickRequest:
+    def copy_avoiding(self, avoided_backends: Collection[Backend]) -> PickRequest:
         """Return the same request with another set of backends to avoid."""
-        return PickRequest(self.prefill, self.decode, self.subject, avoid, self.prefer, self.proves_generation)
+        return PickRequest(
+            self.prefill_load,
+            self.decode_load,
+            self.request_subject,
+            avoided_backends,
+            self.preferred_backend,
+            self.proves_generation,
+        )
 
-    def preferring(self, backend: Backend) -> PickRequest:
+    def copy_preferring(self, backend: Backend) -> PickRequest:
         """Return the same request with a preferred backend."""
-        return PickRequest(self.prefill, self.decode, self.subject, self.avoid, backend, self.proves_generation)
+        return PickRequest(
+            self.prefill_load,
+            self.decode_load,
+            self.request_subject,
+            self.avoided_backends,
+            backend,
+            self.proves_generation,
+        )
 
-    def for_another_backend(self, avoid: Collection[Backend]) -> PickRequest:
+    def copy_for_other_backend(self, avoided_backends: Collection[Backend]) -> PickRequest:
         """Return the same request with another set of backends to avoid and without a preferred backend."""
-        return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)
+        return PickRequest(
+            self.prefill_load, self.decode_load, self.request_subject, avoided_backends, None, self.proves_generation
+        )
 
-    def for_partner(self, partner: Backend) -> PickRequest:
+    def copy_for_partner(self, partner: Backend) -> PickRequest:
         """Return the same request for a choice that considers the handoff from or to this backend."""
         return PickRequest(
-            self.prefill, self.decode, self.subject, self.avoid, self.prefer, self.proves_generation, partner
+            self.prefill_load,
+            self.decode_load,
+            self.request_subject,
+            self.avoided_backends,
+            self.preferred_backend,
+            self.proves_generation,
+            partner,
         )
 
     @property
     def prompt_tokens(self) -> int:
         """See Subject; 0 where nothing is known."""
-        return 0 if self.subject is None else self.subject.prompt_tokens
+        return 0 if self.request_subject is None else self.request_subject.prompt_tokens
 
     @property
     def output_tokens(self) -> int:
         """See Subject; 0 where nothing is known."""
-        return 0 if self.subject is None else self.subject.output_tokens
+        return 0 if self.request_subject is None else self.request_subject.output_tokens
 
     @property
     def prefix_keys(self) -> PrefixKeys:
         """See Subject; empty without a subject."""
-        return NO_PREFIX_KEYS if self.subject is None else self.subject.prefix_keys
+        return NO_PREFIX_KEYS if self.request_subject is None else self.request_subject.prefix_keys
 
     @property
     def session(self) -> str | None:
-        return None if self.subject is None else self.subject.session_id
+        return None if self.request_subject is None else self.request_subject.session_id
 
     @property
     def first_token_seconds(self) -> float | None:
-        return None if self.subject is None else self.subject.first_token_seconds
+        return None if self.request_subject is None else self.request_subject.first_token_seconds
 
-    def priority(self, *, lower_first: bool) -> int | None:
-        return None if self.subject is None else self.subject.priority(lower_first=lower_first)
+    def priority(self, *, is_lower_first: bool) -> int | None:
+        return (
+            None
+            if self.request_subject is None
+            else self.request_subject.requested_priority(is_lower_first=is_lower_first)
+        )
 
-    def load(self, role: Role) -> Load:
+    def load_for_role(self, role: Role) -> Load:
         """Return the cost on a backend of this role, before the policy adjusts it to one backend."""
-        return self.decode if role is Role.DECODE else self.prefill
+        return self.decode_load if role is Role.DECODE else self.prefill_load
 
 
 @dataclass(slots=True, eq=False)
@@ -212,50 +239,52 @@ class Candidate:
     """Eligible backend as a policy sees it. The chooser keeps it up to date."""
 
     backend: Backend
-    limit: int | None
+    max_running: int | None
     """Maximum number of running requests. None: there is no limit."""
     scoreboard: Scoreboard = field(repr=False)
-    share_percent: int = 100
+    request_share_percent: int = 100
     """Share of its normal requests that it gets: less than 100 because of its weight or during its slow start."""
 
     @property
-    def running(self) -> int:
+    def running_requests(self) -> int:
         """The number of running requests of all workers on the candidate."""
-        return self.scoreboard.running(self.backend.slot)
+        return self.scoreboard.running_requests(self.backend.slot)
 
     @property
-    def load(self) -> Load:
+    def charged_load(self) -> Load:
         """The load that all workers charge to the candidate."""
-        return self.scoreboard.load(self.backend.slot)
+        return self.scoreboard.load_of(self.backend.slot)
 
     @property
     def has_room(self) -> bool:
         """Whether it has fewer running requests than its limit."""
-        return self.limit is None or self.scoreboard.running(self.backend.slot) < self.limit
+        return self.max_running is None or self.scoreboard.running_requests(self.backend.slot) < self.max_running
 
 
 class HandoffPredictions(Protocol):
     """Predicted times of KV handoffs; see HandoffTimes."""
 
     @property
-    def far(self) -> Mapping[str, object]:
+    def far_prefillers(self) -> Mapping[str, object]:
         """Prefillers that have only slow pairs, by their keys."""
 
-    def extra_seconds(self, prefiller: Backend, candidates: Sequence[Candidate], tokens: int) -> list[float] | None:
+    def extra_handoff_seconds(
+        self, prefiller: Backend, candidates: Sequence[Candidate], prompt_tokens: int
+    ) -> list[float] | None:
         """Return by how much each decoder's handoff from a prefiller takes longer than an ordinary one.
 
         None: no pair of the prefiller is slow.
         """
 
-    def least_extra_seconds(self, prefillers: Sequence[Backend], tokens: int) -> list[float]:
+    def least_extra_handoff_seconds(self, prefillers: Sequence[Backend], prompt_tokens: int) -> list[float]:
         """Return by how much the fastest handoff from each prefiller takes longer than an ordinary one."""
 
 
-def _unknown(backend: Backend) -> EngineFacts | None:
+def _unknown_facts(backend: Backend) -> EngineFacts | None:
     return None
 
 
-def _never_late(began: float, ended: float) -> float | None:
+def _assume_no_lag(began: float, ended: float) -> float | None:
     return 0.0
 
 
@@ -263,33 +292,33 @@ def _never_late(began: float, ended: float) -> float | None:
 class PolicyContext:
     """Dependencies of a policy. Each role of each worker has its own."""
 
-    worker: int = 0
+    worker_number: int = 0
     """Index of the worker. Policies that take turns start at it, because workers that pick at the same time see equal
     loads."""
-    rng: random.Random = field(default_factory=random.Random)
+    random_source: random.Random = field(default_factory=random.Random)
     clock: Callable[[], float] = time.monotonic
     """Monotonic clock in seconds."""
-    facts: Callable[[Backend], EngineFacts | None] = _unknown
+    facts_of_engine: Callable[[Backend], EngineFacts | None] = _unknown_facts
     """Returns what an engine reports about itself. None: nothing yet."""
     role: Role = Role.PREFILL
     """Role of the backends."""
-    journal: JournalWriter | None = None
+    journal_writer: JournalWriter | None = None
     """Journal that the policies of all workers write and read. None: there is one worker."""
-    others_running: Callable[[Backend], int] | None = None
+    others_running_requests: Callable[[Backend], int] | None = None
     """Returns the number of a backend's running requests of other workers. None: there is one worker."""
-    lag_within: Callable[[float, float], float | None] = _never_late
+    loop_lag_within: Callable[[float, float], float | None] = _assume_no_lag
     """Returns the maximum lag of the event loop between two times of the clock, in seconds. None: not measured yet."""
-    balance: Callable[[], Balance] | None = None
+    get_balance_options: Callable[[], Balance] | None = None
     """Returns the current settings. None: use the defaults."""
-    handoffs: HandoffPredictions | None = None
+    handoff_predictions: HandoffPredictions | None = None
     """Learned times of handoffs. None: they are not learned."""
 
 
 @dataclass(slots=True, eq=False)
-class Prediction:
+class PickPrediction:
     """The predicted outcome of choosing a backend."""
 
-    seconds: float
+    predicted_seconds: float
     """Time until the backend has completed its part of the request."""
     cached_tokens: int
     """Tokens of the prompt that are in the backend's prefix cache."""
@@ -298,55 +327,59 @@ class Prediction:
 class SessionLimits(Protocol):
     """Limits on the sessions that use prefix caches at the same time; see WorkingSets. Sessions are opaque keys."""
 
-    is_active: bool
+    are_limits_active: bool
     """Whether sessions may have to wait now."""
-    waiting: int
+    waiting_turn_count: int
     """Number of turns that wait. The queue updates it."""
-    shed: int
+    shed_turn_count: int
     """Changes when sessions may have lost their place."""
 
     @property
-    def residents(self) -> int:
+    def resident_count(self) -> int:
         """The number of sessions whose prefixes stay cached."""
 
-    def holds(self, keys: Sequence[int], session_id: str | None, key: str, now: float) -> Any:
-        """Return the session of a prompt that has to wait, or None. `key`: name of the client key."""
+    def session_to_hold(
+        self, prefix_keys: Sequence[int], session_id: str | None, client_key_name: str, now: float
+    ) -> Any:
+        """Return the session of a prompt that has to wait, or None. `client_key_name`: name of the client key."""
 
-    def next_sessions(self, waiting: Iterable[tuple[Any, float]], patience: float, now: float) -> list[Any]:
-        """Return the waiting sessions that may go now. `waiting`: each with the time since when it waits."""
+    def next_sessions(
+        self, waiting_sessions: Iterable[tuple[Any, float]], max_wait_seconds: float, now: float
+    ) -> list[Any]:
+        """Return the waiting sessions that may go now. `waiting_sessions`: each with the time since when it waits."""
 
     def admit_regardless(self, session: Any, now: float) -> None:
         """Give a place to a session that has waited too long."""
 
-    def note_gone(self, session: Any, now: float) -> None:
+    def record_client_gone(self, session: Any, now: float) -> None:
         """Note that the client of a waiting turn has left."""
 
-    def take_counts(self) -> tuple[float, float]:
+    def take_token_counts(self) -> tuple[float, float]:
         """Return the tokens that sessions should have found in caches, and the evicted part, since the last call."""
 
 
-class Tracker:
+class LeaseTracker:
     """Follows one request on one backend for a policy.
 
     The lease calls its methods in the order in which they are defined here. A policy overrides the ones that it needs.
     """
 
-    __slots__ = ("compute", "kv")
+    __slots__ = ("compute_charge", "kv_charge")
 
-    prediction: Prediction | None = None
+    policy_prediction: PickPrediction | None = None
     """Predicted outcome. None: the policy predicts nothing."""
 
     def __init__(self, load: Load) -> None:
-        self.compute, self.kv = load
+        self.compute_charge, self.kv_charge = load
         """Load that the backend is charged with until the lease frees it; see Load."""
 
-    def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+    def record_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Note the length of the prompt and the cached part that the backend reports. None: it does not report that."""
 
-    def note_first_token(self) -> None:
+    def record_first_token(self) -> None:
         """Record the first part of a decoder's answer."""
 
-    def note_end(self, served: bool, answer_tokens: int | None) -> None:
+    def record_end(self, is_served: bool, answer_tokens: int | None) -> None:
         """Note the end of the backend's work, as soon as it is known. It is called once.
 
         Args:
@@ -358,21 +391,21 @@ class Tracker:
 class Policy(ABC):
     """Chooses a backend for each request of one role, in one worker. It never waits.
 
-    Only `choose` is required. The pool does not call `cost_of`, `track` and `has_room` of a policy that does not
-    override them.
+    Only `choose_candidate` is required. The pool does not call `load_of_request`, `start_tracker` and `has_room` of a
+    policy that does not override them.
     """
 
-    label: ClassVar[str] = OTHER
+    policy_name: ClassVar[str] = OTHER
     """Name in receipts and metrics."""
-    weighs_load: ClassVar[bool] = True
+    uses_load_weights: ClassVar[bool] = True
     """Whether a backend with a larger weight gets fewer requests. It decides how slow start is applied."""
     keeps_weights: ClassVar[bool] = True
-    """Whether `figures` needs the weights of the choice. Otherwise they are not copied."""
-    weights: ClassVar[tuple[int, int] | None] = None
+    """Whether `pick_figures` needs the weights of the choice. Otherwise they are not copied."""
+    load_weights: ClassVar[tuple[int, int] | None] = None
     """Weights of a compute token and of a KV token in a backend's weight. None: those of the role."""
-    snapshot: Any = None
-    """Facts about the candidates of the last choice, for later calls of `reason` and `figures`. It is kept as long as
-    the request, so it must be small, and must not be modified."""
+    choice_snapshot: Any = None
+    """Facts about the candidates of the last choice, for later calls of `pick_reason` and `pick_figures`. It is kept as
+    long as the request, so it must be small, and must not be modified."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         self.context = context or PolicyContext()
@@ -380,11 +413,13 @@ class Policy(ABC):
         """Working sets that hold back turns of sessions. None: nothing holds them back."""
 
     @abstractmethod
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         """Return one of the candidates for a request.
 
         It may be called twice for one pick, the second time without full backends, and for picks that come to nothing.
-        So it must not record the request; `track` does that.
+        So it must not record the request; `start_tracker` does that.
 
         Args:
             candidates: At least one backend, in slot order.
@@ -393,60 +428,60 @@ class Policy(ABC):
             request: The request.
         """
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        """Return the load that the request adds to this backend, for policies without `track`."""
-        return request.load(backend.role)
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
+        """Return the load that the request adds to this backend, for policies without `start_tracker`."""
+        return request.load_for_role(backend.role)
 
-    def track(self, backend: Backend, request: PickRequest) -> Tracker:
+    def start_tracker(self, backend: Backend, request: PickRequest) -> LeaseTracker:
         """Return the tracker of a lease that begins now."""
-        return Tracker(self.cost_of(backend, request))
+        return LeaseTracker(self.load_of_request(backend, request))
 
-    def most_running(self, backend: Backend) -> int | None:
+    def learned_max_running(self, backend: Backend) -> int | None:
         """Return the learned maximum of running requests for a backend. None: there is no learned limit."""
         return None
 
-    def relief_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+    def queue_relief_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """Return the seconds that all queued requests together gain if the backends need not serve this one."""
         return 0.0
 
-    def prefill_seconds(self, uncached: float, cached: float) -> float | None:
+    def predicted_prefill_seconds(self, uncached_tokens: float, cached_tokens: float) -> float | None:
         """Return the predicted time of a prefill on a backend of normal speed. None: not known."""
         return None
 
     @property
-    def append_harm(self) -> float | None:
+    def append_harm_per_second(self) -> float | None:
         """Seconds that a running answer loses per second in which its decoder computes a prompt. None: not known."""
         return None
 
-    def answers_within(self, token_seconds: float) -> float | None:
+    def answers_within_pace(self, token_seconds: float) -> float | None:
         """Return the number of running answers at which a token takes this time. None: not known."""
         return None
 
     def forget_cache(self, backend: Backend) -> None:  # noqa: B027 - optional
         """Note that a backend's caches are empty: it is unreachable, was restarted, or has left. Calls may repeat."""
 
-    def reason(self, snapshot: Any, backend: Backend) -> str:
+    def choice_reason(self, snapshot: Any, backend: Backend) -> str:
         """Return the reason for a choice among several candidates, as one of REASONS.
 
         `snapshot`: the policy's snapshot of that choice.
         """
-        return self.label
+        return self.policy_name
 
-    def examined(self, snapshot: Any, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def examined_candidates(self, snapshot: Any, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the candidates that the figures of a choice are about. The others are idle and not better.
 
         It is called for more than FEW candidates. The figures of fewer are always about all.
         """
         return candidates
 
-    def figures(self, snapshot: Any, weights: Sequence[int]) -> Columns:
+    def choice_figures(self, snapshot: Any, weights: Sequence[int]) -> Columns:
         """Return the figures that explain a choice in receipts.
 
         `snapshot` and `weights`: those of that choice; no weights unless `keeps_weights`.
         """
         return {"weight": weights}, weights
 
-    def working_set(self, backend: Backend) -> Mapping[str, float]:
+    def working_set_tokens(self, backend: Backend) -> Mapping[str, float]:
         """Return the tokens that sessions use in the cache of a backend, and their limit, as far as known."""
         return {}
 
@@ -455,7 +490,7 @@ class Policy(ABC):
         """The number of prefix keys that the policy keeps."""
         return 0
 
-    def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
+    def soonest_completion_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
         """Return the shortest time in which a candidate would complete the request. None: unknown."""
         return None
 
@@ -468,11 +503,11 @@ class Policy(ABC):
         """
         return any(candidate.has_room for candidate in candidates)
 
-    def would_take(self, candidates: Sequence[Candidate]) -> bool:
+    def would_take_ignoring_learned(self, candidates: Sequence[Candidate]) -> bool:
         """Return whether a candidate is below its limit, ignoring learned limits."""
         return any(candidate.has_room for candidate in candidates)
 
-    def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
+    def max_hold_seconds(self, request: PickRequest | None, waiting_count: int) -> float:
         """Return the maximum time that a request should wait because of a learned limit.
 
         Args:
@@ -484,21 +519,21 @@ class Policy(ABC):
         """
         return math.inf
 
-    def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
+    def should_admit_first(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
         """Return whether the first request of the queue should go now, and not wait for a better backend."""
-        return self.has_room(candidates) and self.first_to_admit(candidates, [request()]) is not None
+        return self.has_room(candidates) and self.index_to_admit(candidates, [request()]) is not None
 
-    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+    def shortest_work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """Return the shortest time that a request takes on any candidate, and note that it waits from now on.
 
         Shorter requests leave the queue first. 0: requests leave in their order.
         """
         return 0.0
 
-    def left_queue(self, request: PickRequest) -> None:  # noqa: B027 - optional
+    def on_left_queue(self, request: PickRequest) -> None:  # noqa: B027 - optional
         """Note that a request has left the queue, with or without a lease."""
 
-    def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+    def index_to_admit(self, candidates: Sequence[Candidate], waiting_requests: Sequence[PickRequest]) -> int | None:
         """Return the index of the first waiting request that should go now; its backend is then chosen at once.
 
         None: each should wait for a backend that has no room yet.
@@ -529,26 +564,26 @@ class PendingSamples(Generic[T]):
             capacity: If more samples wait, the oldest one counts as late.
         """
         self._context = context
-        self._most_lag_seconds = max_lag_seconds
-        self._most_lag_share = max_lag_share
+        self._max_lag_seconds = max_lag_seconds
+        self._max_lag_share = max_lag_share
         self._capacity = capacity
-        self._waiting: deque[tuple[T, float, float]] = deque()
+        self._waiting_samples: deque[tuple[T, float, float]] = deque()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting_samples)
 
-    def add(self, sample: T, began: float, ended: float) -> None:
+    def add_sample(self, sample: T, began_at: float, ended_at: float) -> None:
         """Add a sample, taken between these two times of the clock."""
-        self._waiting.append((sample, began, ended))
+        self._waiting_samples.append((sample, began_at, ended_at))
 
-    def settled(self) -> Iterator[tuple[T, float, bool]]:
+    def take_settled(self) -> Iterator[tuple[T, float, bool]]:
         """Remove the samples whose lag is known. Yield each sample, the time of its end, and whether it is timely."""
-        waiting, lag_within = self._waiting, self._context.lag_within
+        waiting, lag_within = self._waiting_samples, self._context.loop_lag_within
         while waiting:
             sample, began, ended = waiting[0]
             lag = lag_within(began, ended)
             if lag is None and len(waiting) <= self._capacity:
                 return
             waiting.popleft()
-            most = min(self._most_lag_seconds, self._most_lag_share * (ended - began))
+            most = min(self._max_lag_seconds, self._max_lag_share * (ended - began))
             yield sample, ended, lag is not None and lag <= most

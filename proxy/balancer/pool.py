@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health, Transition
     from proxy.balancer.incompatibilities import CompatibilityMonitor
     from proxy.balancer.pick import Pick, SessionLimits
-    from proxy.balancer.roster import Member, Roster
+    from proxy.balancer.roster import Roster, RosterMember
     from proxy.balancer.shared.scoreboard import LoadRow, PinnedKv, Scoreboard
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
@@ -50,15 +50,15 @@ class PoolLimits:
 
     max_running: int | None = None
     """Maximum running requests per backend. None: as many as its engine reports, or any number."""
-    pressure_seconds: float = 5.0
+    kv_pressure_seconds: float = 5.0
     """Time for which a backend that ran out of KV memory is passed over."""
-    restart_seconds: float = 0.0
-    """Time for which requests wait if all backends are gone. See `Pool.is_restarting`."""
-    queues_refused: bool = True
+    max_restart_seconds: float = 0.0
+    """Time for which requests wait if all backends are gone. See `Pool.are_all_restarting`."""
+    queues_refused_requests: bool = True
     """Whether requests wait while all backends refuse. Otherwise one of them gets the request and refuses it."""
 
 
-def ignore(*_: object) -> None:
+def ignore_report(*_: object) -> None:
     """Do nothing with a report."""
 
 
@@ -69,35 +69,35 @@ class PoolParts:
     role: Role
     policy: Policy
     scoreboard: Scoreboard
-    row: LoadRow
+    load_row: LoadRow
     """Row of this worker, which its leases write."""
     roster: Roster
     health: Health
-    limits: PoolLimits = field(default_factory=PoolLimits)
-    on_transition: Callable[[Transition], None] = ignore
+    pool_limits: PoolLimits = field(default_factory=PoolLimits)
+    on_transition: Callable[[Transition], None] = ignore_report
     """Called with each change of a backend's health."""
-    on_end: Callable[[Backend, str], None] = ignore
+    on_backend_gone: Callable[[Backend, str], None] = ignore_report
     """Called at the end of a lease with `ok`, the name of the failure, or `abandoned` if the backend is not to
     blame."""
-    on_change: Callable[[], None] = ignore
+    on_change: Callable[[], None] = ignore_report
     """Called when backends, their health or their facts have changed."""
     pinned_kv: PinnedKv | None = None
     """Pinned KV on these backends. None: it is not counted."""
-    quarantine: PairQuarantine | None = None
+    pair_quarantine: PairQuarantine | None = None
     """Quarantine that drops backends that leave. None: there is none."""
-    handoffs: HandoffTimes | None = None
+    handoff_times: HandoffTimes | None = None
     """Handoff times that drop backends that leave. None: there are none."""
-    compatibility: CompatibilityMonitor | None = None
+    compatibility_monitor: CompatibilityMonitor | None = None
     """Monitor that records rejected keys. None: there is none."""
-    whole: Pool | None = None
+    whole_pool: Pool | None = None
     """Pool of all backends of the role, if this is a pool of some of them. It updates health and other state when
     backends come and go. None: this pool has all backends."""
-    serving: Callable[[Collection[Backend]], tuple[Backend, ...]] = tuple
-    """Selects the backends of `whole` that belong to this pool, in their order."""
+    select_serving: Callable[[Collection[Backend]], tuple[Backend, ...]] = tuple
+    """Selects the backends of `whole_pool` that belong to this pool, in their order."""
     back_offs: BackOffs | None = None
     """Back-offs that all workers share. None: this is the only pool of the role."""
     clock: Callable[[], float] = time.monotonic
-    rng: random.Random = field(default_factory=random.Random)
+    random_source: random.Random = field(default_factory=random.Random)
 
 
 class Pool:
@@ -108,27 +108,27 @@ class Pool:
         self.is_decode = parts.role is Role.DECODE
         """Whether leases charge the decode cost of a request. Otherwise they charge its prefill cost."""
         self.scoreboard = parts.scoreboard
-        self.row = parts.row
+        self.load_row = parts.load_row
         self.health = parts.health
-        self.changes = 0
+        self.change_count = 0
         """Number of noticed changes of members, their health, their facts or the limits."""
         self.on_release: Callable[[], None] | None = None
         """Called when there may be new room: a lease has released its request, or the backends have changed. None:
         nothing waits."""
         self._roster = parts.roster
-        self._roster_versions = parts.roster.versions
-        self._compatibility = parts.compatibility
+        self._roster_versions = parts.roster.version_cells
+        self._compatibility = parts.compatibility_monitor
         self._pinned_kv = parts.pinned_kv
         self._expiries = () if parts.pinned_kv is None else parts.pinned_kv.expiries
-        self._quarantine = parts.quarantine
-        self._handoffs = parts.handoffs
+        self._quarantine = parts.pair_quarantine
+        self._handoffs = parts.handoff_times
         self._on_transition = parts.on_transition
-        self._on_end = parts.on_end
+        self._on_end = parts.on_backend_gone
         self._on_change = parts.on_change
         self._clock = parts.clock
-        self._whole = parts.whole
-        self._serving = parts.serving
-        # In slot order. Call `_refresh` before reading them.
+        self._whole = parts.whole_pool
+        self._serving = parts.select_serving
+        # In slot order. Call `_update_backends` before reading them.
         self._all: tuple[Backend, ...] = ()  # including those that are down, disabled or draining
         self._enabled: tuple[Backend, ...] = ()  # neither draining nor disabled
         self._eligible: tuple[Backend, ...] = ()
@@ -142,48 +142,53 @@ class Pool:
         self._healthy_version = -1  # version of health at which `_healthy` is valid
         self._engine_ids: dict[Backend, str] = {}
         self._room: object = None  # eligible backends and limits at the last change
-        self._back_offs = parts.back_offs or BackOffs(parts.scoreboard.slots)
+        self._back_offs = parts.back_offs or BackOffs(parts.scoreboard.slot_count)
         self._chooser: Chooser = Chooser(
-            parts.role, parts.scoreboard, self._share_percent, self._back_offs, clock=parts.clock, rng=parts.rng
+            parts.role,
+            parts.scoreboard,
+            self._request_share_percent,
+            self._back_offs,
+            clock=parts.clock,
+            random_source=parts.random_source,
         )
-        self.use(parts.policy)
-        self.configure(parts.limits)
+        self.use_policy(parts.policy)
+        self.set_limits(parts.pool_limits)
 
-    def configure(self, limits: PoolLimits) -> None:
+    def set_limits(self, pool_limits: PoolLimits) -> None:
         """Apply changed limits to future leases."""
-        self._limits = limits
-        self._chooser.queues_refused = limits.queues_refused
-        self._changed()
+        self._limits = pool_limits
+        self._chooser.queues_refused_requests = pool_limits.queues_refused_requests
+        self._apply_changes()
 
-    def use(self, policy: Policy) -> None:
+    def use_policy(self, policy: Policy) -> None:
         """Use a policy for future leases. The previous policy still gets the outcomes of the leases that it picked."""
         self.policy = policy
-        self._chooser.use(policy)
+        self._chooser.use_policy(policy)
         self.working_sets: SessionLimits | None = policy.working_sets
         """Working sets of the policy that hold back turns of sessions. None: nothing holds them back."""
-        self.holds_queue = self._chooser.holds_queue
+        self.holds_queue = self._chooser.policy_holds_queue
         """Whether the policy decides which requests should wait."""
-        self.cost_of = policy.cost_of if _overrides(policy, "cost_of") else None
+        self.cost_of = policy.load_of_request if _overrides_method(policy, "load_of_request") else None
         """Returns the cost of a request on the chosen backend. None: it is the same on all."""
-        self.track = policy.track if _overrides(policy, "track") else None
+        self.track = policy.start_tracker if _overrides_method(policy, "start_tracker") else None
         """Creates the policy's tracker for a lease. None: the policy needs none."""
-        self._looks_for_restarts = _overrides(policy, "forget_cache")
+        self._looks_for_restarts = _overrides_method(policy, "forget_cache")
 
     # Choosing
 
-    def lease(self, request: PickRequest) -> Lease:
+    def make_lease(self, pick_request: PickRequest) -> Lease:
         """Return a lease, which picks an eligible backend when it is entered."""
-        return Lease(self, request)
+        return Lease(self, pick_request)
 
-    def reserve(self, request: PickRequest) -> Lease:
+    def make_reservation(self, pick_request: PickRequest) -> Lease:
         """Return a lease that only keeps room on an eligible backend while the request has other work to do first.
 
         Leave it directly before the real lease is entered; the room is then still there. The backend gets no request,
         so no outcome is reported and a backend on probation is not tried.
         """
-        return Lease(self, request, has_outcome=False)
+        return Lease(self, pick_request, has_outcome=False)
 
-    def take(self, request: PickRequest) -> tuple[Pick, int]:
+    def take_pick(self, pick_request: PickRequest) -> tuple[Pick, int]:
         """Pick the backend for a lease.
 
         Returns:
@@ -193,29 +198,34 @@ class Pool:
             NoBackendAvailable: No backend is eligible.
         """
         chooser = self._chooser
-        self._refresh()
-        if chooser.changes[0] != chooser.seen_changes:
-            chooser.refresh()
-        if self._awaiting_trial and (trial := self._trial_for(request)) is not None:
+        self._update_backends()
+        if chooser.back_off_changes[0] != chooser.seen_back_off_changes:
+            chooser.update_passed_over()
+        if self._awaiting_trial and (trial := self._find_trial_backend(pick_request)) is not None:
             return (trial, TRIAL), self.health.begin_trial(trial)
-        if request.avoid or request.prefer is not None or chooser.may_pass_over or not chooser.candidates:
-            backend = chooser.choose(request)
+        if (
+            pick_request.avoided_backends
+            or pick_request.preferred_backend is not None
+            or chooser.may_pass_over
+            or not chooser.candidates
+        ):
+            backend = chooser.choose_backend(pick_request)
             if chooser.may_pass_over:
-                self._back_offs.take_turn(backend, self._clock())
-            return (backend, chooser.basis), 0
-        return (chooser.choose_among(chooser.candidates, request).backend, chooser.basis), 0
+                self._back_offs.use_turn(backend, self._clock())
+            return (backend, chooser.choice_basis), 0
+        return (chooser.choose_among(chooser.candidates, pick_request).backend, chooser.choice_basis), 0
 
-    def _trial_for(self, request: PickRequest) -> Backend | None:
+    def _find_trial_backend(self, request: PickRequest) -> Backend | None:
         """Return the backend on probation that a request tries, or None."""
-        avoid = request.avoid
+        avoid = request.avoided_backends
         has_better_use = not request.proves_generation or (
-            request.prefer is not None and request.prefer in self._eligible
+            request.preferred_backend is not None and request.preferred_backend in self._eligible
         )
         if has_better_use and not all(backend in avoid for backend in self._eligible):
             return None
-        is_refusing = self._back_offs.refuses
+        is_refusing = self._back_offs.would_refuse
         now = self._clock()
-        takes_any = not (self._eligible or self._limits.queues_refused)
+        takes_any = not (self._eligible or self._limits.queues_refused_requests)
         return next(
             (
                 backend
@@ -225,42 +235,46 @@ class Pool:
             None,
         )
 
-    def choose(self, request: PickRequest) -> Backend:
+    def choose_backend(self, request: PickRequest) -> Backend:
         """Return an eligible backend without a lease. Raises NoBackendAvailable."""
-        self._refresh()
-        return self._chooser.choose(request)
+        self._update_backends()
+        return self._chooser.choose_backend(request)
 
-    def pick(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> Backend:
+    def pick_backend(
+        self, avoided_backends: Collection[Backend] = (), preferred_backend: Backend | None = None
+    ) -> Backend:
         """Return an eligible backend for a request without load. Raises NoBackendAvailable."""
-        return self.choose(PickRequest.of(_NO_LOAD, avoid=avoid, prefer=prefer))
+        return self.choose_backend(
+            PickRequest.make_for_load(_NO_LOAD, avoided_backends=avoided_backends, preferred_backend=preferred_backend)
+        )
 
     # State of the backends
 
-    def eligible(self) -> tuple[Backend, ...]:
+    def eligible_backends(self) -> tuple[Backend, ...]:
         """Return the backends that may get new requests, in slot order."""
-        self._refresh()
+        self._update_backends()
         return self._eligible
 
-    def backends(self) -> tuple[Backend, ...]:
+    def all_backends(self) -> tuple[Backend, ...]:
         """Return all backends in slot order, including those that are down, disabled or draining."""
-        self._refresh()
+        self._update_backends()
         return self._all
 
-    def engine_version(self, backend: Backend) -> EngineVersion | None:
+    def engine_version_of(self, backend: Backend) -> EngineVersion | None:
         """Return the version of an engine, or None if it is unknown."""
-        facts = self.health.of(backend).facts
+        facts = self.health.health_of(backend).engine_facts
         return None if facts is None or facts.version == UNKNOWN_VERSION else facts.version
 
-    def engine_id(self, backend: Backend) -> str | None:
+    def engine_id_of(self, backend: Backend) -> str | None:
         """Return the ID by which vLLM's KV connector names an engine, or None if it is unknown."""
-        facts = self.health.of(backend).facts
-        return None if facts is None or facts.identity.setup is None else facts.identity.setup.engine_id
+        facts = self.health.health_of(backend).engine_facts
+        return None if facts is None or facts.identity.engine_setup is None else facts.identity.engine_setup.engine_id
 
-    def limit(self, backend: Backend) -> int | None:
+    def running_limit(self, backend: Backend) -> int | None:
         """Return the running requests at which a backend gets no more unless all are full. None: there is no limit."""
         if self._limits.max_running is not None:
             return self._limits.max_running
-        facts = self.health.of(backend).facts
+        facts = self.health.health_of(backend).engine_facts
         return None if facts is None else facts.max_num_seqs
 
     def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
@@ -272,115 +286,115 @@ class Pool:
             request: Makes the first request of the queue, for which the policy may prefer to wait for a better backend.
                 None: the policy only decides whether there is room for any request.
         """
-        self._refresh()
-        if self._gone_at is not None and self.is_restarting():
+        self._update_backends()
+        if self._gone_at is not None and self.are_all_restarting():
             return False
         if self._awaiting_trial:
             if not self._all_on_probation_refuse():
                 return True
             if not self._eligible:
-                return not self._limits.queues_refused
+                return not self._limits.queues_refused_requests
         return self._chooser.has_room(request)
 
-    def refuse_all(self) -> bool:
+    def do_all_refuse(self) -> bool:
         """Return whether all backends that may get requests would probably refuse one now."""
-        self._refresh()
+        self._update_backends()
         if self._awaiting_trial and not self._all_on_probation_refuse():
             return False
-        return self._chooser.refuse_all if self._eligible else bool(self._awaiting_trial)
+        return self._chooser.do_all_refuse if self._eligible else bool(self._awaiting_trial)
 
     def refused_until(self) -> float:
         """Return the clock time until which all backends refuse requests according to their Retry-After.
 
         0: a backend may take a request sooner, or there is no backend.
         """
-        if not self.refuse_all():
+        if not self.do_all_refuse():
             return 0.0
-        times = [self._back_offs.of(backend).closed_until for backend in self._awaiting_trial]
+        times = [self._back_offs.standing_of(backend).retry_after_until for backend in self._awaiting_trial]
         if self._eligible:
             times.append(self._chooser.refused_until())
         return min(times)
 
-    def would_accept(self, avoid: Collection[Backend]) -> bool:
-        """Return whether an eligible backend outside `avoid` would probably take a request now."""
-        self._refresh()
-        return self._chooser.would_accept(avoid)
+    def would_accept(self, avoided_backends: Collection[Backend]) -> bool:
+        """Return whether an eligible backend outside `avoided_backends` would probably take a request now."""
+        self._update_backends()
+        return self._chooser.would_accept(avoided_backends)
 
     def _all_on_probation_refuse(self) -> bool:
-        now, refuses = self._clock(), self._back_offs.refuses
+        now, refuses = self._clock(), self._back_offs.would_refuse
         return all(refuses(backend, now) for backend in self._awaiting_trial)
 
-    def would_take(self) -> bool:
+    def would_take_now(self) -> bool:
         """Return whether an engine would take a request now, ignoring learned limits. False while all restart."""
-        self._refresh()
-        if self._gone_at is not None and self.is_restarting():
+        self._update_backends()
+        if self._gone_at is not None and self.are_all_restarting():
             return False
-        return self._chooser.would_take()
+        return self._chooser.would_take_now()
 
-    def work_seconds(self, request: PickRequest) -> float:
+    def predict_work_seconds(self, request: PickRequest) -> float:
         """Return the shortest time that a request takes on any backend, by the policy. 0: unknown."""
-        self._refresh()
+        self._update_backends()
         candidates = self._chooser.candidates
-        return self.policy.work_seconds(candidates, request) if candidates else 0.0
+        return self.policy.shortest_work_seconds(candidates, request) if candidates else 0.0
 
-    def soonest_seconds(self, request: PickRequest) -> float | None:
+    def soonest_completion_seconds(self, request: PickRequest) -> float | None:
         """Return the shortest time in which a backend would complete a request, by the policy, or None if unknown."""
-        self._refresh()
+        self._update_backends()
         candidates = self._chooser.candidates
-        return self.policy.soonest_seconds(candidates, request) if candidates else None
+        return self.policy.soonest_completion_seconds(candidates, request) if candidates else None
 
-    def relief_seconds(self, request: PickRequest) -> float:
+    def queue_relief_seconds(self, request: PickRequest) -> float:
         """Return the seconds that all queued requests together gain if no backend serves this one."""
-        self._refresh()
+        self._update_backends()
         candidates = self._chooser.candidates
-        return self.policy.relief_seconds(candidates, request) if candidates else 0.0
+        return self.policy.queue_relief_seconds(candidates, request) if candidates else 0.0
 
-    def left_queue(self, request: PickRequest) -> None:
+    def on_left_queue(self, request: PickRequest) -> None:
         """Tell the policy that a request has left the queue."""
-        self.policy.left_queue(request)
+        self.policy.on_left_queue(request)
 
-    def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
+    def index_to_admit(self, waiting_requests: Sequence[PickRequest]) -> int | None:
         """Return the index of the waiting request that the policy lets go now, or None if all should wait."""
-        self._refresh()
+        self._update_backends()
         if self._awaiting_trial and not self._all_on_probation_refuse():
             return 0
-        return self._chooser.first_to_admit(waiting)
+        return self._chooser.index_to_admit(waiting_requests)
 
-    def is_gone(self) -> bool:
+    def are_all_gone(self) -> bool:
         """Return whether no backend accepts connections any more, although at least one was up before."""
-        self._refresh()
+        self._update_backends()
         return self._gone_at is not None
 
-    def is_restarting(self) -> bool:
-        """Return whether all backends have been gone for less than `restart_seconds`, so that they may soon be back.
+    def are_all_restarting(self) -> bool:
+        """Return whether all backends have been gone for less than `max_restart_seconds`, so they may soon be back.
 
         Backends that never were up do not count.
         """
-        self._refresh()
-        return self._gone_at is not None and self._clock() - self._gone_at < self._limits.restart_seconds
+        self._update_backends()
+        return self._gone_at is not None and self._clock() - self._gone_at < self._limits.max_restart_seconds
 
-    def is_ready(self) -> bool:
+    def is_ready_to_serve(self) -> bool:
         """Return whether a request that comes now is likely to be served, at least as a trial."""
-        self._refresh()
+        self._update_backends()
         serving = (HealthState.UP, HealthState.PROBATION)
         health = self.health
-        if any(health.of(backend).state in serving for backend in self._enabled):
+        if any(health.health_of(backend).health_state in serving for backend in self._enabled):
             return True
         # Backends that only answer health checks slowly may serve the requests that wait for them.
-        return self.is_restarting() and any(health.of(backend).is_slow for backend in self._enabled)
+        return self.are_all_restarting() and any(health.health_of(backend).is_slow for backend in self._enabled)
 
-    def weight(self, backend: Backend) -> int:
+    def weight_percent(self, backend: Backend) -> int:
         """Return the weight of a backend in percent. 0: it is disabled or draining."""
         return self._weights.get(backend, FULL_PERCENT) if backend in self._enabled else 0
 
     # Outcomes of requests
 
-    def report(
+    def report_outcome(
         self,
         backend: Backend,
         error: UpstreamError | None,
-        trial: int = 0,
-        is_proof: bool = True,
+        trial_number: int = 0,
+        proves_generation: bool = True,
         others_running: int = 0,
     ) -> None:
         """Record the outcome of a request on a backend.
@@ -392,35 +406,39 @@ class Pool:
             others_running: Other running requests of the backend.
         """
         if error is None:
-            self.note_success(backend, trial, is_proof)
-            self.count_success(backend)
+            self.record_success(backend, trial_number, proves_generation)
+            self.count_served_lease(backend)
             return
         if error.failure is Failure.REMOVED:
-            self.abandon(backend, trial)
+            self.record_abandoned_request(backend, trial_number)
             return
         refusals = 0
         if error.failure is Failure.RECOMPUTED:
-            self._back_offs.press(backend, self._clock() + self._limits.pressure_seconds)
-        elif error.is_refusal and is_proof:
-            refusals = self._chooser.note_refusal(backend, error.retry_after_seconds)
+            self._back_offs.record_kv_pressure(backend, self._clock() + self._limits.kv_pressure_seconds)
+        elif error.is_refusal and proves_generation:
+            refusals = self._chooser.record_refusal(backend, error.retry_after_seconds)
         elif self._chooser.may_pass_over:
-            self._back_offs.make_room(backend, self._clock())
-        self._refresh()
-        if error.engine_status == _UNAUTHORIZED and self._compatibility and not self.health.of(backend).served_at:
-            self._compatibility.note_rejected_key(backend)
+            self._back_offs.record_end_without_success(backend, self._clock())
+        self._update_backends()
+        if (
+            error.engine_status == _UNAUTHORIZED
+            and self._compatibility
+            and not self.health.health_of(backend).last_served_event
+        ):
+            self._compatibility.record_rejected_key(backend)
         transition = self.health.on_outcome(
             backend,
             error,
             self._enabled,
-            trial=trial,
-            is_proof=is_proof,
+            trial_number=trial_number,
+            proves_generation=proves_generation,
             # An engine that works on other requests is busy.
-            refusals=0 if others_running else refusals,
+            refusal_count=0 if others_running else refusals,
         )
-        self._announce(transition)
+        self._announce_transition(transition)
         self._on_end(backend, "invalid_request" if error.is_client_mistake else error.failure.value)
 
-    def defer_blame(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
+    def defer_blame(self, backend: Backend, error: UpstreamError, proves_generation: bool = True) -> Callable[[], None]:
         """Record that a request broke down on a backend, and return a function that charges the backend with it.
 
         Call that function once another backend has served the request.
@@ -428,8 +446,10 @@ class Pool:
         self._on_end(backend, error.failure.value)
 
         def blame() -> None:
-            self._refresh()
-            self._announce(self.health.on_outcome(backend, error, self._enabled, is_proof=is_proof))
+            self._update_backends()
+            self._announce_transition(
+                self.health.on_outcome(backend, error, self._enabled, proves_generation=proves_generation)
+            )
 
         return blame
 
@@ -438,9 +458,9 @@ class Pool:
 
         A backend that is out, for this or another reason, is not expected to continue its answers.
         """
-        self._refresh()
-        self._announce(self.health.on_stall(backend, self._enabled))
-        return backend not in self._enabled or not self.health.of(backend).is_healthy
+        self._update_backends()
+        self._announce_transition(self.health.on_stall(backend, self._enabled))
+        return backend not in self._enabled or not self.health.health_of(backend).is_healthy
 
     def report_hang(self, backend: Backend) -> bool:
         """Record that a backend is silent on all its streams and makes no progress.
@@ -448,122 +468,137 @@ class Pool:
         Returns:
             Whether another backend could continue its answers.
         """
-        self._refresh()
+        self._update_backends()
         enabled, health = self._enabled, self.health
-        self._announce(health.on_stall(backend, enabled, "sends nothing and makes no progress"))
-        return any(health.of(other).is_eligible for other in enabled if other != backend)
+        self._announce_transition(health.on_stall(backend, enabled, "sends nothing and makes no progress"))
+        return any(health.health_of(other).is_eligible for other in enabled if other != backend)
 
     def report_refusal(self, backend: Backend) -> None:
         """Record that a backend with silent answers refused a connection that was opened as a test."""
         health, reason = self.health, "refuses connections, and its answers are silent"
-        if health.of(backend).verdict is not HealthState.UNKNOWN:  # otherwise it may have been removed
-            self._announce(health.on_probe(backend, False, reason, failure=ProbeFailure.REFUSED))
+        if health.health_of(backend).probe_verdict is not HealthState.UNKNOWN:  # otherwise it may have been removed
+            self._announce_transition(health.on_probe(backend, False, reason, failure=ProbeFailure.REFUSED))
 
     def report_peer_verdict(self, backend: Backend) -> None:
         """Record that another gateway has ejected a backend or found it down."""
-        self._refresh()
-        self._announce(self.health.on_peer_verdict(backend, self._enabled))
+        self._update_backends()
+        self._announce_transition(self.health.on_peer_verdict(backend, self._enabled))
 
-    def note_success(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
+    def record_success(self, backend: Backend, trial_number: int = 0, proves_generation: bool = True) -> None:
         """Record that a backend has served a request, whose lease may still be open."""
         health = self.health
-        if is_proof and self._chooser.may_pass_over:
-            self._back_offs.serve(backend, self._clock(), is_complete=True)
+        if proves_generation and self._chooser.may_pass_over:
+            self._back_offs.record_answer_begin(backend, self._clock(), is_complete=True)
         condition = self._healthy.get(backend.key)
-        if condition is not None and health.version == self._healthy_version and is_proof and not trial:
+        if (
+            condition is not None
+            and health.version_number == self._healthy_version
+            and proves_generation
+            and not trial_number
+        ):
             # The result of `on_outcome` for a healthy backend, inlined because every request passes here.
-            health.events += 1
-            condition.served_at = health.events
-            if condition.breaker.failures or condition.breaker.refuses_since:
-                condition.breaker.note_success()
+            health.event_count += 1
+            condition.last_served_event = health.event_count
+            if condition.breaker.failure_count or condition.breaker.refuses_since_event:
+                condition.breaker.record_success()
             return
-        self._announce(health.on_outcome(backend, None, self._enabled, trial=trial, is_proof=is_proof))
+        self._announce_transition(
+            health.on_outcome(
+                backend, None, self._enabled, trial_number=trial_number, proves_generation=proves_generation
+            )
+        )
 
-    def note_beginning(self, backend: Backend) -> None:
+    def record_answer_begin(self, backend: Backend) -> None:
         """Record that a backend has begun to answer a request."""
         if self._chooser.may_pass_over:
-            self._back_offs.serve(backend, self._clock(), is_complete=False)
+            self._back_offs.record_answer_begin(backend, self._clock(), is_complete=False)
 
-    def count_success(self, backend: Backend) -> None:
+    def count_served_lease(self, backend: Backend) -> None:
         """Count the end of a lease whose request was served."""
         compatibility = self._compatibility
-        if compatibility is not None and compatibility.takes_key_at != compatibility.versions[0]:
-            compatibility.note_success(backend)
+        if compatibility is not None and compatibility.key_checked_at_version != compatibility.version_cells[0]:
+            compatibility.record_success(backend)
         self._on_end(backend, "ok")
 
-    def abandon(self, backend: Backend, trial: int = 0) -> None:
+    def record_abandoned_request(self, backend: Backend, trial_number: int = 0) -> None:
         """Record that a request on a backend was broken off without a fault of the backend."""
-        if trial:
-            self.health.abandon_trial(backend, trial)
+        if trial_number:
+            self.health.abandon_trial(backend, trial_number)
         if self._chooser.may_pass_over:
-            self._back_offs.make_room(backend, self._clock())
+            self._back_offs.record_end_without_success(backend, self._clock())
         self._on_end(backend, "abandoned")
 
-    def _announce(self, transition: Transition | None) -> None:
+    def _announce_transition(self, transition: Transition | None) -> None:
         if transition is not None:
             self._on_transition(transition)
 
     # Eligibility
 
-    def _refresh(self) -> None:
+    def _update_backends(self) -> None:
         """Update the members and the eligible backends if the roster or health has changed.
 
         Every pick and every scrape calls it, and at least the prober does in each worker.
         """
         health = self.health
         if self._whole is not None:
-            self._whole._refresh()
-            if self._whole._seen_roster != self._seen_roster or health.version != self._seen_health:
-                self._update_from(self._whole)
+            self._whole._update_backends()
+            if self._whole._seen_roster != self._seen_roster or health.version_number != self._seen_health:
+                self._update_from_whole_pool(self._whole)
             return
         if (
             self._roster_versions[0] == self._seen_roster
-            and health.version == self._seen_health
-            and health.due == math.inf
+            and health.version_number == self._seen_health
+            and health.next_change_at == math.inf
             and not self._expiries
         ):
             return
         if self._pinned_kv is not None:
-            self._pinned_kv.expire()
-        for transition in health.advance():
+            self._pinned_kv.remove_expired_pins()
+        for transition in health.make_due_changes():
             self._on_transition(transition)
         roster_version = self._roster_versions[0]  # before the members, which another worker may change
-        if roster_version == self._seen_roster and health.version == self._seen_health:
+        if roster_version == self._seen_roster and health.version_number == self._seen_health:
             return
-        members = self._roster.members(self.role)
+        members = self._roster.members_of_role(self.role)
         self._update_members(members)
         self._enabled = tuple(member.backend for member in members if member.may_serve)
-        self._weights = {member.backend: member.weight for member in members if member.weight < FULL_PERCENT}
+        self._weights = {
+            member.backend: member.weight_percent for member in members if member.weight_percent < FULL_PERCENT
+        }
         self._update_eligible(roster_version)
 
-    def _update_from(self, whole: Pool) -> None:
+    def _update_from_whole_pool(self, whole_pool: Pool) -> None:
         """Update the members from the pool of all backends."""
-        before, self._all = self._all, self._serving(whole._all)
-        self._enabled = tuple(backend for backend in self._all if backend in whole._enabled)
-        self._weights = whole._weights
+        before, self._all = self._all, self._serving(whole_pool._all)
+        self._enabled = tuple(backend for backend in self._all if backend in whole_pool._enabled)
+        self._weights = whole_pool._weights
         for gone in set(before).difference(self._all):
-            self._forget(gone)
-        self._update_eligible(whole._seen_roster)
+            self._forget_backend(gone)
+        self._update_eligible(whole_pool._seen_roster)
 
     def _update_eligible(self, roster_version: int) -> None:
         """Update the eligible backends from the enabled ones, which are those of this version of the roster."""
-        for transition in self.health.release_if_last(self._enabled):
+        for transition in self.health.release_last_ejected(self._enabled):
             self._on_transition(transition)
         health = self.health
-        self._eligible = tuple(backend for backend in self._enabled if health.of(backend).is_eligible)
-        self._awaiting_trial = tuple(backend for backend in self._enabled if health.of(backend).awaits_trial)
+        self._eligible = tuple(backend for backend in self._enabled if health.health_of(backend).is_eligible)
+        self._awaiting_trial = tuple(
+            backend for backend in self._enabled if health.health_of(backend).awaits_trial_request
+        )
         if not self._eligible and not self._awaiting_trial:
             # All are new, as after a reload that replaced them. Backends that were never probed are better than none.
-            unknown = (backend for backend in self._enabled if health.of(backend).state is HealthState.UNKNOWN)
+            unknown = (
+                backend for backend in self._enabled if health.health_of(backend).health_state is HealthState.UNKNOWN
+            )
             self._eligible = tuple(unknown)
         self._gone_at = None
-        if all(health.of(backend).is_unreachable for backend in (*self._eligible, *self._awaiting_trial)):
-            gone = (health.of(backend).gone_at for backend in self._enabled)
+        if all(health.health_of(backend).is_unreachable for backend in (*self._eligible, *self._awaiting_trial)):
+            gone = (health.health_of(backend).unavailable_since for backend in self._enabled)
             self._gone_at = max((since for since in gone if since is not None), default=None)
-        self._seen_roster, self._seen_health = roster_version, health.version
-        self._changed()
+        self._seen_roster, self._seen_health = roster_version, health.version_number
+        self._apply_changes()
 
-    def _update_members(self, members: Sequence[Member]) -> None:
+    def _update_members(self, members: Sequence[RosterMember]) -> None:
         """Drop the state of members that have left, and report new and enabled ones to health.
 
         A member that is enabled again may be another process than the disabled one, so its health is unknown. Members
@@ -576,34 +611,34 @@ class Pool:
                 self._on_transition(transition)
         self._disabled = frozenset(member.backend for member in members if member.is_disabled)
         for gone in set(self._all).difference(backends):
-            self.health.forget(gone)
+            self.health.forget_backend(gone)
             for part in (self._pinned_kv, self._quarantine, self._handoffs, self._compatibility):
                 if part is not None:
-                    part.forget(gone)
-            self._forget(gone)
+                    part.forget_backend(gone)
+            self._forget_backend(gone)
         if self._has_looked:
             for added in set(backends).difference(self._all):
                 self.health.on_added(added)
         self._has_looked = True
         self._all = backends
 
-    def _changed(self) -> None:
+    def _apply_changes(self) -> None:
         """Apply a possible change of backends, their health or the limits."""
         self._on_change()
-        self.changes += 1
-        limits = tuple(map(self.limit, self._eligible))
-        self._chooser.consider(self._eligible, limits)
+        self.change_count += 1
+        limits = tuple(map(self.running_limit, self._eligible))
+        self._chooser.set_candidates(self._eligible, limits)
         health = self.health
-        conditions = {backend.key: health.of(backend) for backend in self._eligible}
+        conditions = {backend.key: health.health_of(backend) for backend in self._eligible}
         self._healthy = {
             key: condition
             for key, condition in conditions.items()
-            if condition.state is HealthState.UP and not condition.is_unreachable
+            if condition.health_state is HealthState.UP and not condition.is_unreachable
         }
-        self._healthy_version = health.version
+        self._healthy_version = health.version_number
         if self._looks_for_restarts:
             for backend in self._all:
-                if self._has_gone(backend):
+                if self._has_backend_gone(backend):
                     self.policy.forget_cache(backend)
         room = (self._eligible, self._awaiting_trial, limits)
         if room != self._room:
@@ -611,32 +646,32 @@ class Pool:
             if self.on_release is not None:
                 self.on_release()
 
-    def _forget(self, backend: Backend) -> None:
+    def _forget_backend(self, backend: Backend) -> None:
         """Drop the state of a backend that has left."""
         self._engine_ids.pop(backend, None)
-        self._back_offs.forget(backend)
+        self._back_offs.forget_backend(backend)
         self.policy.forget_cache(backend)
 
-    def _has_gone(self, backend: Backend) -> bool:
+    def _has_backend_gone(self, backend: Backend) -> bool:
         """Return whether a backend is down, or another process than at the last look."""
-        health = self.health.of(backend)
-        if health.is_unreachable or health.verdict is HealthState.DOWN:
+        health = self.health.health_of(backend)
+        if health.is_unreachable or health.probe_verdict is HealthState.DOWN:
             return True
-        engine_id = self.engine_id(backend)
+        engine_id = self.engine_id_of(backend)
         if engine_id is None:
             return False
         before = self._engine_ids.setdefault(backend, engine_id)
         self._engine_ids[backend] = engine_id
         return before != engine_id
 
-    def _share_percent(self, backend: Backend) -> int:
+    def _request_share_percent(self, backend: Backend) -> int:
         """Return the share of requests that a backend gets now, by its weight and its slow start, in percent."""
-        percent = self.health.share_percent(backend)
+        percent = self.health.request_share_percent(backend)
         weight = self._weights.get(backend)
         return percent if weight is None else max(1, percent * weight // FULL_PERCENT)
 
 
-def _overrides(policy: Policy, name: str) -> bool:
+def _overrides_method(policy: Policy, name: str) -> bool:
     return getattr(type(policy), name) is not getattr(Policy, name)
 
 
@@ -646,47 +681,49 @@ class Pools:
 
     prefill: Pool
     decode: Pool
-    quarantine: PairQuarantine = field(default_factory=PairQuarantine)
+    pair_quarantine: PairQuarantine = field(default_factory=PairQuarantine)
     """Pairs of prefillers and decoders that should not work together."""
     encode: Pool | None = None
     """Pool of encoders. None: there are none."""
-    handoffs: HandoffTimes = field(default_factory=HandoffTimes)
+    handoff_times: HandoffTimes = field(default_factory=HandoffTimes)
     """Learned times of handoffs between prefillers and decoders."""
 
-    def of(self, role: Role) -> Pool:
+    def pool_of(self, role: Role) -> Pool:
         """Return the pool of a role."""
         if self.encode is not None and role == self.encode.role:
             return self.encode
         return self.prefill if role == self.prefill.role else self.decode
 
-    def lease_both(self, request: PickRequest) -> tuple[Lease, Lease]:
+    def enter_both_leases(self, request: PickRequest) -> tuple[Lease, Lease]:
         """Return entered leases of a prefiller and a decoder. Raises NoBackendAvailable.
 
         They are not quarantined with each other, unless the second one to be chosen would have no other partner. The
         decoder comes first. But while some pairs are slow the prefiller does, because the cached part of a prompt
         usually saves more time than the best link, and the decoder is then chosen for it.
         """
-        if not self.handoffs.slow:
+        if not self.handoff_times.slow_pairs_by_decoder:
             decoder = Lease(self.decode, request)
             decoder.__enter__()
-            return _entered(self.prefill, self._suiting(request, decoder.backend, self.prefill), decoder), decoder
+            return _enter_lease(
+                self.prefill, self._without_quarantined(request, decoder.backend, self.prefill), decoder
+            ), decoder
         prefiller = Lease(self.prefill, request)
         prefiller.__enter__()
-        suiting = self._suiting(request, prefiller.backend, self.decode)
-        decoder = _entered(self.decode, suiting.for_partner(prefiller.backend), prefiller)
-        self.handoffs.note_pick(prefiller.backend, decoder.backend)
+        suiting = self._without_quarantined(request, prefiller.backend, self.decode)
+        decoder = _enter_lease(self.decode, suiting.copy_for_partner(prefiller.backend), prefiller)
+        self.handoff_times.record_pick(prefiller.backend, decoder.backend)
         return prefiller, decoder
 
-    def _suiting(self, request: PickRequest, partner: Backend, pool: Pool) -> PickRequest:
+    def _without_quarantined(self, request: PickRequest, partner: Backend, pool: Pool) -> PickRequest:
         """Return the request without the backends of a pool that are quarantined with a partner, if others are left."""
-        if self.quarantine.quarantined and (partners := self.quarantine.partners_to_avoid(partner)):
-            avoid = partners.union(request.avoid)
-            if not avoid.issuperset(pool.eligible()):
-                return request.avoiding(avoid)
+        if self.pair_quarantine.quarantined_partners and (partners := self.pair_quarantine.partners_to_avoid(partner)):
+            avoid = partners.union(request.avoided_backends)
+            if not avoid.issuperset(pool.eligible_backends()):
+                return request.copy_avoiding(avoid)
         return request
 
 
-def _entered(pool: Pool, request: PickRequest, first: Lease) -> Lease:
+def _enter_lease(pool: Pool, request: PickRequest, first: Lease) -> Lease:
     """Return an entered lease of a pool. If there is none, leave the first lease."""
     lease = Lease(pool, request)
     try:

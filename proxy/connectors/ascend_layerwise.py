@@ -32,7 +32,7 @@ from proxy.connectors.concurrent import run_prefill_beside
 from proxy.connectors.disaggregated import DisaggregatedConnector, make_prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import Attempt
-from proxy.upstream import upstream_error
+from proxy.upstream import make_upstream_error
 from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.openai import Api
 
@@ -82,7 +82,7 @@ class AscendLayerwise(DisaggregatedConnector):
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             timeline.prefill_id = timeline.decode_id = attempt_id
             handoff.answers_after_transfer = True  # each layer is sent as soon as it is computed
-            timeline.enter(Stage.HANDOFF)
+            timeline.enter_stage(Stage.HANDOFF)
             async with run_prefill_beside(self._run_prefill(call, headers, callback, handoff, timeline)) as leg:
                 # The status of a streamed answer may arrive at once, but nothing more before the callback and prefill.
                 answer_seconds = (
@@ -91,7 +91,7 @@ class AscendLayerwise(DisaggregatedConnector):
                     + first_byte_timeout_seconds(settings.timeouts, call)
                 )
                 params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.metaserver}
-                opening = self._upstream.open(
+                opening = self._upstream.post_and_await_head(
                     decoder,
                     call.api.path,
                     call.make_body({"kv_transfer_params": {**params, **call.kv_params}}),
@@ -123,7 +123,7 @@ class AscendLayerwise(DisaggregatedConnector):
         """
         try:
             params = await self._wait_for_callback(callback, handoff.decoder.backend)
-            timeline.enter(Stage.PREFILL)
+            timeline.enter_stage(Stage.PREFILL)
             answer = await self._send_prefill_leg(call, headers, params, handoff.prefiller.backend)
         except UpstreamError:
             if handoff.is_settled:  # the decoder is at work and no longer needs the prefiller
@@ -132,10 +132,10 @@ class AscendLayerwise(DisaggregatedConnector):
         prompt_counts = timeline.usage.add_prompt_usage(answer.read_usage)
         # When a prefiller answers it has sent the whole KV cache, and it keeps nothing.
         handoff.record_prefill(*prompt_counts)
-        handoff.prefiller.free_kv()
+        handoff.prefiller.release_kv()
         handoff.record_kv_held()
         if not handoff.is_settled:
-            timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+            timeline.enter_stage(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
     async def _wait_for_callback(self, callback: asyncio.Future[Document], decoder: Backend) -> Document:
         callback_seconds = self._context.live.settings.layerwise.callback_seconds
@@ -144,14 +144,14 @@ class AscendLayerwise(DisaggregatedConnector):
                 return await callback
         except TimeoutError:
             message = f"did not call back within {callback_seconds:g} s"
-            raise upstream_error(Failure.TIMEOUT, decoder, message) from None
+            raise make_upstream_error(Failure.TIMEOUT, decoder, message) from None
 
     async def _send_prefill_leg(
         self, call: Call, headers: dict[str, str], params: Document, prefiller: Backend
     ) -> PrefillAnswerBody:
         settings = self._context.live.settings
         with self._ranks.start_claim() as rank:
-            response, body = await self._upstream.fetch(
+            response, body = await self._upstream.post_and_read_body(
                 prefiller,
                 call.api.path,
                 make_prefill_body(call, self._pools.prefill, prefiller, params.load()),

@@ -153,7 +153,7 @@ def first_byte_timeout_seconds(timeouts: Timeouts, call: Call) -> float:
 async def check_status(response: Response) -> None:
     """Raise UpstreamError with the engine's status and body unless the status is a success."""
     if not response.is_success:
-        raise make_refusal(response, await response.read())
+        raise make_refusal(response, await response.read_body())
 
 
 def make_refusal(response: EngineResponse, body: bytes) -> UpstreamError:

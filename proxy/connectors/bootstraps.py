@@ -16,7 +16,7 @@ import orjson
 
 from proxy.common.endpoints import engine_url
 from proxy.common.errors import Failure, UpstreamError
-from proxy.upstream import EngineClient, EngineRequestError, upstream_error
+from proxy.upstream import EngineClient, EngineRequestError, make_upstream_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -134,7 +134,7 @@ class BootstrapServers:
             if not known.engines:
                 assert known.problem is not None
                 failure, text = known.problem
-                raise upstream_error(failure, prefiller, text)
+                raise make_upstream_error(failure, prefiller, text)
         return known.engines
 
     def forget_engines(self, prefiller: Backend) -> None:
@@ -160,7 +160,7 @@ class BootstrapServers:
                 ):
                     text = "its bootstrap server is another prefiller's"
                     self._report_problem(known, f"{text}: prefill instance {other.name} has the same")
-                    raise upstream_error(Failure.BOOTSTRAP, prefiller, text) from error
+                    raise make_upstream_error(Failure.BOOTSTRAP, prefiller, text) from error
             raise
 
     def mark_reachable(self, prefiller: Backend) -> None:
@@ -196,11 +196,14 @@ class BootstrapServers:
             if engines and not self._lists_own_engine(known.prefiller, engines):
                 problem = (Failure.BOOTSTRAP, f"the bootstrap server at port {port} is another prefiller's")
         except EngineRequestError as error:
-            if error.failure is Failure.TIMEOUT:
+            if error.failure_kind is Failure.TIMEOUT:
                 problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_QUERY_TIMEOUT_SECONDS:g} s")
                 is_certain = False
-            elif error.failure is Failure.CONNECT:
-                problem = (Failure.CONNECT, f"its bootstrap server at port {port} cannot be reached ({error.reason})")
+            elif error.failure_kind is Failure.CONNECT:
+                problem = (
+                    Failure.CONNECT,
+                    f"its bootstrap server at port {port} cannot be reached ({error.error_reason})",
+                )
             else:
                 problem = (Failure.BAD_ANSWER, no_server)
         except ValueError:
@@ -241,7 +244,7 @@ class BootstrapServers:
 
         The query carries no API key.
         """
-        answer = await self._client.get(address, "/query", _QUERY_TIMEOUT_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
+        answer = await self._client.get_body(address, "/query", _QUERY_TIMEOUT_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
         if answer.status != 200:
             raise ValueError(f"status {answer.status}")
         return answer.body

@@ -128,6 +128,6 @@ def make_prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Map
     if "tool_choice" in values:
         tool_choice = values["tool_choice"]
         is_forced = isinstance(tool_choice, dict) or tool_choice == "required"
-        if is_forced and not FORCED_TOOL_PREFILL.is_in(pool.engine_version(prefiller)):
+        if is_forced and not FORCED_TOOL_PREFILL.is_in_vllm_version(pool.engine_version_of(prefiller)):
             changes["tool_choice"] = "auto"  # makes the same prompt
     return call.make_body(changes)

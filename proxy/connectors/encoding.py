@@ -102,22 +102,22 @@ class EncodingConnector(Connector):
         request: PickRequest,
         timeline: Timeline,
     ) -> AsyncIterator[Attempt]:
-        timeline.begin_encoding()
+        timeline.begin_encoding_attempt()
         # Admission does not wait for encoders, because only requests with media need them.
-        while self._encoders.is_restarting():  # noqa: ASYNC110 time alone may end it
+        while self._encoders.are_all_restarting():  # noqa: ASYNC110 time alone may end it
             await asyncio.sleep(_ENCODER_POLL_SECONDS)
         # Reserve the room that admission found. The connector takes it before it waits for anything.
         with ExitStack() as room:
             reserved: list[Backend] = []
             for role in self.roles:
                 with suppress(NoBackendAvailable):  # if there is still none later, the lease fails
-                    reserved.append(room.enter_context(self._pools.of(role).reserve(request)).backend)
+                    reserved.append(room.enter_context(self._pools.pool_of(role).make_reservation(request)).backend)
             address = None
             for backend in reserved:
                 if (address := self._receiving_address(backend)) is not None:
-                    request = request.preferring(backend)  # it must get the request, too
+                    request = request.copy_preferring(backend)  # it must get the request, too
                     break
-            places = await self._encode_media(call, items, request.avoid, address)
+            places = await self._encode_media(call, items, request.avoided_backends, address)
             timeline.end_encoding()
         if places:
             call = call.copy_with_changes({"ec_transfer_params": places})
@@ -126,8 +126,8 @@ class EncodingConnector(Connector):
 
     def _receiving_address(self, backend: Backend) -> str | None:
         """Return the address at which an engine with ECMooncakeConnector receives encoded media."""
-        facts = self._pools.of(backend.role).health.of(backend).facts
-        setup = None if facts is None else facts.identity.setup
+        facts = self._pools.pool_of(backend.role).health.health_of(backend).engine_facts
+        setup = None if facts is None else facts.identity.engine_setup
         if setup is None or setup.ec_connector != "ECMooncakeConnector" or setup.ec_port is None:
             return None
         return f"tcp://{backend.name.rpartition(':')[0]}:{setup.ec_port}"
@@ -179,8 +179,10 @@ class EncodingConnector(Connector):
         if target:
             body["ec_transfer_params"] = target
         await self._wait_for_encoders()
-        with self._encoders.lease(PickRequest.of(Load(compute_tokens=max(1, tokens)), avoid=avoid)) as lease:
-            response, answer = await self._upstream.fetch(
+        with self._encoders.make_lease(
+            PickRequest.make_for_load(Load(compute_tokens=max(1, tokens)), avoided_backends=avoid)
+        ) as lease:
+            response, answer = await self._upstream.post_and_read_body(
                 lease.backend,
                 Api.CHAT.path,
                 dumps(body),
@@ -196,7 +198,7 @@ class EncodingConnector(Connector):
         """Wait while all encoders reject requests, for at most `admission.wait_seconds`."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._context.live.settings.admission.wait_seconds
-        while self._encoders.refuse_all() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it
+        while self._encoders.do_all_refuse() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it
             await asyncio.sleep(_ENCODER_POLL_SECONDS)
 
 

@@ -80,7 +80,7 @@ class LocalKvListener:
 
     def record_kv_arrival(self) -> None:
         """Record the engine's first output. May be called again."""
-        self._lease.confirm()
+        self._lease.confirm_beginning()
 
     def keep_answer_kv(self, params: Any, ids: array[int] | None) -> None:
         """Do nothing. Called when the engine keeps the KV cache of its answer, which no protocol with one leg reads."""
@@ -128,7 +128,7 @@ class KvHandoff:
         self.source: KvSource = PREFILLER_SOURCE
         self.prefilled_kv: PrefilledKv | None = None
         """The KV that the prefiller keeps until the decoder has fetched it; None if no KV has to be freed."""
-        self.failed_error = set(request.avoid)
+        self.failed_error = set(request.avoided_backends)
         """Backends that have failed in this attempt. The releaser uses one of them only if there is no other."""
         self.state: KvState = _BEING_COMPUTED
         self.on_arrived: Callable[[], None] | None = None
@@ -158,15 +158,15 @@ class KvHandoff:
         self._computed_at = self._timeline.clock()
         if self.answers_after_transfer and (sent := self._prefill_sent_at()) is not None:
             pair = self.prefiller.backend, self.decoder.backend
-            self._context.pools.handoffs.note_answer(*pair, sent, self._computed_at)
+            self._context.pools.handoff_times.record_prefill_answer(*pair, sent, self._computed_at)
         compatibility = self._context.compatibility
         # Engines that report cached tokens cost no call.
-        if cached is None or compatibility.missing_reports:
+        if cached is None or compatibility.missing_cache_reports:
             prediction = self._timeline.prediction
             if prediction is not None and tokens is not None:
-                compatibility.note_cache_report(self.prefiller.backend, prediction.cached_tokens, cached)
-        self.prefiller.note_usage(tokens, cached)
-        self.prefiller.free_compute()
+                compatibility.record_cache_report(self.prefiller.backend, prediction.cached_tokens, cached)
+        self.prefiller.record_usage(tokens, cached)
+        self.prefiller.release_compute()
 
     def record_kv_held(self, kv: PrefilledKv | None = None) -> None:
         """Record that the prefiller has the KV cache for the decoder. A later failure may be a failure to fetch it.
@@ -187,26 +187,26 @@ class KvHandoff:
             return
         self.state = _ARRIVED_AT_DECODER
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
-        self.prefiller.free_kv()
+        self.prefiller.release_kv()
         source = self.source
         if source is DECODER_SOURCE:
             self._timeline.kv = "local"
         else:
             if source is PREFILLER_SOURCE:
-                self._context.pools.quarantine.note_success(prefiller, decoder)
+                self._context.pools.pair_quarantine.record_successful_handoff(prefiller, decoder)
                 if self._call.stream and not self.failed_error:  # otherwise the first output is not the first token
                     self._record_handoff_time(prefiller, decoder)
             tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
-            verdict = self._context.compatibility.note_handoff(prefiller, decoder, tokens, self._least_tokens)
+            verdict = self._context.compatibility.record_handoff(prefiller, decoder, tokens, self._least_tokens)
             self._timeline.kv = verdict
             if verdict is HandoffVerdict.UNKNOWN:
                 self._timeline.kv_verdict = partial(
-                    self._context.compatibility.incompatibilities.verdict, decoder, prefiller
+                    self._context.compatibility.incompatibilities.handoff_verdict, decoder, prefiller
                 )
             if self.prefilled_kv is not None:
                 self._context.releaser.record_fetch(self.prefilled_kv, decoder, verdict, self.failed_error)
                 self.prefilled_kv = self._kept_params = None
-        self.decoder.confirm()
+        self.decoder.confirm_beginning()
         if self.on_arrived is not None:
             self.on_arrived()
 
@@ -219,16 +219,16 @@ class KvHandoff:
             if prediction is None or sent is None:
                 return
             # A prediction may be too short for a queue, but not too long for the prompts ahead that were answered.
-            ahead = self._context.pools.handoffs.last_answer_ahead(prefiller, decoder, sent)
-            began = min(max(sent + _CERTAIN_PREFILL_SHARE * prediction.seconds, ahead), now)
+            ahead = self._context.pools.handoff_times.last_answer_ahead(prefiller, decoder, sent)
+            began = min(max(sent + _CERTAIN_PREFILL_SHARE * prediction.predicted_seconds, ahead), now)
         if began:
             tokens = timeline.usage.prompt_tokens or self._call.prompt_tokens
-            self._context.pools.handoffs.note(prefiller, decoder, tokens, began, now)
+            self._context.pools.handoff_times.record_handoff(prefiller, decoder, tokens, began, now)
 
     def _prefill_sent_at(self) -> float | None:
         """Return the time at which the prefiller got the prompt, or None if it did not."""
-        stages = self._timeline.stages
-        return self._timeline.times[stages.index(_PREFILL_STAGE)] if _PREFILL_STAGE in stages else None
+        stages = self._timeline.entered_stages
+        return self._timeline.stage_times[stages.index(_PREFILL_STAGE)] if _PREFILL_STAGE in stages else None
 
     def keep_answer_kv(self, params: Any, ids: array[int] | None) -> None:
         """Record that the decoder keeps the KV cache of its answer for the conversation's next turn."""
@@ -240,18 +240,18 @@ class KvHandoff:
         if self.is_settled:
             return
         self.state = KvState.LOST
-        self.prefiller.free_kv()
+        self.prefiller.release_kv()
         self._blame_pair()
         if self.prefilled_kv is not None and not self.prefilled_kv.survives_rejected_decode:
             self.prefilled_kv = self._kept_params = None
 
     def __enter__(self) -> Self:
         """Choose and lease a prefiller and a decoder. Raises NoBackendAvailable."""
-        prefiller, decoder = self.prefiller, self.decoder = self._context.pools.lease_both(self._request)
+        prefiller, decoder = self.prefiller, self.decoder = self._context.pools.enter_both_leases(self._request)
         timeline = self._timeline
         timeline.begin_attempt()
-        timeline.decode_pick, timeline.prefill_pick = decoder.pick, prefiller.pick
-        timeline.prediction = prefiller.prediction
+        timeline.decode_pick, timeline.prefill_pick = decoder.backend_pick, prefiller.backend_pick
+        timeline.prediction = prefiller.policy_prediction
         return self
 
     def __exit__(
@@ -286,7 +286,7 @@ class KvHandoff:
         if self.source is not PREFILLER_SOURCE:
             return
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
-        if self._context.pools.quarantine.note_failure(prefiller, decoder):
+        if self._context.pools.pair_quarantine.record_failed_handoff(prefiller, decoder):
             self._context.metrics.pair_quarantines_total.inc()
             logger.warning(
                 "prefill instance %s and decode instance %s are kept apart: handoffs between them fail",

@@ -105,29 +105,29 @@ class LegDriver:
             self._send_leg(decode)
         else:
             assert isinstance(step, Response)
-            step.collect(self._on_body)
+            step.collect_body(self._on_body)
 
     def _send_leg(self, leg: EngineLeg, connection: EngineConnection | None = None) -> None:
         """Send a leg on `connection` if there is one, otherwise on an idle or a new connection."""
         upstream = self._upstream
         self._sent = leg
-        if connection is None and (connection := upstream.take_idle(leg.backend)) is None:
+        if connection is None and (connection := upstream.take_idle_connection(leg.backend)) is None:
             self._connecting = asyncio.create_task(self._connect_and_send(leg))
             return
         self._connection = connection
         if leg.preconnect_to is not None:
-            upstream.preconnect(leg.preconnect_to)
+            upstream.open_in_advance(leg.preconnect_to)
         exchange: WholeResponse | Response
         if leg.wants_whole_body:
             exchange = WholeResponse(connection, self._on_whole_answer)
         else:
             exchange = self._response = Response(connection, self._on_head)
-        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+        connection.begin_exchange(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     async def _connect_and_send(self, leg: EngineLeg, stale: UpstreamError | None = None) -> None:
         """Open a connection and send a leg. `stale`: the error of this leg on an idle connection that was closed."""
         try:
-            connection = await self._upstream.connect(leg.backend)
+            connection = await self._upstream.open_connection(leg.backend)
         except UpstreamError as error:
             self._connecting = None
             # Report the stale connection rather than CONNECT: the engine had the request and may have died of it.
@@ -158,7 +158,7 @@ class LegDriver:
         leg = self._sent
         assert leg is not None
         if error.is_stale_connection:  # which happens on idle connections only
-            self._upstream.distrust(leg.backend)
+            self._upstream.stop_reuse_briefly(leg.backend)
             if leg.resend_if_stale:
                 self._connecting = asyncio.create_task(self._connect_and_send(leg, error))
                 return
@@ -190,7 +190,7 @@ class LegDriver:
     def _give_back_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._upstream.give_back(connection)
+            self._upstream.return_connection(connection)
 
 
 class PrefillLegOfPair:
@@ -211,7 +211,7 @@ class PrefillLegOfPair:
         """Send the prefill leg of a pair."""
         pair = self._pair
         pair.stop_prefill, pair.wait_for_prefill_end = self._stop_leg, self._wait_for_end
-        connection = self._upstream.take_idle(leg.backend)
+        connection = self._upstream.take_idle_connection(leg.backend)
         if connection is None:
             self._connecting = asyncio.create_task(self._connect_and_send(leg))
         else:
@@ -227,7 +227,7 @@ class PrefillLegOfPair:
 
     async def _connect_and_send(self, leg: EngineLeg) -> None:
         try:
-            connection = await self._upstream.connect(leg.backend)
+            connection = await self._upstream.open_connection(leg.backend)
         except UpstreamError as error:
             self._connecting = None
             self._fail_leg(error)
@@ -238,7 +238,7 @@ class PrefillLegOfPair:
     def _send_leg(self, leg: EngineLeg, connection: EngineConnection) -> None:
         self._connection = connection
         exchange = WholeResponse(connection, self._on_whole_answer)
-        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+        connection.begin_exchange(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     def _on_whole_answer(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
         """Handle the complete answer of the prefiller."""
@@ -255,7 +255,7 @@ class PrefillLegOfPair:
 
     def _fail_leg(self, error: Exception) -> None:
         if isinstance(error, UpstreamError) and error.is_stale_connection:  # the next attempt sends it again
-            self._upstream.distrust(error.backend)
+            self._upstream.stop_reuse_briefly(error.backend)
         is_served = self._pair.is_served
         if is_served is not None and is_served():
             self._wake_waiter()
@@ -278,7 +278,7 @@ class PrefillLegOfPair:
     def _give_back_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._upstream.give_back(connection)
+            self._upstream.return_connection(connection)
 
 
 class open_attempt:  # noqa: N801 - used as a function
@@ -335,4 +335,4 @@ def abort_decode(response: Response, error: BaseException) -> None:
     """
     if not isinstance(error, UpstreamError):
         error = response.make_failure(Failure.BROKEN, "the prefill leg failed")
-    response.abort(error)
+    response.abort_exchange(error)

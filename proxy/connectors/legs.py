@@ -100,19 +100,19 @@ class Attempt:
         May be called again, by the next reader of the same stream.
         """
         self.handoff.record_kv_arrival()
-        stages = self.timeline.stages
+        stages = self.timeline.entered_stages
         if not stages or stages[-1] is not _STREAM_STAGE:
-            self.timeline.enter(_STREAM_STAGE)
+            self.timeline.enter_stage(_STREAM_STAGE)
 
     def record_kv_loss(self) -> None:
         """Record that the decoder gave up before its first output. It may have failed to fetch the KV cache."""
         self.handoff.record_kv_loss()
-        self.timeline.enter(_STREAM_STAGE)
+        self.timeline.enter_stage(_STREAM_STAGE)
 
 
 @dataclass(slots=True, eq=False)
 class EngineLeg:
-    """One request to one engine; see Upstream.open."""
+    """One request to one engine; see Upstream.post_and_await_head."""
 
     backend: Backend
     path: str

@@ -50,9 +50,13 @@ class MooncakeBootstrap(DisaggregatedConnector):
         self._releaser = context.releaser
         self._bootstraps = BootstrapServers(
             context.client,
-            report=lambda backend, hint: context.compatibility.report(backend, IncompatibilityKind.BOOTSTRAP, hint),
-            engine_id=context.pools.prefill.engine_id,
-            addresses=lambda: {backend: self._bootstrap_address(backend) for backend in self._pools.prefill.backends()},
+            report=lambda backend, hint: context.compatibility.set_finding(
+                backend, IncompatibilityKind.BOOTSTRAP, hint
+            ),
+            engine_id=context.pools.prefill.engine_id_of,
+            addresses=lambda: {
+                backend: self._bootstrap_address(backend) for backend in self._pools.prefill.all_backends()
+            },
         )
 
     @asynccontextmanager
@@ -67,7 +71,7 @@ class MooncakeBootstrap(DisaggregatedConnector):
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
-            timeline.enter(Stage.PREFILL)
+            timeline.enter_stage(Stage.PREFILL)
             meeting = await self._choose_engine(prefiller, prefill_rank)
             timeline.prefill_id = timeline.decode_id = meeting.attempt_id
             handoff.prefilled_kv = _orphaned_kv(call, prefiller, meeting)
@@ -104,7 +108,7 @@ class MooncakeBootstrap(DisaggregatedConnector):
     ) -> Response:
         """Open the decode leg. Raises UpstreamError."""
         steering = rank.rank_header(decoder, self._context.live.settings.balance.decode_dp_ranks)
-        return await self._upstream.open(
+        return await self._upstream.post_and_await_head(
             decoder,
             call.api.path,
             call.make_body({"kv_transfer_params": {**meeting.decode_params, **call.kv_params}}),
@@ -118,7 +122,7 @@ class MooncakeBootstrap(DisaggregatedConnector):
         """Run the prefill leg. Raises UpstreamError if the decoder would get no KV."""
         prefiller = handoff.prefiller.backend
         try:
-            response, body = await self._upstream.fetch(
+            response, body = await self._upstream.post_and_read_body(
                 prefiller,
                 call.api.path,
                 make_prefill_body(call, self._pools.prefill, prefiller, meeting.prefill_params),
@@ -136,7 +140,7 @@ class MooncakeBootstrap(DisaggregatedConnector):
         handoff.record_prefill(*prompt_counts)
         handoff.record_kv_held()
         if not handoff.is_settled:
-            timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+            timeline.enter_stage(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
 
 @dataclass(frozen=True, slots=True)

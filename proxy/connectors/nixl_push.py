@@ -163,7 +163,7 @@ class NixlPush(DisaggregatedConnector):
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
-            timeline.enter(Stage.PREFILL)
+            timeline.enter_stage(Stage.PREFILL)
             rank = prefill_rank.claim_rank(prefiller, balance.prefill_dp_ranks)
             attempt = _PushAttempt(self, call, handoff, timeline, prefill_rank)
             attempt.rank, attempt.place = rank, self.places.of(prefiller, rank)
@@ -230,12 +230,12 @@ class NixlPush(DisaggregatedConnector):
         try:
             place = _place_in(params)
         except msgspec.DecodeError:
-            compatibility.note_prefill(prefiller, False)
+            compatibility.record_prefill(prefiller, False)
             raise self._make_missing_kv_error(answer) from None
         if place.transfer_mode != "push":
-            compatibility.report(prefiller, IncompatibilityKind.CONNECTOR, _PULL_HINT)
+            compatibility.set_finding(prefiller, IncompatibilityKind.CONNECTOR, _PULL_HINT)
             raise answer.make_failure(Failure.MISSING_KV, "its KV parameters are not those of NixlPushConnector")
-        compatibility.note_prefill(prefiller, True)
+        compatibility.record_prefill(prefiller, True)
         self.places.learn(prefiller, rank, place)
         return place
 
@@ -290,7 +290,7 @@ class _PushAttempt:
         if self.place is not None and self.place.remote_engine_id != place.remote_engine_id:
             raise answer.make_failure(Failure.RESTARTED, "another engine than before answers at its address")
         if not handoff.is_settled:
-            timeline.enter(self._next_stage())
+            timeline.enter_stage(self._next_stage())
         self.place = place
 
     def is_served(self) -> bool:
@@ -309,7 +309,7 @@ class _PushAttempt:
         with response:
             if not response.is_success:
                 raise make_refusal(response, (yield response))
-            if timeline.stage is Stage.HANDOFF:
-                timeline.enter(Stage.FIRST_TOKEN)
+            if timeline.current_stage is Stage.HANDOFF:
+                timeline.enter_stage(Stage.FIRST_TOKEN)
             seconds = self._connector.decode_seconds(self.call)
             yield Attempt(response, timeline, handoff.prefiller.backend, True, handoff, seconds)

@@ -65,7 +65,7 @@ class SingleLegMaker:
         self._context = context
         self._kv = kv
         self._role = role
-        self._pool = context.pools.of(role)
+        self._pool = context.pools.pool_of(role)
         self._ranks = ranks
         self._members = members
 
@@ -77,18 +77,18 @@ class SingleLegMaker:
         changes: dict[str, object] = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
         if self._members is not None:
             changes.update(self._members(attempt_id))
-        with self._pool.lease(request) as lease, self._ranks.start_claim() as rank:
+        with self._pool.make_lease(request) as lease, self._ranks.start_claim() as rank:
             timeline.begin_attempt()
             timeline.kv = self._kv
             if is_prefiller:
-                timeline.enter(Stage.PREFILL)
+                timeline.enter_stage(Stage.PREFILL)
                 timeline.prefiller, timeline.prefill_id = lease.backend.name, attempt_id
-                timeline.prefill_pick = lease.pick
+                timeline.prefill_pick = lease.backend_pick
                 answer_seconds = prefill_timeout_seconds(timeouts, call)
             else:
-                timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+                timeline.enter_stage(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
                 timeline.decoder, timeline.decode_id = lease.backend.name, attempt_id
-                timeline.decode_pick = lease.pick
+                timeline.decode_pick = lease.backend_pick
                 answer_seconds = first_byte_timeout_seconds(timeouts, call)
             dp_ranks = balance.prefill_dp_ranks if is_prefiller else balance.decode_dp_ranks
             leg = EngineLeg(

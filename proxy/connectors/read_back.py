@@ -27,9 +27,9 @@ from proxy.wire.python_json import dumps
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
-    from proxy.balancer.engines import Setup
+    from proxy.balancer.engines import EngineSetup
     from proxy.balancer.pool import Pool, Pools
-    from proxy.balancer.shared.scoreboard import Pin
+    from proxy.balancer.shared.scoreboard import KvPin
     from proxy.common.backend import Backend
     from proxy.connectors.releaser import KvReleaser
     from proxy.dialects.call import Call
@@ -74,7 +74,7 @@ class KeptAnswer:
     """A hash of the ids of these tokens."""
     until: float
     """The time after which the parameters must not be used, in seconds on the monotonic clock."""
-    pin: Pin
+    pin: KvPin
 
 
 class KeptAnswers:
@@ -148,7 +148,7 @@ class KeptAnswers:
 
     def _take(self, call: Call, prefiller: Backend) -> KeptAnswer | None:
         setup = self._setup(self._pools.prefill, prefiller)
-        if self._live.settings.kv.read_back == "off" or setup is None or not setup.is_bidirectional:
+        if self._live.settings.kv.read_back == "off" or setup is None or not setup.has_bidirectional_kv:
             return None
         if not _is_rendered_alike(call):
             return None
@@ -157,17 +157,17 @@ class KeptAnswers:
         if name is None:
             return None
         kept = answers.pop(name)
-        is_there = self._clock() < kept.until and kept.decoder in self._pools.decode.eligible()
+        is_there = self._clock() < kept.until and kept.decoder in self._pools.decode.eligible_backends()
         return kept if is_there else None
 
     def _kept_seconds(self, decoder: Backend) -> float:
         setup = self._setup(self._pools.decode, decoder)
-        return _KEPT_SECONDS if setup is None or setup.answer_seconds is None else setup.answer_seconds
+        return _KEPT_SECONDS if setup is None or setup.answer_kv_seconds is None else setup.answer_kv_seconds
 
     @staticmethod
-    def _setup(pool: Pool, backend: Backend) -> Setup | None:
-        facts = pool.health.of(backend).facts
-        return None if facts is None else facts.identity.setup
+    def _setup(pool: Pool, backend: Backend) -> EngineSetup | None:
+        facts = pool.health.health_of(backend).engine_facts
+        return None if facts is None else facts.identity.engine_setup
 
 
 def _names(call: Call, *, is_stored: bool) -> Iterator[object]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from proxy.balancer.incompatibilities import Incompatibilities
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pools
-    from proxy.balancer.shared.scoreboard import Pin, PinnedKv
+    from proxy.balancer.shared.scoreboard import KvPin, PinnedKv
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.settings.live import LiveSettings
@@ -106,12 +106,12 @@ parse_kv_params = msgspec.json.Decoder(KvParams).decode
 def releases_kv_of_rejected_request(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:
     """Return whether a decoder of this version frees KV when it rejects a request. `decoder` None: it is unknown."""
     release = _RELEASE_CAPABILITIES.get(transfer)
-    return release is not None and release.is_in(decoder)
+    return release is not None and release.is_in_vllm_version(decoder)
 
 
 def kv_pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
     """Return how many seconds a prefiller keeps KV that no decoder fetches. `prefiller` None: it is unknown."""
-    has_lease = transfer in (_NIXL_TRANSFER, KvTransfer.NIXL_PUSH) and NIXL_LEASE.is_in(prefiller)
+    has_lease = transfer in (_NIXL_TRANSFER, KvTransfer.NIXL_PUSH) and NIXL_LEASE.is_in_vllm_version(prefiller)
     return _NIXL_LEASE_SECONDS if has_lease else _ENGINE_ABORT_SECONDS
 
 
@@ -194,7 +194,7 @@ class KvReleaser(BackgroundOwner):
         `failed`: backends that are used for the release only if there is no other.
         """
         self._metrics.kv_orphans_total.inc()
-        pin = self._pinned_kv.pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
+        pin = self._pinned_kv.add_pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
         if self._live.settings.kv.release == "never":
             return
         if not self._is_release_supported(kv):
@@ -204,13 +204,13 @@ class KvReleaser(BackgroundOwner):
         else:
             self._background.start_task(self._release_orphan(kv, pin, failed))
 
-    def pin_answer(self, decoder: Backend, tokens: int, seconds: float) -> Pin:
+    def pin_answer(self, decoder: Backend, tokens: int, seconds: float) -> KvPin:
         """Count the KV cache of an answer that a decoder keeps for a prefiller."""
-        return self._pinned_kv.pin(decoder, tokens, seconds)
+        return self._pinned_kv.add_pin(decoder, tokens, seconds)
 
-    def unpin_answer(self, pin: Pin) -> None:
+    def unpin_answer(self, pin: KvPin) -> None:
         """Record that an engine has freed the KV cache of an answer before its time."""
-        self._pinned_kv.unpin(pin)
+        self._pinned_kv.remove_pin(pin)
 
     def record_fetch(
         self, kv: PrefilledKv, decoder: Backend, verdict: HandoffVerdict, failed: Collection[Backend]
@@ -231,7 +231,7 @@ class KvReleaser(BackgroundOwner):
     def check_doubtful_kv(self) -> None:
         """Count or drop the KV of decoders that are now known to fetch KV or not. Must be called periodically."""
         for decoder, doubtful in list(self._doubtful.values()):
-            if self._incompatibilities.verdict(decoder) is not HandoffVerdict.UNKNOWN:
+            if self._incompatibilities.handoff_verdict(decoder) is not HandoffVerdict.UNKNOWN:
                 del self._doubtful[decoder.key]
                 self._pin_doubtful_kv(decoder, doubtful)
 
@@ -239,20 +239,22 @@ class KvReleaser(BackgroundOwner):
         now = time.monotonic()
         for prefiller, tokens, transfer, answered_at in doubtful:
             until = answered_at + self.pin_seconds(prefiller, transfer)
-            is_orphan = until > now and self._incompatibilities.verdict(decoder, prefiller) is HandoffVerdict.COMPUTED
-            if is_orphan and prefiller in self._pools.prefill.backends():
+            is_orphan = (
+                until > now and self._incompatibilities.handoff_verdict(decoder, prefiller) is HandoffVerdict.COMPUTED
+            )
+            if is_orphan and prefiller in self._pools.prefill.all_backends():
                 self._metrics.kv_orphans_total.inc()
-                self._pinned_kv.pin(prefiller, tokens, until - now)
+                self._pinned_kv.add_pin(prefiller, tokens, until - now)
 
     def add_possible_orphan(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
         """Count KV that a prefiller may keep although its answer was lost. Such KV cannot be released."""
         if may_have_pinned_kv(error):
             seconds = self.pin_seconds(prefiller, self.last_transfer)
-            self._pinned_kv.pin(prefiller, tokens, seconds, suspected=True)
+            self._pinned_kv.add_pin(prefiller, tokens, seconds, is_suspected=True)
 
-    async def _release_orphan(self, kv: PrefilledKv, pin: Pin, failed: Collection[Backend]) -> None:
+    async def _release_orphan(self, kv: PrefilledKv, pin: KvPin, failed: Collection[Backend]) -> None:
         loop = asyncio.get_running_loop()
-        until = loop.time() + min(self._live.settings.admission.wait_seconds, pin.until - pin.since)
+        until = loop.time() + min(self._live.settings.admission.wait_seconds, pin.expires_at - pin.pinned_at)
         avoid = set(failed)
         pause_seconds = self._settle_seconds
         while True:
@@ -267,7 +269,7 @@ class KvReleaser(BackgroundOwner):
                 "kv release: no decode instance has released the KV yet: prefill instance %s", kv.prefiller.name
             )
         if released:
-            self._pinned_kv.unpin(pin)
+            self._pinned_kv.remove_pin(pin)
         self._record_release_result(kv, "released" if released else "failed")
 
     async def _request_release(self, kv: PrefilledKv, failed: set[Backend]) -> bool | None:
@@ -278,7 +280,7 @@ class KvReleaser(BackgroundOwner):
         """
         # The KV is gone with its prefiller, and a decoder should not try to connect to a missing one.
         prefillers = self._pools.prefill
-        if kv.prefiller not in prefillers.backends() or not prefillers.health.of(kv.prefiller).is_healthy:
+        if kv.prefiller not in prefillers.all_backends() or not prefillers.health.health_of(kv.prefiller).is_healthy:
             return False
         body = {
             "model": RELEASE_MODEL,
@@ -288,7 +290,7 @@ class KvReleaser(BackgroundOwner):
         }
         try:
             decoder = self._choose_decoder(kv, failed)
-            response, answer = await self._upstream.fetch(
+            response, answer = await self._upstream.post_and_read_body(
                 decoder,
                 Api.COMPLETIONS.path,
                 orjson.dumps(body),
@@ -309,15 +311,15 @@ class KvReleaser(BackgroundOwner):
     def _choose_decoder(self, kv: PrefilledKv, failed: Collection[Backend]) -> Backend:
         """Return a decoder that can release this KV, preferably one that has not failed. Raises NoBackendAvailable."""
         decoders = self._pools.decode
-        unable = {backend for backend in decoders.eligible() if not self._can_release(backend, kv)}
+        unable = {backend for backend in decoders.eligible_backends() if not self._can_release(backend, kv)}
         try:
-            return decoders.pick(unable.union(failed))
+            return decoders.pick_backend(unable.union(failed))
         except NoBackendAvailable:
-            return decoders.pick(unable)
+            return decoders.pick_backend(unable)
 
     def _is_release_supported(self, kv: PrefilledKv) -> bool:
         """Return whether any decoder can release this KV. True also if there are no decoders at present."""
-        decoders = self._pools.decode.eligible()
+        decoders = self._pools.decode.eligible_backends()
         return not decoders or any(self._can_release(decoder, kv) for decoder in decoders)
 
     def _can_release(self, decoder: Backend, kv: PrefilledKv) -> bool:
@@ -325,8 +327,8 @@ class KvReleaser(BackgroundOwner):
 
         A decoder that fetches no KV sends prefillers no messages, and one of another model must not connect to them.
         """
-        is_able = releases_kv_of_rejected_request(kv.transfer, self._pools.decode.engine_version(decoder))
-        is_computing = self._incompatibilities.verdict(decoder) is HandoffVerdict.COMPUTED
+        is_able = releases_kv_of_rejected_request(kv.transfer, self._pools.decode.engine_version_of(decoder))
+        is_computing = self._incompatibilities.handoff_verdict(decoder) is HandoffVerdict.COMPUTED
         return is_able and not is_computing and not self._models.have_no_common_model(kv.prefiller, decoder)
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
@@ -334,12 +336,12 @@ class KvReleaser(BackgroundOwner):
         if self._live.settings.kv.pin_seconds is not None:
             return self._live.settings.kv.pin_seconds
         pool = self._pools.prefill
-        if pool.changes != self._pins_of:
-            self._pins_of = pool.changes
+        if pool.change_count != self._pins_of:
+            self._pins_of = pool.change_count
             self._pins.clear()
         seconds = self._pins.get((prefiller.key, transfer))
         if seconds is None:
-            seconds = self._pins[prefiller.key, transfer] = kv_pin_seconds(transfer, pool.engine_version(prefiller))
+            seconds = self._pins[prefiller.key, transfer] = kv_pin_seconds(transfer, pool.engine_version_of(prefiller))
         return seconds
 
     def _record_release_result(self, kv: PrefilledKv, result: str) -> None:

@@ -17,7 +17,7 @@ import orjson
 from proxy.balancer.handoff_verdicts import MIN_STORED_TOKENS, MIN_TOKENS
 from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
-from proxy.balancer.policies.prefill_cost import prompt_costs
+from proxy.balancer.policies.prefill_cost import make_prompt_costs
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
@@ -108,29 +108,29 @@ class SequentialConnector(DisaggregatedConnector):
         if usage.is_resumed:
             yield from self._legs_to_both_engines(call, request, timeline)
             return
-        prompt = prompt_costs(request)
+        prompt = make_prompt_costs(request)
         kv = self._context.live.settings.kv
-        choice = local.faster_decoder(prompt, kv.local_max_tokens, is_careful=kv.skip_prefill == "auto")
+        choice = local.find_faster_decoder(prompt, kv.local_max_tokens, avoids_harm=kv.skip_prefill == "auto")
         if choice is None:
             yield from self._legs_to_both_engines(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
-                local.note_handoff(
+                local.learn_from_handoff(
                     timeline.decoder, prompt, _first_token_listener(timeline), usage.completion_tokens or 0
                 )
             return
         self._metrics.prefills_skipped_total.inc()
-        chosen = replace(request, prefer=choice.decoder, computes_prompt=call.stream)
+        chosen = replace(request, preferred_backend=choice.decoder, computes_prompt=call.stream)
         yield from self._one_engine.decoder.make_legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         prompt_counts = None if tokens is None or cached is None else (tokens, cached)
-        local.note_local_prefill(
+        local.learn_from_local_prefill(
             timeline.decoder, choice, _first_token_listener(timeline), usage.completion_tokens or 0, prompt_counts
         )
 
     def _legs_to_both_engines(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         balance = self._context.live.settings.balance
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
-            timeline.enter(_PREFILL_STAGE)
+            timeline.enter_stage(_PREFILL_STAGE)
             asks_again = True
             kept_answers, kept = self._kept_answers, None
             if kept_answers is not None:
@@ -163,7 +163,7 @@ class SequentialConnector(DisaggregatedConnector):
                 if self.accepts_prefill_answer(call, handoff, answer, kv, asks_again):
                     break
                 asks_again = False
-                timeline.note_prefiller_replaced(handoff.prefiller.pick)
+                timeline.record_prefiller_replaced(handoff.prefiller.backend_pick)
             if kv is None:
                 handoff.source = self.source_without_kv
             is_local = handoff.source is DECODER_SOURCE
@@ -173,7 +173,7 @@ class SequentialConnector(DisaggregatedConnector):
             try:
                 body = _make_decode_body(call, None if is_local else params)
                 # An answer that is not streamed arrives in one piece, so its handoff and decoding cannot be separated.
-                timeline.enter(_HANDOFF_STAGE if call.stream else _STREAM_STAGE)
+                timeline.enter_stage(_HANDOFF_STAGE if call.stream else _STREAM_STAGE)
                 while True:
                     try:
                         response: Response = yield self._decode_leg(call, body, handoff, rank, timeline)
@@ -185,7 +185,7 @@ class SequentialConnector(DisaggregatedConnector):
                     if not response.is_success:
                         raise make_refusal(response, (yield response))
                     if call.stream:
-                        timeline.enter(_FIRST_TOKEN_STAGE)
+                        timeline.enter_stage(_FIRST_TOKEN_STAGE)
                     yield Attempt(response, timeline, handoff.prefiller.backend, not is_local, handoff)
             finally:
                 if rank is not None:
@@ -268,7 +268,7 @@ class SequentialConnector(DisaggregatedConnector):
         if not self.move_lease(handoff.decoder, handoff.failed_error, error):
             # Another prefill would only pin more KV cache that no decoder pulls.
             raise NoBackendAvailable(Role.DECODE) from error
-        timeline.note_decoder_replaced(handoff.decoder.pick)
+        timeline.record_decoder_replaced(handoff.decoder.backend_pick)
         self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
 
     def _handoff_seconds(self, kv: PrefilledKv | None, call: Call) -> float:
@@ -290,7 +290,7 @@ class SequentialConnector(DisaggregatedConnector):
         """Move a lease to a backend that has not failed in this attempt. Return False if there is none."""
         failed.add(error.backend)
         try:
-            lease.move(failed, because=error)
+            lease.move_to_other_backend(failed, cause=error)
         except NoBackendAvailable:
             return False
         return True
@@ -298,11 +298,11 @@ class SequentialConnector(DisaggregatedConnector):
 
 def _first_token_listener(timeline: Timeline) -> FirstToken | None:
     """Return the time of the first token, and the seconds since the decode leg was sent; None if they are not known."""
-    stages, times = timeline.stages, timeline.times
+    stages, times = timeline.entered_stages, timeline.stage_times
     if _FIRST_TOKEN_STAGE not in stages[:-1]:
         return None
     at = times[stages.index(_FIRST_TOKEN_STAGE) + 1]
-    seconds = timeline.seconds
+    seconds = timeline.seconds_by_stage
     return FirstToken(at, seconds.get(_HANDOFF_STAGE, 0.0) + seconds[_FIRST_TOKEN_STAGE])
 
 
@@ -355,10 +355,10 @@ class VllmPull(SequentialConnector):
     ) -> bool:
         """Return False once for an answer without KV parameters, if `kv.on_missing` demands another prefill."""
         lease = handoff.prefiller
-        self._context.compatibility.note_prefill(lease.backend, kv is not None)
+        self._context.compatibility.record_prefill(lease.backend, kv is not None)
         if kv is not None:
             if kv.transfer is KvTransfer.NIXL_PUSH:
-                self._context.compatibility.report(lease.backend, IncompatibilityKind.CONNECTOR, _PUSH_HINT)
+                self._context.compatibility.set_finding(lease.backend, IncompatibilityKind.CONNECTOR, _PUSH_HINT)
             return True
         asks_again = asks_again and self._context.live.settings.kv.on_missing == "retry_prefill"
         # A long prompt on a decoder stalls every stream that it serves.

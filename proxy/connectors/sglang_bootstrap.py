@@ -91,11 +91,11 @@ class SglangBootstrap(Connector):
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             if self._allocates_after_prefill(decoder):
-                handoff.decoder.defer_kv()
+                handoff.decoder.defer_kv_charge()
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             # A prefiller answers when the transfer has ended (`process_disagg_prefill_inflight_queue`, prefill.py).
             handoff.answers_after_transfer = True
-            timeline.enter(Stage.PREFILL)
+            timeline.enter_stage(Stage.PREFILL)
             legs = SglangLegs(call, handoff, claim, timeline, self._context.live.settings.sglang.dp_size)
             timeline.prefill_id = timeline.decode_id = legs.request_id
             handoff.record_kv_held()  # the engines meet at once, and either of them may report a failure
@@ -131,8 +131,8 @@ class SglangBootstrap(Connector):
         With `prefill_complete` it allocates after the prefiller has reported the end of its computation
         (`MooncakeKVReceiver.poll` in SGLang 0.5.23, PR #40703).
         """
-        health = self._context.pools.decode.health.conditions.get(decoder)
-        setup = None if health is None or health.facts is None else health.facts.identity.setup
+        health = self._context.pools.decode.health.health_by_backend.get(decoder)
+        setup = None if health is None or health.engine_facts is None else health.engine_facts.identity.engine_setup
         return setup is not None and setup.allocates_after_prefill
 
     def _prefill_leg(self, legs: SglangLegs) -> EngineLeg:
@@ -192,16 +192,16 @@ class SglangLegs:
             raise response.make_refusal("reported an error in its answer", error.status, error.body, ERROR_HEADERS)
         self.prefill_answer_body = answer
         self.working_backends.discard(self.prefiller)
-        self._handoff.prefiller.free_compute()
-        self._handoff.decoder.charge_kv()
+        self._handoff.prefiller.release_compute()
+        self._handoff.decoder.charge_deferred_kv()
         self._claim.release_ranks()
-        if self._timeline.stage is Stage.PREFILL:
+        if self._timeline.current_stage is Stage.PREFILL:
             self._enter_next_stage()
 
     def note_decoder_output(self) -> None:
         """Record that the decoder's status line has arrived. Some engines send it before their first output."""
         self._decoder_answers = True
-        if self._timeline.stage is Stage.HANDOFF:
+        if self._timeline.current_stage is Stage.HANDOFF:
             self._enter_next_stage()
 
     def note_failure(self, error: UpstreamError) -> None:
@@ -211,9 +211,9 @@ class SglangLegs:
 
     def _enter_next_stage(self) -> None:
         if not self.call.stream:
-            self._timeline.enter(Stage.STREAM)
+            self._timeline.enter_stage(Stage.STREAM)
         else:
-            self._timeline.enter(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
+            self._timeline.enter_stage(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
 
 
 class _PrefillAnswer:
@@ -300,7 +300,7 @@ class AbortSender:
         body = orjson.dumps({"rid": attempt_id})
         async with places:
             with suppress(UpstreamError):
-                await self._upstream.fetch(
+                await self._upstream.post_and_read_body(
                     backend,
                     "/abort_request",
                     body,

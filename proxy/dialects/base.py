@@ -89,7 +89,7 @@ class Unit:
 class CompleteAnswer(Protocol):
     """One unit's answer that is not streamed."""
 
-    def body(self) -> bytes:
+    def make_body(self) -> bytes:
         """Return the JSON body of the answer. As far as possible, it consists of the engine's own bytes."""
 
     def parsed_body(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class CompleteAnswer(Protocol):
 class AnswerAssembler(Protocol):
     """Assembles an answer that is not streamed from the payloads of a watched stream."""
 
-    def add(self, payload: dict[str, Any]) -> bytes:
+    def add_chunk(self, payload: dict[str, Any]) -> bytes:
         """Add a chunk's payload to the answer. Returns empty bytes: the client gets the complete answer at its end."""
 
     def truncate_to_tokens(self, tokens: int) -> None:

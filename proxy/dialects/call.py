@@ -123,7 +123,7 @@ class Call:
 
     # The interface of pick.Subject.
 
-    def texts(self) -> Sequence[str] | None:
+    def request_texts(self) -> Sequence[str] | None:
         """Return all texts of the request, which an engine may quote in an error. None: its prompt has token ids."""
         return strings_in([self.document.load(), *self.changes.values()])
 
@@ -160,7 +160,7 @@ class Call:
             return None
         return seconds if 0 < seconds < math.inf else None
 
-    def priority(self, *, lower_first: bool) -> int | None:
+    def requested_priority(self, *, is_lower_first: bool) -> int | None:
         """Return the header `x-request-priority`, or otherwise the body's `priority`; None if both are missing.
 
         The result is lower for requests that go first. vLLM serves lower values of the body's member first
@@ -175,7 +175,7 @@ class Call:
             asked = self.values.get("priority")
         if not isinstance(asked, int) or isinstance(asked, bool):
             return None
-        return asked if lower_first else -asked
+        return asked if is_lower_first else -asked
 
     # The client's options
 

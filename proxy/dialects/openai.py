@@ -127,7 +127,11 @@ class OpenAi(Dialect):
         if len(units) > 1:
             return fanout.merge_answers(units, [answer.parsed_body() for answer in answers], call.model_alias)
         (answer,) = answers
-        return answer.body() if call.model_alias is None else dumps({**answer.parsed_body(), "model": call.model_alias})
+        return (
+            answer.make_body()
+            if call.model_alias is None
+            else dumps({**answer.parsed_body(), "model": call.model_alias})
+        )
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """Return the writer of events. A single stream passes unchanged unless the model has an alias."""

@@ -132,7 +132,7 @@ class GenerateAnswerAssembler:
         self._logprobs: dict[str, list[Any]] = {}
         self._meta: dict[str, Any] = {}
 
-    def add(self, payload: dict[str, Any]) -> bytes:
+    def add_chunk(self, payload: dict[str, Any]) -> bytes:
         (choice,) = payload["choices"]
         self._text += choice["text"]
         self._ids += choice.get("token_ids") or ()

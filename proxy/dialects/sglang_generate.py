@@ -131,8 +131,8 @@ class SglangGenerate(Dialect):
     def render_complete_body(self, call: Call, units: Sequence[Unit], answers: Sequence[CompleteAnswer]) -> bytes:
         """Return the answer, or a list of answers if the request has a list of prompts, even a list of one."""
         if not sglang.is_batch_request(call.values):
-            return answers[0].body()
-        return b"[%b]" % b",".join(answer.body() for answer in answers)
+            return answers[0].make_body()
+        return b"[%b]" % b",".join(answer.make_body() for answer in answers)
 
     def make_rendering(self, call: Call, units: Sequence[Unit]) -> _Rendering:
         """Return the writer of the events. It adds the index of the answer, and the prefiller's members."""
@@ -181,7 +181,7 @@ class _UnitRendering:
     def render(self, payload: dict[str, Any]) -> bytes:
         """Add an event and return the events that can be sent now."""
         if "choices" in payload:
-            self._answer_so_far.add(payload)
+            self._answer_so_far.add_chunk(payload)
             payload = self._answer_so_far.values()
         self._waiting_payloads.append(payload)
         if self._parts is None:

@@ -12,7 +12,14 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.handoff_verdicts import CounterWatch, ExpiryWatch, HandoffVerdict, PairWatch, Totals, culprits
+from proxy.balancer.handoff_verdicts import (
+    CounterWatch,
+    ExpiryTotals,
+    ExpiryWatch,
+    HandoffVerdict,
+    PairWatch,
+    find_culprits,
+)
 from proxy.balancer.incompatibilities import CACHE_FLAGS, CompatibilityMonitor, IncompatibilityKind
 from proxy.balancer.models import ServedModels, minority_instances
 from proxy.balancer.recognition import EngineReport, find_connector_mismatch
@@ -32,7 +39,7 @@ from proxy.wire.exposition import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from proxy.balancer.engines import EngineKeys, Identity
+    from proxy.balancer.engines import EngineIdentity, EngineKeys
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pool
     from proxy.observe.metrics import Metrics
@@ -94,10 +101,10 @@ _FITS_AGAIN: Final[Mapping[IncompatibilityKind, str]] = {
 }
 
 
-def log_incompatibility(backend: Backend, kind: IncompatibilityKind, hint: str | None) -> None:
-    """Log one line for an instance that does not fit. `hint` None: it fits again."""
-    if hint is not None:
-        _log_logger.warning("inspector: %s instance %s %s", backend.role, backend.name, hint, extra=logs.ALWAYS)
+def log_incompatibility(backend: Backend, kind: IncompatibilityKind, problem_text: str | None) -> None:
+    """Log one line for an instance that does not fit. `problem_text` None: it fits again."""
+    if problem_text is not None:
+        _log_logger.warning("inspector: %s instance %s %s", backend.role, backend.name, problem_text, extra=logs.ALWAYS)
         return
     why = _FITS_AGAIN[kind]
     if kind is IncompatibilityKind.KV_NOT_FETCHED and backend.role is Role.PREFILL:
@@ -114,9 +121,9 @@ def log_missing_cache_report(prefiller: Backend) -> None:
     _log_logger.warning(line, prefiller.name, extra=logs.ALWAYS)
 
 
-def log_pair(prefiller: Backend, decoder: Backend, *, fits: bool) -> None:
+def log_pair(prefiller: Backend, decoder: Backend, *, has_recovered: bool) -> None:
     """Log one line for a pair that transfers no KV, although both instances do with others, or that does again."""
-    if fits:
+    if has_recovered:
         line = "inspector: prefill instance %s and decode instance %s fit again: KV is fetched"
         level = logging.INFO
     else:
@@ -128,25 +135,31 @@ def log_pair(prefiller: Backend, decoder: Backend, *, fits: bool) -> None:
     _log_logger.log(level, line, prefiller.name, decoder.name, extra=logs.ALWAYS)
 
 
-async def scrape(client: EngineClient, keys: EngineKeys, backend: Backend) -> bytes | None:
+async def fetch_metrics(engine_client: EngineClient, engine_keys: EngineKeys, backend: Backend) -> bytes | None:
     """Return an engine's metrics as text, or None if it does not answer with status 200."""
     try:
-        answer = await client.get(
-            backend.url, _METRICS_PATH, _METRICS_TIMEOUT_SECONDS, keys.headers(backend), _MAX_METRICS_BYTES
+        answer = await engine_client.get_body(
+            backend.url,
+            _METRICS_PATH,
+            _METRICS_TIMEOUT_SECONDS,
+            engine_keys.credential_headers(backend),
+            _MAX_METRICS_BYTES,
         )
     except EngineRequestError:
         return None
     return answer.body if answer.status == 200 else None
 
 
-async def makes_progress(client: EngineClient, keys: EngineKeys, backend: Backend, pause_seconds: float) -> bool:
+async def do_counters_grow(
+    engine_client: EngineClient, engine_keys: EngineKeys, backend: Backend, pause_seconds: float
+) -> bool:
     """Return whether an engine's counters of tokens grow within `pause_seconds`. False if it has no such counters."""
-    before = await scrape(client, keys, backend)
+    before = await fetch_metrics(engine_client, engine_keys, backend)
     work_before = None if before is None else parse_completed_work(before)
     if work_before is None:
         return False
     await asyncio.sleep(pause_seconds)
-    after = await scrape(client, keys, backend)
+    after = await fetch_metrics(engine_client, engine_keys, backend)
     work_after = None if after is None else parse_completed_work(after)
     return work_after is not None and work_after > work_before
 
@@ -161,25 +174,25 @@ class InspectorParts:
     """KV handoffs of each decode instance."""
     health: Health
     """Health and facts of instances."""
-    compatibility: CompatibilityMonitor
+    compatibility_monitor: CompatibilityMonitor
     """Takes the verdicts on instances and pairs."""
-    models: ServedModels
+    served_models: ServedModels
     """Models that instances serve."""
-    client: EngineClient
+    engine_client: EngineClient
     """Connections for reading the counters of engines."""
-    keys: EngineKeys
+    engine_keys: EngineKeys
     """Credentials for engines."""
     metrics: Metrics
     """Metrics of this worker."""
-    lease_seconds: Callable[[Backend], float]
+    lease_seconds_of: Callable[[Backend], float]
     """Returns how long a prefill instance keeps KV that no decode instance fetches, where it has leases."""
 
 
-class Inspector(BackgroundOwner):
+class EngineInspector(BackgroundOwner):
     """Compares instances for one worker inside `async with`."""
 
     def __init__(
-        self, parts: InspectorParts, interval_seconds: Callable[[], float], connector: str, *, reads: bool
+        self, parts: InspectorParts, interval_seconds: Callable[[], float], connector: str, *, reads_metrics: bool
     ) -> None:
         """Keep the parts.
 
@@ -191,14 +204,14 @@ class Inspector(BackgroundOwner):
         """
         self._pools = parts.pools
         self._health = parts.health
-        self._compatibility = parts.compatibility
-        self._keys = parts.keys
+        self._compatibility_monitor = parts.compatibility_monitor
+        self._engine_keys = parts.engine_keys
         self._metrics = parts.metrics
         self._interval_seconds = interval_seconds
         self._connector = connector
-        self._models = parts.models
+        self._served_models = parts.served_models
         self._compared_roles = [role for role in parts.pools if role is not Role.ENCODE]
-        self._identities: dict[Backend, Identity] = {}
+        self._identities: dict[Backend, EngineIdentity] = {}
         """Identities at the last comparison."""
         self._models_by_instance: dict[Backend, frozenset[str]] = {}
         """Served models at the last comparison."""
@@ -209,8 +222,8 @@ class Inspector(BackgroundOwner):
             self._reported_kinds.append(IncompatibilityKind.BOOTSTRAP)
         self._background = BackgroundTasks(logger, "a comparison of instances")
         self._transfers = None
-        if reads and Role.PREFILL in parts.pools:
-            self._transfers = Transfers(parts, self._background, traits)
+        if reads_metrics and Role.PREFILL in parts.pools:
+            self._transfers = TransferMonitor(parts, self._background, traits)
 
     def _begin(self) -> None:
         self._background.keep_running(
@@ -219,73 +232,73 @@ class Inspector(BackgroundOwner):
 
     async def _keep_comparing(self) -> None:
         while True:
-            self._compare()
+            self._compare_engines()
             interval_seconds = self._interval_seconds()
             pause_seconds = min(_COMPARISON_SECONDS, interval_seconds or _COMPARISON_SECONDS)
             if self._transfers is not None and interval_seconds:
-                pause_seconds -= await self._read_first(self._transfers, interval_seconds, pause_seconds)
+                pause_seconds -= await self._read_urgent(self._transfers, interval_seconds, pause_seconds)
             await asyncio.sleep(pause_seconds)
 
-    async def _read_first(self, transfers: Transfers, interval_seconds: float, max_seconds: float) -> float:
+    async def _read_urgent(self, transfers: TransferMonitor, interval_seconds: float, max_seconds: float) -> float:
         """Start the readings that are due, often while they are urgent. Returns the elapsed seconds."""
         for count in range(1 + int(max_seconds / _FIRST_READING_SECONDS)):
-            if not transfers.read_due(interval_seconds):
+            if not transfers.start_due_readings(interval_seconds):
                 return count * _FIRST_READING_SECONDS
             await asyncio.sleep(min(_FIRST_READING_SECONDS, max_seconds))
         return max_seconds
 
-    def _compare(self) -> None:
+    def _compare_engines(self) -> None:
         """Check each engine whose report has changed, and then the models of all."""
         identities = {
             backend: facts.identity
             for role in self._compared_roles
-            for backend in self._pools[role].backends()
-            if (facts := self._health.of(backend).facts) is not None
+            for backend in self._pools[role].all_backends()
+            if (facts := self._health.health_of(backend).engine_facts) is not None
         }
-        self._models.refresh()
+        self._served_models.update_names()
         served = {
-            backend: self._models.base_models(backend)
+            backend: self._served_models.base_models(backend)
             for role in self._compared_roles
-            for backend in self._pools[role].backends()
+            for backend in self._pools[role].all_backends()
         }
         if identities == self._identities and served == self._models_by_instance:
             return
         for backend, identity in identities.items():
             if identity != self._identities.get(backend):
-                self._check_report(backend, identity)
+                self._check_engine_report(backend, identity)
         minority = minority_instances(served)
         for backend, models in served.items():
             if models:
-                self._compatibility.report(backend, IncompatibilityKind.MODEL, minority.get(backend))
+                self._compatibility_monitor.set_finding(backend, IncompatibilityKind.MODEL, minority.get(backend))
         self._identities, self._models_by_instance = identities, served
 
-    def _check_report(self, backend: Backend, identity: Identity) -> None:
+    def _check_engine_report(self, backend: Backend, identity: EngineIdentity) -> None:
         engine = EngineReport(backend.role, backend.name, identity, backend.is_elastic)
         found, hint = find_connector_mismatch(engine, self._connector, backend.bootstrap_port) or (None, "")
         for kind in self._reported_kinds:
             if kind is found:
-                self._compatibility.report(backend, kind, hint)
-            elif identity.setup is not None:  # otherwise the report is still incomplete
-                self._compatibility.report(backend, kind, None)
-        if not identity.refused_key:
-            self._compatibility.report(backend, IncompatibilityKind.ENGINE_KEY, None)
-        elif not self._keys.forwards_client_key:
-            self._compatibility.note_rejected_key(backend)
+                self._compatibility_monitor.set_finding(backend, kind, hint)
+            elif identity.engine_setup is not None:  # otherwise the report is still incomplete
+                self._compatibility_monitor.set_finding(backend, kind, None)
+        if not identity.has_refused_key:
+            self._compatibility_monitor.set_finding(backend, IncompatibilityKind.ENGINE_KEY, None)
+        elif not self._engine_keys.forwards_client_key:
+            self._compatibility_monitor.record_rejected_key(backend)
 
 
 @dataclass(slots=True)
 class _DecoderState:
     """Readings of one decoder since it came up."""
 
-    watch: CounterWatch
+    counter_watch: CounterWatch
     pair_watch: PairWatch
-    pairs: dict[Backend, HandoffVerdict] = field(default_factory=dict)
+    pair_verdicts: dict[Backend, HandoffVerdict] = field(default_factory=dict)
     """Verdicts by prefiller, without unknown ones."""
-    handoffs_read: HandoffCount | None = None
+    handoffs_at_reading: HandoffCount | None = None
     """Handoffs before the last reading; None before the first reading."""
-    due: float = 0.0
+    next_reading_at: float = 0.0
     """Loop time of the next reading."""
-    failed_transfers: float | None = None
+    failed_transfer_count: float | None = None
     """Failed transfers that the engine has counted; None before the first reading."""
     pause_seconds: float = _FIRST_READING_SECONDS
     """Time to the next reading if the next one leaves a pair without a verdict."""
@@ -296,21 +309,21 @@ class _DecoderState:
 class _PrefillerState:
     """Readings of one prefiller's leases since it came up."""
 
-    watch: ExpiryWatch = field(default_factory=ExpiryWatch)
-    handoffs: int = -1
+    expiry_watch: ExpiryWatch = field(default_factory=ExpiryWatch)
+    handoff_count: int = -1
     """Number of handoffs at the last check."""
     active_until: float = 0.0
     """Loop time when the leases of all handoffs have ended."""
-    due: float = 0.0
+    next_reading_at: float = 0.0
     """Loop time of the next check."""
     is_being_read: bool = False
-    failed_transfers: float | None = None
+    failed_transfer_count: float | None = None
     """Failed transfers that the engine has counted; None before the first reading."""
-    has_counter: bool = True
+    has_expiry_counter: bool = True
     """Whether the engine counts expired leases, as far as known."""
 
 
-class Transfers:
+class TransferMonitor:
     """Reads counters of engines and reports instances and pairs that do not transfer KV. Exists in one worker."""
 
     def __init__(self, parts: InspectorParts, background: BackgroundTasks, traits: ConnectorTraits) -> None:
@@ -320,10 +333,10 @@ class Transfers:
         self._decode_pool = parts.pools[Role.DECODE]
         self._scoreboard = parts.scoreboard
         self._health = parts.health
-        self._compatibility = parts.compatibility
+        self._compatibility_monitor = parts.compatibility_monitor
         self._metrics = parts.metrics
         self._background = background
-        self._traits = traits
+        self._connector_traits = traits
         self._lanes: dict[int, Backend] = {}
         """Prefillers that are up, by lane, if no other prefiller has the same lane."""
         self._decoders: dict[Backend, _DecoderState] = {}
@@ -334,87 +347,93 @@ class Transfers:
         self._reported_pairs: set[tuple[Backend, Backend]] = set()
         """Pairs with a warning in the log that still holds."""
 
-    def read_due(self, interval_seconds: float) -> bool:
+    def start_due_readings(self, interval_seconds: float) -> bool:
         """Start the readings that are due. Returns whether a decoder has no verdict yet, so that a reading is urgent.
 
         `interval_seconds`: time between two readings of the same instance.
         """
         self._update_lanes()
         now = asyncio.get_running_loop().time()
-        decoders = self._decode_pool.backends()
+        decoders = self._decode_pool.all_backends()
         for removed in self._decoders.keys() - set(decoders):
             del self._decoders[removed]
         for backend in decoders:
-            if self._health.of(backend).facts is None:  # it is down, and its counters will begin at 0
+            if self._health.health_of(backend).engine_facts is None:  # it is down, and its counters will begin at 0
                 if self._decoders.pop(backend, None) is not None:
-                    self._compatibility.incompatibilities.judge(backend, HandoffVerdict.UNKNOWN)
+                    self._compatibility_monitor.incompatibilities.record_handoff_verdict(
+                        backend, HandoffVerdict.UNKNOWN
+                    )
                 continue
-            from_store = self._traits.is_store
+            from_store = self._connector_traits.is_store
             state = self._decoders.setdefault(backend, _DecoderState(CounterWatch(from_store), PairWatch(from_store)))
-            has_handoffs = state.handoffs_read != self._scoreboard.handoffs(backend.slot)
-            if has_handoffs and now >= state.due and not state.is_being_read:
+            has_handoffs = state.handoffs_at_reading != self._scoreboard.count_handoffs(backend.slot)
+            if has_handoffs and now >= state.next_reading_at and not state.is_being_read:
                 state.is_being_read = True
                 self._background.start_task(self._read_decoder(backend, state, interval_seconds))
-        if self._traits.counts_expired_leases:
-            self._read_leases(decoders, interval_seconds * _HEALTHY_INTERVALS)
-        return any(not state.pairs and state.pause_seconds < interval_seconds for state in self._decoders.values())
+        if self._connector_traits.counts_expired_leases:
+            self._start_lease_readings(decoders, interval_seconds * _HEALTHY_INTERVALS)
+        return any(
+            not state.pair_verdicts and state.pause_seconds < interval_seconds for state in self._decoders.values()
+        )
 
     def _update_lanes(self) -> None:
         """Update the prefillers by lane, and forget the verdicts on prefillers that were replaced or restarted."""
         by_lane: dict[int, list[Backend]] = {}
-        for backend in self._prefill_pool.backends():
+        for backend in self._prefill_pool.all_backends():
             by_lane.setdefault(backend.slot % LANES, []).append(backend)
         before = self._lanes
         self._lanes = {
             lane: backends[0]
             for lane, backends in by_lane.items()
-            if len(backends) == 1 and self._health.of(backends[0]).facts is not None
+            if len(backends) == 1 and self._health.health_of(backends[0]).engine_facts is not None
         }
         for lane, backend in before.items():
             if self._lanes.get(lane) != backend:
                 for state in self._decoders.values():
-                    state.pair_watch.forget(lane)
-                    state.pairs.pop(backend, None)
+                    state.pair_watch.forget_lane(lane)
+                    state.pair_verdicts.pop(backend, None)
                 self._reported_pairs = {pair for pair in self._reported_pairs if backend not in pair}
 
     async def _read_decoder(self, backend: Backend, state: _DecoderState, interval_seconds: float) -> None:
-        handoffs = self._scoreboard.handoffs(backend.slot)
-        handoffs_by_lane = self._scoreboard.handoffs_by_lane(backend.slot)
+        handoffs = self._scoreboard.count_handoffs(backend.slot)
+        handoffs_by_lane = self._scoreboard.count_handoffs_by_lane(backend.slot)
         try:
-            exposition = await scrape(self._parts.client, self._parts.keys, backend)
+            exposition = await fetch_metrics(self._parts.engine_client, self._parts.engine_keys, backend)
         finally:
             state.is_being_read = False
         reading = None if exposition is None else parse_prompt_tokens(exposition)
         if exposition is not None:
-            state.failed_transfers = self._count_failures(backend, exposition, state.failed_transfers)
-        state.handoffs_read = handoffs
-        found = state.watch.read(reading, handoffs)
-        found_of_pairs = state.pair_watch.read(
-            reading, handoffs_by_lane, self._scoreboard.handoffs_by_lane(backend.slot)
+            state.failed_transfer_count = self._count_failed_transfers(backend, exposition, state.failed_transfer_count)
+        state.handoffs_at_reading = handoffs
+        found = state.counter_watch.judge_reading(reading, handoffs)
+        found_of_pairs = state.pair_watch.judge_reading(
+            reading, handoffs_by_lane, self._scoreboard.count_handoffs_by_lane(backend.slot)
         )
         if self._decoders.get(backend) is not state:
             return
         if found_of_pairs is None:
-            state.pairs.clear()
+            state.pair_verdicts.clear()
         else:
             self._apply_pair_verdicts(
                 backend, {self._lanes[lane]: v for lane, v in found_of_pairs.items() if lane in self._lanes}
             )
         verdicts = {
-            state.pairs.get(prefiller, HandoffVerdict.UNKNOWN)
+            state.pair_verdicts.get(prefiller, HandoffVerdict.UNKNOWN)
             for lane, prefiller in self._lanes.items()
             if lane in handoffs_by_lane
         }
-        state.due = asyncio.get_running_loop().time() + self._pause_seconds(state, verdicts, interval_seconds)
-        verdict = self._compatibility.incompatibilities.verdict(backend)
+        state.next_reading_at = asyncio.get_running_loop().time() + self._seconds_to_next_reading(
+            state, verdicts, interval_seconds
+        )
+        verdict = self._compatibility_monitor.incompatibilities.handoff_verdict(backend)
         if found is not None:
             verdict, count = found
             self._metrics.handovers_total.labels(verdict.value).inc(count)
-        pairs = {prefiller.name: of_pair for prefiller, of_pair in state.pairs.items()}
-        self._compatibility.incompatibilities.judge(backend, verdict, pairs)
-        self._report()
+        pairs = {prefiller.name: of_pair for prefiller, of_pair in state.pair_verdicts.items()}
+        self._compatibility_monitor.incompatibilities.record_handoff_verdict(backend, verdict, pairs)
+        self._report_instances()
 
-    def _pause_seconds(
+    def _seconds_to_next_reading(
         self, state: _DecoderState, verdicts: Collection[HandoffVerdict], interval_seconds: float
     ) -> float:
         """Return the time to the next reading of a decoder. `verdicts`: those on its pairs with handoffs."""
@@ -427,19 +446,22 @@ class Transfers:
         state.pause_seconds = min(2 * state.pause_seconds, interval_seconds)
         return pause_seconds
 
-    def _count_failures(self, backend: Backend, exposition: bytes, before: float | None) -> float | None:
+    def _count_failed_transfers(
+        self, backend: Backend, exposition: bytes, previous_count: float | None
+    ) -> float | None:
         """Count the transfers that failed since the previous reading, and return the count of the engine.
 
-        `before`: its count at the previous reading; None: there was none. After a restart the count begins at 0.
+        `previous_count`: its count at the previous reading; None: there was none. After a restart the count begins at
+        0.
         """
         count = parse_failed_transfers(exposition)
-        if count is not None and before is not None and count > before:
-            self._metrics.failed_transfers_total.labels(backend.role.value).inc(count - before)
+        if count is not None and previous_count is not None and count > previous_count:
+            self._metrics.failed_transfers_total.labels(backend.role.value).inc(count - previous_count)
         return count
 
     # Leases of prefillers
 
-    def _read_leases(self, decoders: Collection[Backend], interval_seconds: float) -> None:
+    def _start_lease_readings(self, decoders: Collection[Backend], interval_seconds: float) -> None:
         """Start the readings of expired leases that are due, of the prefillers that are up."""
         for removed in self._prefillers.keys() - set(self._lanes.values()):
             del self._prefillers[removed]
@@ -448,25 +470,25 @@ class Transfers:
         due: dict[int, _PrefillerState] = {}
         for lane, backend in self._lanes.items():
             state = self._prefillers.setdefault(backend, _PrefillerState())
-            if state.has_counter and now >= state.due and not state.is_being_read:
+            if state.has_expiry_counter and now >= state.next_reading_at and not state.is_being_read:
                 due[lane] = state
         if not due:
             return
-        by_decoder = {decoder: self._scoreboard.handoffs_by_lane(decoder.slot) for decoder in decoders}
+        by_decoder = {decoder: self._scoreboard.count_handoffs_by_lane(decoder.slot) for decoder in decoders}
         for lane, state in due.items():
             backend = self._lanes[lane]
-            handoffs = {decoder: lanes[lane].count for decoder, lanes in by_decoder.items() if lane in lanes}
-            if sum(handoffs.values()) != state.handoffs:
-                state.handoffs = sum(handoffs.values())
-                state.active_until = now + 3 * self._parts.lease_seconds(backend) + 2 * interval_seconds
-            state.due = now + interval_seconds
+            handoffs = {decoder: lanes[lane].handoff_count for decoder, lanes in by_decoder.items() if lane in lanes}
+            if sum(handoffs.values()) != state.handoff_count:
+                state.handoff_count = sum(handoffs.values())
+                state.active_until = now + 3 * self._parts.lease_seconds_of(backend) + 2 * interval_seconds
+            state.next_reading_at = now + interval_seconds
             if now < state.active_until:
                 state.is_being_read = True
                 self._background.start_task(self._read_prefiller(backend, state, handoffs))
 
     async def _read_prefiller(self, backend: Backend, state: _PrefillerState, handoffs: Mapping[Backend, int]) -> None:
         try:
-            exposition = await scrape(self._parts.client, self._parts.keys, backend)
+            exposition = await fetch_metrics(self._parts.engine_client, self._parts.engine_keys, backend)
         finally:
             state.is_being_read = False
         if self._prefillers.get(backend) is not state:
@@ -474,64 +496,68 @@ class Transfers:
         now = asyncio.get_running_loop().time()
         totals = None
         if exposition is not None:
-            state.failed_transfers = self._count_failures(backend, exposition, state.failed_transfers)
+            state.failed_transfer_count = self._count_failed_transfers(backend, exposition, state.failed_transfer_count)
             expired = parse_expired_leases(exposition)
-            state.has_counter = expired is not None
+            state.has_expiry_counter = expired is not None
             if expired is not None:
-                totals = Totals(expired, self._scoreboard.pinned_ever(backend.slot), handoffs)
+                totals = ExpiryTotals(expired, self._scoreboard.count_pinned_ever(backend.slot), handoffs)
         fetch_nothing = {
-            decoder for decoder, known in self._decoders.items() if known.pairs.get(backend) is HandoffVerdict.COMPUTED
+            decoder
+            for decoder, known in self._decoders.items()
+            if known.pair_verdicts.get(backend) is HandoffVerdict.COMPUTED
         }
-        found = state.watch.read(now, totals, fetch_nothing, self._parts.lease_seconds(backend))
+        found = state.expiry_watch.judge_totals(now, totals, fetch_nothing, self._parts.lease_seconds_of(backend))
         if found is not None:
             verdict, lost = found
             self._loses[backend] = verdict is HandoffVerdict.COMPUTED
             self._metrics.kv_orphans_total.inc(lost)
-            self._report()
+            self._report_instances()
 
     # Conclusions
 
-    def _apply_pair_verdicts(self, decoder: Backend, found: dict[Backend, HandoffVerdict]) -> None:
+    def _apply_pair_verdicts(self, decoder: Backend, new_verdicts: dict[Backend, HandoffVerdict]) -> None:
         """Take the new verdicts on a decoder's pairs.
 
         If an instance was blamed for all its pairs and one of them transfers KV now, something has changed, so the
         verdicts on its other pairs are dropped.
         """
         prefillers = self._lanes.values()
-        blamed = culprits(self._pairs_of_verdict(HandoffVerdict.COMPUTED), prefillers, self._decoders)
+        blamed = find_culprits(self._pairs_of_verdict(HandoffVerdict.COMPUTED), prefillers, self._decoders)
         outdated: set[tuple[Backend, Backend]] = set()
-        for prefiller in (prefiller for prefiller, verdict in found.items() if verdict is HandoffVerdict.TRANSFERRED):
-            if decoder in blamed.decoders:
+        for prefiller in (
+            prefiller for prefiller, verdict in new_verdicts.items() if verdict is HandoffVerdict.TRANSFERRED
+        ):
+            if decoder in blamed.bad_decoders:
                 outdated.update((other, decoder) for other in prefillers)
-            if prefiller in blamed.prefillers:
+            if prefiller in blamed.bad_prefillers:
                 outdated.update((prefiller, other) for other in self._decoders)
         for prefiller, other in outdated:
-            self._decoders[other].pairs.pop(prefiller, None)
-        self._decoders[decoder].pairs.update(found)
+            self._decoders[other].pair_verdicts.pop(prefiller, None)
+        self._decoders[decoder].pair_verdicts.update(new_verdicts)
 
     def _pairs_of_verdict(self, verdict: HandoffVerdict) -> set[tuple[Backend, Backend]]:
         return {
             (prefiller, decoder)
             for decoder, state in self._decoders.items()
-            for prefiller, of_pair in state.pairs.items()
+            for prefiller, of_pair in state.pair_verdicts.items()
             if of_pair is verdict
         }
 
-    def _report(self) -> None:
+    def _report_instances(self) -> None:
         """Report blamed instances and instances that transfer KV. Earlier reports on all others stay."""
-        blamed = culprits(self._pairs_of_verdict(HandoffVerdict.COMPUTED), self._lanes.values(), self._decoders)
+        blamed = find_culprits(self._pairs_of_verdict(HandoffVerdict.COMPUTED), self._lanes.values(), self._decoders)
         good = self._pairs_of_verdict(HandoffVerdict.TRANSFERRED)
-        hints = NOT_STORED if self._traits.is_store else NOT_FETCHED
-        for backend in blamed.decoders | blamed.prefillers:
-            self._compatibility.report(backend, IncompatibilityKind.KV_NOT_FETCHED, hints[backend.role])
-        for backend in {backend for pair in good for backend in pair}.union(self._loses) - blamed.prefillers:
+        hints = NOT_STORED if self._connector_traits.is_store else NOT_FETCHED
+        for backend in blamed.bad_decoders | blamed.bad_prefillers:
+            self._compatibility_monitor.set_finding(backend, IncompatibilityKind.KV_NOT_FETCHED, hints[backend.role])
+        for backend in {backend for pair in good for backend in pair}.union(self._loses) - blamed.bad_prefillers:
             hint = EXPIRES if self._loses.get(backend) else None
-            self._compatibility.report(backend, IncompatibilityKind.KV_NOT_FETCHED, hint)
-        for pair in blamed.pairs - self._reported_pairs:
-            log_pair(*pair, fits=False)
+            self._compatibility_monitor.set_finding(backend, IncompatibilityKind.KV_NOT_FETCHED, hint)
+        for pair in blamed.bad_pairs - self._reported_pairs:
+            log_pair(*pair, has_recovered=False)
         for pair in self._reported_pairs & good:
-            log_pair(*pair, fits=True)
+            log_pair(*pair, has_recovered=True)
         explained = {
-            pair for pair in self._reported_pairs if pair[0] in blamed.prefillers or pair[1] in blamed.decoders
+            pair for pair in self._reported_pairs if pair[0] in blamed.bad_prefillers or pair[1] in blamed.bad_decoders
         }
-        self._reported_pairs = (self._reported_pairs | blamed.pairs) - good - explained
+        self._reported_pairs = (self._reported_pairs | blamed.bad_pairs) - good - explained

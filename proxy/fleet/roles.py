@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.balancer.engines import EngineFacts
-from proxy.balancer.roster import Member, Move, Roster
-from proxy.balancer.split import FleetSample, MoveAdvice, MovePlanner, sample_of
+from proxy.balancer.roster import RoleMove, Roster, RosterMember
+from proxy.balancer.split import FleetSample, MoveAdvice, MovePlanner, take_fleet_sample
 from proxy.common.backend import Backend, Role
 from proxy.common.background import BackgroundOwner, BackgroundTasks
-from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, with_setup
+from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, update_setup
 from proxy.upstream import BufferedResponse, EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
@@ -67,18 +67,18 @@ class RoleMoverParts:
     roster: Roster
     scoreboard: Scoreboard
     health: Health
-    client: EngineClient
+    engine_client: EngineClient
     engine_headers: Callable[[Backend], Mapping[str, str]]
     """Returns the headers that an engine requires."""
-    settings: Callable[[], Settings]
+    get_settings: Callable[[], Settings]
     """Returns the present settings."""
     metrics: Metrics
-    on_moved: Callable[[Backend, Backend], None]
+    on_backend_moved: Callable[[Backend, Backend], None]
     """Called with each instance that has moved, as it was and as it is now."""
 
 
 class RoleMover(BackgroundOwner):
-    """Continues all moves of one gateway, inside `async with`. A timer of one worker calls `look`."""
+    """Continues all moves of one gateway, inside `async with`. A timer of one worker calls `continue_moves`."""
 
     def __init__(self, parts: RoleMoverParts, clock: Callable[[], float] = time.monotonic) -> None:
         """Keep the parts. `clock`: the monotonic clock that all workers share."""
@@ -87,164 +87,170 @@ class RoleMover(BackgroundOwner):
         self._clock = clock
         self._idle_since: dict[Backend, float] = {}
         """Moving instances without requests, with the time of the first look at which they had none."""
-        self._asked: set[Backend] = set()
+        self._backends_asked_to_switch: set[Backend] = set()
         """Instances whose engines are being asked."""
-        self._unknown: set[Backend] = set()
+        self._backends_of_unknown_role: set[Backend] = set()
         """Instances with an unknown role that the log has announced."""
-        self._compared: dict[Backend, EngineFacts] = {}
+        self._compared_facts: dict[Backend, EngineFacts] = {}
         """Facts of engines whose role was compared with that of the instance."""
         self._background = BackgroundTasks(logger, "an exchange of roles")
 
-    def look(self) -> None:
+    def continue_moves(self) -> None:
         """Continue the moves. Cheap if there are no elastic instances."""
-        for member in self._roster.elastic():
-            backend, move = member.backend, member.move
-            if backend in self._asked:
+        for member in self._roster.elastic_members():
+            backend, move = member.backend, member.pending_move
+            if backend in self._backends_asked_to_switch:
                 continue
             if move is None:
-                self._compare(member, self._switch_path)
-            elif self._is_idle(backend, move):
-                self._leave(backend, move)
+                self._compare_role(member, self._switch_path)
+            elif self._is_instance_idle(backend, move):
+                self._leave_old_role(backend, move)
 
-    def _compare(self, member: Member, path: str | None) -> None:
+    def _compare_role(self, member: RosterMember, path: str | None) -> None:
         """Ask an engine for its role if it reports the other one, as after its restart."""
         backend = member.backend
-        facts = self._parts.health.of(backend).facts
-        setup = None if facts is None else facts.identity.setup
-        before = self._compared.get(backend)
+        facts = self._parts.health.health_of(backend).engine_facts
+        setup = None if facts is None else facts.identity.engine_setup
+        before = self._compared_facts.get(backend)
         if facts is None or setup is None or before is facts or path is None:
             return
-        self._compared[backend] = facts
-        if before is not None and member.is_refused:
+        self._compared_facts[backend] = facts
+        if before is not None and member.is_move_refused:
             self._roster.forget_refusal(backend)  # its options may be others now
         if setup.disaggregation_mode in (Role.PREFILL, Role.DECODE) and setup.disaggregation_mode != backend.role:
-            self._asked.add(backend)
-            self._background.start_task(self._confirm(backend, path))
+            self._backends_asked_to_switch.add(backend)
+            self._background.start_task(self._confirm_role(backend, path))
 
-    async def _confirm(self, backend: Backend, path: str) -> None:
+    async def _confirm_role(self, backend: Backend, path: str) -> None:
         """Begin a move if an engine really has the other role. Its report may be that of its start."""
         try:
             role = await self._ask_role(backend, backend.role, path)
             if role is None:
                 await asyncio.sleep(_PAUSE_SECONDS)
-                self._compared.pop(backend, None)
+                self._compared_facts.pop(backend, None)
             elif role is not backend.role:
                 now = self._clock()
                 logger.warning("roles: engine has the other role: %s instance %s", backend.role, backend.name)
-                self._roster.begin_move(backend, Move(role, now, "its engine reports it", is_switching=True), now)
+                self._roster.begin_move(
+                    backend, RoleMove(role, now, "its engine reports it", is_engine_switching=True), now
+                )
         finally:
-            self._asked.discard(backend)
+            self._backends_asked_to_switch.discard(backend)
 
-    def _is_idle(self, backend: Backend, move: Move) -> bool:
+    def _is_instance_idle(self, backend: Backend, move: RoleMove) -> bool:
         """Return whether the instance has no requests now and at the last look. Gives a late move up.
 
         A worker may have chosen the instance just before the move began, and charge it a moment later. Pinned KV may
         be released for a while. Pins of aborted prefills may be wrong, and end only with their lease.
         """
         now = self._clock()
-        if self._parts.scoreboard.requests(backend.slot):
+        if self._parts.scoreboard.open_leases(backend.slot):
             self._idle_since.pop(backend, None)
-            if now >= move.until and not move.is_switching:
-                self._keep(backend, f"its requests have not ended within {self._elastic.drain_seconds:g} s")
+            if now >= move.must_end_at and not move.is_engine_switching:
+                self._keep_old_role(
+                    backend, f"its requests have not ended within {self._elastic_options.drain_seconds:g} s"
+                )
             return False
         since = self._idle_since.get(backend)
         if since is None:
             self._idle_since[backend] = now
             return False
-        is_pinned = self._parts.scoreboard.pinned(backend.slot).count > 0
-        return not is_pinned or now >= min(since + _RELEASE_SECONDS, move.until)
+        is_pinned = self._parts.scoreboard.pinned_kv(backend.slot).cache_count > 0
+        return not is_pinned or now >= min(since + _RELEASE_SECONDS, move.must_end_at)
 
-    def _leave(self, backend: Backend, move: Move) -> None:
+    def _leave_old_role(self, backend: Backend, move: RoleMove) -> None:
         if self._switch_path is None:
-            self._finish(backend, move)
+            self._finish_move(backend, move)
         else:
-            self._asked.add(backend)
-            self._background.start_task(self._switch(backend, move, self._switch_path))
+            self._backends_asked_to_switch.add(backend)
+            self._background.start_task(self._switch_role(backend, move, self._switch_path))
 
-    def _finish(self, backend: Backend, move: Move) -> None:
+    def _finish_move(self, backend: Backend, move: RoleMove) -> None:
         try:
             moved = self._roster.finish_move(backend)
         except ValueError as error:
-            self._keep(backend, str(error))
+            self._keep_old_role(backend, str(error))
             return
-        self._forget(backend)
+        self._forget_backend(backend)
         if moved is not None:
             self._parts.metrics.role_moves_total.labels(moved.role.value, "moved").inc()
             logger.info("roles: instance has moved from %s to %s: %s", backend.role, moved.role, backend.name)
-            self._parts.on_moved(backend, moved)
+            self._parts.on_backend_moved(backend, moved)
 
-    def _keep(self, backend: Backend, problem: str, *, is_refused: bool = False) -> None:
+    def _keep_old_role(self, backend: Backend, problem: str, *, is_refused: bool = False) -> None:
         """End a move that has failed. The instance keeps its role. `is_refused`: see Member."""
-        move = next((each.move for each in self._roster.elastic() if each.backend == backend), None)
-        self._forget(backend)
+        move = next((each.pending_move for each in self._roster.elastic_members() if each.backend == backend), None)
+        self._forget_backend(backend)
         if is_refused:
             # Other facts show a restart, even if these have not been compared yet.
-            self._compared[backend] = self._parts.health.of(backend).facts or EngineFacts()
+            self._compared_facts[backend] = self._parts.health.health_of(backend).engine_facts or EngineFacts()
         if move is not None and self._roster.abandon_move(backend, problem, is_refused=is_refused):
-            self._parts.metrics.role_moves_total.labels(move.to.value, "failed").inc()
+            self._parts.metrics.role_moves_total.labels(move.new_role.value, "failed").inc()
             logger.warning(
                 "roles: move failed, and %s instance %s keeps its role: %s", *(backend.role, backend.name, problem)
             )
 
-    def _forget(self, backend: Backend) -> None:
+    def _forget_backend(self, backend: Backend) -> None:
         self._idle_since.pop(backend, None)
-        self._unknown.discard(backend)
+        self._backends_of_unknown_role.discard(backend)
 
     # Questions to the engine
 
-    async def _switch(self, backend: Backend, move: Move, path: str) -> None:
+    async def _switch_role(self, backend: Backend, move: RoleMove, path: str) -> None:
         """Let the engine exchange its role, or ask for its role if it was asked before. Ends the move if that shows."""
         try:
-            if not move.is_switching:
-                if not self._roster.set_switching(backend, True):
+            if not move.is_engine_switching:
+                if not self._roster.mark_switching(backend, True):
                     return  # the move was cancelled
-                question = {"new_role": move.to, **self._graphs(backend, move.to)}
-                answer = await self._post(backend, path, question, _SWITCH_SECONDS)
-                role, problem = _role_after(answer, backend.role), _problem_of(answer, path)
-                if _NOT_IDLE in problem and self._clock() < move.until:
+                question = {"new_role": move.new_role, **self._cuda_graphs_of_others(backend, move.new_role)}
+                answer = await self._post_question(backend, path, question, _SWITCH_SECONDS)
+                role, problem = _role_after_exchange(answer, backend.role), _describe_refusal(answer, path)
+                if _NOT_IDLE in problem and self._clock() < move.must_end_at:
                     # Another gateway still has requests there.
-                    self._roster.set_switching(backend, False)
+                    self._roster.mark_switching(backend, False)
                     return
                 if role is not None:
-                    self._end(backend, move, role, problem)
+                    self._end_move(backend, move, role, problem)
                     return
-            role = await self._ask_role(backend, move.to, path)
+            role = await self._ask_role(backend, move.new_role, path)
             if role is not None:
-                self._end(backend, move, role, "")
+                self._end_move(backend, move, role, "")
                 return
-            if backend not in self._unknown:
-                self._unknown.add(backend)
+            if backend not in self._backends_of_unknown_role:
+                self._backends_of_unknown_role.add(backend)
                 logger.warning(
                     "roles: role unknown, so the instance gets no requests until its engine reports it: %s",
                     backend.name,
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
         finally:
-            self._asked.discard(backend)
+            self._backends_asked_to_switch.discard(backend)
 
-    def _end(self, backend: Backend, move: Move, role: Role, problem: str) -> None:
+    def _end_move(self, backend: Backend, move: RoleMove, role: Role, problem: str) -> None:
         """End a move, after which the engine has a role. `problem`: why the engine refused; empty if it did not."""
-        if role is move.to:
-            self._finish(backend, move)
+        if role is move.new_role:
+            self._finish_move(backend, move)
         elif problem:
-            self._keep(backend, f"its engine refuses: {problem}", is_refused=_NOT_IDLE not in problem)
+            self._keep_old_role(backend, f"its engine refuses: {problem}", is_refused=_NOT_IDLE not in problem)
         else:
-            self._keep(backend, f"its engine still has the role {role}")
+            self._keep_old_role(backend, f"its engine still has the role {role}")
 
-    def _graphs(self, backend: Backend, to: Role) -> Mapping[str, object]:
+    def _cuda_graphs_of_others(self, backend: Backend, new_role: Role) -> Mapping[str, object]:
         """Return the CUDA graphs that other decoders report.
 
         SGLang 0.5.23 captures them when a prefiller becomes a decoder for the first time, and refuses without the
         memory that they need.
         """
-        if to is not Role.DECODE:
+        if new_role is not Role.DECODE:
             return {}
         facts = (
-            self._parts.health.of(each.backend).facts
-            for each in self._roster.members(Role.DECODE)
+            self._parts.health.health_of(each.backend).engine_facts
+            for each in self._roster.members_of_role(Role.DECODE)
             if each.backend.models == backend.models
         )
-        setups = [each.identity.setup for each in facts if each is not None and each.identity.setup is not None]
+        setups = [
+            each.identity.engine_setup for each in facts if each is not None and each.identity.engine_setup is not None
+        ]
         known = [(each.decode_graph_gb, each) for each in setups if each.decode_graph_gb is not None]
         if not known:
             return {}
@@ -252,56 +258,58 @@ class RoleMover(BackgroundOwner):
         sizes = list(setup.decode_graph_sizes)
         return {"decode_cuda_graph_memory_gb": memory, **({"decode_cuda_graph_bs": sizes} if sizes else {})}
 
-    async def _post(
+    async def _post_question(
         self, backend: Backend, path: str, body: Mapping[str, object], seconds: float
     ) -> BufferedResponse | None:
         """Send a question about the role to an engine, and return its answer, or None."""
         headers = self._parts.engine_headers(backend)
         try:
-            return await self._parts.client.post(backend.url, path, seconds, orjson.dumps(body), headers)
+            return await self._parts.engine_client.post_json(backend.url, path, seconds, orjson.dumps(body), headers)
         except EngineRequestError:
             return None
 
-    async def _ask_role(self, backend: Backend, wanted: Role, path: str) -> Role | None:
+    async def _ask_role(self, backend: Backend, wanted_role: Role, path: str) -> Role | None:
         """Return the role that an engine has now, or None.
 
         The answer to an exchange has it. SGLang's `/server_info` may have the role of the start. `prepare_only` changes
-        nothing. SGLang before 0.5.23 ignores it and takes the role `wanted` if it is idle.
+        nothing. SGLang before 0.5.23 ignores it and takes the role `wanted_role` if it is idle.
         """
-        question = {"new_role": wanted, "prepare_only": True}
-        answer = await self._post(backend, path, question, SERVER_INFO_TIMEOUT_SECONDS)
+        question = {"new_role": wanted_role, "prepare_only": True}
+        answer = await self._post_question(backend, path, question, SERVER_INFO_TIMEOUT_SECONDS)
         if answer is None or answer.status not in _UNSERVED:
-            return _role_after(answer, None)
+            return _role_after_exchange(answer, None)
         headers = self._parts.engine_headers(backend)
         try:
-            info = await self._parts.client.get(backend.url, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, headers)
+            info = await self._parts.engine_client.get_body(
+                backend.url, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS, headers
+            )
         except EngineRequestError:
             return None
-        setup = with_setup(EngineFacts(), info).identity.setup
+        setup = update_setup(EngineFacts(), info).identity.engine_setup
         return None if setup is None else _role_named(setup.disaggregation_mode)
 
     @property
     def _switch_path(self) -> str | None:
-        return self._parts.settings().connector_traits.role_switch_path
+        return self._parts.get_settings().connector_traits.role_switch_path
 
     @property
-    def _elastic(self) -> Elastic:
-        return self._parts.settings().elastic
+    def _elastic_options(self) -> Elastic:
+        return self._parts.get_settings().elastic
 
 
-def _role_after(answer: BufferedResponse | None, before: Role | None) -> Role | None:
+def _role_after_exchange(engine_answer: BufferedResponse | None, old_role: Role | None) -> Role | None:
     """Return the role of an engine after its answer about an exchange, or None if that is not known.
 
-    `before`: its role if it does not serve the question. None: not known.
+    `old_role`: its role if it does not serve the question. None: not known.
     """
-    if answer is None:
+    if engine_answer is None:
         return None
-    if answer.status in _UNSERVED:
-        return before
-    told = answer.json_or_none
+    if engine_answer.status in _UNSERVED:
+        return old_role
+    told = engine_answer.parsed_json_or_none
     if not isinstance(told, dict):
         return None
-    if answer.status == 200 and told.get("success") is True:
+    if engine_answer.status == 200 and told.get("success") is True:
         has_exchanged = told.get("message") == "ok"
         return _role_named(told.get("new_role" if has_exchanged else "old_role"))
     # SGLang before 0.5.23 does not report whether the old role is intact.
@@ -309,20 +317,20 @@ def _role_after(answer: BufferedResponse | None, before: Role | None) -> Role | 
     return _role_named(told.get("old_role")) if is_intact else None
 
 
-def _problem_of(answer: BufferedResponse | None, path: str) -> str:
+def _describe_refusal(engine_answer: BufferedResponse | None, path: str) -> str:
     """Return why an engine refuses to exchange its role, with advice. Empty: it did not answer, or does not refuse."""
-    if answer is None or answer.status == 200:
+    if engine_answer is None or engine_answer.status == 200:
         return ""
-    told = answer.json_or_none
+    told = engine_answer.parsed_json_or_none
     message = told.get("message") if isinstance(told, dict) else None
     if not isinstance(message, str) or not message:
-        return f"{path} answered with status {answer.status}"
+        return f"{path} answered with status {engine_answer.status}"
     advice = next((advice for words, advice in _ADVICE.items() if words in message), "")
     return f"{message}{advice}"
 
 
-def _role_named(name: object) -> Role | None:
-    return next((role for role in (Role.PREFILL, Role.DECODE) if role == name), None)
+def _role_named(role_name: object) -> Role | None:
+    return next((role for role in (Role.PREFILL, Role.DECODE) if role == role_name), None)
 
 
 # The controller.
@@ -335,17 +343,17 @@ class RoleControllerParts:
     roster: Roster
     scoreboard: Scoreboard
     pools: Pools
-    queued: Callable[[], int]
+    count_queued: Callable[[], int]
     """Returns the number of queued requests of all workers."""
-    settings: Callable[[], Settings]
+    get_settings: Callable[[], Settings]
     """Returns the present settings."""
     metrics: Metrics
-    is_mixed: Callable[[], bool]
+    has_several_models: Callable[[], bool]
     """Returns whether instances serve different models."""
 
 
 class RoleController:
-    """Decides which elastic instances move. A timer of one worker calls `look`.
+    """Decides which elastic instances move. A timer of one worker calls `measure_and_decide`.
 
     Of several gateways that share their loads, the oldest one decides, and the others follow. Without the store none
     decides.
@@ -356,104 +364,111 @@ class RoleController:
         self._parts = parts
         self._roster = parts.roster
         self._clock = clock
-        self._planner = MovePlanner(lambda: self._options)
-        self._due = 0.0
-        self._reported = ""
+        self._move_planner = MovePlanner(lambda: self._elastic_options)
+        self._next_sample_at = 0.0
+        self._reported_advice = ""
         """The last reported advice."""
-        self._problems: dict[Backend, float] = {}
+        self._recent_problems: dict[Backend, float] = {}
         """Instances whose last move has failed, with the time since which that is known."""
-        self.leader_roles: Mapping[str, str] | None = None if parts.settings().replicas.url is None else {}
+        self.leader_roles: Mapping[str, str] | None = None if parts.get_settings().replicas.url is None else {}
         """Roles that the leading gateway gives to elastic instances, by name. None: this gateway decides."""
 
-    def look(self) -> None:
+    def measure_and_decide(self) -> None:
         """Measure the demand, and decide, if it is time."""
-        now, options = self._clock(), self._options
-        if now < self._due or options.mode == "off":
+        now, options = self._clock(), self._elastic_options
+        if now < self._next_sample_at or options.mode == "off":
             return
-        elastic = self._roster.elastic()
-        self._due = now + (_SAMPLE_SECONDS if elastic else _SLOW_SAMPLE_SECONDS)
+        elastic = self._roster.elastic_members()
+        self._next_sample_at = now + (_SAMPLE_SECONDS if elastic else _SLOW_SAMPLE_SECONDS)
         if self.leader_roles is not None:
-            self._follow(self.leader_roles, now)
-        if any(member.move is not None for member in elastic):
-            self._planner.forget()
+            self._follow_leader(self.leader_roles, now)
+        if any(member.pending_move is not None for member in elastic):
+            self._move_planner.forget_samples()
             return
         parts = self._parts
-        sample = sample_of(parts.pools, parts.scoreboard, parts.queued(), now, token_seconds=options.token_seconds)
-        before = self._planner.outcome
-        advice = self._planner.note(sample)
-        if before is None and self._planner.outcome is not None:
-            self._report_outcome(self._planner.outcome)
+        sample = take_fleet_sample(
+            parts.pools, parts.scoreboard, parts.count_queued(), now, token_seconds=options.token_seconds
+        )
+        before = self._move_planner.outcome
+        advice = self._move_planner.add_sample(sample)
+        if before is None and self._move_planner.outcome is not None:
+            self._report_outcome(self._move_planner.outcome)
         self._show_desired(sample)
-        if advice is not None and elastic and self.leader_roles is None and not parts.is_mixed():
-            self._take(advice, now)
+        if advice is not None and elastic and self.leader_roles is None and not parts.has_several_models():
+            self._follow_advice(advice, now)
 
-    def _take(self, advice: MoveAdvice, now: float) -> None:
+    def _follow_advice(self, advice: MoveAdvice, now: float) -> None:
         """Move an instance, or report that it would pay."""
-        backend = self._choose(advice.to, now)
-        if self._options.mode == "advise" or backend is None:
-            words = f"{advice.now.name} to {advice.then.name}"
-            if words != self._reported:
-                self._reported = words
+        backend = self._choose_instance(advice.new_role, now)
+        if self._elastic_options.mode == "advise" or backend is None:
+            words = f"{advice.present_split.split_name} to {advice.future_split.split_name}"
+            if words != self._reported_advice:
+                self._reported_advice = words
                 why = "elastic.mode is advise" if backend is not None else "no elastic instance can move"
                 logger.info("roles: a move would pay: %s: %s", why, advice)
             return
         try:
-            began = self._begin(backend, advice.to, f"pays: {advice}", now)
+            began = self._begin_move(backend, advice.new_role, f"pays: {advice}", now)
         except ValueError as error:
             logger.warning("roles: move rejected: %s", error)
             return
         if began:
-            self._planner.note_move(advice)
+            self._move_planner.record_move(advice)
             logger.info("roles: move begins: %s instance %s: %s", backend.role, backend.name, advice)
 
-    def _choose(self, to: Role, now: float) -> Backend | None:
+    def _choose_instance(self, new_role: Role, now: float) -> Backend | None:
         """Return the elastic instance of the other role with the least load, or None if none may move."""
         board = self._parts.scoreboard
         may_move = []
-        for member in self._roster.elastic():
+        for member in self._roster.elastic_members():
             backend = member.backend
-            if not member.problem:
-                self._problems.pop(backend, None)
-            elif member.is_refused or now < self._problems.setdefault(backend, now) + self._options.horizon_seconds:
+            if not member.move_problem:
+                self._recent_problems.pop(backend, None)
+            elif (
+                member.is_move_refused
+                or now < self._recent_problems.setdefault(backend, now) + self._elastic_options.horizon_seconds
+            ):
                 continue
-            if backend.role is not to and member.may_serve and not member.is_pinned:
+            if backend.role is not new_role and member.may_serve and not member.is_role_pinned:
                 may_move.append(backend)
-        available = set(self._parts.pools.of(to.counterpart).eligible())
+        available = set(self._parts.pools.pool_of(new_role.counterpart).eligible_backends())
         able = [backend for backend in may_move if backend in available]
-        return min(able, key=lambda each: board.running(each.slot), default=None)
+        return min(able, key=lambda each: board.running_requests(each.slot), default=None)
 
-    def _follow(self, roles: Mapping[str, str], now: float) -> None:
+    def _follow_leader(self, leader_roles: Mapping[str, str], now: float) -> None:
         """Move the instances to which the leading gateway gives another role."""
-        if self._options.mode != "auto":
+        if self._elastic_options.mode != "auto":
             return
-        for member in self._roster.elastic():
-            wanted = roles.get(member.backend.name)
-            if wanted not in (None, member.next_role) and not member.is_pinned and member.move is None:
+        for member in self._roster.elastic_members():
+            wanted = leader_roles.get(member.backend.name)
+            if wanted not in (None, member.next_role) and not member.is_role_pinned and member.pending_move is None:
                 with suppress(ValueError):
-                    self._begin(member.backend, Role(wanted), "the leading gateway moves it", now)
+                    self._begin_move(member.backend, Role(wanted), "the leading gateway moves it", now)
 
-    def _begin(self, backend: Backend, to: Role, reason: str, now: float) -> bool:
-        options = self._options
+    def _begin_move(self, backend: Backend, new_role: Role, reason: str, now: float) -> bool:
+        options = self._elastic_options
         evacuate_after = options.evacuate_after_seconds
         leaves_at = None if evacuate_after is None else now + evacuate_after
-        return self._roster.begin_move(backend, Move(to, now + options.drain_seconds, reason[:_MAX_REASON]), leaves_at)
+        return self._roster.begin_move(
+            backend, RoleMove(new_role, now + options.drain_seconds, reason[:_MAX_REASON]), leaves_at
+        )
 
     def _report_outcome(self, came_true: bool) -> None:
-        split = self._planner.split
+        split = self._move_planner.split
         if came_true:
             logger.info("roles: gain of the last move came true: %s", split)
         else:
             logger.warning("roles: gain of the last move did not come true, and such moves pause: %s", split)
 
     def _show_desired(self, sample: FleetSample) -> None:
-        split, gauge = self._planner.split, self._parts.metrics.desired_instances
-        present = {Role.PREFILL: sample.prefillers, Role.DECODE: sample.decoders}
-        for role, count in (present if split is None else split.desired()).items():
+        split, gauge = self._move_planner.split, self._parts.metrics.desired_instances
+        present = {Role.PREFILL: sample.prefiller_count, Role.DECODE: sample.decoder_count}
+        for role, count in (present if split is None else split.desired_instances()).items():
             gauge.labels(role.value).set(count)
 
     @property
-    def _options(self) -> Elastic:
-        return self._parts.settings().elastic
+    def _elastic_options(self) -> Elastic:
+        return self._parts.get_settings().elastic
 
 
 _SAMPLE_SECONDS: Final = 1.0

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from proxy.common.errors import RETRY_AFTER_SECONDS, GatewayError, NoBackendAvailable, Overloaded, make_overloaded_error
-from proxy.gateway.queue_order import Deadlines, DrainRate, InTurn, Order, Waiter
+from proxy.gateway.queue_order import ArrivalOrdering, DrainRate, FairQueue, QueueDeadlines, WaitingUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest, SessionLimits
     from proxy.balancer.shared.memory import WorkerQueueHead
     from proxy.common.backend import Role
-    from proxy.gateway.queue_order import LineUp
+    from proxy.gateway.queue_order import QueueOrdering
     from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 _SPREAD: Final = 0.2
 
 
-def queue_full() -> Overloaded:
+def make_queue_full_error() -> Overloaded:
     """Return the error for a unit that finds the queue full."""
     return make_overloaded_error("queue_full", "too many requests are waiting for an instance")
 
 
-def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
+def make_queue_timeout_error(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
     """Return the error for a unit that has waited for the longest time allowed.
 
     `absent`: the role without any backend left. None: all backends were full.
@@ -70,18 +70,18 @@ def make_deadline_error(first_token_seconds: float) -> GatewayError:
     return GatewayError(message, code="queue_deadline", status=504)
 
 
-def too_long_a_wait(predicted_seconds: float, max_seconds: float) -> GatewayError:
+def make_long_wait_error(predicted_seconds: float, max_wait_seconds: float) -> GatewayError:
     """Return the error for a unit with a predicted wait above the limit. Retry-After is the difference."""
     error = GatewayError(
-        f"the predicted wait of {predicted_seconds:.1f} s exceeds the limit of {max_seconds:.1f} s",
+        f"the predicted wait of {predicted_seconds:.1f} s exceeds the limit of {max_wait_seconds:.1f} s",
         code="queue_predicted",
         status=429,
     )
-    error.retry_after_seconds = max(1.0, predicted_seconds - max_seconds) * random.uniform(1.0, 1.0 + _SPREAD)
+    error.retry_after_seconds = max(1.0, predicted_seconds - max_wait_seconds) * random.uniform(1.0, 1.0 + _SPREAD)
     return error
 
 
-class HasRoom(Protocol):
+class HasRoomFunction(Protocol):
     """The function type of AdmissionParts.has_room."""
 
     def __call__(self, request: Callable[[], PickRequest] | None = None) -> bool:
@@ -107,9 +107,9 @@ class BodyBuffers:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        """The bytes of all bodies. The caller of `take` subtracts its bytes again."""
+        """The bytes of all bodies. The caller of `reserve_bytes` subtracts its bytes again."""
 
-    def take(self, body_bytes: int) -> bool:
+    def reserve_bytes(self, body_bytes: int) -> bool:
         """Add the bytes of a body. Return False if there is no room for them. A single body always fits."""
         held = self.held_bytes
         if held and held + body_bytes > self.max_bytes:
@@ -117,84 +117,84 @@ class BodyBuffers:
         self.held_bytes = held + body_bytes
         return True
 
-    def hold(self, body_bytes: int) -> Hold:
+    def hold_body(self, body_bytes: int) -> BodyHold:
         """Return a context manager that counts a body of this length."""
-        return Hold(self, body_bytes)
+        return BodyHold(self, body_bytes)
 
 
-class Hold:
-    """The part of one request body in BodyBuffers. `BodyBuffers.hold` returns it."""
+class BodyHold:
+    """The part of one request body in BodyBuffers. `BodyBuffers.hold_body` returns it."""
 
-    __slots__ = ("_body_bytes", "_buffers", "_held_bytes")
+    __slots__ = ("_body_bytes", "_body_buffers", "_held_bytes")
 
     def __init__(self, buffers: BodyBuffers, body_bytes: int) -> None:
-        self._buffers = buffers
+        self._body_buffers = buffers
         self._body_bytes = body_bytes
         self._held_bytes = 0
 
     def __enter__(self) -> Self:
-        self.resize(self._body_bytes)
+        self.set_body_size(self._body_bytes)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._buffers.held_bytes -= self._held_bytes
+        self._body_buffers.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
-    def resize(self, body_bytes: int) -> None:
+    def set_body_size(self, body_bytes: int) -> None:
         """Change the length of the body. A single body always fits.
 
         Raises:
             Overloaded: There is no room for the new length. The old length still counts.
         """
-        buffers = self._buffers
+        buffers = self._body_buffers
         others = buffers.held_bytes - self._held_bytes
         if others and body_bytes > self._held_bytes and others + body_bytes > buffers.max_bytes:
             raise make_overloaded_error("buffers_full", "the gateway has reached its limit of request bodies in memory")
         buffers.held_bytes = others + body_bytes
         self._held_bytes = body_bytes
 
-    def add(self, body_bytes: int) -> None:
+    def add_bytes(self, body_bytes: int) -> None:
         """Add bytes of a request body to the buffered bytes. Raises Overloaded."""
         if body_bytes:
-            self.resize(self._held_bytes + body_bytes)
+            self.set_body_size(self._held_bytes + body_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AdmissionParts:
     """The functions that an AdmissionQueue calls, and its other parts."""
 
-    has_room: HasRoom
+    has_room: HasRoomFunction
     """Returns whether a lease taken now would find room, or would fail because no backend is eligible.
 
     If called with the first request in the queue, it returns False also when the request should wait for another place.
     """
     metrics: Metrics
     """Metrics of this worker."""
-    fits: Callable[[PickRequest], bool] = lambda _: True
+    fits_engines: Callable[[PickRequest], bool] = lambda _: True
     """Returns whether a decoder has enough KV memory for a request. It is called if there is room for others."""
     clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
-    absent: Callable[[], Role | None] = lambda: None
+    find_absent_role: Callable[[], Role | None] = lambda: None
     """Returns a role whose backends are all gone, or None."""
-    full: Callable[[], Role | None] = lambda: None
+    find_full_role: Callable[[], Role | None] = lambda: None
     """Returns a role in which there is no room, or None."""
-    refusing: Callable[[], tuple[Role, float] | None] = lambda: None
+    find_refusing_role: Callable[[], tuple[Role, float] | None] = lambda: None
     """Returns a role whose backends all reject requests, and the clock time at which the first one accepts again."""
-    would_take: Callable[[], bool] = lambda: False
+    would_take_now: Callable[[], bool] = lambda: False
     """Returns whether only a learned limit leaves no room. Learned limits never reject a unit."""
-    hold_seconds: Callable[[PickRequest | None, int], float] = lambda _, waiting: math.inf
+    max_hold_seconds: Callable[[PickRequest | None, int], float] = lambda _, waiting: math.inf
     """Returns the longest wait for a learned limit, for a request and the number of queued units."""
-    on_wait: Callable[[bool], None] = lambda _: None
+    on_waiting_change: Callable[[bool], None] = lambda _: None
     """Called with True when the queue gets its first unit, and with False when it is empty again."""
-    line_up: LineUp | None = None
+    queue_order: QueueOrdering | None = None
     """Orders the queued units. None: they go in turn."""
     answer_seconds: Callable[[PickRequest], float] = lambda _: 0.0
     """Returns the predicted decoder time of an answer, which is charged to the client key."""
-    lower_priority_first: bool = True
+    is_lower_priority_first: bool = True
     """Whether engines serve a lower `priority` in the body first."""
-    front: WorkerQueueHead | None = None
+    queue_head: WorkerQueueHead | None = None
     """Coordinates the queues of all workers. None: there is no other queue."""
 
 
@@ -203,18 +203,18 @@ class AdmissionQueue:
 
     def __init__(self, parts: AdmissionParts, limits: Limits) -> None:
         self._has_room = parts.has_room
-        self._fits = parts.fits
-        self._absent = parts.absent
-        self._full = parts.full
-        self._on_wait = parts.on_wait
-        self._line_up = parts.line_up or InTurn()
+        self._fits_engines = parts.fits_engines
+        self._find_absent_role = parts.find_absent_role
+        self._find_full_role = parts.find_full_role
+        self._on_waiting_change = parts.on_waiting_change
+        self._queue_order = parts.queue_order or ArrivalOrdering()
         self._answer_seconds = parts.answer_seconds
-        self._lower_priority_first = parts.lower_priority_first
-        self._front = parts.front
-        self._would_take = parts.would_take
-        self._hold_seconds = parts.hold_seconds
-        self._refusing = parts.refusing
-        self._held: dict[Waiter, Any] = {}
+        self._is_lower_priority_first = parts.is_lower_priority_first
+        self._front = parts.queue_head
+        self._would_take = parts.would_take_now
+        self._hold_seconds = parts.max_hold_seconds
+        self._refusing = parts.find_refusing_role
+        self._held: dict[WaitingUnit, Any] = {}
         """The units that wait until there is room for their sessions in a working set, in the order of arrival. They
         have no place in `_order`."""
         self._holder: SessionLimits | None = None
@@ -228,11 +228,11 @@ class AdmissionQueue:
         self._clock = parts.clock
         self._running: dict[str, int] = {}
         """The number of running units by client key."""
-        self._order = Order(self._running)
-        self._lines = self._order.lines
-        self._queue: dict[Waiter, None] = {}
+        self._order = FairQueue(self._running)
+        self._lines = self._order.lines_by_key
+        self._queue: dict[WaitingUnit, None] = {}
         """The queued units that may be rejected, in the order of their arrival."""
-        self._deadlines = Deadlines()
+        self._deadlines = QueueDeadlines()
         self._drain_rate = DrainRate()
         self._will_look = False
         self._timer: asyncio.TimerHandle | None = None
@@ -244,18 +244,18 @@ class AdmissionQueue:
         """The priorities of client keys. Lower values go first. A request can only lower the urgency of its key."""
         self._limits = limits
 
-    def configure(self, limits: Limits) -> None:
+    def set_limits(self, limits: Limits) -> None:
         """Change the limits. The longest wait also applies to queued units, the length only to new ones."""
         self._limits = limits
         self.buffers.max_bytes = limits.max_buffered_bytes
-        self.notify()
+        self.check_soon()
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """The number of queued units."""
         return len(self._order) + len(self._held)
 
-    def summarize(self) -> tuple[int, float, str]:
+    def summarize_queue(self) -> tuple[int, float, str]:
         """Return the number of queued requests, the longest wait in seconds, and the role without room.
 
         The role is empty if the requests wait for a better instance.
@@ -263,20 +263,20 @@ class AdmissionQueue:
         first = next(iter(self._queue), None)
         if first is None:
             return 0, 0.0, ""
-        role = self._full()
-        return len(self._queue), self._clock() - first.arrived, "" if role is None else role.value
+        role = self._find_full_role()
+        return len(self._queue), self._clock() - first.arrived_at, "" if role is None else role.value
 
     def summarize_turns(self) -> tuple[int, float]:
         """Return the number of turns that wait for room in a prefix cache, and the longest wait in seconds."""
-        oldest = min((waiter.arrived for waiter in self._held), default=None)
+        oldest = min((waiter.arrived_at for waiter in self._held), default=None)
         return len(self._held), 0.0 if oldest is None else self._clock() - oldest
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         """The number of units that were admitted and have not left."""
         return sum(self._running.values())
 
-    def check(self, key: str) -> None:
+    def check_queue_room(self, client_key: str) -> None:
         """Check whether a request of this key would find the queue full. Cheap enough to call before reading a body.
 
         Raises:
@@ -284,20 +284,20 @@ class AdmissionQueue:
         """
         if self.is_short_of_memory:
             raise make_overloaded_error("memory", "the gateway is short of memory")
-        if len(self._queue) < self._limits.max_waiting or self._order.unit_to_reject(key) is not None:
+        if len(self._queue) < self._limits.max_waiting or self._order.find_unit_to_reject(client_key) is not None:
             return
         if (self._lines or not self._has_room()) and not self._would_take():
-            raise queue_full()
+            raise make_queue_full_error()
 
-    def admit(
+    def make_entry(
         self,
-        key: str,
+        client_key: str,
         *,
-        patient: bool = False,
+        is_patient: bool = False,
         on_wait: Callable[[], None] | None = None,
         request: Callable[[], PickRequest] | None = None,
-        since: float | None = None,
-    ) -> Entry:
+        arrived_at: float | None = None,
+    ) -> QueueEntry:
         """Return an asynchronous context manager that waits for room and admits a unit.
 
         The block must take its lease before its first await, while the room is certainly there.
@@ -314,174 +314,181 @@ class AdmissionQueue:
             NoBackendAvailable: The unit has waited too long, and all backends of a role are gone.
             GatewayError: The deadline for the first token cannot be met, or the predicted wait is too long.
         """
-        return Entry(self, key, patient, on_wait, request, since)
+        return QueueEntry(self, client_key, is_patient, on_wait, request, arrived_at)
 
-    def queue(
-        self, key: str, request: Callable[[], PickRequest], since: float, on_turn: Callable[[GatewayError | None], None]
+    def queue_unit(
+        self,
+        client_key: str,
+        request: Callable[[], PickRequest],
+        arrived_at: float,
+        on_turn: Callable[[GatewayError | None], None],
     ) -> QueuedUnit:
-        """Queue a unit without a task, after `admits_at_once` has returned False. Raises the errors of `admit`.
+        """Queue a unit without a task, after `admits_at_once` has returned False. Raises the errors of `make_entry`.
 
         Args:
             key: The name of the client key.
             request: Returns the lease that the unit will take.
             since: Clock time at which the client began to wait.
-            on_turn: Called once. With an error, the unit was rejected. With None, it must `enter` and lease at once.
+            on_turn: Called once. With an error, the unit was rejected. With None, it must `admit_at_once` and lease at
+            once.
         """
-        waiter = self._join(Entry(self, key, is_patient=False, on_wait=None, request=request, since=since))
+        waiter = self._add_to_queue(
+            QueueEntry(self, client_key, is_patient=False, on_wait=None, request=request, since=arrived_at)
+        )
         return QueuedUnit(self, waiter, on_turn)
 
-    def enter(self, key: str) -> None:
-        """Admit a unit that finds room at once, see `admits_at_once`. `leave` must follow at its end."""
-        self._running[key] = self._running.get(key, 0) + 1
+    def admit_at_once(self, client_key: str) -> None:
+        """Admit a unit that finds room at once, see `admits_at_once`. `end_unit` must follow at its end."""
+        self._running[client_key] = self._running.get(client_key, 0) + 1
 
-    def leave(self, key: str) -> None:
+    def end_unit(self, client_key: str) -> None:
         """Count the end of an admitted unit of a client key."""
-        left = self._running[key] - 1
+        left = self._running[client_key] - 1
         if left:
-            self._running[key] = left
+            self._running[client_key] = left
         else:
-            del self._running[key]
+            del self._running[client_key]
 
-    def admits_at_once(self, key: str, request: Callable[[], PickRequest]) -> bool:
+    def admits_at_once(self, client_key: str, request: Callable[[], PickRequest]) -> bool:
         """Return whether a new unit would be admitted without a wait."""
         return (
             not self._lines
             and not self.is_short_of_memory
             and self._has_room(request)
-            and self._held_session(request, key) is None
+            and self._held_session(request, client_key) is None
         )
 
-    def _held_session(self, request: Callable[[], PickRequest], key: str) -> Any:
+    def _held_session(self, request: Callable[[], PickRequest], client_key: str) -> Any:
         """Return the session of a request that has to wait for room in a working set, or None if it may go."""
-        sets = self._line_up.working_sets
-        if sets is None or not sets.is_active or len(self._held) >= self._limits.max_waiting:
+        sets = self._queue_order.working_sets
+        if sets is None or not sets.are_limits_active or len(self._held) >= self._limits.max_waiting:
             return None
         pick = request()
-        if pick.subject is None:
+        if pick.request_subject is None:
             return None
-        return sets.holds(pick.prefix_keys.keys, pick.session, key, self._clock())
+        return sets.session_to_hold(pick.prefix_keys.keys, pick.session, client_key, self._clock())
 
-    def notify(self) -> None:
+    def check_soon(self) -> None:
         """Check soon whether there is room. May be called before the room is free."""
         if self._lines and not self._will_look:
             self._will_look = True
-            asyncio.get_running_loop().call_soon(self._look)
+            asyncio.get_running_loop().call_soon(self._wake_next_unit)
 
     def _count_wait(self) -> None:
         """Count a unit that has to wait, by the reason."""
         reason = "queue"
         if not self._lines:
-            role = self._full()
+            role = self._find_full_role()
             reason = "better" if role is None else role.value
         self._metrics.queue_waits_total.labels(reason).inc()
 
-    async def _wait(self, entry: Entry) -> None:
+    async def _wait_for_room(self, entry: QueueEntry) -> None:
         """Wait until there is room for a queued unit."""
-        waiter = self._join(entry)
+        waiter = self._add_to_queue(entry)
         try:
-            await waiter.turn
-            while not self._take_turn(waiter):
-                await waiter.turn
+            await waiter.turn_future
+            while not self._remove_if_room(waiter):
+                await waiter.turn_future
         except asyncio.CancelledError:
-            self._give_up(waiter)
+            self._remove_waiting(waiter)
             raise
 
-    def _take_turn(self, waiter: Waiter) -> bool:
+    def _remove_if_room(self, waiter: WaitingUnit) -> bool:
         """Remove a unit from the queue if there is still room. Raises the error of a rejected unit."""
-        if waiter.rejection is not None:  # it has been removed already
-            raise waiter.rejection
+        if waiter.rejection_error is not None:  # it has been removed already
+            raise waiter.rejection_error
         if not self._has_room() and not (waiter.skips_learned_limits and self._would_take()):
             # Another worker took the room, or a unit that does not queue. The unit keeps its place.
-            waiter.turn = asyncio.get_running_loop().create_future()
+            waiter.turn_future = asyncio.get_running_loop().create_future()
             return False
         now = self._clock()
-        self._order.serve(waiter)
-        self._drain_rate.serve(waiter.amount, now)
-        self._remove(waiter)
-        self._metrics.queue_seconds.observe(now - waiter.arrived)
+        self._order.charge_key(waiter)
+        self._drain_rate.record_service(waiter.drain_amount, now)
+        self._remove_unit(waiter)
+        self._metrics.queue_seconds.observe(now - waiter.arrived_at)
         return True
 
-    def _give_up(self, waiter: Waiter) -> None:
+    def _remove_waiting(self, waiter: WaitingUnit) -> None:
         """Remove a unit that does not wait any longer, unless it has been rejected."""
         if waiter in self._held:
             if self._holder is not None:
-                self._holder.note_gone(self._held[waiter], self._clock())
-            self._unhold(waiter)
-        elif waiter.rejection is None:
-            self._remove(waiter)
+                self._holder.record_client_gone(self._held[waiter], self._clock())
+            self._remove_from_held(waiter)
+        elif waiter.rejection_error is None:
+            self._remove_unit(waiter)
 
-    def _join(self, entry: Entry) -> Waiter:
+    def _add_to_queue(self, entry: QueueEntry) -> WaitingUnit:
         """Add a unit to the queue, or raise the error that rejects it."""
         if (
-            entry.request is not None
+            entry.pick_request is not None
             and not entry.is_patient
-            and (session := self._held_session(entry.request, entry.key)) is not None
+            and (session := self._held_session(entry.pick_request, entry.client_key)) is not None
         ):
-            return self._hold(entry, session)
+            return self._hold_for_session(entry, session)
         self._count_wait()
         to_reject = None
         is_full = not entry.is_patient and len(self._queue) >= self._limits.max_waiting
         if is_full:
-            to_reject = self._order.unit_to_reject(entry.key)
+            to_reject = self._order.find_unit_to_reject(entry.client_key)
             if to_reject is None and not self._would_take():
-                raise queue_full()
-        waiter = self._waiter(entry)
-        if not waiter.is_patient and (rejection := self._rejection(waiter)) is not None:
-            if waiter.request is not None:
-                self._line_up.left_queue(waiter.request)
+                raise make_queue_full_error()
+        waiter = self._make_waiter(entry)
+        if not waiter.is_patient and (rejection := self._find_rejection(waiter)) is not None:
+            if waiter.pick_request is not None:
+                self._queue_order.on_left_queue(waiter.pick_request)
             raise rejection
         if not self._lines:
-            self._on_wait(True)
-        self._order.join(waiter)
+            self._on_waiting_change(True)
+        self._order.add_unit(waiter)
         if not waiter.is_patient:
             self._queue[waiter] = None
-            self._deadlines.add(waiter)
+            self._deadlines.add_unit(waiter)
             self._metrics.queued_requests.inc()
-        self._arm()
-        self.notify()  # the free instance may suit this unit best
+        self._set_timer()
+        self.check_soon()  # the free instance may suit this unit best
         if is_full and self._would_take():
             self._skip_learned_limits(next((each for each in self._queue if not each.skips_learned_limits), waiter))
         elif to_reject is not None:
-            self._reject(to_reject, queue_full())  # last, so that its turn can pass to another unit
+            self._reject_unit(to_reject, make_queue_full_error())  # last, so that its turn can pass to another unit
         return waiter
 
-    def _hold(self, entry: Entry, session: Any) -> Waiter:
+    def _hold_for_session(self, entry: QueueEntry, session: Any) -> WaitingUnit:
         """Hold a unit back until there is room for its session in a working set."""
         self._metrics.queue_waits_total.labels("working_set").inc()
-        waiter = self._waiter(entry, is_held=True)
-        self._keep(waiter, session)
-        if waiter.late_at <= waiter.arrived:
-            self._give_up(waiter)
+        waiter = self._make_waiter(entry, is_held=True)
+        self._add_to_held(waiter, session)
+        if waiter.overdue_at <= waiter.arrived_at:
+            self._remove_waiting(waiter)
             raise make_deadline_error(waiter.first_token_seconds or 0.0)
-        self._arm()
+        self._set_timer()
         return waiter
 
-    def _keep(self, waiter: Waiter, session: Any) -> None:
+    def _add_to_held(self, waiter: WaitingUnit, session: Any) -> None:
         """Add a unit to the units that are held back."""
-        sets = self._line_up.working_sets
+        sets = self._queue_order.working_sets
         assert sets is not None
-        sets.waiting += 1
+        sets.waiting_turn_count += 1
         self._holder = sets
         self._held[waiter] = session
-        self._deadlines.add(waiter)
+        self._deadlines.add_unit(waiter)
         self._metrics.queued_requests.inc()
 
-    def _hold_queued(self) -> None:
+    def _hold_displaced_units(self) -> None:
         """Hold back the queued units whose sessions have lost their place in a working set."""
-        sets = self._line_up.working_sets
-        if sets is None or not sets.is_active or sets.shed == self._seen_shed:
+        sets = self._queue_order.working_sets
+        if sets is None or not sets.are_limits_active or sets.shed_turn_count == self._seen_shed:
             return
-        self._seen_shed = sets.shed
+        self._seen_shed = sets.shed_turn_count
         for waiter in list(self._queue):
-            pick = waiter.request
-            if pick is None or waiter.turn.done():
+            pick = waiter.pick_request
+            if pick is None or waiter.turn_future.done():
                 continue
-            session = sets.holds(pick.prefix_keys.keys, pick.session, waiter.key, self._clock())
+            session = sets.session_to_hold(pick.prefix_keys.keys, pick.session, waiter.client_key, self._clock())
             if session is not None:
-                self._remove(waiter)
-                self._keep(waiter, session)
+                self._remove_unit(waiter)
+                self._add_to_held(waiter, session)
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._on_timer)
 
@@ -489,120 +496,120 @@ class AdmissionQueue:
         """Let the units go for whose sessions the working sets have room, or which have waited too long for it."""
         if now < self._sessions_at:
             return
-        self._hold_queued()
+        self._hold_displaced_units()
         if not self._held:
             return
         self._sessions_at = now + _SESSIONS_SECONDS
-        sets, held = self._line_up.working_sets, self._held
+        sets, held = self._queue_order.working_sets, self._held
         if sets is None or sets is not self._holder:
             ready = set(held.values())
         else:
-            waiting = ((session, waiter.arrived) for waiter, session in held.items())
+            waiting = ((session, waiter.arrived_at) for waiter, session in held.items())
             ready = set(sets.next_sessions(waiting, self._limits.session_patience_seconds, now))
             for waiter, session in held.items():
-                waited = now - waiter.arrived
-                if waited > min(self._limits.session_wait_seconds, (waiter.late_at - waiter.arrived) / 2):
+                waited = now - waiter.arrived_at
+                if waited > min(self._limits.session_wait_seconds, (waiter.overdue_at - waiter.arrived_at) / 2):
                     sets.admit_regardless(session, now)
                     self._metrics.session_waits_overdue_total.inc()
                     ready.add(session)
         for waiter in [waiter for waiter, session in held.items() if session in ready]:
-            self._metrics.session_wait_seconds.observe(now - waiter.arrived)
-            self._unhold(waiter)
-            self._order_in(waiter, now)
+            self._metrics.session_wait_seconds.observe(now - waiter.arrived_at)
+            self._remove_from_held(waiter)
+            self._move_to_queue(waiter, now)
 
-    def _unhold(self, waiter: Waiter) -> None:
+    def _remove_from_held(self, waiter: WaitingUnit) -> None:
         del self._held[waiter]
         if self._holder is not None:
-            self._holder.waiting -= 1
-        self._deadlines.remove(waiter)
+            self._holder.waiting_turn_count -= 1
+        self._deadlines.remove_unit(waiter)
         self._metrics.queued_requests.dec()
 
-    def _order_in(self, waiter: Waiter, now: float) -> None:
+    def _move_to_queue(self, waiter: WaitingUnit, now: float) -> None:
         """Give a unit that was held back its place in the queue. The time until now does not count there."""
-        if waiter.request is not None:
-            waiter.rank_by(self._line_up.work_seconds(waiter.request))
-        waiter.arrived = now
+        if waiter.pick_request is not None:
+            waiter.set_work_seconds(self._queue_order.predict_work_seconds(waiter.pick_request))
+        waiter.arrived_at = now
         if not self._lines:
-            self._on_wait(True)
-        self._order.join(waiter)
+            self._on_waiting_change(True)
+        self._order.add_unit(waiter)
         self._queue[waiter] = None
-        self._deadlines.add(waiter)
+        self._deadlines.add_unit(waiter)
         self._metrics.queued_requests.inc()
-        self.notify()
+        self.check_soon()
 
-    def _waiter(self, entry: Entry, is_held: bool = False) -> Waiter:
-        request = None if entry.request is None else entry.request()
+    def _make_waiter(self, entry: QueueEntry, is_held: bool = False) -> WaitingUnit:
+        request = None if entry.pick_request is None else entry.pick_request()
         first_token_seconds = None if request is None else request.first_token_seconds
-        requested = None if request is None else request.priority(lower_first=self._lower_priority_first)
-        lowest = self.priorities.get(entry.key)
+        requested = None if request is None else request.priority(is_lower_first=self._is_lower_priority_first)
+        lowest = self.priorities.get(entry.client_key)
         priority = (requested or 0) if lowest is None else lowest if requested is None else max(lowest, requested)
         work = cost = 0.0
-        if not self._line_up.holds_queue:
+        if not self._queue_order.holds_queue:
             request = None
         if request is not None and not is_held:
-            work = self._line_up.work_seconds(request)
+            work = self._queue_order.predict_work_seconds(request)
             cost = work + self._answer_seconds(request)
         now = self._clock()
         late_at = math.inf
         if first_token_seconds is not None:
-            late_at = (now if entry.since is None else entry.since) + first_token_seconds - work
-        return Waiter(
-            key=entry.key,
-            arrived=now,
-            turn=asyncio.get_running_loop().create_future(),
-            request=request,
+            late_at = (now if entry.arrived_at is None else entry.arrived_at) + first_token_seconds - work
+        return WaitingUnit(
+            client_key=entry.client_key,
+            arrived_at=now,
+            turn_future=asyncio.get_running_loop().create_future(),
+            pick_request=request,
             is_patient=entry.is_patient,
-            priority=priority,
+            priority_number=priority,
             work_seconds=work,
             cost_seconds=cost,
             first_token_seconds=first_token_seconds,
-            late_at=late_at,
+            overdue_at=late_at,
         )
 
-    def _rejection(self, waiter: Waiter) -> GatewayError | None:
+    def _find_rejection(self, waiter: WaitingUnit) -> GatewayError | None:
         """Return why to reject a new unit at once, or None if it may wait."""
-        if waiter.late_at <= waiter.arrived:
+        if waiter.overdue_at <= waiter.arrived_at:
             return make_deadline_error(waiter.first_token_seconds or 0.0)
         refusing = self._refusing()
-        if refusing is not None and refusing[1] > waiter.arrived + self._limits.wait_seconds:
-            return make_all_refuse_error(refusing[0], refusing[1] - waiter.arrived)
+        if refusing is not None and refusing[1] > waiter.arrived_at + self._limits.wait_seconds:
+            return make_all_refuse_error(refusing[0], refusing[1] - waiter.arrived_at)
         max_seconds = self._limits.max_predicted_wait_seconds
         if max_seconds is None or not self._lines or self._would_take():
             return None
-        predicted = self._drain_rate.seconds(self._order.amount_ahead(waiter), waiter.arrived)
-        max_seconds = min(max_seconds, waiter.late_at - waiter.arrived)
-        return None if predicted is None or predicted <= max_seconds else too_long_a_wait(predicted, max_seconds)
+        predicted = self._drain_rate.predict_seconds(self._order.amount_ahead(waiter), waiter.arrived_at)
+        max_seconds = min(max_seconds, waiter.overdue_at - waiter.arrived_at)
+        return None if predicted is None or predicted <= max_seconds else make_long_wait_error(predicted, max_seconds)
 
-    def _remove(self, waiter: Waiter) -> None:
+    def _remove_unit(self, waiter: WaitingUnit) -> None:
         """Remove a unit from the queue."""
-        if waiter.request is not None:
-            self._line_up.left_queue(waiter.request)
-        self._order.remove(waiter)
+        if waiter.pick_request is not None:
+            self._queue_order.on_left_queue(waiter.pick_request)
+        self._order.remove_unit(waiter)
         if not waiter.is_patient:
             del self._queue[waiter]
-            self._deadlines.remove(waiter)
+            self._deadlines.remove_unit(waiter)
             self._metrics.queued_requests.dec()
         if not self._lines:
             if self._front is not None:
                 self._front.publish_empty()
-            self._drain_rate.stop()
-            self._on_wait(False)
+            self._drain_rate.stop_measuring()
+            self._on_waiting_change(False)
             if self._timer is not None and not self._held:
                 self._timer.cancel()
                 self._timer = None
-        self.notify()  # the next unit goes after this one has taken its lease
+        self.check_soon()  # the next unit goes after this one has taken its lease
 
-    def _reject(self, waiter: Waiter, rejection: GatewayError) -> None:
-        self._give_up(waiter)
-        waiter.rejection = rejection
-        if not waiter.turn.done():
-            waiter.turn.set_result(None)
+    def _reject_unit(self, waiter: WaitingUnit, rejection: GatewayError) -> None:
+        self._remove_waiting(waiter)
+        waiter.rejection_error = rejection
+        if not waiter.turn_future.done():
+            waiter.turn_future.set_result(None)
 
-    def _skip_learned_limits(self, waiter: Waiter) -> None:
+    def _skip_learned_limits(self, waiter: WaitingUnit) -> None:
         """Let a unit go to an engine that would take it, whatever the learned limits."""
         waiter.skips_learned_limits = True
-        if not waiter.turn.done():
-            waiter.turn.set_result(None)
+        if not waiter.turn_future.done():
+            waiter.turn_future.set_result(None)
 
     def _release_overdue(self, now: float) -> None:
         """Let units go that have waited too long for a learned limit."""
@@ -613,20 +620,20 @@ class AdmissionQueue:
         overdue = [
             waiter
             for line in self._lines.values()
-            for waiter in line.waiters
+            for waiter in line.queued_units
             # A unit with a deadline waits at most half of the time until then.
-            if now - waiter.arrived
-            > min(self._hold_seconds(waiter.request, waiting), (waiter.late_at - waiter.arrived) / 2)
+            if now - waiter.arrived_at
+            > min(self._hold_seconds(waiter.pick_request, waiting), (waiter.overdue_at - waiter.arrived_at) / 2)
         ]
         for waiter in overdue:
             self._skip_learned_limits(waiter)
 
-    def _look(self) -> None:
+    def _wake_next_unit(self) -> None:
         """Wake the next unit if there is room. Only its lease shows whether there is more room."""
         self._will_look = False
         now = self._clock()
         while (late := self._deadlines.first_overdue(now)) is not None:
-            self._reject(late, make_deadline_error(late.first_token_seconds or 0.0))
+            self._reject_unit(late, make_deadline_error(late.first_token_seconds or 0.0))
         if not self._lines:
             return
         has_room = self._has_room()
@@ -634,33 +641,39 @@ class AdmissionQueue:
             self._release_overdue(now)
             if self._front is None:
                 return
-        front = self._order.front(_LOOKAHEAD if has_room else 1)
+        front = self._order.first_units(_LOOKAHEAD if has_room else 1)
         if self._front is not None:
-            self._front.publish(*front[0].rank)
+            self._front.publish_head(*front[0].rank_among_workers)
         if not has_room:
             return
         waiter = self._next_unit(front)
         # A unit whose turn has come runs next. If it was cancelled, it passes its turn on.
-        if waiter is None or waiter.turn.done():
+        if waiter is None or waiter.turn_future.done():
             return
         # Smaller requests do not overtake it, or it might wait forever.
-        if waiter.request is not None and not waiter.skips_learned_limits and not self._fits(waiter.request):
+        if (
+            waiter.pick_request is not None
+            and not waiter.skips_learned_limits
+            and not self._fits_engines(waiter.pick_request)
+        ):
             return
-        if self._front is None or not self._front.should_yield_to_earlier(*waiter.rank, now):
-            waiter.turn.set_result(None)
+        if self._front is None or not self._front.should_yield_to_earlier(*waiter.rank_among_workers, now):
+            waiter.turn_future.set_result(None)
 
-    def _next_unit(self, front: Sequence[Waiter]) -> Waiter | None:
+    def _next_unit(self, front: Sequence[WaitingUnit]) -> WaitingUnit | None:
         """Return the unit that goes next, or None if all should wait for another instance.
 
         `front`: the first units of the queue, at least one.
         """
-        awake = next((waiter for waiter in front if waiter.turn.done()), None)
+        awake = next((waiter for waiter in front if waiter.turn_future.done()), None)
         if awake is not None:
             return awake
-        if front[0].request is None:
+        if front[0].pick_request is None:
             return front[0]
-        predictable = [waiter for waiter in front if waiter.request is not None]
-        place = self._line_up.first_to_admit([waiter.request for waiter in predictable if waiter.request is not None])
+        predictable = [waiter for waiter in front if waiter.pick_request is not None]
+        place = self._queue_order.index_to_admit(
+            [waiter.pick_request for waiter in predictable if waiter.pick_request is not None]
+        )
         return None if place is None else predictable[place]
 
     def _on_timer(self) -> None:
@@ -673,48 +686,48 @@ class AdmissionQueue:
         # Units that arrived before this time cannot be served in time.
         useless = latest if refusing is None else max(latest, refusing[1] - wait_seconds)
         try:
-            for waiter in list(takewhile(lambda waiter: waiter.arrived <= useless, self._queue)):
-                if refusing is not None and waiter.arrived > latest:
-                    self._reject(waiter, make_all_refuse_error(refusing[0], refusing[1] - now))
+            for waiter in list(takewhile(lambda waiter: waiter.arrived_at <= useless, self._queue)):
+                if refusing is not None and waiter.arrived_at > latest:
+                    self._reject_unit(waiter, make_all_refuse_error(refusing[0], refusing[1] - now))
                 elif self._would_take():
                     self._skip_learned_limits(waiter)
                 # A unit that skips learned limits goes before all others, and may wait for twice the time.
-                elif not waiter.skips_learned_limits or waiter.arrived <= latest - wait_seconds:
-                    self._reject(waiter, queue_timeout(wait_seconds, self._absent()))
+                elif not waiter.skips_learned_limits or waiter.arrived_at <= latest - wait_seconds:
+                    self._reject_unit(waiter, make_queue_timeout_error(wait_seconds, self._find_absent_role()))
             self._release_sessions(now)
-            self._look()
+            self._wake_next_unit()
         finally:  # an error must not stop the timer
             if self._lines or self._held:
                 self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._on_timer)
 
 
 class QueuedUnit:
-    """A queued unit that has no task. `AdmissionQueue.queue` returns it."""
+    """A queued unit that has no task. `AdmissionQueue.queue_unit` returns it."""
 
-    __slots__ = ("_admission", "_on_turn", "_waiter")
+    __slots__ = ("_admission_queue", "_on_turn", "_waiter")
 
     def __init__(
-        self, admission: AdmissionQueue, waiter: Waiter, on_turn: Callable[[GatewayError | None], None]
+        self, admission_queue: AdmissionQueue, waiter: WaitingUnit, on_turn: Callable[[GatewayError | None], None]
     ) -> None:
-        self._admission = admission
+        self._admission_queue = admission_queue
         self._waiter = waiter
         self._on_turn: Callable[[GatewayError | None], None] | None = on_turn
-        waiter.turn.add_done_callback(self._look)
+        waiter.turn_future.add_done_callback(self._on_wake)
 
-    def leave(self) -> None:
+    def leave_queue(self) -> None:
         """Leave the admission queue without an answer."""
         if self._on_turn is not None:
             self._on_turn = None
-            self._admission._give_up(self._waiter)
+            self._admission_queue._remove_waiting(self._waiter)
 
-    def _look(self, _: asyncio.Future[None]) -> None:
+    def _on_wake(self, _: asyncio.Future[None]) -> None:
         on_turn = self._on_turn
         if on_turn is None:
             return
         refusal: GatewayError | None = None
         try:
-            if not self._admission._take_turn(self._waiter):
-                self._waiter.turn.add_done_callback(self._look)
+            if not self._admission_queue._remove_if_room(self._waiter):
+                self._waiter.turn_future.add_done_callback(self._on_wake)
                 return
         except GatewayError as error:
             refusal = error
@@ -722,44 +735,47 @@ class QueuedUnit:
         on_turn(refusal)
 
 
-class Entry:
-    """The admission of one unit. `AdmissionQueue.admit` returns it. Enter it once."""
+class QueueEntry:
+    """The admission of one unit. `AdmissionQueue.make_entry` returns it. Enter it once."""
 
-    __slots__ = (*("_admission", "_on_wait"), *("has_been_in", "is_patient", "key", "request", "since"))
+    __slots__ = (
+        *("_admission_queue", "_on_wait"),
+        *("has_been_queued", "is_patient", "client_key", "pick_request", "arrived_at"),
+    )
 
     def __init__(
         self,
-        admission: AdmissionQueue,
+        admission_queue: AdmissionQueue,
         key: str,
         is_patient: bool,
         on_wait: Callable[[], None] | None,
         request: Callable[[], PickRequest] | None = None,
         since: float | None = None,
     ) -> None:
-        self._admission = admission
+        self._admission_queue = admission_queue
         self._on_wait = on_wait
-        self.has_been_in = False
+        self.has_been_queued = False
         """Whether the unit was admitted before, so that it does not wait."""
-        self.request = request
-        self.since = since
-        self.key = key
+        self.pick_request = request
+        self.arrived_at = since
+        self.client_key = key
         self.is_patient = is_patient
 
     async def __aenter__(self) -> Self:
-        admission, key, request = self._admission, self.key, self.request
-        if not self.has_been_in and (
+        admission, key, request = self._admission_queue, self.client_key, self.pick_request
+        if not self.has_been_queued and (
             admission._lines
             or not admission._has_room(request)
             or (request is not None and not self.is_patient and admission._held_session(request, key) is not None)
         ):
             if self._on_wait is not None:
                 self._on_wait()
-            await admission._wait(self)
+            await admission._wait_for_room(self)
         # No other task can run between this point and the first await of the block.
-        admission.enter(key)
+        admission.admit_at_once(key)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._admission.leave(self.key)
+        self._admission_queue.end_unit(self.client_key)

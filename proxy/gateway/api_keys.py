@@ -40,35 +40,35 @@ _BUSY_RETRY_SECONDS: Final = 1.0
 class UsageRow:
     """The part of the KeyUsage that one worker writes."""
 
-    __slots__ = ("_cells",)
+    __slots__ = ("_usage_cells",)
 
     def __init__(self, cells: memoryview[int]) -> None:
-        self._cells = cells
+        self._usage_cells = cells
 
-    def add(self, slot: int, in_flight: int) -> None:
+    def add_in_flight(self, slot: int, in_flight: int) -> None:
         """Change a client key's number of requests in flight."""
-        self._cells[_CELLS_PER_SLOT * slot + _IN_FLIGHT] += in_flight
+        self._usage_cells[_CELLS_PER_SLOT * slot + _IN_FLIGHT] += in_flight
 
-    def count(self, slot: int, minute: int) -> None:
-        """Count a request of the key with this slot. `minute`: the number of the present minute."""
-        self._count(_CELLS_PER_SLOT * slot + _REQUESTS + minute % 2, minute, 1)
+    def count_request(self, slot: int, minute_number: int) -> None:
+        """Count a request of the key with this slot. `minute_number`: the number of the present minute."""
+        self._add_to_minute(_CELLS_PER_SLOT * slot + _REQUESTS + minute_number % 2, minute_number, 1)
 
     def count_tokens(self, slot: int, minute: int, tokens: int) -> None:
         """Count tokens of the key with this slot. `minute`: the number of the present minute."""
-        self._count(_CELLS_PER_SLOT * slot + _TOKENS + minute % 2, minute, tokens)
+        self._add_to_minute(_CELLS_PER_SLOT * slot + _TOKENS + minute % 2, minute, tokens)
 
     def return_tokens(self, slot: int, minute: int, tokens: int) -> None:
         """Take back tokens that this row has counted in a minute. Does nothing if that minute no longer counts."""
         index = _CELLS_PER_SLOT * slot + _TOKENS + minute % 2
-        if self._cells[index] >> _COUNT_BITS == minute:
-            self._cells[index] -= tokens
+        if self._usage_cells[index] >> _COUNT_BITS == minute:
+            self._usage_cells[index] -= tokens
 
-    def _count(self, index: int, minute: int, amount: int) -> None:
-        cell = self._cells[index]
+    def _add_to_minute(self, index: int, minute: int, amount: int) -> None:
+        cell = self._usage_cells[index]
         count = cell - (minute << _COUNT_BITS) if cell >> _COUNT_BITS == minute else 0
-        self._cells[index] = (minute << _COUNT_BITS) + min(count + amount, _MAX_COUNT)
+        self._usage_cells[index] = (minute << _COUNT_BITS) + min(count + amount, _MAX_COUNT)
 
-    def charge(self, slot: int, in_flight: int, minute: int, counts: tuple[int, int]) -> None:
+    def replace_counts(self, slot: int, in_flight: int, minute: int, counts: tuple[int, int]) -> None:
         """Replace the counts of a slot. Only for rows of other gateways.
 
         Args:
@@ -78,7 +78,7 @@ class UsageRow:
             counts: Requests and tokens in the 60 s that end now.
         """
         first = _CELLS_PER_SLOT * slot
-        cells = self._cells
+        cells = self._usage_cells
         cells[first + _IN_FLIGHT] = in_flight
         for kind, count in zip((_REQUESTS, _TOKENS), counts, strict=True):
             cells[first + kind + minute % 2] = (minute << _COUNT_BITS) + min(count, _MAX_COUNT)
@@ -92,95 +92,97 @@ class KeyUsage:
     other workers cannot mix up two minutes. Create it before forking.
     """
 
-    def __init__(self, workers: int = 1, slots: int = MAX_KEYS, guests: int = 0) -> None:
-        """`guests`: the number of rows for other gateways."""
-        self.workers = workers
-        self.slots = slots
-        self.rows = workers + guests
+    def __init__(self, workers: int = 1, slots: int = MAX_KEYS, guest_rows: int = 0) -> None:
+        """`guest_rows`: the number of rows for other gateways."""
+        self.worker_count = workers
+        self.slot_count = slots
+        self.row_count = workers + guest_rows
         """The number of rows of workers and guests."""
-        self._width = _CELLS_PER_SLOT * slots
-        self._cells = memoryview(mmap.mmap(-1, self.rows * self._width * _CELL_BYTES)).cast("q")
+        self._row_width = _CELLS_PER_SLOT * slots
+        self._usage_cells = memoryview(mmap.mmap(-1, self.row_count * self._row_width * _CELL_BYTES)).cast("q")
 
-    def row(self, number: int) -> UsageRow:
+    def usage_row(self, row_number: int) -> UsageRow:
         """Return a row. The rows of workers are first, then those of guests."""
-        return UsageRow(self._cells_of(number))
+        return UsageRow(self._usage_cells_of(row_number))
 
-    def own(self, slot: int, now: float) -> tuple[int, int, int]:
+    def own_usage(self, slot: int, now: float) -> tuple[int, int, int]:
         """Return the requests in flight of this gateway's workers, and their requests and tokens in the last 60 s.
 
         `now`: seconds of the clock of the ApiKeys.
         """
-        minute, elapsed_ms = minute_of(now)
+        minute, elapsed_ms = minute_and_milliseconds(now)
         requests, tokens = (
-            self._counted(slot, minute, kind, self.workers)
-            - (-self._counted(slot, minute - 1, kind, self.workers) * (_MINUTE_MS - elapsed_ms) // _MINUTE_MS)
+            self._sum_recent(slot, minute, kind, self.worker_count)
+            - (-self._sum_recent(slot, minute - 1, kind, self.worker_count) * (_MINUTE_MS - elapsed_ms) // _MINUTE_MS)
             for kind in (_REQUESTS, _TOKENS)
         )
-        return self._in_flight(slot, self.workers), requests, tokens
+        return self._sum_in_flight(slot, self.worker_count), requests, tokens
 
-    def own_in_flight(self, slot: int) -> int:
+    def count_own_in_flight(self, slot: int) -> int:
         """Return the requests in flight of this gateway's workers."""
-        return self._in_flight(slot, self.workers)
+        return self._sum_in_flight(slot, self.worker_count)
 
-    def in_flight(self, slot: int) -> int:
+    def count_in_flight(self, slot: int) -> int:
         """Return the requests in flight of a client key, over all workers."""
-        return self._in_flight(slot, self.rows)
+        return self._sum_in_flight(slot, self.row_count)
 
-    def counted(self, slot: int, minute: int) -> int:
+    def recent_requests(self, slot: int, minute: int) -> int:
         """Return the requests of the present or the last minute over all rows."""
-        return self._counted(slot, minute, _REQUESTS, self.rows)
+        return self._sum_recent(slot, minute, _REQUESTS, self.row_count)
 
-    def counted_tokens(self, slot: int, minute: int) -> int:
+    def recent_tokens(self, slot: int, minute: int) -> int:
         """Return the tokens of the present or the last minute over all rows."""
-        return self._counted(slot, minute, _TOKENS, self.rows)
+        return self._sum_recent(slot, minute, _TOKENS, self.row_count)
 
     # The sums are loops over indices, because each request needs them and a slice takes as long as ten cells.
 
-    def _in_flight(self, slot: int, rows: int) -> int:
+    def _sum_in_flight(self, slot: int, rows: int) -> int:
         first = _CELLS_PER_SLOT * slot + _IN_FLIGHT
         in_flight = 0
-        for index in range(first, rows * self._width, self._width):
-            in_flight += self._cells[index]
+        for index in range(first, rows * self._row_width, self._row_width):
+            in_flight += self._usage_cells[index]
         return in_flight
 
-    def _counted(self, slot: int, minute: int, kind: int, rows: int) -> int:
+    def _sum_recent(self, slot: int, minute: int, kind: int, rows: int) -> int:
         first = _CELLS_PER_SLOT * slot + kind + minute % 2
         counted = 0
-        for index in range(first, rows * self._width, self._width):
-            cell = self._cells[index]
+        for index in range(first, rows * self._row_width, self._row_width):
+            cell = self._usage_cells[index]
             if cell >> _COUNT_BITS == minute:
                 counted += cell - (minute << _COUNT_BITS)
         return counted
 
-    def erase(self, number: int) -> None:
+    def erase_row(self, row_number: int) -> None:
         """Set the requests in flight of a row to 0 after its writer has died. The counts of minutes stay."""
-        cells = self._cells_of(number)
-        for index in range(_IN_FLIGHT, self._width, _CELLS_PER_SLOT):
+        cells = self._usage_cells_of(row_number)
+        for index in range(_IN_FLIGHT, self._row_width, _CELLS_PER_SLOT):
             cells[index] = 0
 
-    def _cells_of(self, number: int) -> memoryview[int]:
-        if not 0 <= number < self.rows:
-            raise IndexError(f"row {number} of {self.rows}")
-        return self._cells[number * self._width : (number + 1) * self._width]
+    def _usage_cells_of(self, number: int) -> memoryview[int]:
+        if not 0 <= number < self.row_count:
+            raise IndexError(f"row {number} of {self.row_count}")
+        return self._usage_cells[number * self._row_width : (number + 1) * self._row_width]
 
 
-def minute_of(now: float) -> tuple[int, int]:
+def minute_and_milliseconds(clock_seconds: float) -> tuple[int, int]:
     """Return the number of the minute, and its milliseconds that have passed."""
-    return divmod(round(now * 1000), _MINUTE_MS)
+    return divmod(round(clock_seconds * 1000), _MINUTE_MS)
 
 
-def assign_slots(names: Iterable[str], before: Mapping[str, int], capacity: int = MAX_KEYS) -> dict[str, int]:
+def assign_slots(
+    key_names: Iterable[str], previous_slots: Mapping[str, int], capacity: int = MAX_KEYS
+) -> dict[str, int]:
     """Return the slot of each key: the one before, or the lowest free one. Raises ValueError for too many keys.
 
     Slots that have just become free are used last, because requests of their former keys may still run.
     """
-    names = tuple(names)
-    if len(names) > capacity:
-        raise ValueError(f"there are {len(names)} client keys, but {capacity} is the limit")
-    slots = {name: before[name] for name in names if name in before}
-    kept, had = set(slots.values()), set(before.values())
+    key_names = tuple(key_names)
+    if len(key_names) > capacity:
+        raise ValueError(f"there are {len(key_names)} client keys, but {capacity} is the limit")
+    slots = {name: previous_slots[name] for name in key_names if name in previous_slots}
+    kept, had = set(slots.values()), set(previous_slots.values())
     free = sorted(set(range(capacity)) - kept, key=lambda slot: (slot in had, slot))
-    slots.update(zip((name for name in names if name not in slots), free, strict=False))
+    slots.update(zip((name for name in key_names if name not in slots), free, strict=False))
     return slots
 
 
@@ -188,15 +190,15 @@ def assign_slots(names: Iterable[str], before: Mapping[str, int], capacity: int 
 class ApiKey:
     """A client key. The limits hold for all workers together."""
 
-    name: str
+    key_name: str
     """The name of the key."""
-    slot: int | None = None
+    usage_slot: int | None = None
     """The slot in the KeyUsage. None: the key is not counted."""
     max_concurrent: int | None = None
     """Limit of requests in flight. None: no limit."""
     requests_per_minute: int | None = None
     """Limit of requests per minute. None: no limit."""
-    priority: int = 0
+    default_priority: int = 0
     """The priority of the requests. Lower values go first. A request can only lower its urgency."""
     gathers_tokens: bool = True
     """Whether tokens of its streams may wait for further ones."""
@@ -212,41 +214,43 @@ class TokenLimit:
 
     def __init__(self, tokens_per_minute: int, slot: int, keys: ApiKeys) -> None:
         self.tokens_per_minute = tokens_per_minute
-        self.slot = slot
-        self._row = keys.row
+        self.usage_slot = slot
+        self._usage_row = keys.usage_row
         self._clock = keys.clock
 
-    def reserve(self, tokens: int) -> TokenReservation:
+    def reserve_tokens(self, tokens: int) -> TokenReservation:
         """Count the tokens that a request may take against the limit of its key."""
-        minute = minute_of(self._clock())[0]
-        self._row.count_tokens(self.slot, minute, tokens)
+        minute = minute_and_milliseconds(self._clock())[0]
+        self._usage_row.count_tokens(self.usage_slot, minute, tokens)
         return TokenReservation(self, minute, tokens)
 
-    def settle(self, minute: int, reserved: int, used: int) -> None:
+    def settle_reservation(self, minute: int, reserved_tokens: int, used_tokens: int) -> None:
         """Replace a reservation by the tokens that a request has used.
 
         More tokens count in the present minute. Fewer are taken back where they were counted.
         """
-        if used > reserved:
-            self._row.count_tokens(self.slot, minute_of(self._clock())[0], used - reserved)
+        if used_tokens > reserved_tokens:
+            self._usage_row.count_tokens(
+                self.usage_slot, minute_and_milliseconds(self._clock())[0], used_tokens - reserved_tokens
+            )
         else:
-            self._row.return_tokens(self.slot, minute, reserved - used)
+            self._usage_row.return_tokens(self.usage_slot, minute, reserved_tokens - used_tokens)
 
 
 class TokenReservation(NamedTuple):
     """The tokens that one request has reserved of its key's limit."""
 
-    limit: TokenLimit
-    minute: int
+    token_limit: TokenLimit
+    minute_number: int
     """Number of the minute in which they count."""
-    tokens: int
+    reserved_tokens: int
 
-    def settle(self, used: int) -> None:
+    def settle_reservation(self, used_tokens: int) -> None:
         """Replace a reservation by the tokens that a request has used.
 
-        `used`: tokens of the prompt and of the answer.
+        `used_tokens`: tokens of the prompt and of the answer.
         """
-        self.limit.settle(self.minute, self.tokens, used)
+        self.token_limit.settle_reservation(self.minute_number, self.reserved_tokens, used_tokens)
 
 
 ANONYMOUS: Final = ApiKey("-")
@@ -260,30 +264,30 @@ class ApiKeys:
 
     def __init__(self, usage: KeyUsage, worker: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: returns seconds of the system's monotonic clock, which all workers of a host share."""
-        self._usage = usage
-        self.row = usage.row(worker)
+        self._key_usage = usage
+        self.usage_row = usage.usage_row(worker)
         """The row of this worker."""
         self.clock = clock
-        self._by_digest: Mapping[str, ApiKey] = {}
-        self._by_headers: dict[tuple[str | None, str | None], ApiKey] = {}
+        self._keys_by_digest: Mapping[str, ApiKey] = {}
+        self._keys_by_headers: dict[tuple[str | None, str | None], ApiKey] = {}
         """The keys by the headers of recent requests. A digest would cost a tenth of all other work for a request."""
-        self.have_keys = False
+        self.are_keys_required = False
         """Whether clients must show a key."""
 
-    def configure(self, keys: Sequence[ClientKey], slots: Mapping[str, int]) -> None:
+    def replace_keys(self, keys: Sequence[ClientKey], slots: Mapping[str, int]) -> None:
         """Replace all keys. Running requests are not affected.
 
         Args:
             keys: The keys. If there are none, clients need no key.
             slots: The slots by name, equal in all workers. See `assign_slots`.
         """
-        self._by_digest = {
+        self._keys_by_digest = {
             key.key_sha256: ApiKey(
-                name=key.name,
-                slot=slots[key.name],
+                key_name=key.name,
+                usage_slot=slots[key.name],
                 max_concurrent=key.max_concurrent,
                 requests_per_minute=key.requests_per_minute,
-                priority=key.priority,
+                default_priority=key.priority,
                 gathers_tokens=key.gather_tokens,
                 token_limit=None
                 if key.tokens_per_minute is None
@@ -291,15 +295,15 @@ class ApiKeys:
             )
             for key in keys
         }
-        self._by_headers.clear()
-        self.have_keys = bool(keys)
+        self._keys_by_headers.clear()
+        self.are_keys_required = bool(keys)
 
-    def identify(self, authorization: str | None, x_api_key: str | None) -> ApiKey:
+    def find_key(self, authorization: str | None, x_api_key: str | None) -> ApiKey:
         """Return the key in these headers: a bearer token, or else X-Api-Key. Raises Unauthorized."""
-        if not self._by_digest:
+        if not self._keys_by_digest:
             return ANONYMOUS
         headers = authorization, x_api_key
-        cached = self._by_headers.get(headers)
+        cached = self._keys_by_headers.get(headers)
         if cached is not None:
             return cached
         scheme, _, token = (authorization or "").partition(" ")
@@ -308,34 +312,36 @@ class ApiKeys:
             raise Unauthorized("this gateway needs an API key: send it as `Authorization: Bearer KEY`")
         # The time of a look-up shows at most how much of a digest was right, and the digest of a key cannot be chosen.
         # The look-up above compares only headers of the same hash, and Python's hash of text has a secret.
-        found = self._by_digest.get(hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest())
+        found = self._keys_by_digest.get(hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest())
         if found is None:
             raise Unauthorized("the API key is not known to this gateway")
-        if len(self._by_headers) >= MAX_KEYS:
-            self._by_headers.clear()
-        self._by_headers[headers] = found
+        if len(self._keys_by_headers) >= MAX_KEYS:
+            self._keys_by_headers.clear()
+        self._keys_by_headers[headers] = found
         return found
 
-    def enter(self, key: ApiKey) -> AbstractContextManager[None]:
+    def count_in_flight(self, key: ApiKey) -> AbstractContextManager[None]:
         """Return a context manager that counts a request. Entering it raises LimitExceeded.
 
         Workers do not wait for each other. So each of them may admit the last request at the same time.
         """
-        return _NOT_COUNTED if key.slot is None else _QuotaHold(self, key.slot, key)
+        return _NOT_COUNTED if key.usage_slot is None else _QuotaHold(self, key.usage_slot, key)
 
-    def _begin(self, slot: int, key: ApiKey) -> None:
-        usage = self._usage
+    def _begin_request(self, slot: int, key: ApiKey) -> None:
+        usage = self._key_usage
         limit = key.max_concurrent
-        if limit is not None and usage.in_flight(slot) >= limit:
+        if limit is not None and usage.count_in_flight(slot) >= limit:
             raise LimitExceeded(
                 f"this key may have {limit} requests in flight at a time",
                 code="key_concurrency",
                 retry_after_seconds=_BUSY_RETRY_SECONDS,
             )
-        minute, elapsed_ms = minute_of(self.clock())
+        minute, elapsed_ms = minute_and_milliseconds(self.clock())
         limit = key.requests_per_minute
         if limit is not None:
-            wait_ms = _compute_wait_ms(limit, usage.counted(slot, minute - 1), usage.counted(slot, minute), elapsed_ms)
+            wait_ms = _compute_wait_ms(
+                limit, usage.recent_requests(slot, minute - 1), usage.recent_requests(slot, minute), elapsed_ms
+            )
             if wait_ms:
                 raise LimitExceeded(
                     f"this key may send {limit} requests per minute",
@@ -345,7 +351,7 @@ class ApiKeys:
         tokens = key.token_limit
         if tokens is not None:
             limit = tokens.tokens_per_minute
-            counts = usage.counted_tokens(slot, minute - 1), usage.counted_tokens(slot, minute)
+            counts = usage.recent_tokens(slot, minute - 1), usage.recent_tokens(slot, minute)
             wait_ms = _compute_wait_ms(limit, *counts, elapsed_ms)
             if wait_ms:
                 raise LimitExceeded(
@@ -353,33 +359,35 @@ class ApiKeys:
                     code="key_tokens",
                     retry_after_seconds=wait_ms / 1000,
                 )
-        self.row.count(slot, minute)
-        self.row.add(slot, 1)
+        self.usage_row.count_request(slot, minute)
+        self.usage_row.add_in_flight(slot, 1)
 
-    def _end(self, slot: int) -> None:
-        self.row.add(slot, -1)
+    def _end_request(self, slot: int) -> None:
+        self.usage_row.add_in_flight(slot, -1)
 
 
 class _QuotaHold:
     """Counts one request against the limits of its client key."""
 
-    __slots__ = ("_keys", "_slot", "_key")
+    __slots__ = ("_api_keys", "_usage_slot", "_api_key")
 
     def __init__(self, keys: ApiKeys, slot: int, key: ApiKey) -> None:
-        self._keys = keys
-        self._slot = slot
-        self._key = key
+        self._api_keys = keys
+        self._usage_slot = slot
+        self._api_key = key
 
     def __enter__(self) -> None:
-        self._keys._begin(self._slot, self._key)
+        self._api_keys._begin_request(self._usage_slot, self._api_key)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._keys._end(self._slot)
+        self._api_keys._end_request(self._usage_slot)
 
 
-def _compute_wait_ms(limit: int, previous: int, current: int, elapsed_ms: int) -> int:
+def _compute_wait_ms(
+    requests_per_minute: int, previous_minute_count: int, current_minute_count: int, elapsed_ms: int
+) -> int:
     """Return the milliseconds until there is room for a further request, or 0 if there is room now.
 
     The sliding window assumes that the counts of the last minute came evenly: used = previous × (1 - elapsed) +
@@ -391,12 +399,12 @@ def _compute_wait_ms(limit: int, previous: int, current: int, elapsed_ms: int) -
         current: The count of the present minute.
         elapsed_ms: Milliseconds of the present minute that have passed.
     """
-    if current >= limit:  # only the next minute can have room
-        return _MINUTE_MS - elapsed_ms + _compute_wait_ms(limit, current, 0, 0)
-    if not previous:
+    if current_minute_count >= requests_per_minute:  # only the next minute can have room
+        return _MINUTE_MS - elapsed_ms + _compute_wait_ms(requests_per_minute, current_minute_count, 0, 0)
+    if not previous_minute_count:
         return 0
     # previous × left < (limit - current) × minute, where left is the rest of this minute in whole milliseconds
-    most_left_ms = ((limit - current) * _MINUTE_MS - 1) // previous
+    most_left_ms = ((requests_per_minute - current_minute_count) * _MINUTE_MS - 1) // previous_minute_count
     return max(0, _MINUTE_MS - elapsed_ms - most_left_ms)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.gateway.delivery import Delivery
 
 
-class Assembly:
+class StreamAssembly:
     """Collects the members of a stream that the transcript of the Delivery does not have.
 
     The result equals the answer of an engine to the same call that is not streamed. It has the members of the engine's
@@ -28,9 +28,9 @@ class Assembly:
         """`has_routed_experts`: whether whole answers of these engines have `routed_experts` and `metrics`."""
         self._has_routed_experts = has_routed_experts
         self._last_choice: dict[str, Any] = {}
-        self._logprobs: dict[str, list[Any]] | None = None
+        self._collected_logprobs: dict[str, list[Any]] | None = None
 
-    def add(self, payload: dict[str, Any]) -> bytes:
+    def add_chunk(self, payload: dict[str, Any]) -> bytes:
         """Take the next chunk. Return no bytes, because the client gets nothing yet. Raises UnreadableMember."""
         for choice in payload["choices"]:
             self._last_choice = choice
@@ -43,28 +43,28 @@ class Assembly:
         """The finish reason. None: the answer has not ended."""
         return self._last_choice.get("finish_reason")
 
-    def is_complete(self, stop_member: str) -> bool:
+    def has_model_ended(self, stop_reason: str) -> bool:
         """Return whether the model has ended the answer, and not a limit or a stop string.
 
-        `stop_member`: the engines' name of the member that has the stop string.
+        `stop_reason`: the engines' name of the member that has the stop string.
         """
         if self.finish_reason == "tool_calls":
             return True
-        return self.finish_reason == "stop" and self._last_choice.get(stop_member) is None
+        return self.finish_reason == "stop" and self._last_choice.get(stop_reason) is None
 
     def truncate_to_tokens(self, tokens: int) -> None:
         """Forget everything after the first `tokens` tokens."""
-        for entries in (self._logprobs or {}).values():
+        for entries in (self._collected_logprobs or {}).values():
             del entries[tokens:]
 
-    def values(self, delivery: Delivery) -> dict[str, Any]:
+    def make_answer_values(self, delivery: Delivery) -> dict[str, Any]:
         """Return the answer as parsed JSON, except for the ids of the prompt, which are a Fragment."""
         call, transcript, engine = delivery.call, delivery.transcript, delivery.engine
         head = {name: value for name, value in delivery.head.items() if name != "object"}
         wants_ids = bool(call.values.get("return_token_ids"))
         hides = call.values.get("include_reasoning") is False and bool(transcript.reasoning_text)
         prompt_ids = orjson.Fragment(transcript.prompt_ids) if wants_ids and transcript.prompt_ids else None
-        logprobs = None if hides else self._logprobs
+        logprobs = None if hides else self._collected_logprobs
         if logprobs is not None and "text_offset" in logprobs and engine.reports_offsets:
             # In a stream, the offsets begin again with the text of each chunk, which stop strings may delay.
             lengths = [len(token) for token in logprobs.get("tokens", ())]
@@ -76,7 +76,7 @@ class Assembly:
             "token_ids": transcript.ids.tolist() if wants_ids and not hides else None,
         }
         if call.api is Api.CHAT:
-            choice = {"index": 0, "message": _message(delivery, hides_reasoning=hides), **ending}
+            choice = {"index": 0, "message": _make_message(delivery, hides_reasoning=hides), **ending}
             rest = {"prompt_logprobs": None, "prompt_token_ids": prompt_ids, **delivery.tail}
         else:
             choice = engine.make_complete_choice({"text": transcript.content_text}, ending, prompt_ids)
@@ -89,7 +89,7 @@ class Assembly:
             "object": "chat.completion" if call.api is Api.CHAT else "text_completion",
             **head,
             "choices": [choice],
-            **engine.make_final_members(delivery.fingerprint, delivery.usage),
+            **engine.make_final_members(delivery.system_fingerprint, delivery.last_usage),
             **rest,
         }
 
@@ -100,14 +100,16 @@ class Assembly:
             raise UnreadableMember("a member of logprobs is not a list")
         if not all(isinstance(token, str) for token in logprobs.get("tokens") or ()):
             raise UnreadableMember("a token of logprobs is not text")
-        if self._logprobs is None:
-            self._logprobs = {name: list(entries) for name, entries in logprobs.items() if entries is not None}
+        if self._collected_logprobs is None:
+            self._collected_logprobs = {
+                name: list(entries) for name, entries in logprobs.items() if entries is not None
+            }
             return
-        for name, entries in self._logprobs.items():
+        for name, entries in self._collected_logprobs.items():
             entries += logprobs.get(name) or ()
 
 
-def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
+def _make_message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
     """Return the message of a chat that is not streamed."""
     transcript = delivery.transcript
     message: dict[str, Any] = {

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Final
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.common.terms import Stage
-from proxy.gateway.admission import Entry
+from proxy.gateway.admission import QueueEntry
 from proxy.gateway.quotable import quotable_texts
 from proxy.gateway.resuming import Resuming
 from proxy.gateway.retry import RetryPermit, backoff_seconds, may_retry
 from proxy.gateway.suspects import UnitGuard
-from proxy.upstream import upstream_error
+from proxy.upstream import make_upstream_error
 from proxy.wire.chat_members import UnreadableMember
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from proxy.common.backend import Backend
-    from proxy.gateway.answers import Answer, FlowParts
+    from proxy.gateway.answers import FlowParts, UnitAnswer
     from proxy.gateway.suspicion import Suspicion
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
@@ -38,9 +38,9 @@ _MAY_SUCCEED_AGAIN: Final = (Failure.RECOMPUTED, Failure.RESTARTED)
 class FailedAttempt:
     """A first attempt that failed before the attempt loop began."""
 
-    timeline: Timeline
+    unit_timeline: Timeline
     """The timeline of the unit."""
-    error: NoBackendAvailable | UpstreamError
+    attempt_error: NoBackendAvailable | UpstreamError
     """Why the attempt failed."""
     prefiller: Backend | None
     """The prefiller that has the prompt in its cache. None: there is none, or it is unknown."""
@@ -57,10 +57,10 @@ class AttemptLoop:
     def __init__(
         self,
         parts: FlowParts,
-        answer: Answer,
+        answer: UnitAnswer,
         record: RequestRecord,
         suspicion: Suspicion,
-        failed: FailedAttempt | None = None,
+        failed_attempt: FailedAttempt | None = None,
     ) -> None:
         """Create the attempt loop.
 
@@ -71,20 +71,20 @@ class AttemptLoop:
             suspicion: The suspicion that the client request crashes engines.
             failed: The first attempt at a unit that was admitted already. None: no attempt was made.
         """
-        self._parts = parts
-        self._settings = parts.live.settings
+        self._flow_parts = parts
+        self._settings = parts.live_settings.settings
         self._metrics = parts.metrics
         self._answer = answer
         self._delivery = answer.delivery
         self._record = record
-        self._is_first = failed is not None or not record.timelines
-        self._first_failure = failed
-        self._timeline = record.timeline() if failed is None else failed.timeline
-        self._permit = RetryPermit(parts.budget)
-        self._guard = UnitGuard(parts.suspects, suspicion, self._permit)
+        self._is_first_attempt = failed_attempt is not None or not record.timelines
+        self._first_failure = failed_attempt
+        self._timeline = record.add_timeline() if failed_attempt is None else failed_attempt.unit_timeline
+        self._retry_permit = RetryPermit(parts.retry_budget)
+        self._guard = UnitGuard(parts.suspects, suspicion, self._retry_permit)
         self._resuming = Resuming(parts, answer, self._timeline)
         # The next attempt
-        self._call = answer.call
+        self._call = answer.engine_call
         self._avoid: set[Backend] = set()
         self._prefer: Backend | None = None
         # The attempts so far
@@ -102,7 +102,7 @@ class AttemptLoop:
         self._rejection: UpstreamError | None = None
         """The last error, if all instances of a role reject requests and the unit is queued again."""
 
-    async def run(self) -> None:
+    async def make_attempts(self) -> None:
         """Make attempts until one has brought the whole answer.
 
         Raises:
@@ -115,114 +115,118 @@ class AttemptLoop:
         waits_until = record.clock() + self._settings.admission.wait_seconds
         while True:
             try:
-                async with self._admit():
+                async with self._make_queue_entry():
                     if self._first_failure is None:
-                        self._timeline.leave()
+                        self._timeline.end_attempt()
                     if self._awaited_role is not None and self._is_still_gone(self._awaited_role):
                         raise NoBackendAvailable(
                             self._awaited_role
                         )  # admitted because the queue waits no longer for them
                     # The first lease must be taken before any await, while there is room.
-                    with guard.blame, self._permit:
-                        while not await self._attempt():
+                    with guard.failure_blame, self._retry_permit:
+                        while not await self._make_attempt():
                             pass
-                guard.suspicion.was_served(guard.history)
+                guard.request_suspicion.clear_served_unit(guard.unit_history)
                 return
             except Overloaded as error:
                 # The error of the engine tells the client more than the error of the queue.
                 raise error if self._rejection is None else self._rejection from None
             except (NoBackendAvailable, UpstreamError) as error:
-                if self._is_rejected(error):
+                if self._may_queue_again(error):
                     # A wait is useless if all instances will reject requests for longer.
-                    refused_until = self._parts.pools.of(_role_of(error)).refused_until()
+                    refused_until = self._flow_parts.pools.pool_of(_role_of_error(error)).refused_until()
                     if max(record.clock(), refused_until) >= waits_until:
                         raise
                     self._rejection = error if isinstance(error, UpstreamError) else self._rejection
                 elif not self._is_role_absent(error):
                     raise
                 else:
-                    gone = _role_of(error)
-                    if not self._parts.pools.of(gone).is_restarting() or record.clock() >= waits_until:
+                    gone = _role_of_error(error)
+                    if not self._flow_parts.pools.pool_of(gone).are_all_restarting() or record.clock() >= waits_until:
                         raise error if isinstance(error, NoBackendAvailable) else NoBackendAvailable(gone) from error
                     self._awaited_role = gone
                     self._failures.clear()
             self._avoid.clear()
             self._last_error = self._prefer = None
 
-    def _admit(self) -> Entry:
+    def _make_queue_entry(self) -> QueueEntry:
         """Return the entry of the unit into the admission queue."""
-        admission, key = self._parts.admission, self._record.key
+        admission, key = self._flow_parts.admission_queue, self._record.key
         if self._first_failure is not None:
-            entry = Entry(admission, key, is_patient=True, on_wait=None)
-            entry.has_been_in = True
+            entry = QueueEntry(admission, key, is_patient=True, on_wait=None)
+            entry.has_been_queued = True
             return entry
         # All units of an admitted request are admitted, whatever the length of the wait.
         pick_request = self._call.make_pick_request
-        return admission.admit(
+        return admission.make_entry(
             key,
-            patient=not self._is_first and self._rejection is None,
+            is_patient=not self._is_first_attempt and self._rejection is None,
             on_wait=self._enter_queue,
             request=pick_request,
-            since=self._record.started,
+            arrived_at=self._record.started,
         )
 
-    def _is_rejected(self, error: NoBackendAvailable | UpstreamError) -> bool:
+    def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Return whether the unit may be queued again, because all instances of a role reject requests."""
-        if self._delivery.is_touched or self._delivery.seam is not None or self._settings.retry.max_attempts < 2:
+        if self._delivery.is_answer_changed or self._delivery.seam is not None or self._settings.retry.max_attempts < 2:
             return False
         if isinstance(error, UpstreamError):
             return error.is_refusal and not self._resuming.is_unrepeatable
-        return self._parts.pools.of(error.role).refuse_all()
+        return self._flow_parts.pools.pool_of(error.role).do_all_refuse()
 
     def _is_role_absent(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Return whether all instances of a role are gone, and no engine has received the request."""
         if isinstance(error, UpstreamError) and error.failure is not Failure.CONNECT:
             return False
-        return self._parts.pools.of(_role_of(error)).is_gone() and not self._has_reached_engines
+        return self._flow_parts.pools.pool_of(_role_of_error(error)).are_all_gone() and not self._has_reached_engines
 
     def _has_returned(self, role: Role) -> bool:
         """Return whether a role that refused this unit is reachable again, and no engine has received the request.
 
         An attempt may have waited for the return of all its instances, and still avoids them.
         """
-        last, pool = self._last_error, self._parts.pools.of(role)
+        last, pool = self._last_error, self._flow_parts.pools.pool_of(role)
         if last is None or last.backend.role is not role or self._has_reached_engines:
             return False
-        return any(not pool.health.of(backend).is_unreachable for backend in pool.eligible())
+        return any(not pool.health.health_of(backend).is_unreachable for backend in pool.eligible_backends())
 
     def _is_still_gone(self, role: Role) -> bool:
         """Return whether another attempt would fail as the last one, after a useless prefill."""
-        pool = self._parts.pools.of(role)
-        return pool.is_gone() and not pool.is_restarting()
+        pool = self._flow_parts.pools.pool_of(role)
+        return pool.are_all_gone() and not pool.are_all_restarting()
 
     def _enter_queue(self) -> None:
-        self._timeline.enter(Stage.QUEUE)
+        self._timeline.enter_stage(Stage.QUEUE)
 
-    async def _attempt(self) -> bool:
+    async def _make_attempt(self) -> bool:
         """Make one attempt. Return True if the answer is complete, or False for another attempt."""
         guard = self._guard
         try:
             # If any backend will do, the attempt begins without an await.
             begun, self._first_failure = self._first_failure, None
             if begun is None:
-                avoid = await self._confine() if guard.suspicion.bears_on_choice else self._avoid
+                avoid = (
+                    await self._choose_backends_to_avoid()
+                    if guard.request_suspicion.affects_engine_choice
+                    else self._avoid
+                )
             else:
                 self._prefer = begun.prefiller
                 if begun.began_at is not None:
-                    guard.history.began_at = begun.began_at
+                    guard.unit_history.attempt_began_at = begun.began_at
             try:
                 if begun is not None:
-                    raise begun.error
+                    raise begun.attempt_error
                 pick_request, call = (
                     self._call.make_pick_request(avoid, self._prefer),
-                    self._answer.call_for_engine(self._call),
+                    self._answer.adapt_call(self._call),
                 )
-                async with self._parts.connector.open_attempt(call, pick_request, self._timeline) as attempt:
+                async with self._flow_parts.connector.open_attempt(call, pick_request, self._timeline) as attempt:
                     self._prefer = attempt.prefiller
-                    await self._answer.take(attempt, guard)
+                    await self._answer.read_whole_answer(attempt, guard)
                     return True
             except NoBackendAvailable as absence:
-                if left := guard.leave(absence.role):
+                if left := guard.give_up_confined(absence.role):
                     self._avoid |= left
                 else:
                     await self._wait_for_backend(absence)
@@ -230,58 +234,58 @@ class AttemptLoop:
             except UpstreamError as error:
                 return await self._handle_failure(error)
         finally:
-            self._timeline.leave()
+            self._timeline.end_attempt()
             guard.end_attempt()
 
-    async def _confine(self) -> Collection[Backend]:
+    async def _choose_backends_to_avoid(self) -> Collection[Backend]:
         """Return the backends to avoid. Raise the last error if the retry budget has no permit in time."""
-        was_held = self._permit.is_held
-        avoid = await self._guard.confine(self._avoid)
-        if was_held and not await self._permit.acquire(self._settings.resume.deadline_seconds):
+        was_held = self._retry_permit.is_held
+        avoid = await self._guard.choose_backends_to_avoid(self._avoid)
+        if was_held and not await self._retry_permit.acquire_permit(self._settings.resume.deadline_seconds):
             assert self._last_error is not None
             self._metrics.retry_budget_exhausted_total.inc()
-            raise self._resuming.given_up_error(self._last_error, "the retry budget did not admit it in time")
+            raise self._resuming.make_given_up_error(self._last_error, "the retry budget did not admit it in time")
         return avoid
 
     async def _handle_failure(self, error: UpstreamError) -> bool:
         """Decide what to do after an attempt failed. Return True if the answer is complete anyway, or raise."""
         self._last_error = error
         error.quotable = partial(quotable_texts, self._delivery)
-        self._timeline.failed(error)
+        self._timeline.record_failure(error)
         self._has_retried_all = False
         self._has_reached_engines |= error.failure is not Failure.CONNECT
         self._avoid.add(error.backend)
-        if await self._guard.must_stop(error, self._timeline, self._record):
-            if self._delivery.is_touched or self._delivery.seam is not None:
+        if await self._guard.should_stop_request(error, self._timeline, self._record):
+            if self._delivery.is_answer_changed or self._delivery.seam is not None:
                 self._metrics.resume_failures_total.labels(error.failure.value).inc()
             raise error.mark_as_stopped()
-        if not self._delivery.is_touched:
+        if not self._delivery.is_answer_changed:
             self._prefer = None  # the KV may not have arrived, and the prefiller may be the reason
-        if self._resuming.is_incident(error):
-            return await self._resume(error)
+        if self._resuming.is_broken_answer(error):
+            return await self._prepare_resume(error)
         await self._wait_before_retry(error)
         return False
 
-    async def _resume(self, error: UpstreamError) -> bool:
+    async def _prepare_resume(self, error: UpstreamError) -> bool:
         """Prepare to resume the answer. Return True if it is complete already. Raise if it cannot be resumed."""
         resuming = self._resuming
-        resumption = await resuming.decide(error, self._call)
+        resumption = await resuming.decide_resumption(error, self._call)
         self._failures.clear()
         self._avoid = {error.backend}
         if resumption.call is None:
             try:
-                self._answer.close(self._timeline)
+                self._answer.end_answer(self._timeline)
             except UnreadableMember as odd:
                 message = f"sent an answer that cannot be read: {odd}"
-                raise upstream_error(Failure.BAD_ANSWER, error.backend, message) from None
+                raise make_upstream_error(Failure.BAD_ANSWER, error.backend, message) from None
             return True
         self._call = resumption.call
-        if not await self._permit.acquire(self._settings.resume.deadline_seconds):
+        if not await self._retry_permit.acquire_permit(self._settings.resume.deadline_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
-            raise resuming.given_up_error(error, "the retry budget did not admit it in time")
-        if resuming.count > 1:
-            self._timeline.leave()
-            await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.count - 1))
+            raise resuming.make_given_up_error(error, "the retry budget did not admit it in time")
+        if resuming.resume_count > 1:
+            self._timeline.end_attempt()
+            await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.resume_count - 1))
         return False
 
     async def _wait_before_retry(self, error: UpstreamError) -> None:
@@ -292,11 +296,11 @@ class AttemptLoop:
                 error.retry_after_seconds, self._min_retry_after_seconds
             )
         if error.is_refusal and retry.max_attempts > 1 and not resuming.is_unrepeatable:
-            await self._repeat_rejected(error)
+            await self._wait_after_rejection(error)
             return
         attempts = self._failures[role] = self._failures.get(role, 0) + 1
         if not may_retry(
-            error, sent_to_client=resuming.is_unrepeatable, attempts=attempts, max_attempts=retry.max_attempts
+            error, sent_to_client=resuming.is_unrepeatable, attempt_count=attempts, max_attempts=retry.max_attempts
         ):
             if error.failure is Failure.CONNECT and resuming.is_searching:
                 # The last instance of a role is never ejected, because it may be restarting.
@@ -305,41 +309,43 @@ class AttemptLoop:
                 if resuming.is_searching:
                     return
             raise (
-                resuming.given_up_error(error, "no instance could continue it")
+                resuming.make_given_up_error(error, "no instance could continue it")
                 if self._delivery.seam is not None
                 else error
             )
         # A request that was not sent costs the engines nothing, so it needs no permit.
-        if error.failure is not Failure.CONNECT and not await self._permit.acquire(retry.budget_wait_seconds):
+        if error.failure is not Failure.CONNECT and not await self._retry_permit.acquire_permit(
+            retry.budget_wait_seconds
+        ):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
         self._metrics.retries_total.labels(role.value, error.failure.value).inc()
         if self._delivery.seam is None:
-            self._delivery.begin_anew()
-        self._timeline.leave()
+            self._delivery.restart_answer()
+        self._timeline.end_attempt()
         await asyncio.sleep(backoff_seconds(retry, attempts))
 
-    async def _repeat_rejected(self, error: UpstreamError) -> None:
+    async def _wait_after_rejection(self, error: UpstreamError) -> None:
         """Wait before an attempt is repeated that an engine rejected, or raise.
 
         Such an attempt does not count, because the engine has done no work and is avoided from now on.
         """
         role, resuming = error.backend.role, self._resuming
-        pool = self._parts.pools.of(role)
+        pool = self._flow_parts.pools.pool_of(role)
         if not pool.would_accept(self._avoid):
             if not resuming.is_searching:
                 raise (
-                    resuming.given_up_error(error, "no instance could continue it")
+                    resuming.make_given_up_error(error, "no instance could continue it")
                     if self._delivery.seam is not None
                     else error
                 )
-            while pool.refuse_all() and resuming.is_searching:  # noqa: ASYNC110 time alone may end it
+            while pool.do_all_refuse() and resuming.is_searching:  # noqa: ASYNC110 time alone may end it
                 await asyncio.sleep(_CHECK_SECONDS)
             self._avoid.clear()
         self._metrics.retries_total.labels(role.value, error.failure.value).inc()
         if self._delivery.seam is None:
-            self._delivery.begin_anew()
-        self._timeline.leave()
+            self._delivery.restart_answer()
+        self._timeline.end_attempt()
         await asyncio.sleep(backoff_seconds(self._settings.retry, 1))
 
     async def _wait_for_backend(self, absence: NoBackendAvailable) -> None:
@@ -358,30 +364,36 @@ class AttemptLoop:
             self._avoid.clear()  # a suspect also avoids the backends that rejected it
             await asyncio.sleep(_CHECK_SECONDS)
         # Report the last error of an engine, unless the engine was not reached.
-        elif last is None or (last.failure is Failure.CONNECT and resuming.action is None):
-            suspicion = self._guard.suspicion
-            if suspicion.is_confined and suspicion.has_broken_down:  # another unit may soon show why engines crashed
+        elif last is None or (last.failure is Failure.CONNECT and resuming.resume_action is None):
+            suspicion = self._guard.request_suspicion
+            if (
+                suspicion.are_units_confined and suspicion.has_broken_down
+            ):  # another unit may soon show why engines crashed
                 await asyncio.sleep(_CHECK_SECONDS)
-                if await self._guard.is_acquitted():
+                if await self._guard.wait_for_acquittal():
                     return
             raise absence
         else:
-            raise resuming.given_up_error(last, "no instance could continue it") if resuming.action else last from None
+            raise (
+                resuming.make_given_up_error(last, "no instance could continue it") if resuming.resume_action else last
+            ) from None
 
     async def _wait_for_decoder(self) -> None:
         """Wait until a decoder runs, while an answer searches for an instance that can continue it.
 
         Each attempt without a decoder would cost a prefill, and its KV cache would stay pinned until its lease ends.
         """
-        parts = self._parts
-        if not parts.pools.prefill.backends():
+        parts = self._flow_parts
+        if not parts.pools.prefill.all_backends():
             return
         while self._resuming.is_searching:
-            decoders = parts.pools.decode.eligible()
-            if not decoders or not all(await asyncio.gather(*(parts.is_gone(decoder, 0.0) for decoder in decoders))):
+            decoders = parts.pools.decode.eligible_backends()
+            if not decoders or not all(
+                await asyncio.gather(*(parts.is_engine_gone(decoder, 0.0) for decoder in decoders))
+            ):
                 return
             await asyncio.sleep(_CHECK_SECONDS)
 
 
-def _role_of(error: NoBackendAvailable | UpstreamError) -> Role:
+def _role_of_error(error: NoBackendAvailable | UpstreamError) -> Role:
     return error.role if isinstance(error, NoBackendAvailable) else error.backend.role

@@ -15,33 +15,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.settings import Streaming
-    from proxy.upstream.fast_forward import Output
+    from proxy.upstream.fast_forward import ClientOutput
 
 
 class ClientConnection(Protocol):
     """The connection of a client, while one request on it is served."""
 
     transport: asyncio.Transport
-    on_full: Callable[[], None] | None
+    on_write_buffer_full: Callable[[], None] | None
     """Called when the client begins to read more slowly than we write."""
-    knows_chunks: bool
+    supports_chunked_encoding: bool
     """Whether the client speaks HTTP/1.1. Otherwise a stream ends with the connection (RFC 9112 6.3)."""
 
     @property
-    def is_paused(self) -> bool:
+    def is_writing_paused(self) -> bool:
         """Whether the client reads more slowly than we write."""
 
     @property
-    def head_fields(self) -> bytes:
+    def additional_header_lines(self) -> bytes:
         """Additional header lines of the answer, each with CRLF."""
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         """Wait until the client has read enough."""
 
     def end_after_answer(self) -> None:
         """Close the connection after the present request."""
 
-    def done(self, now: float) -> None:
+    def finish_request(self, now: float) -> None:
         """Continue with the next request after the present one has ended. `now`: monotonic seconds."""
 
 
@@ -49,34 +49,43 @@ class KeepAlive:
     """Sends bytes when a stream has been silent for a time. It is the Output of tokens that bypass their reader."""
 
     __slots__ = (
-        *("_after_seconds", "_interval_seconds", "_loop", "_now", "_stream", "_timer", "has_answer", "transport"),
-        "written_at",
+        *(
+            "_after_seconds",
+            "_interval_seconds",
+            "_loop",
+            "_now",
+            "_client_writer",
+            "_timer",
+            "has_answer_begun",
+            "transport",
+        ),
+        "last_written_at",
     )
 
-    def __init__(self, times: Streaming, stream: ClientWriter) -> None:
-        """Start the timer of keep-alive bytes, which runs until `stop`."""
-        self._after_seconds = times.keep_alive_after_seconds
-        self._interval_seconds = times.keep_alive_seconds
-        self._stream: ClientWriter | None = stream
+    def __init__(self, keep_alive_times: Streaming, client_writer: ClientWriter) -> None:
+        """Start the timer of keep-alive bytes, which runs until `stop_timer`."""
+        self._after_seconds = keep_alive_times.keep_alive_after_seconds
+        self._interval_seconds = keep_alive_times.keep_alive_seconds
+        self._client_writer: ClientWriter | None = client_writer
         self._loop = asyncio.get_running_loop()
         self._now: Callable[[], float] = self._loop.time
-        self.written_at = self._now()
+        self.last_written_at = self._now()
         """Time of the last write, in seconds of the event loop."""
-        self.has_answer = False
+        self.has_answer_begun = False
         """Whether some of the answer was written."""
         self.transport: asyncio.Transport | None = None
         """The connection of the client. None before the status and headers were sent."""
         self._timer: asyncio.TimerHandle | None = None
-        self._wait(is_begun=False)
+        self._set_timer(is_begun=False)
 
-    def answered(self) -> None:
+    def record_answer_write(self) -> None:
         """Record that a part of the answer is written now."""
-        self.has_answer = True
-        self.written_at = self._now()
+        self.has_answer_begun = True
+        self.last_written_at = self._now()
 
-    def stop(self) -> None:
+    def stop_timer(self) -> None:
         """Stop sending keep-alive bytes."""
-        self._stream = None
+        self._client_writer = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -85,7 +94,7 @@ class KeepAlive:
 
     def write(self, data: bytes) -> None:
         """Write a chunk of the answer that is framed already."""
-        self.written_at = self._now()
+        self.last_written_at = self._now()
         assert self.transport is not None
         self.transport.write(data)
 
@@ -93,43 +102,43 @@ class KeepAlive:
         """Return whether the connection is closed or closing."""
         return self.transport is None or self.transport.is_closing()
 
-    def _look(self) -> None:
+    def _send_if_silent(self) -> None:
         """Send bytes if the stream has been silent for long enough, and set the timer again."""
-        stream = self._stream
+        stream = self._client_writer
         if stream is None:
             return
-        is_begun, now = stream.is_committed, self._now()
+        is_begun, now = stream.is_head_sent, self._now()
         limit = self._interval_seconds if is_begun else self._after_seconds
-        if limit is not None and now - self.written_at >= limit:
-            stream.keep_alive()
-            self.written_at, is_begun = now, True
-        self._wait(is_begun=is_begun)
+        if limit is not None and now - self.last_written_at >= limit:
+            stream.send_keep_alive()
+            self.last_written_at, is_begun = now, True
+        self._set_timer(is_begun=is_begun)
 
-    def _wait(self, *, is_begun: bool) -> None:
+    def _set_timer(self, *, is_begun: bool) -> None:
         """Set the timer for the time when bytes may be due. A stream that has not begun may begin at any time."""
         interval, after = self._interval_seconds, self._after_seconds
         due = []
         if interval is not None:
-            due.append((self.written_at if is_begun else self._now()) + interval)
+            due.append((self.last_written_at if is_begun else self._now()) + interval)
         if after is not None and not is_begun:
-            due.append(self.written_at + after)
-        self._timer = self._loop.call_at(min(due), self._look) if due else None
+            due.append(self.last_written_at + after)
+        self._timer = self._loop.call_at(min(due), self._send_if_silent) if due else None
 
 
 class ClientWriter:
     """Writes one streamed answer to one client. All units of a request share it."""
 
     __slots__ = (
-        "_head",
+        "_make_head",
         "_id_header",
         "_keep_alive",
         "_keep_alive_bytes",
-        "_kept",
+        "_delayed_bytes",
         "_request_id",
         "_write_timeout_seconds",
         "connection",
         "gathers_tokens",
-        "is_committed",
+        "is_head_sent",
     )
 
     def __init__(
@@ -140,30 +149,30 @@ class ClientWriter:
         request_id: str,
         write_timeout_seconds: float,
     ) -> None:
-        """Prepare the stream. `head`: returns the status line and headers, see RequestParts.stream_head."""
+        """Prepare the stream. `head`: returns the status line and headers, see RequestParts.make_stream_head."""
         self.connection = connection
-        self.is_committed = False
+        self.is_head_sent = False
         """Whether the status and headers were sent, so that only the stream itself can report an error."""
         self.gathers_tokens = True
         """Whether tokens may wait for further ones, see Gathering."""
-        self._head = head
+        self._make_head = head
         self._id_header = id_header
         self._request_id = request_id
         self._write_timeout_seconds = write_timeout_seconds
-        self._kept = b""
+        self._delayed_bytes = b""
         """Bytes to send with the next ones."""
         self._keep_alive: KeepAlive | None = None
         self._keep_alive_bytes = b""
 
     @property
-    def has_answer(self) -> bool:
+    def has_written_answer(self) -> bool:
         """Whether some of the answer was written to the client."""
-        return self.is_committed if self._keep_alive is None else self._keep_alive.has_answer
+        return self.is_head_sent if self._keep_alive is None else self._keep_alive.has_answer_begun
 
     @property
-    def line(self) -> Output | None:
+    def chunk_output(self) -> ClientOutput | None:
         """The output for framed chunks of HTTP/1.1. None: use `write`."""
-        if not self.is_committed or self._kept or not self.connection.knows_chunks:
+        if not self.is_head_sent or self._delayed_bytes or not self.connection.supports_chunked_encoding:
             return None
         return self.connection.transport if self._keep_alive is None else self._keep_alive
 
@@ -172,20 +181,20 @@ class ClientWriter:
         if not data:  # an empty chunk would be the end mark of the body (RFC 9112 7.1)
             return False
         if self._keep_alive is not None:
-            self._keep_alive.answered()
+            self._keep_alive.record_answer_write()
         connection = self.connection
         if connection.transport.is_closing():
             return False
-        if self._kept:
-            data, self._kept = self._kept + data, b""
-        connection.transport.write(self._framed(data))
-        return connection.is_paused
+        if self._delayed_bytes:
+            data, self._delayed_bytes = self._delayed_bytes + data, b""
+        connection.transport.write(self._frame_chunk(data))
+        return connection.is_writing_paused
 
     def write_with_next(self, data: bytes) -> None:
         """Send bytes of the answer together with the next ones, which follow immediately."""
-        self._kept += data
+        self._delayed_bytes += data
 
-    def keep_alive_by(self, times: Streaming, data: bytes) -> None:
+    def send_while_silent(self, times: Streaming, data: bytes) -> None:
         """Send `data` while the stream is silent, from now until `close`. See KeepAlive."""
         self._keep_alive_bytes = data
         self._keep_alive = kept = KeepAlive(times, self)
@@ -194,56 +203,60 @@ class ClientWriter:
     def close(self) -> None:
         """Stop sending keep-alive bytes to the client."""
         if self._keep_alive is not None:
-            self._keep_alive.stop()
+            self._keep_alive.stop_timer()
 
-    def keep_alive(self) -> None:
+    def send_keep_alive(self) -> None:
         """Send the keep-alive bytes, with status and headers if needed. A client that does not read gets nothing."""
         connection = self.connection
-        if not connection.is_paused and not connection.transport.is_closing():
-            connection.transport.write(self._framed(self._keep_alive_bytes))
+        if not connection.is_writing_paused and not connection.transport.is_closing():
+            connection.transport.write(self._frame_chunk(self._keep_alive_bytes))
 
     async def wait_until_read(self) -> None:
         """Wait until the client has read enough. Raises ClientStalled."""
-        if not self.connection.is_paused:
+        if not self.connection.is_writing_paused:
             return
         try:
             async with asyncio.timeout(self._write_timeout_seconds):
-                await self.connection.drained()
+                await self.connection.wait_until_drained()
         except TimeoutError:
             self.connection.transport.abort()
             raise ClientStalled from None
 
-    def end(self, last: bytes) -> None:
+    def end_stream(self, last_bytes: bytes) -> None:
         """Send the last bytes and the end mark, which shows the client that the answer is complete."""
-        if self._kept:
-            last, self._kept = self._kept + last, b""
+        if self._delayed_bytes:
+            last_bytes, self._delayed_bytes = self._delayed_bytes + last_bytes, b""
         connection = self.connection
         if connection.transport.is_closing():
             return
-        framed = self._framed(last) if last else self._framed_head()
-        connection.transport.write(framed + b"0\r\n\r\n" if connection.knows_chunks else framed)
+        framed = self._frame_chunk(last_bytes) if last_bytes else self._framed_head()
+        connection.transport.write(framed + b"0\r\n\r\n" if connection.supports_chunked_encoding else framed)
 
-    def break_off(self, event: bytes) -> None:
+    def break_off_stream(self, error_event: bytes) -> None:
         """End a committed stream with an event that reports an error, and close the connection.
 
         The end mark is not sent, so that clients that ignore error events see a failure, too.
         """
-        self.write(event)
+        self.write(error_event)
         transport = self.connection.transport
         transport.close()  # sends the rest first, for which a client that does not read gets the usual time
         asyncio.get_running_loop().call_later(self._write_timeout_seconds, transport.abort)
 
-    def _framed(self, data: bytes) -> bytes:
+    def _frame_chunk(self, data: bytes) -> bytes:
         """Return a chunk with these bytes, after the headers if they were not sent."""
-        if not self.connection.knows_chunks:
+        if not self.connection.supports_chunked_encoding:
             return self._framed_head() + data
-        if self.is_committed:
+        if self.is_head_sent:
             return b"%x\r\n%b\r\n" % (len(data), data)
-        self.is_committed = True
-        return b"%b%x\r\n%b\r\n" % (self._head(self._id_header, self._request_id, self.connection), len(data), data)
+        self.is_head_sent = True
+        return b"%b%x\r\n%b\r\n" % (
+            self._make_head(self._id_header, self._request_id, self.connection),
+            len(data),
+            data,
+        )
 
     def _framed_head(self) -> bytes:
-        if self.is_committed:
+        if self.is_head_sent:
             return b""
-        self.is_committed = True
-        return self._head(self._id_header, self._request_id, self.connection)
+        self.is_head_sent = True
+        return self._make_head(self._id_header, self._request_id, self.connection)

@@ -37,15 +37,15 @@ MAX_ATTEMPTS: Final = 8
 class TokenShapes:
     """Learns the shape of the tokens in one decoder's stream. The shape may change."""
 
-    __slots__ = ("attempts_left", "current")
+    __slots__ = ("attempts_left", "current_shape")
 
     def __init__(self) -> None:
-        self.current: TokenShape | None = None
+        self.current_shape: TokenShape | None = None
         """The shape of the present tokens. None: unknown."""
         self.attempts_left = MAX_ATTEMPTS
         """Attempts to learn another shape."""
 
-    def learn(self, raw: bytes, *, is_token: bool, is_whole: bool) -> None:
+    def learn_shape(self, raw: bytes, *, is_token: bool, is_whole: bool) -> None:
         """Learn the shape of the next tokens from a parsed event, if it differs from the present shape.
 
         Args:
@@ -53,12 +53,12 @@ class TokenShapes:
             is_token: Whether the event shows text, so that the next tokens may differ only in their text.
             is_whole: Whether the event was parsed without a change.
         """
-        if is_token and self.current is not None and self.current.has_same_frame(raw):
+        if is_token and self.current_shape is not None and self.current_shape.has_same_frame(raw):
             return
-        self.current = None
+        self.current_shape = None
         if is_token and self.attempts_left and is_whole:
             self.attempts_left -= 1
-            self.current = TokenShape.recognise(raw)
+            self.current_shape = TokenShape.recognise(raw)
 
 
 _TOKEN_IDS: Final = b'"token_ids":['
@@ -78,23 +78,23 @@ class ChunkWriter:
         """
         self.last_payload: dict[str, Any] = {}
         """The last payload sent: a pattern for a merged usage chunk."""
-        self.wants_ids = call.wants_token_ids
+        self.wants_token_ids = call.wants_token_ids
         """Whether the client requested token ids."""
         self.hides_reasoning = is_observed and call.values.get("include_reasoning") is False
         """Whether the client does not get the reasoning."""
-        self.rewrites = rewrite is not None
+        self.rewrites_chunks = rewrite is not None
         """Whether `rewrite` writes all events."""
-        self.keeps_bytes = rewrite is None and not self.hides_reasoning
+        self.keeps_engine_bytes = rewrite is None and not self.hides_reasoning
         """Whether chunks of the first decoder keep the engine's bytes, except for token ids."""
         self._is_observed = is_observed
-        self._rewrite = rewrite
+        self._rewrite_chunk = rewrite
 
-    def event_without_ids(self, segment: Segment, event: Event, payload: dict[str, Any]) -> bytes:
+    def make_event_without_ids(self, segment: Segment, event: Event, payload: dict[str, Any]) -> bytes:
         """Return an event with the engine's bytes, but without token ids that the client did not request."""
-        if self._rewrite is not None:
+        if self._rewrite_chunk is not None:
             self.last_payload = payload
-            return self._rewrite(payload)
-        if not self._is_observed or self.wants_ids:
+            return self._rewrite_chunk(payload)
+        if not self._is_observed or self.wants_token_ids:
             if not segment.has_engine_only_members:
                 return event.raw
             data = event.data
@@ -108,7 +108,7 @@ class ChunkWriter:
             return event.raw
         return b"data: %b\n\n" % data.replace(b"\n", b"\ndata: ")
 
-    def event_without_engine_members(self, segment: Segment, event: Event) -> bytes:
+    def make_event_without_engine_members(self, segment: Segment, event: Event) -> bytes:
         """Return an event with the engine's bytes, but without the members that are for engines only."""
         if not segment.has_engine_only_members:
             return event.raw
@@ -117,11 +117,11 @@ class ChunkWriter:
 
     def put_back_prompt_ids(self, payload: dict[str, Any], ids: bytes) -> None:
         """Put the ids of the prompt, which the Segment has cut out, back into a payload if the client wants them."""
-        if self.wants_ids:
+        if self.wants_token_ids:
             owner = payload if "prompt_token_ids" in payload else payload["choices"][0]
             owner["prompt_token_ids"] = orjson.Fragment(ids)
 
-    def changed_event(self, payload: dict[str, Any], choice: dict[str, Any]) -> bytes:
+    def make_changed_event(self, payload: dict[str, Any], choice: dict[str, Any]) -> bytes:
         """Return a changed payload as an event, or empty bytes if it has nothing for the client.
 
         `choice`: the only choice of the payload.
@@ -132,11 +132,11 @@ class ChunkWriter:
             if not delta and choice.get("finish_reason") is None:
                 return b""
             choice = {**choice, "delta": delta}
-        if not self.wants_ids and "token_ids" in choice:
+        if not self.wants_token_ids and "token_ids" in choice:
             choice = {**choice, "token_ids": None}
         payload = {**payload, "choices": [choice]}
         self.last_payload = payload
-        return self._rewrite(payload) if self._rewrite else data_event(payload)
+        return self._rewrite_chunk(payload) if self._rewrite_chunk else data_event(payload)
 
 
 def without_token_ids(data: bytes) -> bytes:
@@ -148,15 +148,15 @@ def without_token_ids(data: bytes) -> bytes:
     return before + _NO_TOKEN_IDS.ljust(len(ids) + len(b'"token_ids":[]')) + rest
 
 
-def has_only_ids(choice: dict[str, Any]) -> bool:
+def has_only_token_ids(choice: dict[str, Any]) -> bool:
     """Return whether a chat chunk has token ids and nothing else."""
     return choice.get("delta") == {} and choice.get("finish_reason") is None and choice.get("logprobs") is None
 
 
-class Collector(Protocol):
+class AnswerCollector(Protocol):
     """Assembles an answer that is not streamed to the client."""
 
-    def add(self, payload: dict[str, Any]) -> bytes:
+    def add_chunk(self, payload: dict[str, Any]) -> bytes:
         """Add the next chunk to the collected answer."""
 
     def truncate_to_tokens(self, tokens: int) -> None:
@@ -169,14 +169,14 @@ class Delivery:
     def __init__(
         self,
         call: Call,
-        new_segment: Callable[[], Segment] = Segment,
+        make_segment: Callable[[], Segment] = Segment,
         *,
         is_observed: bool,
-        tells_ids: bool = True,
+        reports_token_ids: bool = True,
         keeps_bytes: bool = True,
         engine: Engine = VLLM,
-        rewrite: Callable[[dict[str, Any]], bytes] | None = None,
-        whole: Collector | None = None,
+        rewrite_chunk: Callable[[dict[str, Any]], bytes] | None = None,
+        collector: AnswerCollector | None = None,
     ) -> None:
         """Create the delivery.
 
@@ -196,17 +196,17 @@ class Delivery:
         """Whether the client has a part of the answer, so that it would notice a new beginning."""
         self.is_finished = False
         """Whether the client has the finish reason."""
-        self.has_lost_track = False
+        self.is_transcript_incomplete = False
         """Whether an unreadable event has made it unknown what the client has."""
-        self.is_touched = False
+        self.is_answer_changed = False
         """Whether the present decoder has sent a part of the answer, so that the request cannot just be repeated."""
-        self.segment: Segment | None = None
+        self.current_segment: Segment | None = None
         """The present decoder's stream. None before the first one."""
-        self.usage: dict[str, Any] | None = None
+        self.last_usage: dict[str, Any] | None = None
         """The usage of the whole answer. None before its end, and if engines send neither usage nor token ids."""
         self.counts_reasoning = False
         """Whether engines count reasoning tokens in the usage of a chat."""
-        self.fingerprint: str | None = None
+        self.system_fingerprint: str | None = None
         """The member `system_fingerprint` of the usage chunk. None: there was none."""
         self.head: dict[str, Any] = {}
         """The members of the first chunk that all chunks have in common."""
@@ -214,11 +214,13 @@ class Delivery:
         """Other members of a whole answer, such as the text of the prompt, or metrics."""
         self.call = call
         self.is_observed = is_observed
-        self.tells_ids = is_observed and tells_ids
+        self.tells_ids = is_observed and reports_token_ids
         self.engine = engine
-        self._new_segment = new_segment
-        self._whole = whole
-        self.writer = writer = ChunkWriter(call, rewrite if whole is None else whole.add, is_observed=is_observed)
+        self._new_segment = make_segment
+        self._whole = collector
+        self.writer = writer = ChunkWriter(
+            call, rewrite_chunk if collector is None else collector.add_chunk, is_observed=is_observed
+        )
         self.seam: Seam | None = None
         """Joins the next decoder's stream to the answer so far. None: the next stream begins the answer."""
         self._expected_prompt_ids: bytes | None = None
@@ -229,10 +231,12 @@ class Delivery:
         """The shapes of the present decoder's tokens. Not set before the first decoder."""
         self._held: list[bytes] = []
         """Events before the first output. They are sent together with it."""
-        self._wants_ids = writer.wants_ids
-        writer.keeps_bytes &= keeps_bytes
+        self._wants_ids = writer.wants_token_ids
+        writer.keeps_engine_bytes &= keeps_bytes
         self._keeps_bytes = keeps_bytes
-        self._tells_shapes = keeps_bytes and not writer.hides_reasoning and (rewrite is None or whole is not None)
+        self._tells_shapes = (
+            keeps_bytes and not writer.hides_reasoning and (rewrite_chunk is None or collector is not None)
+        )
 
     @property
     def is_stopped(self) -> bool:
@@ -240,11 +244,11 @@ class Delivery:
         return self.seam is not None and self.seam.is_stopped
 
     @property
-    def shape(self) -> TokenShape | None:
+    def token_shape(self) -> TokenShape | None:
         """The shape of tokens that may bypass this delivery. None: no token may."""
-        return None if self._held and self._whole is None else self.shapes.current
+        return None if self._held and self._whole is None else self.shapes.current_shape
 
-    def can_move(self) -> bool:
+    def can_continue_elsewhere(self) -> bool:
         """Return whether another decoder can probably continue the answer exactly.
 
         `resume.plan` decides that when the decoder is lost, and may ask engines. This only excludes the answers that it
@@ -253,16 +257,21 @@ class Delivery:
         if not self.has_output:
             return True
         call, engine, transcript = self.call, self.engine, self.transcript
-        if self.has_lost_track or not self.is_observed or transcript.tools or not transcript.ids:
+        if self.is_transcript_incomplete or not self.is_observed or transcript.tools or not transcript.ids:
             return False
         if transcript.prompt_ids is None and call.api is not Api.GENERATE:
             return False
         return not has_media_parts(call) and not engine.is_structured(call) and engine.why_inexact(call) is None
 
-    def all_ids(self) -> array[int] | None:
+    def all_token_ids(self) -> array[int] | None:
         """Return the token ids of the prompt and of the whole answer; None if they are not known for certain."""
         transcript = self.transcript
-        if not self.is_observed or self.has_lost_track or self.seam is not None or transcript.prompt_ids is None:
+        if (
+            not self.is_observed
+            or self.is_transcript_incomplete
+            or self.seam is not None
+            or transcript.prompt_ids is None
+        ):
             return None
         try:
             ids = array("I", orjson.loads(transcript.prompt_ids))
@@ -273,36 +282,38 @@ class Delivery:
 
     # Attempts
 
-    def begin_anew(self) -> None:
+    def restart_answer(self) -> None:
         """Forget the answer so far, of which the client has nothing."""
         self.transcript = Transcript(self.engine.reasoning_field)
         self.head, self.tail = {}, {}
         self._held.clear()
         self.seam = self._expected_prompt_ids = None
-        self.is_touched = self.is_finished = self.has_lost_track = False
+        self.is_answer_changed = self.is_finished = self.is_transcript_incomplete = False
         if self._whole is not None:
             self._whole.truncate_to_tokens(0)
 
-    def go_on(self, resumption: Resumption) -> None:
+    def prepare_to_continue(self, resumption: Resumption) -> None:
         """Prepare for a stream that continues the answer."""
         assert resumption.seam is not None
         self.seam = resumption.seam
         self._expected_prompt_ids = resumption.prompt_ids
-        self.is_touched = False
+        self.is_answer_changed = False
         if resumption.action is not Action.REPLAY:
             self.transcript.truncate_to_ids(resumption.kept_ids)
             if self._whole is not None:
                 self._whole.truncate_to_tokens(resumption.kept_ids)
 
-    def lose_track(self) -> None:
+    def mark_transcript_incomplete(self) -> None:
         """Record that the transcript is incomplete, so that the answer can only begin again."""
-        self.has_lost_track = self.is_touched = True
+        self.is_transcript_incomplete = self.is_answer_changed = True
 
     def begin_stream(self) -> Segment:
         """Return the reader for the stream of another decoder."""
         seam = self.seam
-        self.segment = segment = Segment() if seam is not None and seam.reads_completion else self._new_segment()
-        self.usage = None
+        self.current_segment = segment = (
+            Segment() if seam is not None and seam.reads_completion else self._new_segment()
+        )
+        self.last_usage = None
         self._is_checked = False
         self.shapes = TokenShapes()
         return segment
@@ -313,38 +324,38 @@ class Delivery:
         """Take the role chunk. Raises Mismatch if the engine has another prompt than it was given."""
         self._check_prompt(segment)
         if self.seam is None:
-            self._keep_head(segment.payload)
-            self._held.append(self.writer.event_without_ids(segment, event, segment.payload))
+            self._keep_answer_head(segment.payload)
+            self._held.append(self.writer.make_event_without_ids(segment, event, segment.payload))
 
-    def content(self, segment: Segment, event: Event) -> bytes:
+    def take_content(self, segment: Segment, event: Event) -> bytes:
         """Take a part of the answer. Return the bytes for the client, which may be empty. Raises Mismatch."""
-        self.is_touched = True
+        self.is_answer_changed = True
         if not self._is_checked:
             self._check_prompt(segment)
         if not self.is_observed:
             choices = segment.payload.get("choices")
             if self._tells_shapes and choices and len(choices) == 1:
-                self._learn(segment, event, choices[0])
-            return self._with_held_events(self.writer.event_without_ids(segment, event, segment.payload))
+                self._learn_token_shape(segment, event, choices[0])
+            return self._with_held_events(self.writer.make_event_without_ids(segment, event, segment.payload))
         if self.seam is not None:
             return self._with_held_events(self._seam_output(segment, recomputed=False))
         payload = segment.payload
         choice = payload["choices"][0]
         if not self.head:
-            self._keep_head(payload)
+            self._keep_answer_head(payload)
         ids = choice.get("token_ids")
-        shows = self.has_lost_track or self._take(choice, ids)
+        shows = self.is_transcript_incomplete or self._add_choice(choice, ids)
         if choice.get("finish_reason") is not None:
             self.is_finished = True
         if self._tells_shapes:
-            self._learn(segment, event, choice)
-        if not shows and ids and not self._wants_ids and has_only_ids(choice):
+            self._learn_token_shape(segment, event, choice)
+        if not shows and ids and not self._wants_ids and has_only_token_ids(choice):
             return b""
-        if not self.writer.keeps_bytes:
-            return self._with_held_events(self.writer.changed_event(payload, choice))
-        return self._with_held_events(self.writer.event_without_ids(segment, event, payload))
+        if not self.writer.keeps_engine_bytes:
+            return self._with_held_events(self.writer.make_changed_event(payload, choice))
+        return self._with_held_events(self.writer.make_event_without_ids(segment, event, payload))
 
-    def _take(self, choice: dict[str, Any], ids: Any) -> bool:
+    def _add_choice(self, choice: dict[str, Any], ids: Any) -> bool:
         """Add a choice to the transcript. Return whether it shows anything.
 
         After an unreadable choice a streamed answer continues, but it cannot be resumed. A whole answer cannot be
@@ -355,35 +366,35 @@ class Delivery:
         except UnreadableMember:
             if self._whole is not None:
                 raise
-            self.lose_track()
+            self.mark_transcript_incomplete()
             return True
 
-    def _learn(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
+    def _learn_token_shape(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
         """Learn the shape of tokens from an event. After tool calls, tokens may differ in more than their text."""
         is_token = choice.get("finish_reason") is None and choice.get("logprobs") is None and not self.transcript.tools
-        self.shapes.learn(event.raw, is_token=is_token, is_whole=segment.event_data is event.data)
+        self.shapes.learn_shape(event.raw, is_token=is_token, is_whole=segment.event_data is event.data)
 
     def take_recompute_chunk(self, segment: Segment) -> bytes:
         """Take the last chunk of a decoder that gives up. Its text counts, its finish and tool calls do not."""
         if not self.is_observed:
             return b""
-        self.is_touched = True
+        self.is_answer_changed = True
         if not self._is_checked:
             self._check_prompt(segment, is_rewritten=True)
         if self.seam is not None:
             return self._with_held_events(self._seam_output(segment, recomputed=True))
         if not self.head:
-            self._keep_head(segment.payload)
+            self._keep_answer_head(segment.payload)
         payload, choice = split_off_finish_reason(segment.payload)
         remove_tool_calls(choice)
         remove_possible_stop([choice], self.call)
-        shows = self._take(choice, choice.get("token_ids"))
+        shows = self._add_choice(choice, choice.get("token_ids"))
         if not shows and not (self.call.shows_token_details and choice.get("token_ids")):
             return b""
-        return self._with_held_events(self.writer.changed_event(payload, choice))
+        return self._with_held_events(self.writer.make_changed_event(payload, choice))
 
-    def usage_chunk(
-        self, segment: Segment, event: Event, details: dict[str, Any] | None, *, handed_over: bool
+    def take_usage_chunk(
+        self, segment: Segment, event: Event, prompt_tokens_details: dict[str, Any] | None, *, is_handed_over: bool
     ) -> bytes:
         """Take the usage chunk. Return the bytes for the client, which are empty if it did not request usage.
 
@@ -393,7 +404,7 @@ class Delivery:
             details: The `prompt_tokens_details` of the prefiller. None: it sent none.
             handed_over: Whether the KV cache was handed over, so that the details of the prefiller count.
         """
-        self.fingerprint = segment.payload.get("system_fingerprint") or self.fingerprint
+        self.system_fingerprint = segment.payload.get("system_fingerprint") or self.system_fingerprint
         if self._whole is not None and self.seam is None:
             self.tail.update(_members_beside_usage(segment.payload, self.head))
         if not segment.is_finished:
@@ -402,12 +413,12 @@ class Delivery:
         usage = engine_usage if self.seam is None else self.seam.count_whole_usage(engine_usage)
         if self.seam is not None:
             self._count_reasoning(usage)
-        self.usage = replace_prompt_details(usage, details) if handed_over else usage
-        if not self.call.include_usage or self.writer.rewrites:
+        self.last_usage = replace_prompt_details(usage, prompt_tokens_details) if is_handed_over else usage
+        if not self.call.include_usage or self.writer.rewrites_chunks:
             return b""  # not requested, or written by the owner of `rewrite`
-        if self.usage is engine_usage and self._keeps_bytes:
-            return self.writer.event_without_engine_members(segment, event)
-        return data_event({**segment.payload, **(self.head if self.seam else {}), "usage": self.usage})
+        if self.last_usage is engine_usage and self._keeps_bytes:
+            return self.writer.make_event_without_engine_members(segment, event)
+        return data_event({**segment.payload, **(self.head if self.seam else {}), "usage": self.last_usage})
 
     def total_usage(self, usage: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the usage of the whole answer from that of the present decoder. None: it sent none."""
@@ -415,41 +426,46 @@ class Delivery:
 
     def pass_other_event(self, segment: Segment, event: Event) -> bytes:
         """Take a comment or unknown data, which is for the client to interpret. It is held before the first token."""
-        if self.writer.rewrites:
+        if self.writer.rewrites_chunks:
             return b""
-        raw = self.writer.event_without_engine_members(segment, event)
+        raw = self.writer.make_event_without_engine_members(segment, event)
         if not self.has_output:
             self._held.append(raw)
             return b""
         return raw
 
-    def missing_end(self, details: dict[str, Any] | None) -> bytes:
+    def make_missing_end(self, prompt_tokens_details: dict[str, Any] | None) -> bytes:
         """Return the missing end of an answer: finish reason and usage, unless an engine has sent them."""
         parts = []
         if self.seam is not None and not self.is_finished:
             for payload, _ in self.seam.make_ending_chunks():
                 self.transcript.add_choice(payload["choices"][0], None)
-                parts.append(self.writer.changed_event(payload, payload["choices"][0]))
-        if self.usage is None:
-            self.usage = self._usage_or_count(details)
+                parts.append(self.writer.make_changed_event(payload, payload["choices"][0]))
+        if self.last_usage is None:
+            self.last_usage = self._usage_or_count(prompt_tokens_details)
             # If the answer is not observed, the client has all chunks of the engine.
-            if self.usage is not None and self.head and self.call.include_usage and not self.writer.rewrites:
-                parts.append(data_event({**self.head, "choices": [], "usage": self.usage}))
+            if (
+                self.last_usage is not None
+                and self.head
+                and self.call.include_usage
+                and not self.writer.rewrites_chunks
+            ):
+                parts.append(data_event({**self.head, "choices": [], "usage": self.last_usage}))
         return self._with_held_events(b"".join(parts))
 
-    def partial_usage(self) -> dict[str, Any] | None:
+    def estimate_partial_usage(self) -> dict[str, Any] | None:
         """Return the usage of the answer so far, by its token ids. None: engines do not report them."""
-        return None if self.has_lost_track else self.transcript.estimate_usage()
+        return None if self.is_transcript_incomplete else self.transcript.estimate_usage()
 
     def _usage_or_count(self, details: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the usage from the last chunk, or count the token ids. None: there are neither.
 
         Text is not counted, because only the engine knows how many tokens it is.
         """
-        segment = self.segment
+        segment = self.current_segment
         if self.seam is None and segment is not None and segment.usage and len(segment.finish_reasons) == 1:
             return replace_prompt_details(segment.usage, details)
-        if self.has_lost_track or (usage := self.transcript.estimate_usage()) is None:
+        if self.is_transcript_incomplete or (usage := self.transcript.estimate_usage()) is None:
             return None
         self._count_reasoning(usage)
         return replace_prompt_details(usage, details)
@@ -471,7 +487,7 @@ class Delivery:
             if chunk.get("usage"):
                 self._count_reasoning(chunk["usage"])
             if shows or is_last or (self.call.shows_token_details and choice.get("token_ids")):
-                parts.append(self.writer.changed_event(chunk, choice))
+                parts.append(self.writer.make_changed_event(chunk, choice))
         return b"".join(parts)
 
     def _count_reasoning(self, usage: dict[str, Any]) -> None:
@@ -489,7 +505,7 @@ class Delivery:
             self._held.clear()
         return output
 
-    def _keep_head(self, payload: dict[str, Any]) -> None:
+    def _keep_answer_head(self, payload: dict[str, Any]) -> None:
         self.head = head = payload.copy()
         for name in _NOT_COMMON:
             head.pop(name, None)
@@ -508,7 +524,7 @@ class Delivery:
                 raise AnswerMismatch
         elif self.seam is None and prompt_ids is not None:
             self.transcript.prompt_ids = prompt_ids
-            if is_rewritten or not self.writer.keeps_bytes:
+            if is_rewritten or not self.writer.keeps_engine_bytes:
                 self.writer.put_back_prompt_ids(segment.payload, prompt_ids)
 
 

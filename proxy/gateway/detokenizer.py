@@ -46,7 +46,9 @@ class Detokenizer:
         self._upstream = upstream
         self._timeout_seconds = timeout_seconds
 
-    async def text(self, model: str | None, ids: Sequence[int] | bytes, headers: Mapping[str, str]) -> str | None:
+    async def text_of_ids(
+        self, model: str | None, token_ids: Sequence[int] | bytes, headers: Mapping[str, str]
+    ) -> str | None:
         """Return the text of token ids, or None if no engine answers. Raises no errors of engines.
 
         The text includes special tokens. An incomplete character is U+FFFD.
@@ -58,44 +60,50 @@ class Detokenizer:
         """
         # SGLang needs the member to show special tokens. vLLM always shows them, and ignores the member.
         members: dict[str, Any] = {"skip_special_tokens": False} | ({} if model is None else {"model": model})
-        body = orjson.dumps({**members, "tokens": orjson.Fragment(ids) if isinstance(ids, bytes) else list(ids)})
-        text = await self._query(_PATH, body, headers, ("prompt", "text"))
+        body = orjson.dumps(
+            {**members, "tokens": orjson.Fragment(token_ids) if isinstance(token_ids, bytes) else list(token_ids)}
+        )
+        text = await self._query_engines(_PATH, body, headers, ("prompt", "text"))
         return text if isinstance(text, str) else None
 
-    async def tokens(self, model: str | None, text: str, headers: Mapping[str, str]) -> list[int] | None:
+    async def ids_of_text(self, model: str | None, text: str, headers: Mapping[str, str]) -> list[int] | None:
         """Return the token ids of a prompt, or None if no engine answers. Raises no errors of engines."""
         members: dict[str, Any] = {} if model is None else {"model": model}
         body = dumps({**members, "prompt": text})
-        tokens = await self._query(_TOKENIZE_PATH, body, headers, ("tokens",))
+        tokens = await self._query_engines(_TOKENIZE_PATH, body, headers, ("tokens",))
         return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
 
-    async def chat_tokens(self, call: Call) -> list[int] | None:
+    async def ids_of_chat(self, call: Call) -> list[int] | None:
         """Return the token ids of the prompt that engines render from a chat, or None if no engine answers."""
         body = call.make_body(dict.fromkeys(_STREAM_MEMBERS, REMOVED))  # engines reject queries with these members
-        tokens = await self._query(_TOKENIZE_PATH, body, call.headers, ("tokens",))
+        tokens = await self._query_engines(_TOKENIZE_PATH, body, call.headers, ("tokens",))
         return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
 
-    async def _query(self, path: str, body: Body, headers: Mapping[str, str], members: Sequence[str]) -> Any:
+    async def _query_engines(
+        self, path: str, body: Body, headers: Mapping[str, str], member_names: Sequence[str]
+    ) -> Any:
         """Return the first of these members that an engine's answer has, or None if no engine sends one."""
         avoid: set[Backend] = set()
-        while len(avoid) < _MAX_ENGINES and (backend := self._pick(avoid)) is not None:
-            answer = await self._query_one(backend, path, body, headers)
-            for name in members:
+        while len(avoid) < _MAX_ENGINES and (backend := self._choose_engine(avoid)) is not None:
+            answer = await self._query_engine(backend, path, body, headers)
+            for name in member_names:
                 if answer.get(name) is not None:
                     return answer[name]
             avoid.add(backend)
         return None
 
-    def _pick(self, avoid: Set[Backend]) -> Backend | None:
+    def _choose_engine(self, avoided_backends: Set[Backend]) -> Backend | None:
         """Choose a backend without a lease, because there is no load and no outcome to report."""
         for pool in self._pools:
             try:
-                return pool.pick(avoid)
+                return pool.pick_backend(avoided_backends)
             except NoBackendAvailable:
                 continue
         return None
 
-    async def _query_one(self, backend: Backend, path: str, body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
+    async def _query_engine(
+        self, backend: Backend, path: str, body: Body, headers: Mapping[str, str]
+    ) -> dict[str, Any]:
         """Send one query, and return the answer, which is empty after an error.
 
         For `/detokenize`, vLLM answers with `{"prompt": text}` and SGLang with `{"text": text}`. For `/tokenize`, both
@@ -103,7 +111,7 @@ class Detokenizer:
         """
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                response, raw = await self._upstream.fetch(
+                response, raw = await self._upstream.post_and_read_body(
                     backend, path, body, headers, answer_seconds=self._timeout_seconds, resend_if_stale=True
                 )
             answer = loads(raw) if response.status == 200 else None
@@ -124,34 +132,35 @@ class ChatPrompts:
     def __init__(self, abilities: CommonAbilities, detokenizer: Detokenizer) -> None:
         self._abilities = abilities
         self._detokenizer = detokenizer
-        self._rendering = 0
+        self._rendering_count = 0
         """The number of chats that are being rendered."""
-        self._logged: set[str] = set()
+        self._logged_reasons: set[str] = set()
         """The reasons that were logged."""
 
-    async def of(self, call: Call, sampling: Sequence[str]) -> ChatPrompt | None:
+    async def make_chat_prompt(self, call: Call, sampling_options: Sequence[str]) -> ChatPrompt | None:
         """Return the prompt of a chat that engines get as a completion, or None if they get the chat.
 
-        A warning gives the reason once, unless the reason is the request. `sampling`: see `sglang.chat_sampling`.
+        A warning gives the reason once, unless the reason is the request. `sampling_options`: see
+        `sglang.chat_sampling`.
         """
-        engine, has = self._abilities.engine, self._abilities.has
+        engine, has = self._abilities.common_engine, self._abilities.have_all
         if engine is None or not can_translate_to_completion(engine, call):
             return None
         if not (has(TOKEN_IDS) and has(KIMI_TOOLS)):
             self._log_once("not all engines are SGLang >= 0.5.17 with --tool-call-parser kimi_k2")
             return None
-        if self._rendering >= _MAX_AT_A_TIME:
-            self._log_once(f"engines are rendering {self._rendering} other chats")
+        if self._rendering_count >= _MAX_AT_A_TIME:
+            self._log_once(f"engines are rendering {self._rendering_count} other chats")
             return None
-        self._rendering += 1
+        self._rendering_count += 1
         try:
-            return await self._rendered(engine, call, sampling)
+            return await self._render_chat(engine, call, sampling_options)
         finally:
-            self._rendering -= 1
+            self._rendering_count -= 1
 
-    async def _rendered(self, engine: Engine, call: Call, sampling: Sequence[str]) -> ChatPrompt | None:
-        has = self._abilities.has
-        ids = await self._detokenizer.chat_tokens(call)
+    async def _render_chat(self, engine: Engine, call: Call, sampling: Sequence[str]) -> ChatPrompt | None:
+        has = self._abilities.have_all
+        ids = await self._detokenizer.ids_of_chat(call)
         if ids is None:
             return None  # no engine answers, or the request is wrong, which the engine will report
         raw_ids = orjson.dumps(ids)
@@ -159,7 +168,7 @@ class ChatPrompts:
         if grammar not in GRAMMARS:
             self._log_once("the prompts are not those of Kimi K2")
             return None
-        tail = await self._detokenizer.text(call.values.get("model"), ids[-PROMPT_TAIL_TOKENS:], call.headers)
+        tail = await self._detokenizer.text_of_ids(call.values.get("model"), ids[-PROMPT_TAIL_TOKENS:], call.headers)
         room = (self._abilities.max_model_len() or 0) - len(ids)
         if tail is None or room <= 0:
             return None
@@ -172,19 +181,19 @@ class ChatPrompts:
             raw_ids,
             len(ids),
             room,
-            _numbers(sampling),
+            _numeric_options(sampling),
             grammar,
             in_reasoning=in_reasoning,
             keeps_length=has(LENGTH_BESIDE_TOOL_CALLS),
         )
 
     def _log_once(self, reason: str) -> None:
-        if reason not in self._logged:
-            self._logged.add(reason)
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
             logger.warning("sglang.chat_sampling: no effect on chats that cannot be sent as completions: %s", reason)
 
 
-def _numbers(sampling: Sequence[str]) -> Mapping[str, float]:
+def _numeric_options(sampling_options: Sequence[str]) -> Mapping[str, float]:
     """Return the numbers in the setting by name. Whole numbers are int, as `top_k` must be."""
-    pairs = (item.partition("=") for item in sampling)
+    pairs = (item.partition("=") for item in sampling_options)
     return {name: int(value) if (value := float(number)).is_integer() else value for name, _, number in pairs}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.common.errors import GatewayError
-    from proxy.gateway.intake import Head, Intake
+    from proxy.gateway.intake import Intake, RequestHead
     from proxy.gateway.request import Request
     from proxy.listener.http_listener import HttpListener
     from proxy.wire.document import Document
@@ -36,19 +36,29 @@ class FastConnection(FirstProtocol):
     """The first protocol of each accepted connection, if `listen.fast_path` is on."""
 
     __slots__ = (
-        *("_body", "_closes", "_drained", "_head", "_held_bytes", "_last", "_listener", "_missing_bytes", "_intake"),
+        *(
+            "_body",
+            "_closes_after_answer",
+            "_drained",
+            "_head",
+            "_held_bytes",
+            "_last",
+            "_listener",
+            "_missing_bytes",
+            "_intake",
+        ),
         *(
             "_misses",
             "_owes_head",
             "_peer",
-            "_pending",
+            "_pending_pieces",
             "_request",
-            "_since",
+            "_request_begun_at",
             "client_transport",
-            "head_fields",
-            "is_paused",
-            "knows_chunks",
-            "on_full",
+            "additional_header_lines",
+            "is_writing_paused",
+            "supports_chunked_encoding",
+            "on_write_buffer_full",
             "transport",
             "_reader",
         ),
@@ -58,25 +68,25 @@ class FastConnection(FirstProtocol):
         self._intake = intake
         self._listener = listener
         self.transport: asyncio.Transport
-        self.is_paused = False
+        self.is_writing_paused = False
         """Whether the client reads more slowly than we write."""
-        self.on_full: Callable[[], None] | None = None
-        """Called when `is_paused` becomes True."""
-        self.knows_chunks = True
+        self.on_write_buffer_full: Callable[[], None] | None = None
+        """Called when `is_writing_paused` becomes True."""
+        self.supports_chunked_encoding = True
         """See ClientConnection. All plain requests are HTTP/1.1."""
-        self.head_fields = b""
+        self.additional_header_lines = b""
         """See ClientConnection. Answers to plain requests have no additional header lines."""
         self._request: Request | None = None
         """The request that is being served. None: there is none."""
-        self._since: float | None = None
+        self._request_begun_at: float | None = None
         """Monotonic seconds at which the connection became idle or a body began. None: a request is being served."""
-        self._closes = False
+        self._closes_after_answer = False
         """Whether the connection is to be closed when no request is being served."""
-        self._pending: list[bytes] = []
+        self._pending_pieces: list[bytes] = []
         """Bytes that arrived after the present request."""
-        self._head: Head | None = None
+        self._head: RequestHead | None = None
         """The head of the request whose body is arriving. None: no body is arriving."""
-        self._last: Head | None = intake.last_head
+        self._last: RequestHead | None = intake.last_head
         """The head of the last request of any connection, because the heads of one application are alike."""
         self._body: list[bytes] = []
         """The pieces of the request whose body is arriving, with its head. They are empty for a long body."""
@@ -96,7 +106,7 @@ class FastConnection(FirstProtocol):
         """Done when the client has read enough. None: nothing has waited for it."""
 
     @property
-    def client(self) -> str:
+    def client_address(self) -> str:
         """The address at the other end of the connection, or `-` if it is unknown."""
         return self._peer
 
@@ -107,49 +117,49 @@ class FastConnection(FirstProtocol):
         """Whether no request is being served and none has begun to arrive."""
         return self._request is None and self._head is None
 
-    def end(self, error: GatewayError | None = None) -> None:
+    def end_idle_connection(self, error: GatewayError | None = None) -> None:
         """Close an idle connection. `error`: sent to the client before; None: nothing is sent."""
         if error is not None:
-            self.transport.write(self._listener.refuse(self, error, make_request_id()))
+            self.transport.write(self._listener.make_refusal_bytes(self, error, make_request_id()))
         self.transport.close()
 
     def end_after_answer(self) -> None:
         """Close the connection after the present request."""
-        self._closes = True
+        self._closes_after_answer = True
         if self._request is None and self._head is None:
             self.transport.close()
 
     def close(self) -> None:
         """Ignore all bytes that arrive from now on, and close after the present request."""
-        self._closes = True
-        self._pending.clear()
+        self._closes_after_answer = True
+        self._pending_pieces.clear()
 
-    def cut(self) -> None:
+    def cut_connection(self) -> None:
         """Abort the connection and the present request."""
         self.transport.abort()
-        self._disconnect()
+        self._disconnect_request()
 
-    def sweep(self, now: float, keepalive_seconds: float) -> None:
-        """Enforce the time limits for idle connections and bodies. See HttpListener.sweep."""
-        if self._since is None:
+    def enforce_time_limits(self, now: float, keepalive_seconds: float) -> None:
+        """Enforce the time limits for idle connections and bodies. See HttpListener.close_overdue_connections."""
+        if self._request_begun_at is None:
             return
         if self._head is not None:
             reader = self._reader
-            if now - self._since > _BODY_SECONDS if reader is None else reader.is_late(now):
+            if now - self._request_begun_at > _BODY_SECONDS if reader is None else reader.is_late(now):
                 self.hand_over_unfinished()
-        elif now - self._since > keepalive_seconds:
+        elif now - self._request_begun_at > keepalive_seconds:
             self.transport.close()
 
     @staticmethod
     def is_one_request(data: bytes) -> bool:
         return is_one_request(data)
 
-    def reclaims(self, data: bytes) -> bool:
+    def should_reclaim(self, data: bytes) -> bool:
         """Return whether the bytes begin a request that may be plain."""
-        if self._closes or self._misses >= _MAX_MISSES:
+        if self._closes_after_answer or self._misses >= _MAX_MISSES:
             return False
         head = read_head(data, self._last)
-        if head is None or head.path not in self._intake.paths:
+        if head is None or head.request_path not in self._intake.paths:
             return False
         self._last = head
         self._owes_head = True
@@ -162,88 +172,88 @@ class FastConnection(FirstProtocol):
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
             self._peer = str(peer[0])
-        self._listener.accept(self, self.transport)
+        self._listener.register_connection(self, self.transport)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of the client. One function handles the begin of a request, because calls are expensive."""
         if self._request is not None:
-            self._queue(data)
+            self._queue_data(data)
             return
         if self._head is not None:
-            self._receive(self._head, data)
+            self._receive_body_piece(self._head, data)
             return
-        if self._closes:
+        if self._closes_after_answer:
             return
         intake = self._intake
         head = read_head(data, self._last)
-        if head is None or head.path not in intake.paths:
-            self._hand_over(data)
+        if head is None or head.request_path not in intake.paths:
+            self._hand_over_to_aiohttp(data)
             return
         self._last = intake.last_head = head
         if self._owes_head:
             self._owes_head = False
-            self._listener.headers_arrived(self)
-        size_bytes = head.size_bytes
+            self._listener.on_headers_arrived(self)
+        size_bytes = head.head_size_bytes
         missing_bytes = size_bytes + head.body_bytes - len(data)
         if missing_bytes == 0:
-            if not self._begin(head, data[size_bytes:], intake.parts.clock()):
-                self._hand_over(data)
+            if not self._begin_request(head, data[size_bytes:], intake.request_parts.clock()):
+                self._hand_over_to_aiohttp(data)
         elif missing_bytes < 0 or not intake.waits_for_body(head) or not self.hold(len(data)):
-            self._hand_over(data)
+            self._hand_over_to_aiohttp(data)
         else:
-            self._head, self._missing_bytes, self._since = head, missing_bytes, intake.parts.clock()
+            self._head, self._missing_bytes, self._request_begun_at = head, missing_bytes, intake.request_parts.clock()
             if head.body_bytes <= LONG_BYTES:
                 self._body.append(data)
             else:
-                self._reader = LongBodyReader(self, intake, head, data, self._since)
+                self._reader = LongBodyReader(self, intake, head, data, self._request_begun_at)
                 self._let_read(self._reader)
 
     def pause_writing(self) -> None:
-        self.is_paused = True
-        if self.on_full is not None:
-            self.on_full()
+        self.is_writing_paused = True
+        if self.on_write_buffer_full is not None:
+            self.on_write_buffer_full()
 
     def resume_writing(self) -> None:
-        self.is_paused = False
+        self.is_writing_paused = False
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disconnect()
-        self._listener.forget(self)
+        self._disconnect_request()
+        self._listener.remove_connection(self)
 
     # ClientConnection
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         """Wait until the client has read enough."""
-        while self.is_paused and not self.transport.is_closing():
+        while self.is_writing_paused and not self.transport.is_closing():
             self._drained = asyncio.get_running_loop().create_future()
             await self._drained
 
-    def done(self, now: float) -> None:
-        self._request = self.on_full = None
-        if self._closes:
+    def finish_request(self, now: float) -> None:
+        self._request = self.on_write_buffer_full = None
+        if self._closes_after_answer:
             self.transport.close()
-        elif self._pending:
-            data = b"".join(self._pending)
-            self._pending.clear()
+        elif self._pending_pieces:
+            data = b"".join(self._pending_pieces)
+            self._pending_pieces.clear()
             self.transport.resume_reading()
             self.data_received(data)
         else:
-            self._since = now
+            self._request_begun_at = now
 
     # For LongBodyReader
 
     def hold(self, body_bytes: int) -> bool:
         """Count bytes of a body in memory. Return False if there is no room for them."""
-        has_room = self._intake.buffers.take(body_bytes)
+        has_room = self._intake.body_buffers.reserve_bytes(body_bytes)
         if has_room:
             self._held_bytes += body_bytes
         return has_room
 
     def hand_over_unfinished(self) -> None:
         """Hand the connection to aiohttp in the middle of a body."""
-        self._release()
+        self._release_body_bytes()
         self._head = None
         pieces, self._body = self._body, []
         reader, self._reader = self._reader, None
@@ -251,33 +261,35 @@ class FastConnection(FirstProtocol):
             pieces = [reader.received()]
             reader.end()
             self._let_read(self)
-        self._hand_over(b"".join(pieces))
+        self._hand_over_to_aiohttp(b"".join(pieces))
 
     def begin_long_request(
-        self, head_bytes: bytes, head: Head, raw: bytes, since: float, document: Document | None
+        self, head_bytes: bytes, head: RequestHead, raw: bytes, since: float, document: Document | None
     ) -> None:
         """Begin a request whose long body has arrived. `document` None: aiohttp's reader serves or rejects it."""
-        self._release()
+        self._release_body_bytes()
         self._head = self._reader = None
         self._let_read(self)
-        if document is None or not self._begin(head, raw, since, document):
-            self._hand_over(head_bytes + raw)
+        if document is None or not self._begin_request(head, raw, since, document):
+            self._hand_over_to_aiohttp(head_bytes + raw)
 
-    def _receive(self, head: Head, data: bytes) -> None:
+    def _receive_body_piece(self, head: RequestHead, data: bytes) -> None:
         """Handle another piece of a request body."""
         self._body.append(data)
         self._missing_bytes -= len(data)
         if self._missing_bytes < 0 or not self.hold(len(data)):
             self.hand_over_unfinished()
         elif self._missing_bytes == 0:
-            self._release()
+            self._release_body_bytes()
             self._head = None
-            assert self._since is not None
+            assert self._request_begun_at is not None
             pieces, self._body = self._body, []
             first, *more = pieces
             # One copy, whatever the number of pieces.
-            if not self._begin(head, b"".join((memoryview(first)[head.size_bytes :], *more)), self._since):
-                self._hand_over(b"".join(pieces))
+            if not self._begin_request(
+                head, b"".join((memoryview(first)[head.head_size_bytes :], *more)), self._request_begun_at
+            ):
+                self._hand_over_to_aiohttp(b"".join(pieces))
 
     def _let_read(self, protocol: asyncio.BaseProtocol) -> None:
         """Let a protocol read the connection. The event loop does not change the buffer of a running read."""
@@ -285,40 +297,40 @@ class FastConnection(FirstProtocol):
         self.transport.set_protocol(protocol)
         self.transport.resume_reading()
 
-    def _begin(self, head: Head, body: bytes, since: float, document: Document | None = None) -> bool:
+    def _begin_request(self, head: RequestHead, body: bytes, since: float, document: Document | None = None) -> bool:
         """Begin a request that has arrived completely. Return False if it is not plain."""
-        self._since = None
-        request = self._request = self._intake.begin(self, head, body, document)
+        self._request_begun_at = None
+        request = self._request = self._intake.begin_request(self, head, body, document)
         if request is None:
             self._misses += 1
             return False
         self._misses = 0
-        parts = self._intake.parts
-        request_id = choose_request_id(head.fields.get("x-request-id", ""))
-        label = self._intake.dialects[head.path].label
-        record = parts.observers.begin(label, request_id, head.passed_on, since)
+        parts = self._intake.request_parts
+        request_id = choose_request_id(head.header_fields.get("x-request-id", ""))
+        label = self._intake.dialects_by_path[head.request_path].label
+        record = parts.request_observers.begin_record(label, request_id, head.headers_for_engines, since)
         record.client = self._peer
         if networks := parts.settings.listen.trusted_proxies:
-            record.client = find_client_address(self._peer, [head.fields.get("x-forwarded-for", "")], networks)
-        request.start(record)
+            record.client = find_client_address(self._peer, [head.header_fields.get("x-forwarded-for", "")], networks)
+        request.start_serving(record)
         return True
 
-    def _queue(self, data: bytes) -> None:
-        self._pending.append(data)
-        if sum(map(len, self._pending)) > _MAX_PENDING_BYTES:
+    def _queue_data(self, data: bytes) -> None:
+        self._pending_pieces.append(data)
+        if sum(map(len, self._pending_pieces)) > _MAX_PENDING_BYTES:
             self.transport.pause_reading()
 
-    def _hand_over(self, data: bytes) -> None:
+    def _hand_over_to_aiohttp(self, data: bytes) -> None:
         """Hand the connection to aiohttp, with the bytes that are not answered."""
-        self._since = None
+        self._request_begun_at = None
         self._listener.hand_to_aiohttp(self, data)
 
-    def _release(self) -> None:
-        self._intake.buffers.held_bytes -= self._held_bytes
+    def _release_body_bytes(self) -> None:
+        self._intake.body_buffers.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
-    def _disconnect(self) -> None:
-        self._release()
+    def _disconnect_request(self) -> None:
+        self._release_body_bytes()
         self.resume_writing()
         if self._reader is not None:
             self._reader.end()

@@ -19,7 +19,7 @@ from proxy.dialects.requests import parse_body
 from proxy.dialects.translated import TranslatedDialect
 from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
 from proxy.gateway.request import Request
-from proxy.listener.body import memory_bytes
+from proxy.listener.body import body_memory_bytes
 from proxy.wire.weight import ALWAYS_LIGHT_BYTES, LONG_BYTES, bound_element_counts, estimate_weight, is_light_json
 
 if TYPE_CHECKING:
@@ -66,48 +66,54 @@ _NOT_PLAIN: Final = frozenset(
 
 
 @dataclass(slots=True)
-class Head:
+class RequestHead:
     """The head of one client request. It never changes."""
 
-    path: str
+    request_path: str
     """The path of the request."""
-    fields: dict[str, str]
+    header_fields: dict[str, str]
     """The header fields by lower-case name."""
     body_bytes: int
     """The length of the body."""
-    size_bytes: int
+    head_size_bytes: int
     """The length of the head."""
-    before: bytes
+    bytes_before_credential: bytes
     """The bytes before the digits of Content-Length."""
-    behind: bytes
+    bytes_after_credential: bytes
     """The bytes after these digits."""
-    passed_on: dict[str, str]
+    headers_for_engines: dict[str, str]
     """The header fields for engines, without the client's credential."""
-    with_credential: dict[str, str]
+    headers_with_credential: dict[str, str]
     """The header fields for engines if the client needs no key of the gateway."""
 
 
-def read_head(data: bytes, last: Head | None = None) -> Head | None:
+def read_head(data: bytes, previous_head: RequestHead | None = None) -> RequestHead | None:
     """Return the head at the beginning of `data`, or None if it is incomplete or not plain.
 
-    `last`: the head before it. Clients usually repeat their heads except for the length. Equal parts are not parsed.
+    `previous_head`: the head before it. Clients usually repeat their heads except for the length. Equal parts are not
+    parsed.
     """
-    if last is not None and data.startswith(last.before):
-        begin, behind_bytes = len(last.before), len(last.behind)
-        end = data.find(last.behind, begin, begin + _LENGTH_DIGITS + behind_bytes)
+    if previous_head is not None and data.startswith(previous_head.bytes_before_credential):
+        begin, behind_bytes = len(previous_head.bytes_before_credential), len(previous_head.bytes_after_credential)
+        end = data.find(previous_head.bytes_after_credential, begin, begin + _LENGTH_DIGITS + behind_bytes)
         digits, size_bytes = data[begin:end], end + behind_bytes
         if end > begin and digits.isdigit() and size_bytes <= MAX_HEAD_BYTES:
             body_bytes = int(digits)
-            if size_bytes == last.size_bytes and body_bytes == last.body_bytes:
-                return last
-            named = {**last.fields, "content-length": digits.decode()}
-            same = last.before, last.behind, last.passed_on, last.with_credential
-            return Head(last.path, named, body_bytes, size_bytes, *same)
+            if size_bytes == previous_head.head_size_bytes and body_bytes == previous_head.body_bytes:
+                return previous_head
+            named = {**previous_head.header_fields, "content-length": digits.decode()}
+            same = (
+                previous_head.bytes_before_credential,
+                previous_head.bytes_after_credential,
+                previous_head.headers_for_engines,
+                previous_head.headers_with_credential,
+            )
+            return RequestHead(previous_head.request_path, named, body_bytes, size_bytes, *same)
     match = _REQUEST.match(data, 0, MAX_HEAD_BYTES)
     if match is None or (fields := _plain_fields(match[2])) is None:
         return None
     length = fields.get("content-length", "")
-    if not _is_length(length):
+    if not _is_content_length(length):
         return None
     name = _length_name(data)
     assert name is not None
@@ -115,15 +121,15 @@ def read_head(data: bytes, last: Head | None = None) -> Head | None:
     behind = data[before + len(length) : size_bytes]
     passed_on: dict[str, str] = {name: fields[name] for name in FORWARDED_HEADERS if name in fields}
     credential = credential_for_engines(fields.get("authorization"), fields.get("x-api-key"))
-    return Head(
-        path=match[1].decode("ascii"),
-        fields=fields,
+    return RequestHead(
+        request_path=match[1].decode("ascii"),
+        header_fields=fields,
         body_bytes=int(length),
-        size_bytes=size_bytes,
-        before=data[:before],
-        behind=behind,
-        passed_on=passed_on,
-        with_credential=passed_on if credential is None else {**passed_on, "authorization": credential},
+        head_size_bytes=size_bytes,
+        bytes_before_credential=data[:before],
+        bytes_after_credential=behind,
+        headers_for_engines=passed_on,
+        headers_with_credential=passed_on if credential is None else {**passed_on, "authorization": credential},
     )
 
 
@@ -136,12 +142,12 @@ def is_one_request(data: bytes) -> bool:
     if match is None or (fields := _plain_fields(match[1])) is None:
         return False
     length = fields.get("content-length", "0")
-    return _is_length(length) and len(data) == match.end() + int(length)
+    return _is_content_length(length) and len(data) == match.end() + int(length)
 
 
-def _plain_fields(lines: bytes) -> dict[str, str] | None:
+def _plain_fields(header_lines: bytes) -> dict[str, str] | None:
     """Return the header fields by lower-case name, or None if a name is repeated or a field is not plain."""
-    found = _FIELD.findall(lines.decode("ascii"))
+    found = _FIELD.findall(header_lines.decode("ascii"))
     fields = {name.lower(): value for name, value in found}
     if (
         len(fields) < len(found)
@@ -153,8 +159,8 @@ def _plain_fields(lines: bytes) -> dict[str, str] | None:
     return fields
 
 
-def _is_length(text: str) -> bool:
-    return text.isdecimal() and len(text) <= _LENGTH_DIGITS
+def _is_content_length(field_value: str) -> bool:
+    return field_value.isdecimal() and len(field_value) <= _LENGTH_DIGITS
 
 
 class Intake:
@@ -171,32 +177,32 @@ class Intake:
             keys: The client keys.
             is_news: Returns whether no worker has logged this word about this subject yet.
         """
-        self.parts = parts
+        self.request_parts = parts
         """The parts of the lane of all instances."""
-        self._parts_of: dict[Lane, RequestParts] = {}
-        self._keys = keys
-        self._admission = parts.service.admission
-        self.buffers = self._admission.buffers
+        self._parts_by_lane: dict[Lane, RequestParts] = {}
+        self._api_keys = keys
+        self._admission_queue = parts.request_service.admission_queue
+        self.body_buffers = self._admission_queue.buffers
         """Counts the request bodies in memory."""
-        self.last_head: Head | None = None
+        self.last_head: RequestHead | None = None
         """The head of the last request."""
-        self.dialects = {dialect.path: dialect for dialect in dialects}
+        self.dialects_by_path = {dialect.path: dialect for dialect in dialects}
         self._is_news = is_news
-        self.configure(parts.settings)
+        self.apply_settings(parts.settings)
 
-    def configure(self, settings: Settings) -> None:
+    def apply_settings(self, settings: Settings) -> None:
         """Apply changed settings to requests that arrive from now on."""
-        for parts in (self.parts, *self._parts_of.values()):
+        for parts in (self.request_parts, *self._parts_by_lane.values()):
             parts.settings = settings
             parts.keeps_streams_alive = settings.stream.keeps_alive
         # The fast reader does not write `Vary: Origin`, which every answer needs when web pages are allowed.
-        self.paths = frozenset() if settings.listen.cors_origins else frozenset(self.dialects)
+        self.paths = frozenset() if settings.listen.cors_origins else frozenset(self.dialects_by_path)
         """The paths that the fast reader serves."""
         self._max_body_bytes = settings.listen.max_body_bytes
         most = settings.listen.max_body_elements
         self._max_elements = {
             path: most if dialect.uses_engine_format else most // 2  # a translated body is parsed twice
-            for path, dialect in self.dialects.items()
+            for path, dialect in self.dialects_by_path.items()
         }
         self._cost = settings.cost
         self._lower_priority_first = settings.connector_traits.lower_priority_first
@@ -205,7 +211,7 @@ class Intake:
 
     # For both readers
 
-    def call(self, dialect: Dialect, document: Document, headers: Mapping[str, str], key: ApiKey) -> Call:
+    def parse_call(self, dialect: Dialect, document: Document, headers: Mapping[str, str], api_key: ApiKey) -> Call:
         """Parse a request body, and apply the limits of the client key and the settings of models.
 
         Args:
@@ -218,104 +224,110 @@ class Intake:
             GatewayError: The request cannot be served.
         """
         call = dialect.parse_request(document, self._cost, headers)
-        if key.slot is not None and (not call.is_ordinary or PRIORITY_HEADER in headers):
-            call = limit_priority(call, key.priority, lower_first=self._lower_priority_first)
+        if api_key.usage_slot is not None and (not call.is_ordinary or PRIORITY_HEADER in headers):
+            call = limit_priority(call, api_key.default_priority, lower_first=self._lower_priority_first)
         if self._names.has_aliases:
             call = self._names.translate_model_name(call)
         if isinstance(dialect, TranslatedDialect):
             call = self._system_first.join_system_messages(call)
             if call.omitted_kinds:
-                self._log_left_out(dialect.path, key.name, call.omitted_kinds)
+                self._log_omitted_parts(dialect.path, api_key.key_name, call.omitted_kinds)
         return call
 
-    def parts_of(self, lane: Lane) -> RequestParts:
+    def request_parts_of(self, lane: Lane) -> RequestParts:
         """Return the parts that serve the requests of a lane."""
-        if lane is self.parts.lane:
-            return self.parts
-        parts = self._parts_of.get(lane)
+        if lane is self.request_parts.model_lane:
+            return self.request_parts
+        parts = self._parts_by_lane.get(lane)
         if parts is None:
-            lanes = self.parts.lanes.all  # some lanes may be gone
-            self._parts_of = {each: old for each, old in self._parts_of.items() if each in lanes}
-            parts = self._parts_of[lane] = self.parts.of(lane)
+            lanes = self.request_parts.all_lanes.all_lanes  # some lanes may be gone
+            self._parts_by_lane = {each: old for each, old in self._parts_by_lane.items() if each in lanes}
+            parts = self._parts_by_lane[lane] = self.request_parts.copy_for_lane(lane)
         return parts
 
     # For the fast reader
 
-    def waits_for_body(self, head: Head) -> bool:
+    def waits_for_body(self, head: RequestHead) -> bool:
         """Return whether the fast reader waits for the rest of a body.
 
         aiohttp rejects a request without reading a long body, if it can.
         """
         if head.body_bytes <= LONG_BYTES:
             return head.body_bytes <= self._max_body_bytes
-        if head.body_bytes > self._max_body_bytes or self.parts.listener.is_closing:
+        if head.body_bytes > self._max_body_bytes or self.request_parts.http_listener.is_closing:
             return False
         try:
-            key = self._keys.identify(head.fields.get("authorization"), head.fields.get("x-api-key"))
-            self._admission.check(key.name)
+            key = self._api_keys.find_key(head.header_fields.get("authorization"), head.header_fields.get("x-api-key"))
+            self._admission_queue.check_queue_room(key.key_name)
         except GatewayError:
             return False
-        return not self._admission.is_short_of_memory
+        return not self._admission_queue.is_short_of_memory
 
-    def is_too_heavy(self, head: Head, raw: bytes) -> bool:
+    def is_too_heavy(self, head: RequestHead, body_bytes: bytes) -> bool:
         """Return whether a body may have more elements than the limit, so that aiohttp's reader must count them."""
-        max_elements = self._max_elements[head.path]
-        if len(raw) <= LONG_BYTES:
-            return bound_element_counts(raw)[0] > max_elements
-        return estimate_weight(raw).elements > max_elements
+        max_elements = self._max_elements[head.request_path]
+        if len(body_bytes) <= LONG_BYTES:
+            return bound_element_counts(body_bytes)[0] > max_elements
+        return estimate_weight(body_bytes).elements > max_elements
 
-    def parse_long_body(self, raw: bytes) -> Document | None:
+    def parse_long_body(self, body_bytes: bytes) -> Document | None:
         """Return the parsed body. None: it is no valid request, and aiohttp's reader must reject it."""
         try:
-            return parse_body(raw)
+            return parse_body(body_bytes)
         except GatewayError:
             return None
 
-    def begin(
-        self, client: ClientConnection, head: Head, raw: bytes, document: Document | None = None
+    def begin_request(
+        self, client: ClientConnection, head: RequestHead, body_bytes: bytes, document: Document | None = None
     ) -> Request | None:
         """Return the request, ready to start, or None if aiohttp must serve or reject it.
 
-        `document`: the parsed body, of which the elements were counted; None: `raw` is counted and parsed here.
+        `document`: the parsed body, of which the elements were counted; None: `body_bytes` is counted and parsed here.
         """
-        parts, size_bytes = self.parts, len(raw)
-        if parts.listener.is_closing or size_bytes > self._max_body_bytes or self._admission.is_short_of_memory:
+        parts, size_bytes = self.request_parts, len(body_bytes)
+        if (
+            parts.http_listener.is_closing
+            or size_bytes > self._max_body_bytes
+            or self._admission_queue.is_short_of_memory
+        ):
             return None
-        dialect = self.dialects[head.path]
+        dialect = self.dialects_by_path[head.request_path]
         is_slight = size_bytes <= ALWAYS_LIGHT_BYTES
-        is_light = is_slight or document is not None or is_light_json(raw, self._max_elements[head.path])
-        if not is_light and self.is_too_heavy(head, raw):
+        is_light = is_slight or document is not None or is_light_json(body_bytes, self._max_elements[head.request_path])
+        if not is_light and self.is_too_heavy(head, body_bytes):
             return None
         try:
             key = ANONYMOUS
-            if self._keys.have_keys:
-                key = self._keys.identify(head.fields.get("authorization"), head.fields.get("x-api-key"))
-            self._admission.check(key.name)
-            headers = head.with_credential if key is ANONYMOUS else head.passed_on
+            if self._api_keys.are_keys_required:
+                key = self._api_keys.find_key(
+                    head.header_fields.get("authorization"), head.header_fields.get("x-api-key")
+                )
+            self._admission_queue.check_queue_room(key.key_name)
+            headers = head.headers_with_credential if key is ANONYMOUS else head.headers_for_engines
             if document is None:
-                document = parse_body(raw)
-            call = self.call(dialect, document, headers, key)
-            lanes = parts.lanes
-            if lanes.models.is_mixed:
-                if not lanes.knows(call.served_model):
+                document = parse_body(body_bytes)
+            call = self.parse_call(dialect, document, headers, key)
+            lanes = parts.all_lanes
+            if lanes.served_models.has_several_groups:
+                if not lanes.knows_model(call.served_model):
                     return None  # the instances must first report their models
-                parts = self.parts_of(lanes.of(call.served_model))
+                parts = self.request_parts_of(lanes.lane_of_model(call.served_model))
         except GatewayError:
             return None
-        held_bytes = size_bytes if is_slight else memory_bytes(raw, document.read_values)
-        if not self.buffers.take(held_bytes):
+        held_bytes = size_bytes if is_slight else body_memory_bytes(body_bytes, document.read_values)
+        if not self.body_buffers.reserve_bytes(held_bytes):
             return None
         quota = None
-        if key.slot is not None:
-            quota = self._keys.enter(key)
+        if key.usage_slot is not None:
+            quota = self._api_keys.count_in_flight(key)
             try:
                 quota.__enter__()
             except GatewayError:
-                self.buffers.held_bytes -= held_bytes
+                self.body_buffers.held_bytes -= held_bytes
                 return None
         return Request(parts, client, dialect, call, key, quota, held_bytes)
 
-    def _log_left_out(self, path: str, key: str, kinds: Sequence[str]) -> None:
+    def _log_omitted_parts(self, path: str, key: str, kinds: Sequence[str]) -> None:
         """Log the parts of a request that no engine can serve, once for each client key."""
         for kind in kinds:
             if self._is_news(f"{path} {key} {kind}", "left out"):

@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
-from proxy.balancer.models import quoted
+from proxy.balancer.models import quote_names
 from proxy.common.errors import BadRequest, NoBackendAvailable, UnknownModel
 from proxy.dialects.adjustments import ModelNames
 from proxy.observe import logs
@@ -70,44 +70,44 @@ class Lane:
             on_change: Applies changed settings to these parts.
         """
         self.pools = pools
-        self.service = service
+        self.request_service = service
         self.connector = connector
         self.suspects = suspects
         self.on_change = on_change
-        self.names: frozenset[str] = frozenset()
+        self.model_names: frozenset[str] = frozenset()
         """The names of the models. Empty: all models."""
 
     @property
-    def first(self) -> Pool:
+    def first_pool(self) -> Pool:
         """The pool of the first role of a prompt. It also serves requests that need one engine only."""
-        return self.pools.of(self.connector.roles[0])
+        return self.pools.pool_of(self.connector.roles[0])
 
     @property
     def all_pools(self) -> Sequence[Pool]:
         """The pools of all roles, in the order of a prompt's way through them."""
-        return [self.pools.of(role) for role in self.connector.roles]
+        return [self.pools.pool_of(role) for role in self.connector.roles]
 
-    def absent(self) -> Role | None:
+    def find_absent_role(self) -> Role | None:
         """Return a role without an instance that could serve a request now, or None."""
-        return next((role for role in self.connector.roles if not self.pools.of(role).is_ready()), None)
+        return next((role for role in self.connector.roles if not self.pools.pool_of(role).is_ready_to_serve()), None)
 
-    def explain(self, error: NoBackendAvailable) -> None:
+    def add_model_names(self, error: NoBackendAvailable) -> None:
         """Add the names of the models to the message of an error."""
-        if self.names:
-            error.message = f"{error.message} for model {quoted(self.names)}"
+        if self.model_names:
+            error.message = f"{error.message} for model {quote_names(self.model_names)}"
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """Explain each NoBackendAvailable of the block."""
         try:
             yield
         except NoBackendAvailable as error:
-            self.explain(error)
+            self.add_model_names(error)
             raise
 
 
 class Lanes:
-    """The lanes of one worker. `whole` is the lane of all instances."""
+    """The lanes of one worker. `whole_lane` is the lane of all instances."""
 
     def __init__(
         self,
@@ -127,22 +127,22 @@ class Lanes:
             refresh_models: Queries the models of all instances again, see Prober.
         """
         self._refresh_models = refresh_models
-        self.models = models
-        self.whole = whole
-        self._make = make
-        self._parts: list[Lane] = []
-        self._by_name: dict[str, Lane] = {}
-        self.configure(settings)
-        models.on_change = self._regroup
-        self._regroup()
+        self.served_models = models
+        self.whole_lane = whole
+        self._make_lane = make
+        self._model_lanes: list[Lane] = []
+        self._lanes_by_model: dict[str, Lane] = {}
+        self.apply_settings(settings)
+        models.on_change = self._regroup_lanes
+        self._regroup_lanes()
 
-    def configure(self, settings: Settings) -> None:
-        """Apply changed settings to all lanes except `whole`, which its owner configures."""
+    def apply_settings(self, settings: Settings) -> None:
+        """Apply changed settings to all lanes except `whole_lane`, which its owner configures."""
         self._names = ModelNames(settings.models.aliases)
-        for lane in self._parts:
+        for lane in self._model_lanes:
             lane.on_change(settings)
 
-    def of(self, name: object) -> Lane:
+    def lane_of_model(self, model_name: object) -> Lane:
         """Return the lane for a model.
 
         Args:
@@ -152,104 +152,113 @@ class Lanes:
             UnknownModel: No instance serves the model.
             BadRequest: The request names no model, and the instances serve different ones.
         """
-        models = self.models
-        if not models.is_mixed:
-            return self.whole
-        name = self._wanted(name)
-        if not name:
-            if models.is_closed:
+        models = self.served_models
+        if not models.has_several_groups:
+            return self.whole_lane
+        model_name = self._engine_model_name(model_name)
+        if not model_name:
+            if models.are_all_names_known:
                 raise BadRequest(
-                    f"the request names no model, and the instances serve several: {self._some_names()}",
+                    f"the request names no model, and the instances serve several: {self._describe_names()}",
                     code="model_required",
                     param="model",
                 )
-            return self.whole
+            return self.whole_lane
         # SGLang's names of adapters are `model:adapter`.
-        lane = self._by_name.get(name) or self._by_name.get(name.partition(":")[0])
+        lane = self._lanes_by_model.get(model_name) or self._lanes_by_model.get(model_name.partition(":")[0])
         if lane is not None:
             return lane
-        if models.is_closed and name not in models.names:
-            raise UnknownModel(name, self._some_names())
-        return self.whole
+        if models.are_all_names_known and model_name not in models.served_names:
+            raise UnknownModel(model_name, self._describe_names())
+        return self.whole_lane
 
-    def of_alias(self, name: object) -> Lane:
-        """Return the lane for the clients' name of a model. Raises the errors of `of`."""
-        return self.of(self._names.engine_name(name) if isinstance(name, str) else None)
+    def lane_of_alias(self, model_name: object) -> Lane:
+        """Return the lane for the clients' name of a model. Raises the errors of `lane_of_model`."""
+        return self.lane_of_model(self._names.engine_name(model_name) if isinstance(model_name, str) else None)
 
-    async def find(self, name: object) -> Lane:
-        """Return the lane of a model, see `of`. If the name is unknown, query the models of all instances first.
+    async def find_lane(self, model_name: object) -> Lane:
+        """Return the lane of a model, see `lane_of_model`.
 
-        An unknown name may be that of an adapter that was just loaded. Raises the errors of `of`.
+        If the name is unknown, query the models of all instances first.
+
+        An unknown name may be that of an adapter that was just loaded. Raises the errors of `lane_of_model`.
         """
-        if not self.knows(name):
+        if not self.knows_model(model_name):
             # A request that would otherwise be rejected can wait.
-            await self._refresh_models(is_patient=self.models.is_closed)
-            self.models.refresh()
-        return self.of(name)
+            await self._refresh_models(is_patient=self.served_models.are_all_names_known)
+            self.served_models.update_names()
+        return self.lane_of_model(model_name)
 
-    def knows(self, name: object) -> bool:
+    def knows_model(self, model_name: object) -> bool:
         """Return whether the lane of a model is known."""
-        if not self.models.is_mixed:
+        if not self.served_models.has_several_groups:
             return True
-        model = self._wanted(name)
-        return not model or model in self.models.names or model.partition(":")[0] in self._by_name
+        model = self._engine_model_name(model_name)
+        return not model or model in self.served_models.served_names or model.partition(":")[0] in self._lanes_by_model
 
     def find_known_name(self, name: object) -> str | None:
         """Return the name of a model if instances serve different models and some of them serve this one.
 
-        Otherwise return None. `name`: see `of`.
+        Otherwise return None. `name`: see `lane_of_model`.
         """
-        if not self.models.is_mixed:
+        if not self.served_models.has_several_groups:
             return None
-        name = self._wanted(name)
-        return name if name in self.models.names else None
+        name = self._engine_model_name(name)
+        return name if name in self.served_models.served_names else None
 
-    def of_backend(self, backend: Backend) -> Lane:
+    def lane_of_backend(self, backend: Backend) -> Lane:
         """Return a lane that a backend belongs to."""
-        return next((lane for lane in self._parts if not lane.names.isdisjoint(self.models.of(backend))), self.whole)
+        return next(
+            (
+                lane
+                for lane in self._model_lanes
+                if not lane.model_names.isdisjoint(self.served_models.names_of(backend))
+            ),
+            self.whole_lane,
+        )
 
     @property
-    def all(self) -> Sequence[Lane]:
-        """All lanes of this worker; the lane `whole` is the first."""
-        return (self.whole, *self._parts)
+    def all_lanes(self) -> Sequence[Lane]:
+        """All lanes of this worker; the lane `whole_lane` is the first."""
+        return (self.whole_lane, *self._model_lanes)
 
     def __iter__(self) -> Iterator[Lane]:
-        """Iterate over the lanes of the models if there are several, or else over `whole`."""
-        return iter(self._parts or (self.whole,))
+        """Iterate over the lanes of the models if there are several, or else over `whole_lane`."""
+        return iter(self._model_lanes or (self.whole_lane,))
 
-    def is_ready(self) -> bool:
+    def is_any_ready(self) -> bool:
         """Return whether requests for at least one model can be served."""
-        return any(lane.absent() is None for lane in self)
+        return any(lane.find_absent_role() is None for lane in self)
 
-    def _wanted(self, name: object) -> str:
+    def _engine_model_name(self, name: object) -> str:
         """Return the engines' name for the model of a request. The alias `*=name` matches requests without a name."""
         return name if isinstance(name, str) and name else self._names.engine_name("")
 
-    def _some_names(self) -> str:
-        return quoted({*self.models.names, *self._names.engine_names_by_alias}, _MAX_NAMES)
+    def _describe_names(self) -> str:
+        return quote_names({*self.served_models.served_names, *self._names.engine_names_by_alias}, _MAX_NAMES)
 
-    def _regroup(self) -> None:
+    def _regroup_lanes(self) -> None:
         """Make a lane for each group of models. A lane with some of the names is reused, with its learned values."""
-        groups = self.models.groups() if self.models.is_mixed else ()
-        before, self._parts = self._parts, []
+        groups = self.served_models.model_groups() if self.served_models.has_several_groups else ()
+        before, self._model_lanes = self._model_lanes, []
         for names in groups:
-            kept = max(before, key=lambda lane: len(lane.names & names), default=None)
-            if kept is not None and kept.names & names:
+            kept = max(before, key=lambda lane: len(lane.model_names & names), default=None)
+            if kept is not None and kept.model_names & names:
                 before.remove(kept)
                 lane = kept
             else:
                 lane = self._new_lane()
-            lane.names = names
-            self._parts.append(lane)
-        self._by_name = {name: lane for lane in self._parts for name in lane.names}
+            lane.model_names = names
+            self._model_lanes.append(lane)
+        self._lanes_by_model = {name: lane for lane in self._model_lanes for name in lane.model_names}
 
     def _new_lane(self) -> Lane:
         lane: Lane
 
         def serving(backends: Collection[Backend]) -> tuple[Backend, ...]:
-            return self.models.serving(min(lane.names), backends)
+            return self.served_models.backends_serving(min(lane.model_names), backends)
 
-        lane = self._make(serving)
+        lane = self._make_lane(serving)
         return lane
 
 
@@ -257,7 +266,7 @@ logger = logging.getLogger("proxy.flow.evacuation")
 
 
 class Evacuation:
-    """Moves requests away from instances that leave. A timer calls `look`.
+    """Moves requests away from instances that leave. A timer calls `evacuate_leaving`.
 
     An instance leaves when it was removed and its drain time is over, or when its health checks say so. Its answers are
     taken away as if it had failed, but without blame, and are then repeated or resumed as usual.
@@ -290,33 +299,36 @@ class Evacuation:
         self._health = health
         self._upstream = upstream
         self._clock = clock
-        self._logged: set[Backend] = set()
+        self._logged_backends: set[Backend] = set()
         """The leaving instances that the log has announced."""
         self._settings = settings
 
-    def look(self) -> None:
+    def evacuate_leaving(self) -> None:
         """Evacuate all instances that must be left now. Cheap if there are none."""
-        removed, leaving = self._roster.leaving(), self._health.leaving if self._settings().evacuate_on_503 else ()
+        removed, leaving = (
+            self._roster.leaving_members(),
+            self._health.leaving_backends if self._settings().evacuate_on_503 else (),
+        )
         if not removed and not leaving:
-            self._logged.clear()
+            self._logged_backends.clear()
             return
         now = self._clock()
-        due = {member.backend for member in removed if member.leaves_at is not None and member.leaves_at <= now}
+        due = {member.backend for member in removed if member.must_leave_at is not None and member.must_leave_at <= now}
         due.update(leaving)
-        self._logged &= due
-        moving = {member.backend for member in removed if member.move is not None}
+        self._logged_backends &= due
+        moving = {member.backend for member in removed if member.pending_move is not None}
         for backend in due:
-            self._evacuate(backend, is_moving=backend in moving and backend not in leaving)
+            self._evacuate_backend(backend, is_moving=backend in moving and backend not in leaving)
 
-    def _evacuate(self, backend: Backend, *, is_moving: bool) -> None:
+    def _evacuate_backend(self, backend: Backend, *, is_moving: bool) -> None:
         """Evacuate an instance. `is_moving`: it stays, so answers that cannot be continued exactly may finish."""
-        exchanges = self._upstream.in_exchange(backend)
+        exchanges = self._upstream.count_exchanges(backend)
         if not exchanges:
             return
-        lane = self._lanes.of_backend(backend)
-        is_possible = bool(lane.pools.of(backend.role).eligible())
-        if backend not in self._logged:
-            self._logged.add(backend)
+        lane = self._lanes.lane_of_backend(backend)
+        is_possible = bool(lane.pools.pool_of(backend.role).eligible_backends())
+        if backend not in self._logged_backends:
+            self._logged_backends.add(backend)
             what = (
                 "is being evacuated"
                 if is_possible
@@ -326,6 +338,6 @@ class Evacuation:
             fields = {"fields": {"left": exchanges}} | logs.ALWAYS
             logger.log(level, "%s instance %s %s", backend.role, backend.name, what, extra=fields)
         if is_possible:
-            budget = lane.service.budget
-            at_most = budget.capacity - budget.repeating - budget.waiting
-            self._upstream.evacuate(backend, at_most, spares_inexact=is_moving)
+            budget = lane.request_service.retry_budget
+            at_most = budget.permit_capacity - budget.held_permits - budget.waiting_count
+            self._upstream.fail_exchanges(backend, at_most, spares_inexact=is_moving)

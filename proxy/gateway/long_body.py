@@ -14,7 +14,7 @@ from proxy.common.errors import ShuttingDown
 
 if TYPE_CHECKING:
     from proxy.gateway.fast_connection import FastConnection
-    from proxy.gateway.intake import Head, Intake
+    from proxy.gateway.intake import Intake, RequestHead
     from proxy.wire.document import Document
 
 # A body that is slower goes to aiohttp's reader, which has the deadlines for slow bodies.
@@ -40,7 +40,9 @@ class LongBodyReader(asyncio.BufferedProtocol):
         "since",
     )
 
-    def __init__(self, connection: FastConnection, intake: Intake, head: Head, data: bytes, since: float) -> None:
+    def __init__(
+        self, connection: FastConnection, intake: Intake, head: RequestHead, data: bytes, since: float
+    ) -> None:
         """Begin with the bytes that have arrived. The rest of the buffer uses no memory until its bytes arrive.
 
         Args:
@@ -54,36 +56,38 @@ class LongBodyReader(asyncio.BufferedProtocol):
         self.since = since
         self._connection = connection
         self._intake = intake
-        self._head_bytes = data[: head.size_bytes]
+        self._head_bytes = data[: head.head_size_bytes]
         self._buffer = BytesIO(bytes(head.body_bytes))  # no copy, because there is no other reference
         self._view = self._buffer.getbuffer()
-        begun = memoryview(data)[head.size_bytes :]
+        begun = memoryview(data)[head.head_size_bytes :]
         self._view[: len(begun)] = begun
         self.received_bytes = len(begun)
         """Bytes of the body that have arrived."""
         self._is_ended = False
-        intake.parts.drain.enter(self)
+        intake.request_parts.drain_manager.count_request(self)
 
     def is_late(self, now: float) -> bool:
         """Return whether the body arrives too slowly for this reader. `now`: monotonic seconds."""
         if self.received_bytes == self.head.body_bytes:
             return False
         seconds = _FIRST_SECONDS + self.received_bytes / _BYTES_PER_SECOND
-        return now - self.since > min(seconds, max(_FIRST_SECONDS, self._intake.parts.settings.listen.body_seconds / 2))
+        return now - self.since > min(
+            seconds, max(_FIRST_SECONDS, self._intake.request_parts.settings.listen.body_seconds / 2)
+        )
 
     def end(self) -> None:
         """Stop counting as a request, and ignore the body. Repeated calls have no effect."""
         if not self._is_ended:
             self._is_ended = True
-            self._intake.parts.drain.leave(self)
+            self._intake.request_parts.drain_manager.stop_counting_request(self)
 
     def received(self) -> bytes:
         """Return the head and the bytes of the body that have arrived."""
         return b"".join((self._head_bytes, self._view[: self.received_bytes]))
 
-    def cut_off(self) -> None:
+    def cut_off_request(self) -> None:
         """Reject the request, because the gateway shuts down."""
-        self._connection.end(ShuttingDown())
+        self._connection.end_idle_connection(ShuttingDown())
 
     # asyncio.BufferedProtocol
 
@@ -96,7 +100,7 @@ class LongBodyReader(asyncio.BufferedProtocol):
             self._connection.hand_over_unfinished()
         elif self.received_bytes == self.head.body_bytes:
             self._connection.transport.pause_reading()
-            self._intake.parts.loop.call_soon(self._check)
+            self._intake.request_parts.loop.call_soon(self._check)
 
     def pause_writing(self) -> None:
         self._connection.pause_writing()
@@ -115,11 +119,11 @@ class LongBodyReader(asyncio.BufferedProtocol):
         if self._intake.is_too_heavy(self.head, raw):
             self._finish(raw, None)
         else:
-            self._intake.parts.loop.call_soon(self._parse, raw)
+            self._intake.request_parts.loop.call_soon(self._parse, raw)
 
     def _parse(self, raw: bytes) -> None:
         if not self._is_ended:
-            self._intake.parts.loop.call_soon(self._finish, raw, self._intake.parse_long_body(raw))
+            self._intake.request_parts.loop.call_soon(self._finish, raw, self._intake.parse_long_body(raw))
 
     def _finish(self, raw: bytes, document: Document | None) -> None:
         """Begin the request. `document` None: aiohttp's reader must count the elements of the body, or reject it."""

@@ -15,9 +15,9 @@ def quotable_texts(delivery: Delivery) -> Sequence[str] | None:
 
     None: some text is unknown, such as that of token ids, or of an answer that is not recorded.
     """
-    if delivery.has_output and (delivery.has_lost_track or not delivery.is_observed):
+    if delivery.has_output and (delivery.is_transcript_incomplete or not delivery.is_observed):
         return None
-    texts, transcript = delivery.call.texts(), delivery.transcript
+    texts, transcript = delivery.call.request_texts(), delivery.transcript
     if texts is None:
         return None
     tools = [text for tool in transcript.tools for text in (tool.name, tool.arguments)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from proxy.listener.drain import DrainManager
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.metrics import Metrics
-    from proxy.observe.observers import Observers
+    from proxy.observe.observers import RequestObservers
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 
@@ -46,16 +46,16 @@ _CLOSE: Final = b"Connection: close\r\n"
 class RequestParts:
     """The parts of one worker that serve the requests of one lane. Only the settings ever change."""
 
-    service: RequestService
+    request_service: RequestService
     connector: Connector
     suspects: Suspects
-    lane: Lane
-    """The lane that `service`, `connector` and `suspects` belong to."""
-    lanes: Lanes
+    model_lane: Lane
+    """The lane that `request_service`, `connector` and `suspects` belong to."""
+    all_lanes: Lanes
     upstream: Upstream
-    drain: DrainManager
-    listener: HttpListener
-    observers: Observers
+    drain_manager: DrainManager
+    http_listener: HttpListener
+    request_observers: RequestObservers
     metrics: Metrics
     settings: Settings
     loop: asyncio.AbstractEventLoop
@@ -63,65 +63,73 @@ class RequestParts:
     """The clock of request records, in seconds."""
     _date_lines_now: bytes = field(default=b"", init=False)
     """The header lines `Date` and `Server` of the present second."""
-    _second: int = field(default=-1, init=False)
+    _date_second: int = field(default=-1, init=False)
     """The present second, by `clock`."""
     keeps_streams_alive: bool = False
     """Whether silent streams get keep-alive bytes. Follows `settings`."""
 
-    def of(self, lane: Lane) -> RequestParts:
+    def copy_for_lane(self, lane: Lane) -> RequestParts:
         """Return the same parts of request handling for another lane."""
-        return replace(self, service=lane.service, connector=lane.connector, suspects=lane.suspects, lane=lane)
+        return replace(
+            self,
+            request_service=lane.request_service,
+            connector=lane.connector,
+            suspects=lane.suspects,
+            model_lane=lane,
+        )
 
     # Heads of answers. While the listener is closing, they tell the client that the connection will be closed.
 
-    def stream_head(self, id_header: str, request_id: str, client: ClientConnection) -> bytes:
+    def make_stream_head(self, id_header: str, request_id: str, client: ClientConnection) -> bytes:
         """Return the head of a streamed answer. `id_header`: see Dialect.request_id_header."""
         begin, framing = _STREAM_HEAD, b"Transfer-Encoding: chunked\r\n"
-        if not client.knows_chunks:
+        if not client.supports_chunked_encoding:
             begin, framing = _OLD_STREAM_HEAD, b""
-        closing = self._connection_field(client, has_end=client.knows_chunks)
+        closing = self._make_connection_field(client, has_end_mark=client.supports_chunked_encoding)
         ids, more = request_id.encode(), _optional_fields(id_header, request_id, client)
-        return b"%b%b\r\n%b%b%b%b\r\n" % (begin, ids, framing, self._date_lines(), more, closing)
+        return b"%b%b\r\n%b%b%b%b\r\n" % (begin, ids, framing, self._make_date_lines(), more, closing)
 
-    def body_head(self, id_header: str, request_id: str, client: ClientConnection, body_bytes: int) -> bytes:
+    def make_body_head(self, id_header: str, request_id: str, client: ClientConnection, body_bytes: int) -> bytes:
         """Return the head of an answer that is one JSON body."""
-        begin = (_BODY_HEAD if client.knows_chunks else _OLD_BODY_HEAD) % body_bytes
-        closing = self._connection_field(client)
+        begin = (_BODY_HEAD if client.supports_chunked_encoding else _OLD_BODY_HEAD) % body_bytes
+        closing = self._make_connection_field(client)
         ids, more = request_id.encode(), _optional_fields(id_header, request_id, client)
-        return b"%b%b%b%b\r\n%b%b\r\n" % (begin, self._date_lines(), _ID_FIELD, ids, more, closing)
+        return b"%b%b%b%b\r\n%b%b\r\n" % (begin, self._make_date_lines(), _ID_FIELD, ids, more, closing)
 
-    def error_answer(self, dialect: Dialect, error: GatewayError, request_id: str, client: ClientConnection) -> bytes:
+    def make_error_answer(
+        self, dialect: Dialect, error: GatewayError, request_id: str, client: ClientConnection
+    ) -> bytes:
         """Return the whole answer to a failed request, and count it if it was rejected."""
-        self.note_rejection(error)
+        self.count_rejection(error)
         response = replies.error_response(error, dialect.error_body(error))
-        closes = bool(self._connection_field(client))
+        closes = bool(self._make_connection_field(client))
         more = _optional_fields(dialect.request_id_header, request_id, client)
-        return replies.response_bytes(response, request_id, closes=closes, more=more)
+        return replies.response_bytes(response, request_id, closes_connection=closes, more_headers=more)
 
-    def note_rejection(self, error: GatewayError) -> None:
+    def count_rejection(self, error: GatewayError) -> None:
         """Count a request that was rejected before its answer began. Complete the message if no instance is left."""
         if isinstance(error, NoBackendAvailable):
-            self.lane.explain(error)
+            self.model_lane.add_model_names(error)
         replies.count_rejection(self.metrics, error)
 
-    def error_of_exception(self, dialect: Dialect, error: BaseException) -> GatewayError:
+    def make_unexpected_error(self, dialect: Dialect, error: BaseException) -> GatewayError:
         """Log an unexpected error, and return the error for the client."""
-        return replies.report_unexpected("POST", dialect.path, error)
+        return replies.log_unexpected_exception("POST", dialect.path, error)
 
-    def _date_lines(self) -> bytes:
+    def _make_date_lines(self) -> bytes:
         """Return the header lines `Date` and `Server`."""
         second = int(self.clock())
-        if second != self._second:
-            self._second = second
+        if second != self._date_second:
+            self._date_second = second
             self._date_lines_now = f"Date: {formatdate(usegmt=True)}\r\nServer: {SERVER}\r\n".encode()
         return self._date_lines_now
 
-    def _connection_field(self, client: ClientConnection, *, has_end: bool = True) -> bytes:
+    def _make_connection_field(self, client: ClientConnection, *, has_end_mark: bool = True) -> bytes:
         """Return `Connection: close` and close the connection after this answer, or return an empty line.
 
-        `has_end`: whether the client can find the end of the body while the connection stays open.
+        `has_end_mark`: whether the client can find the end of the body while the connection stays open.
         """
-        if has_end and not self.listener.is_closing:
+        if has_end_mark and not self.http_listener.is_closing:
             return b""
         client.end_after_answer()
         return _CLOSE
@@ -130,5 +138,5 @@ class RequestParts:
 def _optional_fields(id_header: str, request_id: str, client: ClientConnection) -> bytes:
     """Return the header lines that only some answers have."""
     if id_header == _ID_HEADER:
-        return client.head_fields
-    return b"%b: %b\r\n%b" % (id_header.encode(), request_id.encode(), client.head_fields)
+        return client.additional_header_lines
+    return b"%b: %b\r\n%b" % (id_header.encode(), request_id.encode(), client.additional_header_lines)

@@ -25,7 +25,7 @@ _UNLIMITED: Final = frozenset(
 """Failures after which the attempts are limited by `retry.max_attempts` only."""
 
 
-def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_attempts: int) -> bool:
+def may_retry(error: UpstreamError, *, sent_to_client: bool, attempt_count: int, max_attempts: int) -> bool:
     """Return whether to retry a failed attempt on another backend.
 
     All attempts are available after a refused connection, a failed bootstrap, a busy engine (429, 503), a decoder that
@@ -41,23 +41,29 @@ def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_
         attempts: The number of attempts that failed in the error's role.
         max_attempts: The setting `retry.max_attempts`.
     """
-    return not sent_to_client and attempts < min(_attempts(error, max_attempts), max_attempts)
+    return not sent_to_client and attempt_count < min(_max_attempts_for(error, max_attempts), max_attempts)
 
 
-def _attempts(error: UpstreamError, max_attempts: int) -> int:
-    if error.failure in _UNLIMITED or error.is_backpressure:
+def _max_attempts_for(attempt_error: UpstreamError, max_attempts: int) -> int:
+    if attempt_error.failure in _UNLIMITED or attempt_error.is_backpressure:
         return max_attempts
-    if error.failure in (Failure.TIMEOUT, Failure.MISSING_KV, Failure.NOT_RESUMED) or error.is_fault_of_client:
+    if (
+        attempt_error.failure in (Failure.TIMEOUT, Failure.MISSING_KV, Failure.NOT_RESUMED)
+        or attempt_error.is_fault_of_client
+    ):
         return 1
     return 2
 
 
-def backoff_seconds(retry: Retry, attempts: int, draw: float | None = None) -> float:
-    """Return the wait before the next attempt: exponential with full jitter. `draw`: a random number in [0, 1)."""
-    draw = random.random() if draw is None else draw
+def backoff_seconds(retry_options: Retry, attempts: int, random_draw: float | None = None) -> float:
+    """Return the wait before the next attempt: exponential with full jitter.
+
+    `random_draw`: a random number in [0, 1).
+    """
+    random_draw = random.random() if random_draw is None else random_draw
     doublings = min(attempts - 1, 64)  # far beyond any bound, and still a float
-    ceiling: float = min(retry.max_delay_seconds, retry.base_delay_seconds * 2**doublings)
-    return draw * ceiling
+    ceiling: float = min(retry_options.max_delay_seconds, retry_options.base_delay_seconds * 2**doublings)
+    return random_draw * ceiling
 
 
 class RetryBudget:
@@ -68,91 +74,93 @@ class RetryBudget:
 
     def __init__(self, options: Callable[[], Retry]) -> None:
         """Create a budget of retries without any request."""
-        self.in_flight = 0
-        """Requests in flight. `enter` adds one, and its caller subtracts it again."""
-        self.repeating = 0
+        self.in_flight_count = 0
+        """Requests in flight. `count_request` adds one, and its caller subtracts it again."""
+        self.held_permits = 0
         """Permits that are held."""
-        self._options = options
-        self._waiting: dict[RetryPermit, asyncio.Future[None]] = {}  # in the order in which they came
+        self._get_options = options
+        self._waiting_permits: dict[RetryPermit, asyncio.Future[None]] = {}  # in the order in which they came
 
     @property
-    def capacity(self) -> int:
+    def permit_capacity(self) -> int:
         """The present limit. It may fall below the number of permits that are held, which stay valid."""
-        options = self._options()
-        return max(options.budget_least, int(options.budget_share * self.in_flight))
+        options = self._get_options()
+        return max(options.budget_least, int(options.budget_share * self.in_flight_count))
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """The number of requests that wait for a permit."""
-        return len(self._waiting)
+        return len(self._waiting_permits)
 
-    def enter(self) -> None:
+    def count_request(self) -> None:
         """Count a request that is in flight towards the budget of retries."""
-        self.in_flight += 1
-        if self._waiting:
-            self.grant()
+        self.in_flight_count += 1
+        if self._waiting_permits:
+            self.grant_free_permits()
 
-    def grant(self) -> None:
+    def grant_free_permits(self) -> None:
         """Grant free permits in the order of the requests, before later requests can take them."""
-        while self._waiting and self.repeating < self.capacity:
-            permit = next(iter(self._waiting))
-            granted = self._waiting.pop(permit)
-            permit._take()
+        while self._waiting_permits and self.held_permits < self.permit_capacity:
+            permit = next(iter(self._waiting_permits))
+            granted = self._waiting_permits.pop(permit)
+            permit._take_permit()
             granted.set_result(None)
 
 
 class RetryPermit:
-    """The permit of one request to be retried, held from `acquire` to `release` or the end of the `with` block.
+    """The permit of one request to be retried, held from `acquire_permit` to `release_permit` or the end of `with`.
 
     The request is in flight within the block. The block is not asynchronous, so that it cannot be cancelled halfway.
     """
 
-    __slots__ = ("_budget", "is_held")
+    __slots__ = ("_retry_budget", "is_held")
 
     def __init__(self, budget: RetryBudget) -> None:
-        self._budget = budget
+        self._retry_budget = budget
         self.is_held = False
 
     def __enter__(self) -> Self:
-        self._budget.enter()
+        self._retry_budget.count_request()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._budget.in_flight -= 1  # before the permit goes to another unit, because the budget gets smaller
-        self.release()
+        self._retry_budget.in_flight_count -= (
+            1  # before the permit goes to another unit, because the budget gets smaller
+        )
+        self.release_permit()
 
-    def try_acquire(self) -> bool:
+    def try_acquire_permit(self) -> bool:
         """Take the permit if one is free. Return whether it is held now."""
-        budget = self._budget
-        if not self.is_held and budget.repeating < budget.capacity:
-            self._take()
+        budget = self._retry_budget
+        if not self.is_held and budget.held_permits < budget.permit_capacity:
+            self._take_permit()
         return self.is_held
 
-    async def acquire(self, timeout_seconds: float) -> bool:
+    async def acquire_permit(self, timeout_seconds: float) -> bool:
         """Take the permit, and wait for one to become free if necessary. Return False after the timeout."""
-        if self.try_acquire():
+        if self.try_acquire_permit():
             return True
         granted = asyncio.get_running_loop().create_future()
-        self._budget._waiting[self] = granted
+        self._retry_budget._waiting_permits[self] = granted
         is_acquired = False
         try:
             await asyncio.wait((granted,), timeout=timeout_seconds)
             is_acquired = self.is_held
         finally:
-            self._budget._waiting.pop(self, None)
+            self._retry_budget._waiting_permits.pop(self, None)
             if not is_acquired:
-                self.release()  # the wait was cancelled, perhaps just as the permit was granted
+                self.release_permit()  # the wait was cancelled, perhaps just as the permit was granted
         return is_acquired
 
-    def release(self) -> None:
+    def release_permit(self) -> None:
         """Release the permit after the first token or the end of the attempt. May be called again."""
         if self.is_held:
             self.is_held = False
-            self._budget.repeating -= 1
-            self._budget.grant()
+            self._retry_budget.held_permits -= 1
+            self._retry_budget.grant_free_permits()
 
-    def _take(self) -> None:
+    def _take_permit(self) -> None:
         self.is_held = True
-        self._budget.repeating += 1
+        self._retry_budget.held_permits += 1

@@ -40,7 +40,9 @@ _PIECE_BYTES: Final = 256 * 1024
 _WHOLE_BYTES: Final = 1024 * 1024
 
 
-async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], object], *, readings: int = 1) -> bytes:
+async def read_json(
+    request: web.Request, listen_options: Listen, on_bytes: Callable[[int], object], *, parse_counter: int = 1
+) -> bytes:
     """Return the body of a JSON request as `read_body` does. Raises GatewayError 413 if parsing would take too long.
 
     Work of milliseconds is split, so that tokens of other requests pass in between.
@@ -48,48 +50,52 @@ async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], 
     Args:
         request: The request.
         listen: The limits.
-        grow: Called with an upper bound of the memory that the body may take, if it is large. See `memory_bytes`.
+        grow: Called with an upper bound of the memory that the body may take, if it is large. See `body_memory_bytes`.
         readings: How often the body is parsed without a pause, for example 2 if it is translated and parsed again.
     """
-    raw = await read_body(request, listen, grow)
-    most = listen.max_body_elements // readings
+    raw = await read_body(request, listen_options, on_bytes)
+    most = listen_options.max_body_elements // parse_counter
     if len(raw) <= ALWAYS_LIGHT_BYTES or is_light_json(raw, most):
         return raw
     if len(raw) <= LONG_BYTES:
         elements, memory_bytes = bound_element_counts(raw)
         if elements <= most:
-            grow(len(raw) + memory_bytes)
+            on_bytes(len(raw) + memory_bytes)
             return raw
     weight = estimate_weight(raw)
     if weight.elements > most:
         await asyncio.sleep(0)
         weight = count_weight(raw, most)
         if weight.elements > most:
-            raise _too_many_elements(most)
-    grow(len(raw) + weight.memory_bytes)
+            raise _make_too_many_elements_error(most)
+    on_bytes(len(raw) + weight.memory_bytes)
     if len(raw) > LONG_BYTES:
         await asyncio.sleep(0)
     return raw
 
 
-def memory_bytes(raw: bytes, values: object) -> int:
+def body_memory_bytes(body_bytes: bytes, parsed_values: object) -> int:
     """Return the memory of a body with its values that have become Python objects."""
-    if len(raw) <= ALWAYS_LIGHT_BYTES:
-        return len(raw)
-    return len(raw) + count_object_bytes(raw, values) + count_wide_text_bytes(raw, values)
+    if len(body_bytes) <= ALWAYS_LIGHT_BYTES:
+        return len(body_bytes)
+    return (
+        len(body_bytes)
+        + count_object_bytes(body_bytes, parsed_values)
+        + count_wide_text_bytes(body_bytes, parsed_values)
+    )
 
 
 async def read_body(
     request: web.Request,
-    listen: Listen,
-    grow: Callable[[int], object] | None = None,
+    listen_options: Listen,
+    on_bytes: Callable[[int], object] | None = None,
     *,
-    option: str | None = "listen.max_body_bytes",
+    size_option: str | None = "listen.max_body_bytes",
 ) -> bytes:
     """Read the whole body. Raises GatewayError (413, 415, 408), and ConnectionError if the client disconnected.
 
-    `grow` is called with the number of bytes so far, and its exceptions are raised. `option` is the setting that allows
-    longer bodies, for the message; None: there is none.
+    `on_bytes` is called with the number of bytes so far, and its exceptions are raised. `size_option` is the setting
+    that allows longer bodies, for the message; None: there is none.
     """
     coding = request.headers.get(hdrs.CONTENT_ENCODING)
     if coding is not None and coding.lower() != "identity":
@@ -101,69 +107,69 @@ async def read_body(
     content = request.content
     try:
         if not content.is_eof():
-            return await _read_body(request, listen, grow, option)
+            return await _read_body(request, listen_options, on_bytes, size_option)
         body = content.read_nowait()
     except ConnectionError:
         raise
     except OSError as lost:  # connections also end with other errors, such as timeouts
         raise ConnectionResetError("the client disconnected") from lost
-    if len(body) > listen.max_body_bytes:
-        raise _too_large(listen, option)
-    if grow is not None:
-        grow(len(body))
+    if len(body) > listen_options.max_body_bytes:
+        raise _make_too_large_error(listen_options, size_option)
+    if on_bytes is not None:
+        on_bytes(len(body))
     return body
 
 
-def deadline_seconds(received_bytes: int, listen: Listen) -> float:
+def deadline_seconds(received_bytes: int, listen_options: Listen) -> float:
     """Return the seconds from the start of reading, within which more than `received_bytes` must arrive.
 
     At this time the average rate falls below `body_bytes_per_second`. It is at least 5 s and at most `body_seconds`.
     """
-    if not listen.body_bytes_per_second:
-        return listen.body_seconds
-    return min(max(_GRACE_SECONDS, received_bytes / listen.body_bytes_per_second), listen.body_seconds)
+    if not listen_options.body_bytes_per_second:
+        return listen_options.body_seconds
+    return min(max(_GRACE_SECONDS, received_bytes / listen_options.body_bytes_per_second), listen_options.body_seconds)
 
 
 async def _read_body(
-    request: web.Request, listen: Listen, grow: Callable[[int], object] | None, option: str | None
+    request: web.Request, listen_options: Listen, on_bytes: Callable[[int], object] | None, size_option: str | None
 ) -> bytes:
     announced_bytes = request.content_length
-    if announced_bytes is not None and announced_bytes > listen.max_body_bytes:
-        raise _too_large(listen, option)
+    if announced_bytes is not None and announced_bytes > listen_options.max_body_bytes:
+        raise _make_too_large_error(listen_options, size_option)
     if request.transport is None:
         raise ConnectionResetError("the client disconnected")
     if AWAITS_CONTINUE in request:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     if announced_bytes is not None and announced_bytes <= _WHOLE_BYTES:
-        return await _read_whole(request, announced_bytes, listen, grow)
+        return await _read_whole(request, announced_bytes, listen_options, on_bytes)
     content = request.content
     content.set_read_chunk_size(_PIECE_BYTES)
     body = BytesIO()  # returns its bytes without a copy
     received_bytes = 0
     started = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout_at(started + deadline_seconds(0, listen)) as limit:
+        async with asyncio.timeout_at(started + deadline_seconds(0, listen_options)) as limit:
             while piece := await content.readany():
                 received_bytes += len(piece)
-                if received_bytes > listen.max_body_bytes:
-                    raise _too_large(listen, option)
-                if grow is not None:
-                    grow(received_bytes)
+                if received_bytes > listen_options.max_body_bytes:
+                    raise _make_too_large_error(listen_options, size_option)
+                if on_bytes is not None:
+                    on_bytes(received_bytes)
                 body.write(piece)
-                limit.reschedule(started + deadline_seconds(received_bytes, listen))
+                limit.reschedule(started + deadline_seconds(received_bytes, listen_options))
     except TimeoutError:
         if not limit.expired():
             raise  # of the connection
-        raise _too_slow() from None
+        raise _make_too_slow_error() from None
     return body.getvalue()
 
 
 async def _read_whole(
-    request: web.Request, announced_bytes: int, listen: Listen, grow: Callable[[int], object] | None
+    request: web.Request, announced_bytes: int, listen_options: Listen, on_bytes: Callable[[int], object] | None
 ) -> bytes:
     """Read a body of a known length. The task wakes up once, and the parts are joined once."""
-    if grow is not None:
-        grow(announced_bytes)
+    if on_bytes is not None:
+        on_bytes(announced_bytes)
     content = request.content
     content.set_read_chunk_size(announced_bytes)
     request.protocol.resume_reading()  # aiohttp may have paused at its lower limit
@@ -171,7 +177,7 @@ async def _read_whole(
         raise lost
     loop = asyncio.get_running_loop()
     started = loop.time()
-    while (until := started + deadline_seconds(content.total_bytes, listen)) > loop.time():
+    while (until := started + deadline_seconds(content.total_bytes, listen_options)) > loop.time():
         try:
             async with asyncio.timeout_at(until) as limit:
                 await content.wait_eof()
@@ -179,23 +185,24 @@ async def _read_whole(
         except TimeoutError:
             if not limit.expired():
                 raise  # of the connection
-    raise _too_slow()
+    raise _make_too_slow_error()
 
 
-def _too_slow() -> GatewayError:
+def _make_too_slow_error() -> GatewayError:
     return GatewayError("the body of the request did not arrive in time", code="slow_body", status=408)
 
 
-def _too_large(listen: Listen, option: str | None) -> GatewayError:
-    message = f"the request body is larger than the {listen.max_body_bytes} bytes this gateway accepts"
-    if option is not None:
-        message += f" ({option})"
+def _make_too_large_error(listen_options: Listen, size_option: str | None) -> GatewayError:
+    message = f"the request body is larger than the {listen_options.max_body_bytes} bytes this gateway accepts"
+    if size_option is not None:
+        message += f" ({size_option})"
     return GatewayError(message, code="request_too_large", status=413)
 
 
-def _too_many_elements(most: int) -> GatewayError:
+def _make_too_many_elements_error(max_elements: int) -> GatewayError:
     message = (
-        f"the request body has more than the {most} elements this gateway accepts (listen.max_body_elements): numbers "
+        f"the request body has more than the {max_elements} elements this gateway accepts "
+        "(listen.max_body_elements): numbers "
         "and literals count one each, strings and names 8, arrays and objects 16, and escapes in strings one"
     )
     return GatewayError(message, code="request_too_large", status=413)

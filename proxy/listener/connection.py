@@ -38,20 +38,27 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 class AiohttpConnection(web.RequestHandler):
     """A client connection that HttpListener accepted and aiohttp reads."""
 
-    __slots__ = ("_asks_for_head", "_drained", "_first", "_front", "client_transport", "on_full")
+    __slots__ = (
+        "_is_head_request",
+        "_drain_future",
+        "_first_protocol",
+        "_http_listener",
+        "client_transport",
+        "on_full",
+    )
 
-    def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
+    def __init__(self, http_listener: HttpListener, server: web.Server, **options: object) -> None:
         """Store the listener. `aiohttp.web.RequestHandler` describes the options."""
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
-        self._front = front
+        self._http_listener = http_listener
         self.on_full: Callable[[], None] | None = None
         """Called when the client begins to read more slowly than the gateway writes."""
         self.client_transport: asyncio.Transport
         """The transport; it stays set after the connection is lost."""
-        self._drained: asyncio.Future[None] | None = None
-        self._asks_for_head = False
+        self._drain_future: asyncio.Future[None] | None = None
+        self._is_head_request = False
         """Whether the data that aiohttp could not parse began as a HEAD request."""
-        self._first: FirstProtocol | None = None
+        self._first_protocol: FirstProtocol | None = None
         """The protocol that read the connection before, and that may read the next request; None if there is none."""
 
     @property
@@ -60,43 +67,43 @@ class AiohttpConnection(web.RequestHandler):
         return self._waiter is not None and not self._waiter.done()
 
     @property
-    def client(self) -> str:
+    def client_address(self) -> str:
         """Return the address of the client of this connection."""
         return str(self.peername[0]) if isinstance(self.peername, tuple) else "-"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.client_transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        if self._front.accept(self, self.client_transport):
-            self.take_over(self.client_transport)
+        if self._http_listener.register_connection(self, self.client_transport):
+            self.take_over_connection(self.client_transport)
 
-    def take_over(self, transport: asyncio.Transport) -> None:
+    def take_over_connection(self, transport: asyncio.Transport) -> None:
         """Continue with a connection that another reader has accepted."""
         self.client_transport = transport
         super().connection_made(transport)
-        self.leave_idle()
+        self.stop_idle_timer()
 
-    def resume_from(self, first: FirstProtocol, data: bytes) -> None:
+    def resume_from(self, first_protocol: FirstProtocol, data: bytes) -> None:
         """Take over from another protocol. `data`: the first bytes that are not answered yet."""
-        self.take_over(first.client_transport)
+        self.take_over_connection(first_protocol.client_transport)
         self.data_received(data)
-        if first.is_one_request(data):
-            self._first = first
+        if first_protocol.is_one_request(data):
+            self._first_protocol = first_protocol
 
-    def _is_reclaimed(self, first: FirstProtocol, data: bytes) -> bool:
-        """Return the connection to `first` if that accepts the data. Returns whether it was returned."""
+    def _is_reclaimed(self, first_protocol: FirstProtocol, data: bytes) -> bool:
+        """Return the connection to `first_protocol` if that accepts the data. Returns whether it was returned."""
         transport = self.client_transport
-        if not self.awaits_request or transport.get_write_buffer_size() or not first.reclaims(data):
+        if not self.awaits_request or transport.get_write_buffer_size() or not first_protocol.should_reclaim(data):
             return False
         self.transport = None  # or it would be closed
         super().connection_lost(None)
-        self._front.return_to_first(first, self)
-        first.data_received(data)
+        self._http_listener.return_to_first_protocol(first_protocol, self)
+        first_protocol.data_received(data)
         return True
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._wake_writers()
-        self._front.forget(self)
+        self._http_listener.remove_connection(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -110,37 +117,37 @@ class AiohttpConnection(web.RequestHandler):
     async def drained(self) -> None:
         """Wait until the client has read enough to continue writing."""
         while self.writing_paused and not self.client_transport.is_closing():
-            self._drained = asyncio.get_running_loop().create_future()
-            await self._drained
+            self._drain_future = asyncio.get_running_loop().create_future()
+            await self._drain_future
 
     def _wake_writers(self) -> None:
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
+        if self._drain_future is not None and not self._drain_future.done():
+            self._drain_future.set_result(None)
 
-    def leave_idle(self) -> None:
+    def stop_idle_timer(self) -> None:
         """Stop the idle timer of aiohttp, because a request is expected or has begun."""
         self.keep_alive(True)
 
     def data_received(self, data: bytes) -> None:
-        first = self._first
+        first = self._first_protocol
         if first is not None and data:  # aiohttp calls it with no data, to process data that it has kept
             if self._is_reclaimed(first, data):
                 return
             # The end of a request is known only while each one arrives alone and in one piece.
             if not first.is_one_request(data):
-                self._first = None
+                self._first_protocol = None
         super().data_received(data)
         if self.awaits_request:
-            if data and self._front.on_head(self, len(data)) > _MAX_HEAD_BYTES:
-                self.end(make_malformed_error("the headers are too long", status=431))
+            if data and self._http_listener.count_head_bytes(self, len(data)) > _MAX_HEAD_BYTES:
+                self.end_idle_connection(make_malformed_error("the headers are too long", status=431))
         elif self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
-            self._asks_for_head = data.startswith(b"HEAD ")
-            self._on_unreadable(unreadable(self._messages[-1][0].exc))
+            self._is_head_request = data.startswith(b"HEAD ")
+            self._on_unreadable_data(make_unreadable_error(self._messages[-1][0].exc))
 
-    def end(self, error: GatewayError | None = None) -> None:
+    def end_idle_connection(self, error: GatewayError | None = None) -> None:
         """Close a connection that awaits a request. `error`: is sent before; None: nothing is sent."""
         if error is not None and self.transport is not None:
-            self.transport.write(self._front.refuse(self, error, make_request_id()))
+            self.transport.write(self._http_listener.make_refusal_bytes(self, error, make_request_id()))
         self.force_close()
 
     def end_after_answer(self) -> None:
@@ -151,11 +158,11 @@ class AiohttpConnection(web.RequestHandler):
         """
         request = self._current_request
         if self.awaits_request:
-            self.end()
+            self.end_idle_connection()
         elif request is not None and request.content.is_eof() and not self._messages:
             self.close()
 
-    def _on_unreadable(self, error: GatewayError) -> None:
+    def _on_unreadable_data(self, error: GatewayError) -> None:
         """Handle data that aiohttp could not read.
 
         Usually it is in the queue of aiohttp, and `handle_error` answers it in its turn. If it belongs to a body, the
@@ -165,7 +172,7 @@ class AiohttpConnection(web.RequestHandler):
         body = self._messages[-2][1] if len(self._messages) > 1 else current.content if current else None
         if body is None or body.is_eof():
             return
-        self._front.report(self, error, make_request_id())
+        self._http_listener.log_unexpected_error(self, error, make_request_id())
         body.set_exception(error)
         body.feed_eof()  # otherwise aiohttp would continue to read after the answer
         self.close()  # after that answer; requests in the queue get none
@@ -174,16 +181,16 @@ class AiohttpConnection(web.RequestHandler):
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Return the answer to invalid requests, and to exceptions outside of the middlewares."""
-        request_id = replies.request_id(request)
+        request_id = replies.request_id_of(request)
         asks_for_head = request.method == hdrs.METH_HEAD
         if isinstance(exc, GatewayError):
-            words = self._front.refuse(self, exc, request_id)
+            words = self._http_listener.make_refusal_bytes(self, exc, request_id)
         elif isinstance(exc, HttpProcessingError):
-            words = self._front.refuse(self, unreadable(exc), request_id)
-            asks_for_head = self._asks_for_head
+            words = self._http_listener.make_refusal_bytes(self, make_unreadable_error(exc), request_id)
+            asks_for_head = self._is_head_request
         else:
             words = replies.closing_error_bytes(
-                replies.report_unexpected(request.method, request.path, exc), request_id
+                replies.log_unexpected_exception(request.method, request.path, exc), request_id
             )
         if request.writer.output_size:
             raise ConnectionResetError("a part of another answer has been sent")
@@ -199,21 +206,21 @@ class _FixedBytesResponse(web.StreamResponse):
     def __init__(self, words: bytes, connection: AiohttpConnection, *, has_body: bool) -> None:
         super().__init__()
         self.force_close()
-        self._words = words
-        self._connection = connection
+        self._response_bytes = words
+        self._client_connection = connection
         self._has_body = has_body
 
     async def prepare(self, request: web.BaseRequest) -> None:
         """Do nothing, because the bytes of the response are complete."""
 
     async def write_eof(self, data: bytes = b"") -> None:
-        transport = self._connection.transport
+        transport = self._client_connection.transport
         if transport is None:
             return
-        transport.write(self._words)
+        transport.write(self._response_bytes)
         end_writing(transport)
         if not self._has_body:  # aiohttp waits for the end of a body itself
-            self._connection.close()  # ignores further data
+            self._client_connection.close()  # ignores further data
             await asyncio.sleep(LINGERING_SECONDS)  # cancelled when the client closes
 
 
@@ -239,7 +246,7 @@ class FirstProtocol(asyncio.Protocol, ABC):
 
     @property
     @abstractmethod
-    def client(self) -> str:
+    def client_address(self) -> str:
         """Return the address of the client of this connection."""
 
     @property
@@ -248,7 +255,7 @@ class FirstProtocol(asyncio.Protocol, ABC):
         """Whether no answer is under way and no part of a request has arrived."""
 
     @abstractmethod
-    def end(self, error: GatewayError | None = None) -> None:
+    def end_idle_connection(self, error: GatewayError | None = None) -> None:
         """Close a connection that awaits a request. `error`: is sent before; None: nothing is sent."""
 
     @abstractmethod
@@ -260,11 +267,11 @@ class FirstProtocol(asyncio.Protocol, ABC):
         """Ignore all further data of the connection."""
 
     @abstractmethod
-    def cut(self) -> None:
+    def cut_connection(self) -> None:
         """Close the connection at once, even during an answer."""
 
     @abstractmethod
-    def sweep(self, now: float, keepalive_seconds: float) -> None:
+    def enforce_time_limits(self, now: float, keepalive_seconds: float) -> None:
         """Close the connection if it was idle for `keepalive_seconds`. `now`: the listener's clock time."""
 
     @staticmethod
@@ -273,7 +280,7 @@ class FirstProtocol(asyncio.Protocol, ABC):
         """Return whether the data is surely one complete request with nothing after it."""
 
     @abstractmethod
-    def reclaims(self, data: bytes) -> bool:
+    def should_reclaim(self, data: bytes) -> bool:
         """Return whether this protocol takes back a connection that it handed over.
 
         If so, it receives this data, which begins a request.
@@ -312,12 +319,12 @@ def make_malformed_error(reason: str, status: int = 400) -> GatewayError:
     return GatewayError(f"the request is not valid HTTP/1.1: {reason}", code=MALFORMED, status=status)
 
 
-def unreadable(problem: BaseException) -> GatewayError:
+def make_unreadable_error(http_problem: BaseException) -> GatewayError:
     """Return the error for a request that aiohttp could not read."""
     for kind, words in _WORDS:
-        if isinstance(problem, kind):
+        if isinstance(http_problem, kind):
             return make_malformed_error(words, status=431 if kind is LineTooLong else 400)
-    message = problem.message if isinstance(problem, HttpProcessingError) else ""
+    message = http_problem.message if isinstance(http_problem, HttpProcessingError) else ""
     message, separator, _ = message.partition(":\n\n")  # a quotation follows the message of llhttp
     if not separator and not _has_no_quotation(message):
         return make_malformed_error("it cannot be read")
@@ -327,7 +334,7 @@ def unreadable(problem: BaseException) -> GatewayError:
     return make_malformed_error(reason, status=505 if reason.endswith("Invalid HTTP version") else 400)
 
 
-def refusal_of(request: web.BaseRequest) -> GatewayError | None:
+def find_refusal(request: web.BaseRequest) -> GatewayError | None:
     """Return the error of a request that aiohttp could parse but that no route may handle; None if there is none."""
     headers, version, target = request.headers, request.version, request.raw_path
     coding = headers.get(hdrs.TRANSFER_ENCODING)

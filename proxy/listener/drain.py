@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 
-class CutOff(Protocol):
+class EndableRequest(Protocol):
     """A request that is answered without a task, and that the drain can end."""
 
-    def cut_off(self) -> None:
+    def cut_off_request(self) -> None:
         """End the running request with the error ShuttingDown."""
 
 
@@ -38,72 +38,72 @@ class DrainManager:
 
     def __init__(self) -> None:
         self.is_draining = False
-        self.has_successor = False
+        self.has_successor_process = False
         """Whether another process accepts on the same sockets, so that the gateway as a whole stays ready."""
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._without_task: set[CutOff] = set()
-        self._cut_off: set[asyncio.Task[Any]] = set()
-        self._idle = asyncio.Event()
+        self._running_tasks: set[asyncio.Task[Any]] = set()
+        self._requests_without_task: set[EndableRequest] = set()
+        self._tasks_cut_off: set[asyncio.Task[Any]] = set()
+        self._idle_event = asyncio.Event()
 
     @property
-    def in_flight(self) -> int:
+    def in_flight_count(self) -> int:
         """Number of client requests that this worker is answering."""
-        return len(self._tasks) + len(self._without_task)
+        return len(self._running_tasks) + len(self._requests_without_task)
 
-    def enter(self, request: CutOff) -> None:
-        """Count a request that has no task, until `leave`."""
-        self._without_task.add(request)
+    def count_request(self, request: EndableRequest) -> None:
+        """Count a request that has no task, until `stop_counting_request`."""
+        self._requests_without_task.add(request)
 
-    def leave(self, request: CutOff) -> None:
+    def stop_counting_request(self, request: EndableRequest) -> None:
         """Stop counting a request, because it has ended or gets a task."""
-        self._without_task.discard(request)
-        if not self._tasks and not self._without_task:
-            self._idle.set()
+        self._requests_without_task.discard(request)
+        if not self._running_tasks and not self._requests_without_task:
+            self._idle_event.set()
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def count_while_answering(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count a request while it is being answered."""
         # Without this argument, Python 3.11 makes a system call to find the loop.
         task = asyncio.current_task(request.task.get_loop())
         assert task is not None
-        with self.counting(task), self:
+        with self.count_task(task), self:
             return await handler(request)
 
     @contextmanager
-    def counting(self, task: asyncio.Task[Any]) -> Iterator[None]:
+    def count_task(self, task: asyncio.Task[Any]) -> Iterator[None]:
         """Count a request while its task runs this block."""
-        self._tasks.add(task)
+        self._running_tasks.add(task)
         try:
             yield
         finally:
-            self._tasks.discard(task)
-            self._cut_off.discard(task)
-            if not self._tasks and not self._without_task:
-                self._idle.set()
+            self._running_tasks.discard(task)
+            self._tasks_cut_off.discard(task)
+            if not self._running_tasks and not self._requests_without_task:
+                self._idle_event.set()
 
     @contextmanager
-    def uncounted(self, task: asyncio.Task[Any]) -> Iterator[None]:
-        """Neither count nor cut off a task while it runs this block, because `enter` already counts its request."""
-        self._tasks.discard(task)
+    def exclude_task(self, task: asyncio.Task[Any]) -> Iterator[None]:
+        """Neither count nor cut off a task while it runs this block: `count_request` already counts its request."""
+        self._running_tasks.discard(task)
         try:
             yield
         finally:
-            self._tasks.add(task)
+            self._running_tasks.add(task)
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no request is running."""
-        while self.in_flight:
-            self._idle.clear()
-            await self._idle.wait()
+        while self.in_flight_count:
+            self._idle_event.clear()
+            await self._idle_event.wait()
 
-    def cut_off(self) -> int:
+    def cut_off_all(self) -> int:
         """End all running requests with an error. Returns their number."""
-        for task in self._tasks - self._cut_off:
-            self._cut_off.add(task)
+        for task in self._running_tasks - self._tasks_cut_off:
+            self._tasks_cut_off.add(task)
             task.cancel()
-        count = len(self._cut_off) + len(self._without_task)
-        for request in tuple(self._without_task):
-            request.cut_off()
+        count = len(self._tasks_cut_off) + len(self._requests_without_task)
+        for request in tuple(self._requests_without_task):
+            request.cut_off_request()
         return count
 
     def __enter__(self) -> None:
@@ -112,9 +112,9 @@ class DrainManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, asyncio.CancelledError) and self._cut_off:
+        if isinstance(error, asyncio.CancelledError) and self._tasks_cut_off:
             task = asyncio.current_task()
             # With more than one cancellation the client disconnected, too.
-            if task in self._cut_off and not task.uncancel():
-                self._cut_off.discard(task)
+            if task in self._tasks_cut_off and not task.uncancel():
+                self._tasks_cut_off.discard(task)
                 raise ShuttingDown from None

@@ -17,8 +17,8 @@ ConnectionT = TypeVar("ConnectionT")
 
 
 @dataclass(slots=True, eq=False)
-class _Head:
-    since: float
+class _IncompleteHead:
+    started_at: float
     size_bytes: int = 0
 
 
@@ -29,37 +29,37 @@ class HeaderDeadlines(Generic[ConnectionT]):
         """Store the clock, which is monotonic and returns seconds."""
         self._clock = clock
         # Ordered by time, so that finding the late ones takes one step more than there are late ones.
-        self._heads: dict[ConnectionT, _Head] = {}
-        self._nobody = asyncio.Event()
+        self._incomplete_heads: dict[ConnectionT, _IncompleteHead] = {}
+        self._is_empty_event = asyncio.Event()
 
     def __contains__(self, connection: ConnectionT) -> bool:
-        return connection in self._heads
+        return connection in self._incomplete_heads
 
-    def begin(self, connection: ConnectionT) -> None:
+    def start_timing(self, connection: ConnectionT) -> None:
         """Start to measure the time until the headers arrive on a connection."""
-        self._heads[connection] = _Head(self._clock())
+        self._incomplete_heads[connection] = _IncompleteHead(self._clock())
 
-    def grow(self, connection: ConnectionT, size_bytes: int) -> int:
+    def add_header_bytes(self, connection: ConnectionT, size_bytes: int) -> int:
         """Add bytes to the headers of a connection, and return their size so far."""
-        head = self._heads[connection]
+        head = self._incomplete_heads[connection]
         head.size_bytes += size_bytes
         return head.size_bytes
 
-    def end(self, connection: ConnectionT) -> None:
+    def stop_timing(self, connection: ConnectionT) -> None:
         """Stop to measure the time for headers on a connection, if it is measured."""
-        if self._heads.pop(connection, None) is not None and not self._heads:
-            self._nobody.set()
+        if self._incomplete_heads.pop(connection, None) is not None and not self._incomplete_heads:
+            self._is_empty_event.set()
 
     def overdue_connections(self, seconds: float) -> list[tuple[ConnectionT, bool]]:
         """Return connections that have waited `seconds` for headers, and for each whether any bytes have arrived."""
         due = self._clock() - seconds
         return [
             (connection, head.size_bytes > 0)
-            for connection, head in takewhile(lambda each: each[1].since <= due, self._heads.items())
+            for connection, head in takewhile(lambda each: each[1].started_at <= due, self._incomplete_heads.items())
         ]
 
     async def wait_until_empty(self) -> None:
         """Wait until no connection waits for headers."""
-        while self._heads:
-            self._nobody.clear()
-            await self._nobody.wait()
+        while self._incomplete_heads:
+            self._is_empty_event.clear()
+            await self._is_empty_event.wait()

@@ -28,7 +28,7 @@ from proxy.listener.connection import (
     AiohttpConnection,
     FirstProtocol,
     end_writing,
-    refusal_of,
+    find_refusal,
 )
 from proxy.listener.header_deadlines import HeaderDeadlines
 from proxy.listener.tls import TlsHandshake
@@ -84,11 +84,11 @@ class HttpListener:
         tick_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._close_after_each_answer = False
+        self._closes_after_each_answer = False
         self.is_closing = True
         """Whether every connection closes after its next answer."""
         app.on_response_prepare.append(self._on_prepare)
-        self._runner = web.AppRunner(
+        self._app_runner = web.AppRunner(
             app,
             handle_signals=False,
             # Otherwise a handler continues after its client disconnected.
@@ -98,7 +98,7 @@ class HttpListener:
         self._metrics = metrics
         self._tick_seconds = tick_seconds
         self._clock = clock
-        self._listening: list[tuple[asyncio.Server, socket.socket]] = []
+        self._listening_sockets: list[tuple[asyncio.Server, socket.socket]] = []
         self.first_protocol: Callable[[], FirstProtocol] | None = None
         """Makes the protocol that reads new connections first. None: aiohttp reads them."""
         self.tls: ssl.SSLContext | None = None
@@ -106,66 +106,70 @@ class HttpListener:
         self._handshakes: set[TlsHandshake] = set()
         self._open: set[AiohttpConnection | FirstProtocol] = set()
         self._first: set[FirstProtocol] = set()
-        self._idle_since: dict[AiohttpConnection | FirstProtocol, float] = {}  # noted by `end_idle`
+        self._idle_since: dict[AiohttpConnection | FirstProtocol, float] = {}  # noted by `close_idle_connections`
         self._heads = HeaderDeadlines[asyncio.Transport](clock)
         self._turned_away: dict[AiohttpConnection | FirstProtocol, tuple[float, asyncio.Transport]] = {}
         self._next_full_line = -_FULL_LINE_SECONDS
-        self.configure(listen)
+        self.set_limits(listen)
 
-    def configure(self, listen: Listen) -> None:
+    def set_limits(self, listen: Listen) -> None:
         """Change the limits. `keepalive_seconds` applies to new connections."""
         self._listen = listen
         self._max_connections = listen.max_connections or connections_for_fds()
 
     @property
-    def connections(self) -> int:
+    def connection_count(self) -> int:
         """The number of open client connections, including those in a TLS handshake."""
         return len(self._open) + len(self._handshakes)
 
     async def __aenter__(self) -> Self:
-        await self._runner.setup()
-        server = self._runner.server
+        await self._app_runner.setup()
+        server = self._app_runner.server
         assert server is not None
         self._server = server
-        self._serve, server.request_handler = server.request_handler, self._handle
+        self._serve, server.request_handler = server.request_handler, self._handle_request
         self._new_request, server.request_factory = server.request_factory, self._make_request
-        self._tick()
+        self._on_tick()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ticking.cancel()
-        for listener, _ in self._listening:
+        for listener, _ in self._listening_sockets:
             listener.close()
         handshakes = tuple(self._handshakes)
         for handshake in handshakes:
-            handshake.cancel()
-        await asyncio.gather(*(each.task for each in handshakes if each.task is not None), return_exceptions=True)
+            handshake.cancel_handshake()
+        await asyncio.gather(
+            *(each.handshake_task for each in handshakes if each.handshake_task is not None), return_exceptions=True
+        )
         for _, transport in tuple(self._turned_away.values()):
             transport.abort()
         for first in tuple(self._first):
-            first.cut()
-        await self._runner.cleanup()
+            first.cut_connection()
+        await self._app_runner.cleanup()
 
-    async def listen(self, sock: socket.socket) -> None:
+    async def listen_on(self, listening_socket: socket.socket) -> None:
         """Accept connections on a listening socket."""
-        sock.setblocking(False)
+        listening_socket.setblocking(False)
         for level, option, value in _KEEPALIVE_OPTIONS:
-            sock.setsockopt(level, option, value)
+            listening_socket.setsockopt(level, option, value)
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(self._accept_connection, sock=sock, backlog=self._listen.backlog)
-        self._listening.append((listener, sock))
-        self.is_closing = self._close_after_each_answer
+        listener = await loop.create_server(
+            self._accept_connection, sock=listening_socket, backlog=self._listen.backlog
+        )
+        self._listening_sockets.append((listener, listening_socket))
+        self.is_closing = self._closes_after_each_answer
 
     def stop_listening_for_takeover(self) -> None:
         """Stop listening while another process continues. Each connection stays open until its next answer."""
-        for listener, _ in self._listening:
+        for listener, _ in self._listening_sockets:
             listener.close()
-        self._listening.clear()
+        self._listening_sockets.clear()
         self.is_closing = True
 
-    def end_idle(self, seconds: float) -> None:
+    def close_idle_connections(self, seconds: float) -> None:
         """Close connections that were idle for `seconds`, counted from an earlier call."""
         now = self._clock()
         idle = {each for each in self._open if each.awaits_request and each.client_transport not in self._heads}
@@ -182,10 +186,10 @@ class HttpListener:
         """
         loop = asyncio.get_running_loop()
         queued: list[socket.socket] = []
-        for listener, sock in self._listening:
+        for listener, sock in self._listening_sockets:
             queued += _accept_all(sock)  # the kernel resets them when the socket closes
             listener.close()
-        self._listening.clear()
+        self._listening_sockets.clear()
         self.is_closing = True
         await asyncio.gather(*(loop.connect_accepted_socket(self._accept_connection, sock) for sock in queued))
         for _ in range(2):
@@ -195,20 +199,20 @@ class HttpListener:
                 connection.end_after_answer()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_HEADS_SECONDS):
-                if handshakes := [each.task for each in self._handshakes if each.task is not None]:
+                if handshakes := [each.handshake_task for each in self._handshakes if each.handshake_task is not None]:
                     await asyncio.wait(handshakes)
                 await self._heads.wait_until_empty()
 
-    def sweep(self) -> None:
+    def close_overdue_connections(self) -> None:
         """Close the connections whose time limits have passed."""
         for transport, has_begun in self._heads.overdue_connections(self._listen.header_seconds):
-            cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end(
+            cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end_idle_connection(
                 _slow_header_error() if has_begun else None
             )
-            self._heads.end(transport)
+            self._heads.stop_timing(transport)
         now = self._clock()
         for first in tuple(self._first):
-            first.sweep(now, self._listen.keepalive_seconds)
+            first.enforce_time_limits(now, self._listen.keepalive_seconds)
         over = self._clock() - LINGERING_SECONDS
         for _, transport in tuple(takewhile(lambda each: each[0] <= over, self._turned_away.values())):
             transport.abort()
@@ -216,83 +220,87 @@ class HttpListener:
     # Calls from connections
 
     @property
-    def close_after_each_answer(self) -> bool:
+    def closes_after_each_answer(self) -> bool:
         """Whether connections close after each answer. They also do after listening has ended."""
-        return self._close_after_each_answer
+        return self._closes_after_each_answer
 
-    @close_after_each_answer.setter
-    def close_after_each_answer(self, closes: bool) -> None:
-        self._close_after_each_answer = closes
-        self.is_closing = closes or not self._listening
+    @closes_after_each_answer.setter
+    def closes_after_each_answer(self, closes: bool) -> None:
+        self._closes_after_each_answer = closes
+        self.is_closing = closes or not self._listening_sockets
 
-    def accept(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> bool:
+    def register_connection(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> bool:
         """Register a connection. Returns False if the limit is reached; the connection gets an error and closes."""
         if len(self._open) >= self._max_connections:
-            self._reject(connection, transport)
+            self._reject_connection(connection, transport)
             return False
         self._open.add(connection)
         if not isinstance(connection, AiohttpConnection):
             self._first.add(connection)
         self._metrics.connections.inc()
-        self._heads.begin(transport)
+        self._heads.start_timing(transport)
         return True
 
-    def hand_to_aiohttp(self, first: FirstProtocol, data: bytes) -> None:
+    def hand_to_aiohttp(self, first_protocol: FirstProtocol, data: bytes) -> None:
         """Let aiohttp take over a connection. `data`: the first bytes that are not answered yet."""
-        transport, connection = first.client_transport, self._connect()
-        self._first.discard(first)
-        self._open.discard(first)
+        transport, connection = first_protocol.client_transport, self._make_aiohttp_connection()
+        self._first.discard(first_protocol)
+        self._open.discard(first_protocol)
         self._open.add(connection)
         transport.set_protocol(connection)
-        connection.resume_from(first, data)
+        connection.resume_from(first_protocol, data)
 
-    def return_to_first(self, first: FirstProtocol, connection: AiohttpConnection) -> None:
+    def return_to_first_protocol(self, first_protocol: FirstProtocol, connection: AiohttpConnection) -> None:
         """Give a connection back to the protocol that handed it to aiohttp."""
         self._open.discard(connection)
-        self._open.add(first)
-        self._first.add(first)
-        first.client_transport.set_protocol(first)
+        self._open.add(first_protocol)
+        self._first.add(first_protocol)
+        first_protocol.client_transport.set_protocol(first_protocol)
 
-    def headers_arrived(self, connection: FirstProtocol) -> None:
+    def on_headers_arrived(self, connection: FirstProtocol) -> None:
         """Record that the headers of a request have arrived."""
-        self._heads.end(connection.client_transport)
+        self._heads.stop_timing(connection.client_transport)
 
-    def forget(self, connection: AiohttpConnection | FirstProtocol) -> None:
+    def remove_connection(self, connection: AiohttpConnection | FirstProtocol) -> None:
         """Remove a closed connection from the listener."""
-        self._heads.end(connection.client_transport)
+        self._heads.stop_timing(connection.client_transport)
         self._turned_away.pop(connection, None)
         self._first.discard(cast("FirstProtocol", connection))
         if connection in self._open:
             self._open.remove(connection)
             self._metrics.connections.dec()
 
-    def on_head(self, connection: AiohttpConnection, size_bytes: int) -> int:
+    def count_head_bytes(self, connection: AiohttpConnection, size_bytes: int) -> int:
         """Count a part of the headers of a request. Returns their size so far."""
         if connection.client_transport not in self._heads:
-            self._heads.begin(connection.client_transport)
-            connection.leave_idle()
-        return self._heads.grow(connection.client_transport, size_bytes)
+            self._heads.start_timing(connection.client_transport)
+            connection.stop_idle_timer()
+        return self._heads.add_header_bytes(connection.client_transport, size_bytes)
 
-    def refuse(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> bytes:
+    def make_refusal_bytes(
+        self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str
+    ) -> bytes:
         """Count and log an error of a request that reaches no middleware. Returns the bytes of the answer."""
-        self._heads.end(connection.client_transport)
-        reason = replies.rejection(error)
+        self._heads.stop_timing(connection.client_transport)
+        reason = replies.rejection_reason(error)
         if reason is not None:
             self._metrics.rejected_total.labels(reason).inc()
-        self.report(connection, error, request_id)
+        self.log_unexpected_error(connection, error, request_id)
         return replies.closing_error_bytes(error, request_id)
 
-    def report(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> None:
+    def log_unexpected_error(
+        self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str
+    ) -> None:
         """Log an unexpected error of a request."""
         if error.code == MALFORMED:
             self._metrics.http_parse_errors_total.inc()
-        fields = {"id": request_id, "client": connection.client, "code": error.status}
+        fields = {"id": request_id, "client": connection.client_address, "code": error.status}
         logger.info("listener: request rejected: %s", error.message, extra={"fields": fields})
 
-    def _reject(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> None:
+    def _reject_connection(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> None:
         self._metrics.rejected_total.labels("connections").inc()
         now = self._clock()
-        self._log_full(now)
+        self._log_connection_limit(now)
         connection.close()  # its data is ignored
         if len(self._turned_away) >= self._max_connections * _TOLD_SHARE:
             transport.abort()
@@ -302,7 +310,7 @@ class HttpListener:
         self._turned_away[connection] = (now, transport)
         end_writing(transport)
 
-    def _log_full(self, now: float) -> None:
+    def _log_connection_limit(self, now: float) -> None:
         if now >= self._next_full_line:
             self._next_full_line = now + _FULL_LINE_SECONDS
             logger.warning("listener: new connections rejected: the limit of %d is reached", self._max_connections)
@@ -311,28 +319,30 @@ class HttpListener:
 
     def _accept_connection(self) -> asyncio.Protocol:
         if self.tls is None:
-            return self._new_connection()
-        if self.connections >= self._max_connections * (1 + _TOLD_SHARE):
+            return self._make_connection()
+        if self.connection_count >= self._max_connections * (1 + _TOLD_SHARE):
             self._metrics.rejected_total.labels("connections").inc()
-            self._log_full(self._clock())
-            return _Closed()
+            self._log_connection_limit(self._clock())
+            return _ClosingProtocol()
         seconds = self._listen.header_seconds
-        handshake = TlsHandshake(self.tls, seconds, self._new_connection, self._on_handshake_end)
+        handshake = TlsHandshake(self.tls, seconds, self._make_connection, self._on_handshake_end)
         self._handshakes.add(handshake)
         return handshake
 
-    def _new_connection(self) -> AiohttpConnection | FirstProtocol:
-        return self._connect() if self.first_protocol is None else self.first_protocol()
+    def _make_connection(self) -> AiohttpConnection | FirstProtocol:
+        return self._make_aiohttp_connection() if self.first_protocol is None else self.first_protocol()
 
     def _on_handshake_end(self, handshake: TlsHandshake, reason: str | None) -> None:
         self._handshakes.discard(handshake)
         if reason is not None:
             self._metrics.tls_handshake_failures_total.inc()
-            logger.info("listener: TLS handshake failed: %s", reason, extra={"fields": {"client": handshake.client}})
+            logger.info(
+                "listener: TLS handshake failed: %s", reason, extra={"fields": {"client": handshake.client_address}}
+            )
 
     # Calls from aiohttp
 
-    def _connect(self) -> AiohttpConnection:
+    def _make_aiohttp_connection(self) -> AiohttpConnection:
         return AiohttpConnection(
             self,
             self._server,
@@ -358,9 +368,9 @@ class HttpListener:
             request[AWAITS_CONTINUE] = True
         return request
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._heads.end(cast("AiohttpConnection", request.protocol).client_transport)
-        problem = refusal_of(request)
+    async def _handle_request(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._heads.stop_timing(cast("AiohttpConnection", request.protocol).client_transport)
+        problem = find_refusal(request)
         if problem is not None:
             raise problem
         return await self._serve(request)
@@ -372,12 +382,12 @@ class HttpListener:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"  # aiohttp has set its headers already
 
-    def _tick(self) -> None:
-        self._ticking = asyncio.get_running_loop().call_later(self._tick_seconds, self._tick)
-        self.sweep()
+    def _on_tick(self) -> None:
+        self._ticking = asyncio.get_running_loop().call_later(self._tick_seconds, self._on_tick)
+        self.close_overdue_connections()
 
 
-class _Closed(asyncio.Protocol):
+class _ClosingProtocol(asyncio.Protocol):
     """A protocol that closes each new connection at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -388,11 +398,11 @@ def _slow_header_error() -> GatewayError:
     return GatewayError("the headers of the request did not arrive in time", code="slow_header", status=408)
 
 
-def _accept_all(sock: socket.socket) -> Iterator[socket.socket]:
+def _accept_all(listening_socket: socket.socket) -> Iterator[socket.socket]:
     """Accept the connections that are waiting in the kernel."""
     with suppress(OSError):  # no more connections, or no file descriptor left
         while True:
-            yield sock.accept()[0]
+            yield listening_socket.accept()[0]
 
 
 def connections_for_fds() -> int:

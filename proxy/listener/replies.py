@@ -79,10 +79,10 @@ _REPEATED_BY_SDK: Final = frozenset({408, 409, 429, *range(500, 600)})
 _MARKUP: Final = frozenset({"text/html", "application/xhtml+xml", "image/svg+xml", "text/xml", "application/xml"})
 
 
-def install(app: web.Application, metrics: Metrics) -> None:
-    """Add the middleware to `app`. It runs inside middlewares that were added before, and around later ones."""
-    app.middlewares.append(_Replies(metrics).middleware)
-    app.on_response_prepare.append(_on_prepare)
+def install_replies(application: web.Application, metrics: Metrics) -> None:
+    """Add the middleware to `application`. It runs inside middlewares that were added before, and around later ones."""
+    application.middlewares.append(_Replies(metrics).answer_errors)
+    application.on_response_prepare.append(_on_prepare)
 
 
 def error_response(error: GatewayError, body: bytes | None = None) -> web.Response:
@@ -108,9 +108,9 @@ def error_response(error: GatewayError, body: bytes | None = None) -> web.Respon
     return web.Response(status=error.status, body=error_body(error) if body is None else body, headers=headers)
 
 
-def can_be_sent(name: str, value: str) -> bool:
+def can_be_sent(header_name: str, header_value: str) -> bool:
     """Return whether a header of an engine can be sent safely: no client can read it as several headers."""
-    return bool(_TOKEN.fullmatch(name) and _FIELD_VALUE.fullmatch(value))
+    return bool(_TOKEN.fullmatch(header_name) and _FIELD_VALUE.fullmatch(header_value))
 
 
 def closing_error_bytes(error: GatewayError, request_id: str) -> bytes:
@@ -118,10 +118,12 @@ def closing_error_bytes(error: GatewayError, request_id: str) -> bytes:
     response = error_response(error)
     if error.status == 405:
         response.headers["Allow"] = ""  # required (RFC 9110 15.5.6); empty means that no method is allowed
-    return response_bytes(response, request_id, closes=True)
+    return response_bytes(response, request_id, closes_connection=True)
 
 
-def response_bytes(response: web.Response, request_id: str, *, closes: bool, more: bytes = b"") -> bytes:
+def response_bytes(
+    response: web.Response, request_id: str, *, closes_connection: bool, more_headers: bytes = b""
+) -> bytes:
     """Return the HTTP/1.1 bytes of a complete answer.
 
     Args:
@@ -134,7 +136,7 @@ def response_bytes(response: web.Response, request_id: str, *, closes: bool, mor
     headers = {
         **response.headers,
         "Content-Length": str(len(response.body)),
-        **({"Connection": "close"} if closes else {}),
+        **({"Connection": "close"} if closes_connection else {}),
         "Date": formatdate(usegmt=True),
         "Server": SERVER,
         "X-Request-Id": request_id,
@@ -144,38 +146,38 @@ def response_bytes(response: web.Response, request_id: str, *, closes: bool, mor
         *(f"{name}: {value}" for name, value in headers.items()),
     )
     head = "\r\n".join((*lines, "")).encode("utf-8", "surrogateescape")
-    return b"%b%b\r\n%b" % (head, more, response.body)
+    return b"%b%b\r\n%b" % (head, more_headers, response.body)
 
 
-def request_id(request: web.BaseRequest) -> str:
+def request_id_of(request: web.BaseRequest) -> str:
     """Return the client's request ID if it is valid, otherwise a new one."""
     return choose_request_id(request.headers.get("X-Request-Id", ""))
 
 
-def choose_request_id(given: str) -> str:
+def choose_request_id(given_id: str) -> str:
     """Return the given ID if it is valid, otherwise a new one."""
-    return given if given and _is_acceptable_id(given) else make_request_id()
+    return given_id if given_id and _is_acceptable_id(given_id) else make_request_id()
 
 
-def rejection(error: GatewayError) -> str | None:
+def rejection_reason(gateway_error: GatewayError) -> str | None:
     """Return the metric label `reason` of a rejected request; None if the error is not a rejection."""
-    if isinstance(error, UpstreamError):
+    if isinstance(gateway_error, UpstreamError):
         return None
-    if isinstance(error, Unauthorized):
+    if isinstance(gateway_error, Unauthorized):
         return "unauthorized"
-    if isinstance(error, BadRequest):
+    if isinstance(gateway_error, BadRequest):
         return "invalid_request"
-    return _REJECTIONS_BY_CODE.get(error.code)
+    return _REJECTIONS_BY_CODE.get(gateway_error.code)
 
 
 def count_rejection(metrics: Metrics, error: GatewayError) -> None:
     """Count a request that was rejected before a part of its answer was sent."""
-    reason = rejection(error)
+    reason = rejection_reason(error)
     if reason:
         metrics.rejected_total.labels(reason).inc()
 
 
-def report_unexpected(method: str, path: str, error: BaseException | None) -> GatewayError:
+def log_unexpected_exception(method: str, path: str, error: BaseException | None) -> GatewayError:
     """Log an unexpected exception with its traceback, and return the error for the client.
 
     The text of the exception is removed, because it may quote the prompt, as that of `int("…")` does.
@@ -206,37 +208,37 @@ class _PrivateError(Exception):
 
 class _Replies:
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+        self._gateway_metrics = metrics
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[REQUEST_ID] = given_or_new = request_id(request)
+    async def answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[REQUEST_ID] = given_or_new = request_id_of(request)
         token = logs.request_id.set(given_or_new)
         try:
             return await handler(request)
         except GatewayError as error:
-            return self._refuse(request, error)
+            return self._make_refusal(request, error)
         except web.HTTPException as answer:
             if answer.status < 400:
                 raise
-            return self._without_answer(request, answer)
+            return self._make_response_without_answer(request, answer)
         except Exception as error:
             if isinstance(error, ConnectionError) and _client_has_left(request):
                 return web.Response(status=499)  # the client does not receive it
-            return self._refuse(request, report_unexpected(request.method, request.path, error))
+            return self._make_refusal(request, log_unexpected_exception(request.method, request.path, error))
         finally:
             logs.request_id.reset(token)
 
-    def _without_answer(self, request: web.Request, answer: web.HTTPException) -> web.Response:
+    def _make_response_without_answer(self, request: web.Request, answer: web.HTTPException) -> web.Response:
         lost = request.app.get(LOST)
         found = lost(request, answer.status) if lost is not None and answer.status in (404, 405) else None
         if not isinstance(found, web.Response):
-            return self._refuse(request, found or _as_gateway_error(answer), allow=answer.headers.get("Allow"))
+            return self._make_refusal(request, found or _to_gateway_error(answer), allow=answer.headers.get("Allow"))
         if not request.content.is_eof():
             found.force_close()
         return found
 
-    def _refuse(self, request: web.Request, error: GatewayError, allow: str | None = None) -> web.Response:
+    def _make_refusal(self, request: web.Request, error: GatewayError, allow: str | None = None) -> web.Response:
         in_words_of = request.app.get(ERROR_BODIES, {}).get(request.path)
         response = error_response(error, None if in_words_of is None else in_words_of(error))
         if allow:
@@ -244,7 +246,7 @@ class _Replies:
         if not request.content.is_eof() or request.content.exception() is not None:
             response.force_close()
         if _COMMITTED not in request:
-            count_rejection(self._metrics, error)
+            count_rejection(self._gateway_metrics, error)
         elif request.transport is not None:
             # Part of another answer was sent. Closing the connection marks it as incomplete. `response` is not sent.
             request.transport.abort()
@@ -255,7 +257,7 @@ def _client_has_left(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-def _as_gateway_error(answer: web.HTTPException) -> GatewayError:
+def _to_gateway_error(answer: web.HTTPException) -> GatewayError:
     code, message = HTTP_ERRORS.get(answer.status, ("http_error", answer.reason))
     return GatewayError(message, code=code, status=answer.status)
 

@@ -28,8 +28,8 @@ class TlsHandshake(asyncio.Protocol):
 
     def __init__(
         self,
-        context: ssl.SSLContext,
-        seconds: float,
+        ssl_context: ssl.SSLContext,
+        max_seconds: float,
         make_protocol: Callable[[], asyncio.Protocol],
         on_end: Callable[[TlsHandshake, str | None], None],
     ) -> None:
@@ -42,52 +42,52 @@ class TlsHandshake(asyncio.Protocol):
             on_end: Called once at the end, with the reason of a failure. None: the handshake succeeded, was cancelled,
                 or the client closed the connection.
         """
-        self._context = context
-        self._seconds = seconds
+        self._ssl_context = ssl_context
+        self._max_seconds = max_seconds
         self._make_protocol = make_protocol
-        self._on_end = on_end
-        self._socket: socket.socket | None = None
+        self._on_handshake_end = on_end
+        self._client_socket: socket.socket | None = None
         """The accepted socket; None once a transport has it."""
-        self.client = "-"
+        self.client_address = "-"
         """Address of the client."""
-        self.task: asyncio.Task[None] | None = None
+        self.handshake_task: asyncio.Task[None] | None = None
         """The task that performs the handshake; None before the connection is made."""
 
-    def cancel(self) -> None:
+    def cancel_handshake(self) -> None:
         """Cancel the handshake and close the connection."""
-        if self.task is not None:
-            self.task.cancel()
-        if self._socket is not None:
-            self._socket.close()
+        if self.handshake_task is not None:
+            self.handshake_task.cancel()
+        if self._client_socket is not None:
+            self._client_socket.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
-            self.client = str(peer[0])
+            self.client_address = str(peer[0])
         try:
-            self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-            self.task = asyncio.get_running_loop().create_task(self._run())
+            self._client_socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            self.handshake_task = asyncio.get_running_loop().create_task(self._run_handshake())
         except OSError:  # no file descriptor is left
-            self._on_end(self, None)
+            self._on_handshake_end(self, None)
         cast("asyncio.Transport", transport).abort()  # closes only its own descriptor
 
-    async def _run(self) -> None:
-        accepted, self._socket = self._socket, None
+    async def _run_handshake(self) -> None:
+        accepted, self._client_socket = self._client_socket, None
         assert accepted is not None
         reason = None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_protocol,
                 accepted,
-                ssl=self._context,
-                ssl_handshake_timeout=self._seconds,
+                ssl=self._ssl_context,
+                ssl_handshake_timeout=self._max_seconds,
                 ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
             )
         except ssl.SSLError as error:
             reason = describe_tls_problem(error)
         except ConnectionAbortedError:
-            reason = f"not complete after {self._seconds:g} s"
+            reason = f"not complete after {self._max_seconds:g} s"
         except OSError:
             pass  # the client has closed the connection
         finally:
-            self._on_end(self, reason)
+            self._on_handshake_end(self, reason)

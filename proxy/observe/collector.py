@@ -1,7 +1,7 @@
 """OpenTelemetry's SDK, with one log line if the collector is gone, slow, or refuses spans.
 
 The SDK sends in a thread, gives up after OTEL_EXPORTER_OTLP_TIMEOUT, and drops spans that do not fit into its queue. It
-would log each of these; `_Reports` logs them once.
+would log each of these; `_ExportReports` logs them once.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ async def export_spans(
     """
     assert settings.endpoint is not None
     ids = SpanIds()
-    reports = _Reports(asyncio.get_running_loop(), settings.endpoint, is_news)
+    reports = _ExportReports(asyncio.get_running_loop(), settings.endpoint, is_news)
     session = None if settings.endpoint.startswith("https:") else _session_without_proxy()
     exporter = _ReportingExporter(OTLPSpanExporter(endpoint=settings.endpoint, session=session), reports)
     provider = TracerProvider(
         sampler=None if settings.sample_ratio is None else ParentBasedTraceIdRatio(settings.sample_ratio),
-        resource=_resource(),
+        resource=_make_resource(),
         id_generator=ids,
         shutdown_on_exit=False,
     )
@@ -96,7 +96,7 @@ def _session_without_proxy() -> requests.Session:
     return session
 
 
-def _resource() -> Resource:
+def _make_resource() -> Resource:
     """Return OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, with defaults of the gateway."""
     configured = Resource.create()
     own = Resource({"service.version": __version__, "service.instance.id": str(uuid4())})
@@ -122,66 +122,68 @@ async def _send_rest(provider: TracerProvider, exporter: SpanExporter) -> None:
         exporter.shutdown()  # the SDK does not retry any more
 
 
-class _Reports(logging.Handler):
+class _ExportReports(logging.Handler):
     """Complaints of the SDK, from any thread, and their end; each is logged once, in the event loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, endpoint: str, is_news: Callable[[str, str], bool]) -> None:
         super().__init__(logging.WARNING)
         self._loop = loop
         parts = urlsplit(endpoint)
-        self._collector = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
+        self._collector_address = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
         self._is_news = is_news
-        self._fails = False
+        self._is_failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.startswith("opentelemetry.exporter"):
-            self.note_refusal(record.getMessage())
+            self.on_spans_refused(record.getMessage())
 
-    def note_refusal(self, why: str) -> None:
+    def on_spans_refused(self, why: str) -> None:
         """Note that spans were refused. May be called in any thread. Callers check for earlier refusals."""
-        self._call(self._log_failure, why)
+        self._call_in_loop(self._log_failure, why)
 
-    def note_acceptance(self) -> None:
+    def on_spans_accepted(self) -> None:
         """Note that spans were accepted. May be called in any thread."""
-        if self._fails:
-            self._call(self._log_recovery)
+        if self._is_failing:
+            self._call_in_loop(self._log_recovery)
 
-    def _call(self, method: Callable[..., None], *arguments: object) -> None:
+    def _call_in_loop(self, method: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(method, *arguments)
 
     def _log_failure(self, why: str) -> None:
-        if not self._fails and self._is_news("collector", "lost"):
-            logger.warning("tracing: the collector refuses spans, which are dropped: %s: %s", self._collector, why)
-        self._fails = True
+        if not self._is_failing and self._is_news("collector", "lost"):
+            logger.warning(
+                "tracing: the collector refuses spans, which are dropped: %s: %s", self._collector_address, why
+            )
+        self._is_failing = True
 
     def _log_recovery(self) -> None:
-        if self._fails and self._is_news("collector", "back"):
-            logger.info("tracing: the collector accepts spans again: %s", self._collector)
-        self._fails = False
+        if self._is_failing and self._is_news("collector", "back"):
+            logger.info("tracing: the collector accepts spans again: %s", self._collector_address)
+        self._is_failing = False
 
 
 class _ReportingExporter(SpanExporter):
     """Notes whether spans are accepted. The SDK's own exporter logs or raises the reason."""
 
-    def __init__(self, exporter: SpanExporter, reports: _Reports) -> None:
-        self._exporter = exporter
-        self._reports = reports
+    def __init__(self, exporter: SpanExporter, reports: _ExportReports) -> None:
+        self._span_exporter = exporter
+        self._export_reports = reports
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
-            result = self._exporter.export(spans)
+            result = self._span_exporter.export(spans)
         except Exception as error:
-            self._reports.note_refusal(f"{type(error).__name__}: {error}")
+            self._export_reports.on_spans_refused(f"{type(error).__name__}: {error}")
             return SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
-            self._reports.note_acceptance()
+            self._export_reports.on_spans_accepted()
         else:
-            self._reports.note_refusal("no reason was given")
+            self._export_reports.on_spans_refused("no reason was given")
         return result
 
     def shutdown(self) -> None:
-        self._exporter.shutdown()
+        self._span_exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
+        return self._span_exporter.force_flush(timeout_millis)

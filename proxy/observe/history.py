@@ -31,7 +31,7 @@ _NO_HISTORY: Final[dict[str, Any]] = {
 }
 
 
-class Traffic(NamedTuple):
+class WorkerTraffic(NamedTuple):
     """The part of a worker's report from which the history is made."""
 
     in_flight: float
@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
     """Tokens that instances have streamed since the start, by the name of the instance."""
 
 
-class History:
+class TrafficHistory:
     """Samples the traffic of all workers."""
 
     def __init__(self, bounds: Sequence[float], earlier: Mapping[str, Any] | None = None) -> None:
@@ -56,17 +56,19 @@ class History:
             bounds: Upper bounds of the buckets of the time to first token, in seconds. The last one is infinite.
             earlier: The history that was published. None: there is none.
         """
-        self._bounds = tuple(bounds)
+        self._bucket_bounds = tuple(bounds)
         self._samples: deque[Sequence[float | None]] = deque(() if earlier is None else earlier["samples"], SAMPLES)
         self._sampled_at: float | None = None if earlier is None else earlier["sampled_at"]
         self._counted_at: float | None = None
-        self._counts: Mapping[tuple[str, str, int], float] = {}
+        self._last_counts: Mapping[tuple[str, str, int], float] = {}
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time for another sample. `now`: monotonic seconds."""
         return self._counted_at is None or now - self._counted_at >= STEP_SECONDS
 
-    def add(self, reports: Mapping[int, Traffic], now: float, wall_seconds: float) -> Mapping[str, Any] | None:
+    def add_sample(
+        self, reports: Mapping[int, WorkerTraffic], now: float, wall_seconds: float
+    ) -> Mapping[str, Any] | None:
         """Add a sample, and return the history. None: this was the first count, from which the next sample is made.
 
         Args:
@@ -74,7 +76,7 @@ class History:
             now: Monotonic seconds.
             wall_seconds: Seconds since the Unix epoch.
         """
-        grown, counted_at = self._grown(reports), self._counted_at
+        grown, counted_at = self._measure_growth(reports), self._counted_at
         self._counted_at = now
         if counted_at is None:
             return None
@@ -83,13 +85,13 @@ class History:
         missing = 0 if self._sampled_at is None else round((now - self._sampled_at) / STEP_SECONDS) - 1
         self._samples.extend([(None,) * len(NAMES)] * min(missing, SAMPLES))
         self._sampled_at = now
-        first_tokens = list(accumulate(grown["first_tokens", str(place)] for place in range(len(self._bounds))))
+        first_tokens = list(accumulate(grown["first_tokens", str(place)] for place in range(len(self._bucket_bounds))))
         self._samples.append(
             (
                 round(grown["tokens", ""] / seconds, 1),
                 sum(report.in_flight for report in reports.values()),
                 sum(report.queued for report in reports.values()),
-                quantile(self._bounds, first_tokens, _SHARE),
+                quantile(self._bucket_bounds, first_tokens, _SHARE),
             )
         )
         rates = {name: round(count / seconds, 1) for (kind, name), count in grown.items() if kind == "streamed"}
@@ -101,7 +103,7 @@ class History:
             "instances": rates,
         }
 
-    def _grown(self, reports: Mapping[int, Traffic]) -> Mapping[tuple[str, str], float]:
+    def _measure_growth(self, reports: Mapping[int, WorkerTraffic]) -> Mapping[tuple[str, str], float]:
         """Return the growth of each count since the last call. Counts of a replaced worker begin again at 0."""
         counts: dict[tuple[str, str, int], float] = {}
         for number, report in reports.items():
@@ -110,9 +112,9 @@ class History:
             counts.update({("streamed", name, number): count for name, count in report.streamed.items()})
         grown: defaultdict[tuple[str, str], float] = defaultdict(float)
         for series, count in counts.items():
-            before = self._counts.get(series, 0.0)
+            before = self._last_counts.get(series, 0.0)
             grown[series[:2]] += count - before if count >= before else count
-        self._counts = counts
+        self._last_counts = counts
         return grown
 
 
@@ -120,28 +122,28 @@ class HistoryBoard:
     """The history in memory that all workers share. Create it before forking."""
 
     def __init__(self) -> None:
-        self._value = SharedValue("history", _MAX_BYTES)
-        self._value.write(None)
+        self._shared_value = SharedValue("history", _MAX_BYTES)
+        self._shared_value.write_value(None)
 
-    def publish(self, history: Mapping[str, Any]) -> None:
+    def publish_history(self, history: Mapping[str, Any]) -> None:
         """Replace the history. With too many instances, their rates are left out."""
-        with self._value.exclusive():
+        with self._shared_value.hold_writer_lock():
             try:
-                self._value.write(history)
+                self._shared_value.write_value(history)
             except ValueError:
-                self._value.write({**history, "instances": {}})
+                self._shared_value.write_value({**history, "instances": {}})
 
-    def published(self) -> Mapping[str, Any] | None:
+    def published_history(self) -> Mapping[str, Any] | None:
         """Return the history as it was published, for the worker that continues it. None: there is none."""
-        return cast("Mapping[str, Any] | None", self._value.value)
+        return cast("Mapping[str, Any] | None", self._shared_value.current_value)
 
-    def shown(self) -> Mapping[str, Any]:
+    def history_for_clients(self) -> Mapping[str, Any]:
         """Return the history without the time of this host's monotonic clock."""
-        published = self.published()
+        published = self.published_history()
         if published is None:
             return _NO_HISTORY
         return {name: value for name, value in published.items() if name != "sampled_at"}
 
-    def rates(self) -> Mapping[str, float]:
+    def rates_by_instance(self) -> Mapping[str, float]:
         """Return the tokens per second that each instance streamed in the last step, by its name."""
-        return cast("Mapping[str, float]", self.shown()["instances"])
+        return cast("Mapping[str, float]", self.history_for_clients()["instances"])

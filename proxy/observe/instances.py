@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from proxy.balancer.backend_health import HealthState
 from proxy.common.backend import Role
-from proxy.observe.verdict import Level
+from proxy.observe.verdict import StatusLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ _INSTANCE_GAUGES: Final = (
 """Gauges of instances: name, help text, and labels beside `role` and `address`."""
 
 
-class Instances:
+class InstanceMetrics:
     """Metrics of the instances at the moment of a scrape.
 
     The label `address` is `host:port`, like the target under which Prometheus scrapes the engine itself. It is not
@@ -102,18 +102,18 @@ class Instances:
             rates: Returns the tokens per second that each backend streams, by its name.
         """
         self._pool_of = pool_of
-        self._rates = rates
+        self._get_token_rates = rates
         self._pools = pools
         self._scoreboard = scoreboard
         self._health = health
         self._incompatibilities = incompatibilities
 
-    def names(self) -> Iterator[tuple[str, str]]:
+    def role_and_name_pairs(self) -> Iterator[tuple[str, str]]:
         """Return role and address of each instance."""
-        return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
+        return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.all_backends())
 
-    def steps(self, found: list[Iterable[Metric]]) -> Iterator[None]:
-        """Read one instance at each step. The last step adds the metrics to `found`.
+    def collect_in_steps(self, found_metrics: list[Iterable[Metric]]) -> Iterator[None]:
+        """Read one instance at each step. The last step adds the metrics to `found_metrics`.
 
         The first step reads the requests in flight of all instances, so that they add up.
         """
@@ -121,40 +121,42 @@ class Instances:
             name: GaugeMetricFamily(f"pdproxy_instance_{name}", meaning, labels=("role", "address", *labels))
             for name, meaning, *labels in _INSTANCE_GAUGES
         }
-        now, rates = time.monotonic(), self._rates()
-        members = [(pool, backend) for pool in self._pools for backend in pool.backends()]
-        in_flight = [self._scoreboard.requests(backend.slot) for _, backend in members]
+        now, rates = time.monotonic(), self._get_token_rates()
+        members = [(pool, backend) for pool in self._pools for backend in pool.all_backends()]
+        in_flight = [self._scoreboard.open_leases(backend.slot) for _, backend in members]
         for (pool, backend), requests in zip(members, in_flight, strict=True):
             key = (backend.role.value, backend.name)
             chooses = pool if self._pool_of is None else self._pool_of(backend)
-            if (limit := chooses.policy.most_running(backend)) is not None:
+            if (limit := chooses.policy.learned_max_running(backend)) is not None:
                 gauges["knee"].add_metric(key, limit)
-            for kind, tokens in chooses.policy.working_set(backend).items():
+            for kind, tokens in chooses.policy.working_set_tokens(backend).items():
                 gauges["working_set_tokens"].add_metric((*key, kind), tokens)
-            _, charged = self._scoreboard.own(backend.slot)
-            health = self._health.of(backend)
-            gauges["up"].add_metric(key, health.is_confirmed)
-            gauges["state"].add_metric(key, _STATES[health.state])
-            gauges["weight"].add_metric(key, pool.weight(backend))
+            _, charged = self._scoreboard.own_load(backend.slot)
+            health = self._health.health_of(backend)
+            gauges["up"].add_metric(key, health.is_confirmed_healthy)
+            gauges["state"].add_metric(key, _STATES[health.health_state])
+            gauges["weight"].add_metric(key, pool.weight_percent(backend))
             gauges["inflight"].add_metric(key, requests)
             gauges["load_tokens"].add_metric((*key, "compute"), charged.compute_tokens)
             gauges["load_tokens"].add_metric((*key, "kv"), charged.kv_tokens)
             if backend.role is Role.DECODE:
                 gauges["tokens_per_second"].add_metric(key, rates.get(backend.name, 0.0))
-            if health.facts is not None and health.facts.kv_tokens is not None:
-                gauges["kv_capacity_tokens"].add_metric(key, health.facts.kv_tokens)
+            if health.engine_facts is not None and health.engine_facts.kv_memory_tokens is not None:
+                gauges["kv_capacity_tokens"].add_metric(key, health.engine_facts.kv_memory_tokens)
             gauges["consecutive_failures"].add_metric(key, health.consecutive_failures)
-            pinned = self._scoreboard.pinned(backend.slot)
-            gauges["pinned_kv"].add_metric(key, pinned.count)
-            gauges["pinned_kv_tokens"].add_metric(key, pinned.tokens)
-            gauges["pinned_kv_oldest_seconds"].add_metric(key, 0 if pinned.since is None else now - pinned.since)
-            for misfit in self._incompatibilities.of(backend):
+            pinned = self._scoreboard.pinned_kv(backend.slot)
+            gauges["pinned_kv"].add_metric(key, pinned.cache_count)
+            gauges["pinned_kv_tokens"].add_metric(key, pinned.pinned_tokens)
+            gauges["pinned_kv_oldest_seconds"].add_metric(
+                key, 0 if pinned.oldest_pinned_at is None else now - pinned.oldest_pinned_at
+            )
+            for misfit in self._incompatibilities.incompatibilities_of(backend):
                 gauges["misfit"].add_metric((*key, misfit.kind), 1)
             yield
-        found.append(gauges.values())
+        found_metrics.append(gauges.values())
 
 
-def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric | None]:
+def collect_models(served_models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric | None]:
     """Yield None after each instance, where the caller may pause, and then the number of instances of each model."""
     instances = GaugeMetricFamily(
         "pdproxy_model_instances",
@@ -162,13 +164,13 @@ def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metr
         "out, and so are models that lack instances of a role.",
         labels=("model", "role"),
     )
-    eligible = {pool.role: pool.eligible() for pool in pools}
-    models.refresh()
-    complete = models.complete  # it may change meanwhile
-    counts = {(name, role): 0 for name in sorted(complete) for role in eligible}
+    eligible = {pool.role: pool.eligible_backends() for pool in pools}
+    served_models.update_names()
+    fully_served_names = served_models.fully_served_names  # it may change meanwhile
+    counts = {(name, role): 0 for name in sorted(fully_served_names) for role in eligible}
     for role, backends in eligible.items():
         for backend in backends:
-            for name in models.of(backend) & complete:
+            for name in served_models.names_of(backend) & fully_served_names:
                 counts[name, role] += 1
             yield None
     for (name, role), count in counts.items():
@@ -176,7 +178,7 @@ def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metr
     yield instances
 
 
-def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
+def collect_sources(source_states: SourceStates, roster: Roster) -> Iterator[Metric]:
     """Return the states of the current discovery sources."""
     labels = ("source",)
     up = GaugeMetricFamily(
@@ -199,8 +201,8 @@ def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
         "changed.",
         labels=labels,
     )
-    wanted = roster.wanted()
-    for origin, state in states.all().items():
+    wanted = roster.wanted_by_origin()
+    for origin, state in source_states.states_by_origin().items():
         key = (origin,)
         up.add_metric(key, state.succeeded_at is not None and state.problem is None)
         instances.add_metric(key, len(wanted.get(origin, ())))
@@ -210,20 +212,23 @@ def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
     yield from (up, instances, failures, last_success)
 
 
-def collect_status(verdict: Mapping[str, Any]) -> Iterator[Metric]:
+def collect_status(status_verdict: Mapping[str, Any]) -> Iterator[Metric]:
     """Return the metrics of a verdict; see Verdicts."""
     state = GaugeMetricFamily(
         "pdproxy_status_state",
-        f"State of the gateway and its engines. {'; '.join(f'{level}: {level.name.lower()}' for level in Level)}.",
+        "State of the gateway and its engines. "
+        f"{'; '.join(f'{level}: {level.name.lower()}' for level in StatusLevel)}.",
     )
-    state.add_metric((), Level[verdict["state"].upper()])
+    state.add_metric((), StatusLevel[status_verdict["state"].upper()])
     reasons = GaugeMetricFamily(
         "pdproxy_status_reason",
         "Reasons why the gateway is not healthy, as in `GET /admin/status`. Always 1; no series: the reason does not "
         "hold.",
         labels=("code", "kind", "subject"),
     )
-    labels = [(reason["code"], reason["subject"]["kind"], reason["subject"]["name"]) for reason in verdict["reasons"]]
+    labels = [
+        (reason["code"], reason["subject"]["kind"], reason["subject"]["name"]) for reason in status_verdict["reasons"]
+    ]
     for row in dict.fromkeys(labels):  # long names of subjects are cut, and may be equal
         reasons.add_metric(row, 1)
     yield from (state, reasons)

@@ -85,19 +85,19 @@ class Histogram(prometheus_client.Histogram):
 class GatheringHistogram(Histogram):
     """A histogram without labels for values that are observed many times per request.
 
-    Values are noted, and counted at the next `settle`.
+    Values are noted, and counted at the next `add_noted_values`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._noted: list[float] = []
+        self._noted_values: list[float] = []
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        self._noted.append(amount)
+        self._noted_values.append(amount)
 
-    def settle(self) -> None:
+    def add_noted_values(self) -> None:
         """Add the noted values to the histogram."""
-        noted, self._noted = self._noted, []
+        noted, self._noted_values = self._noted_values, []
         if noted:
             self.observe_all(noted)
 
@@ -105,13 +105,13 @@ class GatheringHistogram(Histogram):
 class MetricRow(Generic[_Kind]):
     """One metric in the body of a class, named after its attribute.
 
-    Instances of the class get the metric from `make`.
+    Instances of the class get the metric from `make_metric`.
     """
 
     def __init__(
         self,
-        kind: type[_Kind],
-        meaning: str,
+        metric_type: type[_Kind],
+        help_text: str,
         labels: Sequence[str] = (),
         *,
         series: Iterable[Sequence[str]] = (),
@@ -127,11 +127,11 @@ class MetricRow(Generic[_Kind]):
             options: See prometheus-client: `buckets` of histograms, `multiprocess_mode` of gauges.
         """
         self.name = ""
-        self.series = tuple(series)
-        self._kind = kind
-        self._meaning = meaning
-        self._labels = labels
-        self._options = options
+        self.known_series = tuple(series)
+        self._metric_type = metric_type
+        self._help_text = help_text
+        self._label_names = labels
+        self._metric_options = options
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -143,11 +143,16 @@ class MetricRow(Generic[_Kind]):
         """
         raise AttributeError(f"{owner.__name__}.{self.name} is not created yet")
 
-    def make(self, registry: CollectorRegistry) -> _Kind:
+    def make_metric(self, registry: CollectorRegistry) -> _Kind:
         """Create the metric of this row, with its known series."""
-        metric = self._kind(
-            self.name, self._meaning, self._labels, namespace="pdproxy", registry=registry, **self._options
+        metric = self._metric_type(
+            self.name,
+            self._help_text,
+            self._label_names,
+            namespace="pdproxy",
+            registry=registry,
+            **self._metric_options,
         )
-        for values in self.series:
+        for values in self.known_series:
             metric.labels(*values)
         return metric

@@ -70,7 +70,7 @@ def collect_keys(
     in_flight_gauge = GaugeMetricFamily(
         "pdproxy_key_inflight_requests", "Requests of a client key in flight.", labels=("key",)
     )
-    for row in _rows(accounts, slots, max_series, in_flight):
+    for row in _key_rows(accounts, slots, max_series, in_flight):
         yield None
         if row is None:
             continue
@@ -81,12 +81,12 @@ def collect_keys(
             tokens.add_metric((name, kind), values[place])
         for place, role in enumerate(ROLES, ENGINE_FIELD):
             engine_seconds.add_metric((name, role), values[place] / 1e6)
-        first_tokens.add_metric((name,), _cumulative(values[BUCKET_FIELD:]), values[FIRST_TOKEN_FIELD] / 1e6)
+        first_tokens.add_metric((name,), _cumulative_buckets(values[BUCKET_FIELD:]), values[FIRST_TOKEN_FIELD] / 1e6)
         in_flight_gauge.add_metric((name,), running)
     yield from (requests, tokens, engine_seconds, first_tokens, in_flight_gauge)
 
 
-def _rows(
+def _key_rows(
     accounts: KeyAccounts, slots: Mapping[str, int], max_series: int, in_flight: Callable[[int], int]
 ) -> Iterator[tuple[str, list[int], int] | None]:
     """Yield the label, the account and the requests in flight of each key that has series, and None for the others."""
@@ -94,7 +94,7 @@ def _rows(
         return
     others, others_in_flight, has_others = no_values(), 0, False
     for place, (name, slot) in enumerate(sorted(slots.items(), key=itemgetter(1))):
-        values, running = accounts.total(slot, name), in_flight(slot)
+        values, running = accounts.total_account(slot, name), in_flight(slot)
         if place < max_series:
             yield name, values, running
         else:
@@ -104,7 +104,7 @@ def _rows(
         yield OTHER_KEYS, others, others_in_flight
 
 
-def _cumulative(counts: Iterable[int]) -> list[tuple[str, float]]:
+def _cumulative_buckets(counts: Iterable[int]) -> list[tuple[str, float]]:
     total = 0
     buckets: list[tuple[str, float]] = []
     for bound, count in zip((*map(str, FIRST_TOKEN_BUCKETS), "+Inf"), counts, strict=True):

@@ -63,15 +63,15 @@ class KeyAccounts:
     """
 
     def __init__(self, workers: int = 1, slots: int = 1024) -> None:
-        self._rows = workers
-        self.slots = slots
+        self._row_count = workers
+        self.slot_count = slots
         """Number of keys, and the slot of requests without a key."""
-        self._row_cells = (slots + 1) * _SLOT_CELLS
-        self._cells = memoryview(mmap.mmap(-1, workers * self._row_cells * _CELL_BYTES)).cast("q")
-        self.reported_hour = memoryview(mmap.mmap(-1, _CELL_BYTES)).cast("q")
+        self._cells_per_row = (slots + 1) * _SLOT_CELLS
+        self._account_cells = memoryview(mmap.mmap(-1, workers * self._cells_per_row * _CELL_BYTES)).cast("q")
+        self.reported_hour_cell = memoryview(mmap.mmap(-1, _CELL_BYTES)).cast("q")
         """One cell: number of the last hour that the log has reported."""
 
-    def add(self, worker: int, slot: int, name: str, hour: int, values: Sequence[int]) -> None:
+    def add_values(self, worker: int, slot: int, name: str, hour: int, values: Sequence[int]) -> None:
         """Add values to the accounts of a key, in the row of a worker.
 
         Args:
@@ -81,12 +81,12 @@ class KeyAccounts:
             hour: Number of the present hour.
             values: One for each field.
         """
-        cells = self._cells
-        first = worker * self._row_cells + slot * _SLOT_CELLS
-        if cells[first] != _tag(name):
+        cells = self._account_cells
+        first = worker * self._cells_per_row + slot * _SLOT_CELLS
+        if cells[first] != _name_checksum(name):
             for index in range(first, first + _SLOT_CELLS):
                 cells[index] = 0
-            cells[first] = _tag(name)
+            cells[first] = _name_checksum(name)
         of_hour = first + (1 + hour % 2) * _WIDTH
         if cells[of_hour] != hour:
             for index in range(of_hour, of_hour + _WIDTH):
@@ -97,19 +97,19 @@ class KeyAccounts:
                 cells[first + field] += value
                 cells[of_hour + field] += value
 
-    def total(self, slot: int, name: str) -> list[int]:
+    def total_account(self, slot: int, name: str) -> list[int]:
         """Return the account of a key since the start, over all workers."""
-        return self._sum(slot, name, None)
+        return self._sum_accounts(slot, name, None)
 
-    def of_hour(self, slot: int, name: str, hour: int) -> list[int]:
+    def account_of_hour(self, slot: int, name: str, hour: int) -> list[int]:
         """Return the account of a key in the present or the last hour, over all workers."""
-        return self._sum(slot, name, hour)
+        return self._sum_accounts(slot, name, hour)
 
-    def _sum(self, slot: int, name: str, hour: int | None) -> list[int]:
-        cells, tag = self._cells, _tag(name)
+    def _sum_accounts(self, slot: int, name: str, hour: int | None) -> list[int]:
+        cells, tag = self._account_cells, _name_checksum(name)
         values = [0] * _FIELDS
-        for row in range(self._rows):
-            first = row * self._row_cells + slot * _SLOT_CELLS
+        for row in range(self._row_count):
+            first = row * self._cells_per_row + slot * _SLOT_CELLS
             if cells[first] != tag:
                 continue
             if hour is not None:
@@ -120,8 +120,8 @@ class KeyAccounts:
         return values
 
 
-def _tag(name: str) -> int:
-    return zlib.crc32(name.encode()) + 1
+def _name_checksum(key_name: str) -> int:
+    return zlib.crc32(key_name.encode()) + 1
 
 
 class KeyUsageListener(RequestListener):
@@ -142,14 +142,14 @@ class KeyUsageListener(RequestListener):
             slots: Returns the slots of the present client keys by name.
             now: Returns seconds since the Unix epoch.
         """
-        self._accounts = accounts
+        self._key_accounts = accounts
         self._worker = worker
-        self._slots = slots
-        self._now = now
+        self._get_slots = slots
+        self._get_wall_seconds = now
         self._former_slots: dict[str, int] = {}
         """The last slots of all keys, because a removed key may have running requests."""
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
+    def handle_batch(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """Take the requests of a batch, each list in the order of the events.
 
         The requests of a key are added together.
@@ -157,18 +157,18 @@ class KeyUsageListener(RequestListener):
         sums: defaultdict[str, list[int]] = defaultdict(no_values)
         for record in ended:
             _add_request(sums[record.key], record)
-        hour = int(self._now()) // HOUR_SECONDS
+        hour = int(self._get_wall_seconds()) // HOUR_SECONDS
         for name, values in sums.items():
-            self._accounts.add(self._worker, self._slot(name), name, hour, values)
+            self._key_accounts.add_values(self._worker, self._slot_of_key(name), name, hour, values)
 
-    def _slot(self, name: str) -> int:
+    def _slot_of_key(self, name: str) -> int:
         if name == ANONYMOUS_KEY:
-            return self._accounts.slots
-        slots = self._slots()
+            return self._key_accounts.slot_count
+        slots = self._get_slots()
         slot = slots.get(name)
         if slot is None:
-            slot = self._former_slots.get(name, self._accounts.slots)
-            return self._accounts.slots if slot in slots.values() else slot
+            slot = self._former_slots.get(name, self._key_accounts.slot_count)
+            return self._key_accounts.slot_count if slot in slots.values() else slot
         self._former_slots[name] = slot
         return slot
 
@@ -178,30 +178,30 @@ def no_values() -> list[int]:
     return [0] * _FIELDS
 
 
-def _add_request(values: list[int], record: RequestRecord) -> None:
-    facts, samples = record.facts, record.samples
+def _add_request(account_values: list[int], record: RequestRecord) -> None:
+    facts, samples = record.facts, record.samples_per_prompt
     result = _RESULT_OF[facts.term[0]]
     if isinstance(record.error, LimitExceeded):
         result = _LIMITED
-    values[result] += 1
-    values[TOKEN_FIELD] += facts.prompt_tokens // samples
-    values[TOKEN_FIELD + 1] += facts.cached_tokens // samples
-    values[TOKEN_FIELD + 2] += facts.completion_tokens
+    account_values[result] += 1
+    account_values[TOKEN_FIELD] += facts.prompt_tokens // samples
+    account_values[TOKEN_FIELD + 1] += facts.cached_tokens // samples
+    account_values[TOKEN_FIELD + 2] += facts.completion_tokens
     for timeline in record.timelines:
-        for stage, seconds in zip(timeline.course, timeline.spent, strict=False):
+        for stage, seconds in zip(timeline.course, timeline.spent_seconds_by_stage, strict=False):
             if stage != _QUEUE_STAGE:
-                values[ENGINE_FIELD if stage in _PREFILL_STAGES else ENGINE_FIELD + 1] += int(seconds * 1e6)
+                account_values[ENGINE_FIELD if stage in _PREFILL_STAGES else ENGINE_FIELD + 1] += int(seconds * 1e6)
     first_token_seconds = record.first_token_seconds
     if first_token_seconds is not None:
-        values[FIRST_TOKEN_FIELD] += int(first_token_seconds * 1e6)
-        values[BUCKET_FIELD + bisect_left(FIRST_TOKEN_BUCKETS, first_token_seconds)] += 1
+        account_values[FIRST_TOKEN_FIELD] += int(first_token_seconds * 1e6)
+        account_values[BUCKET_FIELD + bisect_left(FIRST_TOKEN_BUCKETS, first_token_seconds)] += 1
 
 
-def usage_of(values: Sequence[int]) -> dict[str, int | float]:
+def usage_of(account_values: Sequence[int]) -> dict[str, int | float]:
     """Return an account by the names that usage reports have. Times are in seconds."""
     return {
-        "requests": sum(values[: len(RESULTS)]),
-        **dict(zip(RESULTS, values, strict=False)),
-        **{f"{kind}_tokens": values[TOKEN_FIELD + place] for place, kind in enumerate(TOKEN_KINDS)},
-        **{f"{role}_seconds": values[ENGINE_FIELD + place] / 1e6 for place, role in enumerate(ROLES)},
+        "requests": sum(account_values[: len(RESULTS)]),
+        **dict(zip(RESULTS, account_values, strict=False)),
+        **{f"{kind}_tokens": account_values[TOKEN_FIELD + place] for place, kind in enumerate(TOKEN_KINDS)},
+        **{f"{role}_seconds": account_values[ENGINE_FIELD + place] / 1e6 for place, role in enumerate(ROLES)},
     }

@@ -25,13 +25,13 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.mmap_dict import MmapedDict
 
 from proxy import __version__
-from proxy.balancer.backend_health import Cause
+from proxy.balancer.backend_health import EjectionCause
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.pick import REASONS
 from proxy.common.build_info import IS_COMPILED
 from proxy.common.errors import Failure, GatewayError
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
-from proxy.observe.instances import Instances, collect_models, collect_sources, collect_status
+from proxy.observe.instances import InstanceMetrics, collect_models, collect_sources, collect_status
 from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
 from proxy.observe.key_usage import TOKEN_KINDS
 from proxy.observe.merging import merge
@@ -87,7 +87,7 @@ REJECTIONS: Final = (
     "suspect_request",
     *("malformed_http", "slow_header", "slow_body", "content_encoding"),
 )
-EJECTIONS: Final[tuple[str, ...]] = get_args(Cause)
+EJECTIONS: Final[tuple[str, ...]] = get_args(EjectionCause)
 BROKEN_STREAMS: Final = (
     *(("engine", reason) for reason in ("broken", "timeout", "bad_answer", "recomputed")),
     *(("client", reason) for reason in ("left", "write_timeout")),
@@ -428,12 +428,12 @@ class Metrics:
     log_lines_suppressed_total = MetricRow(Counter, "Log lines omitted because too many similar lines came at once.")
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self._instances: Instances | None = None
+        self._instance_metrics: InstanceMetrics | None = None
         self._worker_replacements: Callable[[], Mapping[str, int]] | None = None
-        self._sources: Callable[[], Iterable[Metric | None]] | None = None
-        self._models: Callable[[], Iterable[Metric | None]] | None = None
-        self._keys: Callable[[], Iterable[Metric | None]] | None = None
-        self._status: Callable[[], Mapping[str, Any]] | None = None
+        self._collect_sources: Callable[[], Iterable[Metric | None]] | None = None
+        self._collect_models: Callable[[], Iterable[Metric | None]] | None = None
+        self._collect_keys: Callable[[], Iterable[Metric | None]] | None = None
+        self._collect_status: Callable[[], Mapping[str, Any]] | None = None
         self._settles: list[Callable[[], None]] = []
         self._registry = registry or CollectorRegistry()
         self._files: WorkerFiles | None = None
@@ -444,8 +444,8 @@ class Metrics:
             ProcessCollector(registry=self._registry)
         for row in vars(type(self)).values():
             if isinstance(row, MetricRow):
-                setattr(self, row.name, row.make(self._registry))
-        self.settle_first(self.inter_token_seconds.settle)
+                setattr(self, row.name, row.make_metric(self._registry))
+        self.call_before_scrape(self.inter_token_seconds.add_noted_values)
         compiled = str(IS_COMPILED).lower()
         self.build_info.labels(__version__, compiled, platform.python_version(), aiohttp.__version__).set(1)
         self.workers.set(1)
@@ -462,56 +462,56 @@ class Metrics:
         rates: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """Show the current state of these instances at every scrape; see Instances."""
-        self._instances = Instances(tuple(pools), scoreboard, health, incompatibilities, pool_of, rates)
+        self._instance_metrics = InstanceMetrics(tuple(pools), scoreboard, health, incompatibilities, pool_of, rates)
 
     def watch_models(self, models: ServedModels, pools: Iterable[Pool]) -> None:
         """Show the current number of instances of each model at every scrape."""
-        self._models = partial(collect_models, models, tuple(pools))
+        self._collect_models = partial(collect_models, models, tuple(pools))
 
     def watch_sources(self, states: SourceStates, roster: Roster) -> None:
         """Show the current state of discovery sources at every scrape."""
-        self._sources = partial(collect_sources, states, roster)
+        self._collect_sources = partial(collect_sources, states, roster)
 
     def watch_keys(self, collect: Callable[[], Iterable[Metric | None]]) -> None:
         """Show the usage of client keys at every scrape; see `collect_keys`."""
-        self._keys = collect
+        self._collect_keys = collect
 
-    def watch_status(self, status: Callable[[], Mapping[str, Any]]) -> None:
+    def watch_status(self, collect_status: Callable[[], Mapping[str, Any]]) -> None:
         """Show this verdict on the gateway at every scrape; see Verdicts."""
-        self._status = status
+        self._collect_status = collect_status
 
-    def settle_first(self, settle: Callable[[], None]) -> None:
-        """Call `settle` before every scrape and at every `settle` of these metrics.
+    def call_before_scrape(self, callback: Callable[[], None]) -> None:
+        """Call `callback` before every scrape and at every `callback` of these metrics.
 
         It counts values that were only noted so far.
         """
-        self._settles.append(settle)
+        self._settles.append(callback)
 
-    def settle(self) -> None:
+    def settle_noted_values(self) -> None:
         """Count all noted values. Must be called regularly, because other workers show these counts, too."""
         for settle in self._settles:
             settle()
         if self._files is not None:
-            self._files.restore()
+            self._files.restore_files()
 
-    def watch_workers(self, replacements: Callable[[], Mapping[str, int]]) -> None:
+    def watch_workers(self, get_replacements: Callable[[], Mapping[str, int]]) -> None:
         """Show the number of replaced workers by reason at every scrape."""
-        self._worker_replacements = replacements
+        self._worker_replacements = get_replacements
 
     def collect(self) -> Iterable[Metric]:
-        """Return all metrics. See `steps`."""
+        """Return all metrics. See `collect_in_steps`."""
         found: list[Iterable[Metric]] = []
-        for _ in self.steps(found):
+        for _ in self.collect_in_steps(found):
             pass
         return chain.from_iterable(found)
 
-    def steps(self, found: list[Iterable[Metric]]) -> Iterator[None]:
-        """Read the metrics in short steps, which must run in the event loop's thread, and add them to `found`.
+    def collect_in_steps(self, found_metrics: list[Iterable[Metric]]) -> Iterator[None]:
+        """Read the metrics in short steps, which must run in the event loop's thread, and add them to `found_metrics`.
 
         They are complete after the last step. Another thread may iterate over them, which takes ten times as long as
         the steps: prometheus-client reads its own state then.
         """
-        instances = set() if self._instances is None else set(self._instances.names())
+        instances = set() if self._instance_metrics is None else set(self._instance_metrics.role_and_name_pairs())
         yield
         for name in instances:
             self.instance_requests_total.labels(*name, "ok")
@@ -522,21 +522,21 @@ class Metrics:
             for gap in KV_EVENT_GAPS:
                 self.kv_event_gaps_total.labels(*name, gap)
             yield
-        found.append(self._recorded(instances))
+        found_metrics.append(self._collect_recorded(instances))
         # In one step with the loads of instances: otherwise these contain requests that are not counted yet.
-        self.settle()
-        if self._instances is not None:
-            yield from self._instances.steps(found)
-        for collect in (self._models, self._sources, self._keys):
+        self.settle_noted_values()
+        if self._instance_metrics is not None:
+            yield from self._instance_metrics.collect_in_steps(found_metrics)
+        for collect in (self._collect_models, self._collect_sources, self._collect_keys):
             if collect is not None:
                 family: list[Metric] = []
                 for metric in collect():
                     if metric is not None:
                         family.append(metric)
                     yield
-                found.append(family)
-        if self._status is not None:
-            found.append(list(collect_status(self._status())))
+                found_metrics.append(family)
+        if self._collect_status is not None:
+            found_metrics.append(list(collect_status(self._collect_status())))
         if self._worker_replacements is not None:
             replaced = CounterMetricFamily(
                 "pdproxy_worker_replacements",
@@ -545,9 +545,9 @@ class Metrics:
             )
             for reason, count in self._worker_replacements().items():
                 replaced.add_metric((reason,), count)
-            found.append([replaced])
+            found_metrics.append([replaced])
 
-    def _recorded(self, instances: Collection[tuple[str, str]]) -> Iterator[Metric]:
+    def _collect_recorded(self, instances: Collection[tuple[str, str]]) -> Iterator[Metric]:
         """Return the counts of all workers, without instances that were removed."""
         for family in self._registry.collect() if self._files is None else self._files.collect():
             # Removed here, because the files that workers share cannot forget an instance.
@@ -568,20 +568,20 @@ class Metrics:
             self.time_to_first_token_seconds.labels(api)
 
 
-def exposition(families: Iterable[Metric], accept: str) -> tuple[bytes, str]:
-    """Return the text of metrics and its content type. `accept`: the Accept header, which chooses the format."""
-    encode, content_type = choose_encoder(accept)
-    return encode(_Families(families)), content_type
+def render_exposition(metric_families: Iterable[Metric], accept_header: str) -> tuple[bytes, str]:
+    """Return the text of metrics and its content type. `accept_header`: the Accept header, which chooses the format."""
+    encode, content_type = choose_encoder(accept_header)
+    return encode(_FamilyCollector(metric_families)), content_type
 
 
-class _Families:
+class _FamilyCollector:
     """Metrics in the form that prometheus-client's encoders expect."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
+        self._metric_families = families
 
     def collect(self) -> Iterable[Metric]:
-        return self._families
+        return self._metric_families
 
 
 class WorkerFiles:
@@ -589,25 +589,25 @@ class WorkerFiles:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._directory = Path(os.environ[DIRECTORY])
-        self._files = {file._fname: file for file in _files_of(registry)}
-        self.trouble: str | None = None
+        self._files_by_name = {file._fname: file for file in _files_of(registry)}
+        self.last_problem: str | None = None
         """Why the files are not there and cannot be created; None if they are there."""
 
-    def restore(self) -> None:
+    def restore_files(self) -> None:
         """Write the files again that were deleted, and their directory. An error is logged once, and kept."""
         try:
-            for name, file in self._files.items():
+            for name, file in self._files_by_name.items():
                 if not os.path.exists(name):
                     make_directory(self._directory)
-                    _write_again(file)
+                    _recreate_file(file)
         except OSError as error:
-            if self.trouble is None:
+            if self.last_problem is None:
                 logger.error("metrics: deleted directory cannot be created: %s: %s", self._directory, error)
-            self.trouble = str(error)
+            self.last_problem = str(error)
         else:
-            if self.trouble is not None:
+            if self.last_problem is not None:
                 logger.info("metrics: directory exists again: %s", self._directory)
-            self.trouble = None
+            self.last_problem = None
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics of all workers. Raises GatewayError."""
@@ -618,7 +618,7 @@ class WorkerFiles:
                 return merge([str(file) for file in files if file.stat().st_size > 0])
             except (FileNotFoundError, NotADirectoryError) as error:  # the directory, or a file in it, is gone
                 if is_last:
-                    message = f"the metrics' directory {self._directory} cannot be read: {self.trouble or error}"
+                    message = f"the metrics' directory {self._directory} cannot be read: {self.last_problem or error}"
                     raise GatewayError(message, code="metrics_unavailable", status=503) from None
         raise AssertionError
 
@@ -635,15 +635,15 @@ def make_directory(directory: Path) -> None:
         raise PermissionError(f"{directory} belongs to another user")
 
 
-def _write_again(file: MmapedDict) -> None:
+def _recreate_file(metrics_file: MmapedDict) -> None:
     """Continue with a new file of the same name and contents. Readers never see a part of it."""
-    name = file._fname
+    name = metrics_file._fname
     with open(f"{name}.new", "wb") as copy:
-        copy.write(file._m)
+        copy.write(metrics_file._m)
     os.replace(f"{name}.new", name)
     new = MmapedDict(name)  # type: ignore[no-untyped-call]
-    file.close()  # type: ignore[no-untyped-call]
-    vars(file).update(vars(new))  # each metric holds this object
+    metrics_file.close()  # type: ignore[no-untyped-call]
+    vars(metrics_file).update(vars(new))  # each metric holds this object
 
 
 def _files_of(registry: CollectorRegistry) -> Iterator[MmapedDict]:

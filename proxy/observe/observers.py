@@ -44,38 +44,38 @@ class RequestListener:
     def request_ended(self, record: RequestRecord) -> None:
         """Take a request that has ended, at most a moment ago: at `record.ended`. The record is closed."""
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
+    def handle_batch(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """Take the requests of a batch, each list in the order of the events.
 
         `began`: new requests. `ended`: finished requests, whose records are closed. A short request is in both.
         """
 
 
-class Observers:
+class RequestObservers:
     """The listeners to the requests of one worker."""
 
     def __init__(self, listeners: Sequence[RequestListener] = ()) -> None:
-        self._at_begin: tuple[RequestListener, ...] = ()
-        self._at_end: tuple[RequestListener, ...] = ()
-        self._at_settle: tuple[RequestListener, ...] = ()
-        self._began: list[RequestRecord] = []
-        self._ended: list[RequestRecord] = []
+        self._begin_listeners: tuple[RequestListener, ...] = ()
+        self._end_listeners: tuple[RequestListener, ...] = ()
+        self._batch_listeners: tuple[RequestListener, ...] = ()
+        self._begun_records: list[RequestRecord] = []
+        self._ended_records: list[RequestRecord] = []
         self._call_later: Callable[..., object] | None = None
         self._will_settle = False
         for listener in listeners:
-            self.add(listener)
+            self.add_listener(listener)
 
-    def add(self, listener: RequestListener) -> None:
+    def add_listener(self, listener: RequestListener) -> None:
         """Register a listener for requests that begin from now on."""
-        if _overrides(listener, "request_began"):
-            self._at_begin += (listener,)
-        if _overrides(listener, "settle"):
-            self._at_settle += (listener,)
-        if _overrides(listener, "request_ended"):
-            self._at_end += (listener,)
+        if _overrides_method(listener, "request_began"):
+            self._begin_listeners += (listener,)
+        if _overrides_method(listener, "handle_batch"):
+            self._batch_listeners += (listener,)
+        if _overrides_method(listener, "request_ended"):
+            self._end_listeners += (listener,)
 
     @contextmanager
-    def in_batches(self, call_later: Callable[..., object]) -> Iterator[None]:
+    def collect_in_batches(self, call_later: Callable[..., object]) -> Iterator[None]:
         """Collect the ends of requests in batches inside this context.
 
         Outside it, each end is passed on at once. Leaving passes on the rest. `call_later`: method of the event loop.
@@ -85,10 +85,10 @@ class Observers:
             yield
         finally:
             self._call_later, self._will_settle = None, False
-            self.settle()
+            self.flush_batch()
 
-    def begin(
-        self, label: str, request_id: str, headers: Mapping[str, str] = _NO_HEADERS, since: float | None = None
+    def begin_record(
+        self, api_label: str, request_id: str, headers: Mapping[str, str] = _NO_HEADERS, started_at: float | None = None
     ) -> RequestRecord:
         """Create the record of a new request.
 
@@ -97,55 +97,55 @@ class Observers:
             headers: See RequestListener.
             since: Start of the request in seconds of the record's clock (time.monotonic); None: now.
         """
-        record = RequestRecord(label, request_id, monotonic, since)
-        for listener in self._at_begin:
-            _notify(listener.request_began, record, headers)
-        self._began.append(record)
+        record = RequestRecord(api_label, request_id, monotonic, started_at)
+        for listener in self._begin_listeners:
+            _notify_listener(listener.request_began, record, headers)
+        self._begun_records.append(record)
         if not self._will_settle:
-            self._settle_soon()
+            self._schedule_flush()
         return record
 
-    def end(self, record: RequestRecord) -> None:
+    def end_record(self, record: RequestRecord) -> None:
         """Record the end of a request, and tell the listeners."""
         record.ended = record.clock()
-        self._ended.append(record)
+        self._ended_records.append(record)
         if not self._will_settle:
-            self._settle_soon()
-        elif len(self._ended) == _MAX_BATCH:
-            self._call(0, self.settle)
+            self._schedule_flush()
+        elif len(self._ended_records) == _MAX_BATCH:
+            self._call_after(0, self.flush_batch)
 
-    def settle(self) -> None:
+    def flush_batch(self) -> None:
         """Pass on the current batch. May be called at any time in the event loop's thread."""
         # No code may run between the read of a list and its replacement, not even garbage collection.
         next_began: list[RequestRecord] = []
         next_ended: list[RequestRecord] = []
-        began, self._began = self._began, next_began
-        pending, self._ended = self._ended, next_ended
+        began, self._begun_records = self._begun_records, next_began
+        pending, self._ended_records = self._ended_records, next_ended
         if not began and not pending:
             return
         ended: list[RequestRecord] = []
         for record in pending:
             # An exception for one request does not affect the others.
             try:
-                record.close()
+                record.close_record()
             except Exception:
                 logger.exception("requests: the end of a request was not recorded: %s", record.request_id)
             else:
                 ended.append(record)
-        for listener in self._at_settle:
-            _notify(listener.settle, began, ended)
-        for listener in self._at_end:
+        for listener in self._batch_listeners:
+            _notify_listener(listener.handle_batch, began, ended)
+        for listener in self._end_listeners:
             for record in ended:
-                _notify(listener.request_ended, record)
+                _notify_listener(listener.request_ended, record)
 
-    def _settle_soon(self) -> None:
+    def _schedule_flush(self) -> None:
         if self._call_later is None:
-            self.settle()
+            self.flush_batch()
             return
         self._will_settle = True
-        self._call(_BATCH_SECONDS, self._on_timer)
+        self._call_after(_BATCH_SECONDS, self._on_timer)
 
-    def _call(self, seconds: float, function: Callable[[], None]) -> None:
+    def _call_after(self, seconds: float, function: Callable[[], None]) -> None:
         """Call a function later, where ends are collected in batches."""
         assert self._call_later is not None
         # In an empty context, because log lines of the batch do not belong to the current request.
@@ -153,16 +153,16 @@ class Observers:
 
     def _on_timer(self) -> None:
         self._will_settle = False
-        self.settle()
+        self.flush_batch()
 
 
-def _notify(method: Callable[..., None], *arguments: Any) -> None:
+def _notify_listener(listener_method: Callable[..., None], *arguments: Any) -> None:
     """Call a listener of requests, and log its exceptions."""
     try:
-        method(*arguments)
+        listener_method(*arguments)
     except Exception:
-        logger.exception("requests: a request listener failed: %s", method.__qualname__)
+        logger.exception("requests: a request listener failed: %s", listener_method.__qualname__)
 
 
-def _overrides(listener: RequestListener, method: str) -> bool:
-    return getattr(type(listener), method) is not getattr(RequestListener, method)
+def _overrides_method(listener: RequestListener, method_name: str) -> bool:
+    return getattr(type(listener), method_name) is not getattr(RequestListener, method_name)

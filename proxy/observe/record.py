@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend
 
-    Traces = dict[str, "Trace"]
+    Traces = dict[str, "RequestTrace"]
     """Traces of the running sampled requests, by `traceparent`."""
 
 
 _REPORTED_FAILURES: Final = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED)
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """The outcome of one request."""
 
-    term: str
+    termination_code: str
     """Termination state of two letters: the side that ended the request, and the stage.
 
     The first letter: `-` complete; C the client left; c the client stalled; S an engine failed; s an engine was too
@@ -35,38 +35,38 @@ class Outcome(NamedTuple):
     """
     status: int
     """Status for log and metrics; 499 if the client left before there was one."""
-    broken: tuple[str, str] | None = None
+    broken_stream_labels: tuple[str, str] | None = None
     """The side that broke off an answer after its status was sent, and the reason.
 
     None: the answer is complete, or nothing was sent.
     """
 
 
-COMPLETE: Final = Outcome("--", 200)
+COMPLETE: Final = RequestOutcome("--", 200)
 
 
-def outcome_of(record: RequestRecord, error: BaseException) -> Outcome:
+def outcome_of(record: RequestRecord, error: BaseException) -> RequestOutcome:
     """Return the outcome of a request that this error has ended."""
     term, status = _term_and_status(record, error)
-    return Outcome(term, status, _broken(error) if record.committed else None)
+    return RequestOutcome(term, status, _broken_stream_labels(error) if record.is_answer_begun else None)
 
 
 def _term_and_status(record: RequestRecord, error: BaseException) -> tuple[str, int]:
-    stage = record.stage.value if record.stage else "R"
+    stage = record.current_stage.value if record.current_stage else "R"
     if isinstance(error, ClientStalled):
         return "cD", 200
-    if isinstance(error, ShuttingDown) and record.committed:
+    if isinstance(error, ShuttingDown) and record.is_answer_begun:
         return "KD", 200
     if isinstance(error, CancelledError | ConnectionError):  # either may be noticed first
-        return "C" + stage, 200 if record.committed else 499
+        return "C" + stage, 200 if record.is_answer_begun else 499
     if isinstance(error, UpstreamError):
         who = "s" if error.failure is Failure.TIMEOUT else "S"
-        return who + stage, 200 if record.committed else error.status
+        return who + stage, 200 if record.is_answer_begun else error.status
     # GatewayError and aiohttp's HTTPException have a status. Any other error is a defect of the gateway.
-    return "P" + stage, 200 if record.committed else getattr(error, "status", 500)
+    return "P" + stage, 200 if record.is_answer_begun else getattr(error, "status", 500)
 
 
-def _broken(error: BaseException) -> tuple[str, str]:
+def _broken_stream_labels(error: BaseException) -> tuple[str, str]:
     if isinstance(error, UpstreamError):
         return "engine", (error.failure if error.failure in _REPORTED_FAILURES else Failure.BROKEN).value
     if isinstance(error, ClientStalled):
@@ -97,7 +97,7 @@ class AccessFacts:
     code: int
     """HTTP status; 499 if the client left before there was one."""
     term: str
-    """Termination state; see Outcome.term."""
+    """Termination state; see Outcome.termination_code."""
     prefiller: str
     """`host:port`; `-` if no prefiller was asked. The next three fields use `-` in the same way."""
     decoder: str
@@ -135,8 +135,8 @@ class AccessFacts:
 
 
 FACTS: Final = tuple(AccessFacts.__dataclass_fields__)
-"""Names of the facts, in the order of `values_of`."""
-values_of: Final = attrgetter(*FACTS)
+"""Names of the facts, in the order of `fact_values_of`."""
+fact_values_of: Final = attrgetter(*FACTS)
 """Return the values of an AccessFacts in the order of FACTS."""
 
 TRACEPARENT: Final = "traceparent"
@@ -149,7 +149,7 @@ _SPAN_ID: Final = slice(36, 52)
 class TracedLeg:
     """One request to one engine, sent for a sampled request."""
 
-    __slots__ = ("backend", "began", "ended", "error", "is_whole", "path", "request_id", "span_id", "status")
+    __slots__ = ("backend", "began_at", "ended", "error", "is_body_complete", "path", "request_id", "span_id", "status")
 
     def __init__(self, span_id: int, backend: Backend, path: str, request_id: str | None, began: float) -> None:
         self.span_id = span_id
@@ -157,42 +157,42 @@ class TracedLeg:
         self.path = path
         self.request_id = request_id
         """X-Request-Id that the engine was sent; None if there was none."""
-        self.began = began
+        self.began_at = began
         self.ended: float | None = None
         """Clock seconds of the end; None while it runs."""
         self.status = 0
         """Status of the engine's answer; 0 if there is none."""
-        self.is_whole = False
+        self.is_body_complete = False
         """Whether the whole answer has arrived. If not, and there is no error, the gateway stopped reading."""
         self.error: UpstreamError | None = None
 
 
-class Trace:
+class RequestTrace:
     """The trace of one sampled request."""
 
     def __init__(self, traceparent: str, clock: Callable[[], float], new_span_id: Callable[[], int]) -> None:
         """Start the trace. `traceparent`: value of this header on the request's calls. `clock`: clock of the record."""
         self.traceparent = traceparent
-        self.legs: list[TracedLeg] = []
+        self.traced_legs: list[TracedLeg] = []
         self._clock = clock
         self._new_span_id = new_span_id
 
     @property
-    def id(self) -> str:
+    def trace_id(self) -> str:
         """Return the trace id as 32 hexadecimal digits, the form that people search for."""
         return self.traceparent[3:35]
 
-    def leg(self, backend: Backend, path: str, headers: Mapping[str, str]) -> TracedLeg:
+    def begin_leg(self, backend: Backend, path: str, headers: Mapping[str, str]) -> TracedLeg:
         """Note the start of a leg. `headers` have lower-case names."""
         leg = TracedLeg(self._new_span_id(), backend, path, headers.get("x-request-id"), self._clock())
-        self.legs.append(leg)
+        self.traced_legs.append(leg)
         return leg
 
     def end_leg(self, leg: TracedLeg, status: int, *, is_whole: bool) -> None:
         """Record the end of a leg in the trace of its request."""
-        leg.ended, leg.status, leg.is_whole = self._clock(), status, is_whole
+        leg.ended, leg.status, leg.is_body_complete = self._clock(), status, is_whole
 
-    def child_header(self, leg: TracedLeg) -> str:
+    def make_child_header(self, leg: TracedLeg) -> str:
         """Return the header with which the engine continues this trace, below this leg."""
         return f"{self.traceparent[: _SPAN_ID.start]}{leg.span_id:016x}{self.traceparent[_SPAN_ID.stop :]}"
 
@@ -215,7 +215,7 @@ class RequestRecord:
     served_model: str | None = None
     """The instances' name of the model; None if all instances serve the same model, or none serves this one."""
     stream: bool = False
-    samples: int = 1
+    samples_per_prompt: int = 1
     """Number of answers to each prompt. Each is a unit, while the client's usage counts the prompt once."""
     first_token_seconds: float | None = None
     ended: float = 0.0
@@ -224,14 +224,14 @@ class RequestRecord:
     """The error that ended the request before its answer was complete; None if there was none."""
     lost_engines: int
     """Number of engines that went down under this request, or under an earlier copy of it, perhaps because of it."""
-    committed: bool = False
+    is_answer_begun: bool = False
     """Whether the status and headers of a streamed answer were sent."""
-    context: Mapping[str, str] | None
+    trace_context: Mapping[str, str] | None
     """Headers that pass the trace context to engines; None: the client's headers."""
-    trace: Trace | None
+    request_trace: RequestTrace | None
     """Trace of the request; None if it is not sampled."""
-    outcome: Outcome
-    """Set by `close`, like `facts`."""
+    outcome: RequestOutcome
+    """Set by `close_record`, like `facts`."""
     facts: AccessFacts
 
     def __init__(
@@ -248,43 +248,43 @@ class RequestRecord:
         self.started = clock() if started is None else started
         self.timelines: list[Timeline] = []
         # Attributes that are often read but rarely set: a class attribute takes longer to read.
-        self.error = self.context = self.trace = None
+        self.error = self.trace_context = self.request_trace = None
         self.lost_engines = 0
 
-    def timeline(self) -> Timeline:
+    def add_timeline(self) -> Timeline:
         """Create the timeline of one more unit of the request."""
         timeline = Timeline(self.clock)
         self.timelines.append(timeline)
         return timeline
 
-    def first_token(self) -> None:
+    def record_first_token(self) -> None:
         """Note that the client was sent the first part of the answer. Later calls change nothing."""
         if self.first_token_seconds is None:
             self.first_token_seconds = self.clock() - self.started
 
     @property
-    def tokens(self) -> int:
+    def total_tokens(self) -> int:
         """Return the tokens of all prompts and answers, as the client's usage counts them."""
         usages = [timeline.usage for timeline in self.timelines]
         prompts = sum([usage.prompt_tokens or 0 for usage in usages])
-        return prompts // self.samples + sum([usage.completion_tokens or 0 for usage in usages])
+        return prompts // self.samples_per_prompt + sum([usage.completion_tokens or 0 for usage in usages])
 
     @property
-    def stage(self) -> Stage | None:
+    def current_stage(self) -> Stage | None:
         """Return the earliest stage that a unit is in: the stage of a request that ends now."""
-        stages = [stage for timeline in self.timelines if (stage := timeline.stage) is not None]
+        stages = [stage for timeline in self.timelines if (stage := timeline.current_stage) is not None]
         return min(stages, key=_PLACES.__getitem__, default=None)
 
-    def close(self) -> None:
+    def close_record(self) -> None:
         """Determine the outcome and the facts of a request that has ended."""
         error = self.error
         self.outcome = outcome = COMPLETE if error is None else outcome_of(self, error)
-        timelines, trace = self.timelines, self.trace
+        timelines, trace = self.timelines, self.request_trace
         prompt = cached = completion = attempts = resumes = 0
         for timeline in timelines:
-            for attempt in timeline.past:
-                attempt.close()
-            timeline.close()
+            for attempt in timeline.past_attempts:
+                attempt.close_attempt()
+            timeline.close_attempt()
             attempts += timeline.attempts
             resumes += timeline.resumes
             usage = timeline.usage
@@ -293,10 +293,10 @@ class RequestRecord:
             completion += usage.completion_tokens or 0
         if len(timelines) == 1:
             (first,) = timelines
-            course, spent = first.course, first.spent
+            course, spent = first.course, first.spent_seconds_by_stage
         else:
             first = timelines[0] if timelines else Timeline(self.clock)
-            seconds = longest([timeline.seconds for timeline in timelines])
+            seconds = longest_stage_seconds([timeline.seconds_by_stage for timeline in timelines])
             course, spent = "".join([stage.value for stage in seconds]), [*seconds.values()]
         prediction = first.prediction
         prefill_reason, decode_reason = first.reasons
@@ -307,7 +307,7 @@ class RequestRecord:
             api=self.api,
             stream=self.stream,
             code=outcome.status,
-            term=outcome.term,
+            term=outcome.termination_code,
             prefiller=first.prefiller,
             decoder=first.decoder,
             prefill_id=first.prefill_id,
@@ -322,21 +322,21 @@ class RequestRecord:
             stage_seconds=spent,
             first_token_seconds=self.first_token_seconds,
             duration_seconds=self.ended - self.started,
-            predicted_seconds=None if prediction is None else prediction.seconds,
+            predicted_seconds=None if prediction is None else prediction.predicted_seconds,
             predicted_cached_tokens=None if prediction is None else prediction.cached_tokens,
             prompt_tokens=prompt,
             cached_tokens=cached,
             completion_tokens=completion,
-            trace_id=None if trace is None else trace.id,
+            trace_id=None if trace is None else trace.trace_id,
             lost_engines=self.lost_engines,
             error=None if error is None else getattr(error, "message", None),
         )
 
 
-def longest(units: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
-    """Return the longest time in each stage over all units. `units`: seconds in each stage, by unit."""
-    longest_seconds = dict(units[0]) if units else {}
-    for seconds in units[1:]:
+def longest_stage_seconds(stage_seconds_by_unit: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
+    """Return the longest time in each stage over all units. `stage_seconds_by_unit`: seconds in each stage, by unit."""
+    longest_seconds = dict(stage_seconds_by_unit[0]) if stage_seconds_by_unit else {}
+    for seconds in stage_seconds_by_unit[1:]:
         for stage, spent in seconds.items():
             longest_seconds[stage] = max(spent, longest_seconds.get(stage, 0.0))
     return longest_seconds

@@ -8,14 +8,14 @@ from operator import sub
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from proxy.balancer.pick import reason
+from proxy.balancer.pick import pick_reason
 from proxy.common.terms import Stage
 from proxy.wire.openai import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.balancer.pick import Pick, Prediction
+    from proxy.balancer.pick import Pick, PickPrediction
     from proxy.common.errors import UpstreamError
 
     Marks = list[tuple[Stage | None, float]]
@@ -27,8 +27,18 @@ NO_STAGE: Final = "-"
 
 
 ATTEMPT_ATTRIBUTES: Final = (
-    *("prefiller", "decoder", "prefill_id", "decode_id", "kv", "kv_verdict", "prefill_pick", "decode_pick", "left"),
-    *("continues", "failure", "stages", "times", "reasons"),
+    *(
+        "prefiller",
+        "decoder",
+        "prefill_id",
+        "decode_id",
+        "kv",
+        "kv_verdict",
+        "prefill_pick",
+        "decode_pick",
+        "replaced_legs",
+    ),
+    *("continues_answer", "failure", "entered_stages", "stage_times", "reasons"),
 )
 """Attributes that belong to an AttemptRecord."""
 
@@ -72,34 +82,37 @@ class AttemptRecord:
     prefill_pick: Pick | None = None
     decode_pick: Pick | None = None
     """Reason for choosing this backend; None without a backend of that role."""
-    left: Sequence[ReplacedLeg] = ()
-    continues: bool = False
+    replaced_legs: Sequence[ReplacedLeg] = ()
+    continues_answer: bool = False
     """Whether the attempt continues the broken answer of the previous one."""
     failure: AttemptFailure | None = None
     """Failure that ended the attempt; None if it succeeded, is running, or no instance caused its end."""
-    stages: list[Stage | None]
+    entered_stages: list[Stage | None]
     """Stages that the attempt has entered, in order; None: it left a stage without entering another."""
-    times: list[float]
-    """Clock seconds of each entry in `stages`. A caller that knows all may set both lists."""
+    stage_times: list[float]
+    """Clock seconds of each entry in `entered_stages`. A caller that knows all may set both lists."""
     reasons: tuple[str | None, str | None] = (None, None)
     """Reasons of the picks of prefiller and decoder, each one of pick.REASONS; set when the attempt is closed."""
 
     def __init__(self) -> None:
-        self.stages, self.times = [], []
+        self.entered_stages, self.stage_times = [], []
 
     @property
-    def marks(self) -> Marks:
+    def stage_marks(self) -> Marks:
         """Return the stages of the attempt with their times."""
-        return list(zip(self.stages, self.times, strict=True))
+        return list(zip(self.entered_stages, self.stage_times, strict=True))
 
-    def close(self) -> None:
+    def close_attempt(self) -> None:
         """Close the attempt: determine the values that several listeners read."""
         if self.kv_verdict is not None:
             self.kv = self.kv_verdict()
         prefill, decode = self.prefill_pick, self.decode_pick
-        self.reasons = None if prefill is None else reason(prefill), None if decode is None else reason(decode)
+        self.reasons = (
+            None if prefill is None else pick_reason(prefill),
+            None if decode is None else pick_reason(decode),
+        )
 
-    def move_out(self) -> AttemptRecord:
+    def move_to_new_record(self) -> AttemptRecord:
         """Move all values into a new record, and reset this one."""
         moved, new = AttemptRecord(), AttemptRecord()
         for name in ATTEMPT_ATTRIBUTES:
@@ -109,20 +122,22 @@ class AttemptRecord:
 
 
 @lru_cache(maxsize=64)  # nearly all attempts have one of a few courses
-def stage_letters(stages: tuple[Stage | None, ...]) -> tuple[str, bool]:
+def stage_letters(entered_stages: tuple[Stage | None, ...]) -> tuple[str, bool]:
     """Return the letters of the entered stages, with NO_STAGE for none, and whether the course is plain.
 
     A plain course enters each stage once, from the one before, and has left the last.
     """
-    is_plain = len(stages) > 1 and len(set(stages)) == len(stages) and stages[-1] is None
-    return "".join([NO_STAGE if stage is None else stage.value for stage in stages]), is_plain
+    is_plain = (
+        len(entered_stages) > 1 and len(set(entered_stages)) == len(entered_stages) and entered_stages[-1] is None
+    )
+    return "".join([NO_STAGE if stage is None else stage.value for stage in entered_stages]), is_plain
 
 
-def stage_seconds(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
-    """Return the seconds in each stage that was left, added to those in `before`."""
-    spent = dict(before) if before else {}
+def stage_seconds(stage_marks: Marks, seconds_before: Mapping[Stage, float]) -> dict[Stage, float]:
+    """Return the seconds in each stage that was left, added to those in `seconds_before`."""
+    spent = dict(seconds_before) if seconds_before else {}
     stage, entered = None, 0.0
-    for following, at in marks:
+    for following, at in stage_marks:
         if stage is not None:
             spent[stage] = spent.get(stage, 0.0) + (at - entered)
         stage, entered = following, at
@@ -138,112 +153,112 @@ class Timeline(AttemptRecord):
     Conclusions are drawn when a listener reads them.
     """
 
-    prediction: Prediction | None = None
+    prediction: PickPrediction | None = None
     """Prediction for the prefill of the last attempt; None if there is none."""
     attempts: int
     resumes: int
     """Number of times that the answer was broken and continued."""
-    past: Sequence[AttemptRecord]
+    past_attempts: Sequence[AttemptRecord]
     """Attempts before the running one, in order."""
     course: str
-    """Letters of the unit's stages, including earlier attempts that count, and in `spent` the seconds in each.
+    """Letters of the unit's stages, including earlier attempts that count, with seconds in `spent_seconds_by_stage`.
 
     Set when the unit is closed.
     """
-    spent: Sequence[float]
+    spent_seconds_by_stage: Sequence[float]
     _counted_resumes: int = 0
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.stages, self.times = [], []
+        self.entered_stages, self.stage_times = [], []
         self.usage = Usage()
         self.attempts = self.resumes = 0
         # Attributes that are often read but rarely set: a class attribute takes longer to read.
-        self.past = self.left = ()
-        self.failure, self.continues = None, False
-        self._spent = _NOTHING  # seconds of earlier attempts that count
+        self.past_attempts = self.replaced_legs = ()
+        self.failure, self.continues_answer = None, False
+        self._spent_by_stage = _NOTHING  # seconds of earlier attempts that count
         self._has_encoded = False
 
     @property
-    def stage(self) -> Stage | None:
+    def current_stage(self) -> Stage | None:
         """Return the stage of the running attempt, or the last stage of a finished one; None if it has entered none."""
-        return next((stage for stage in reversed(self.stages) if stage is not None), None)
+        return next((stage for stage in reversed(self.entered_stages) if stage is not None), None)
 
     @property
-    def seconds(self) -> dict[Stage, float]:
+    def seconds_by_stage(self) -> dict[Stage, float]:
         """Return the seconds of the running attempt in each stage, without its current one."""
-        return stage_seconds(self.marks, self._spent)
+        return stage_seconds(self.stage_marks, self._spent_by_stage)
 
     @property
     def history(self) -> Sequence[AttemptRecord]:
         """Return all attempts of the unit, in order."""
-        return (*self.past, self) if self.attempts else ()
+        return (*self.past_attempts, self) if self.attempts else ()
 
     def begin_attempt(self) -> None:
         """Begin an attempt: an empty one, unless it continues an answer or has begun with its media."""
         if self._has_encoded:
             self._has_encoded = False
             return
-        if self.attempts or self.stages:
-            self._start_again()
+        if self.attempts or self.entered_stages:
+            self._reset_attempt()
         self.attempts += 1
 
-    def _start_again(self) -> None:
-        spent = self.seconds
+    def _reset_attempt(self) -> None:
+        spent = self.seconds_by_stage
         if not self.usage.is_resumed:
             spent = {stage: seconds for stage, seconds in spent.items() if stage is Stage.QUEUE}
-        self._spent = spent
+        self._spent_by_stage = spent
         if self.attempts:
-            self.past = (*self.past, self.move_out())
-            self.continues = self.resumes > self._counted_resumes
+            self.past_attempts = (*self.past_attempts, self.move_to_new_record())
+            self.continues_answer = self.resumes > self._counted_resumes
             self._counted_resumes = self.resumes
         else:
-            self.stages, self.times = [], []
+            self.entered_stages, self.stage_times = [], []
 
-    def failed(self, error: UpstreamError) -> None:
+    def record_failure(self, error: UpstreamError) -> None:
         """Note the failure that ended the running attempt."""
         self.failure = AttemptFailure(error.failure.value, error.backend.name, error.full_message)
 
-    def note_prefiller_replaced(self, pick: Pick) -> None:
+    def record_prefiller_replaced(self, pick: Pick) -> None:
         """Note that the prefill leg, which produced nothing, is sent again, to this prefiller."""
-        self.left = (*self.left, ReplacedLeg(self.prefiller, self.prefill_id))
+        self.replaced_legs = (*self.replaced_legs, ReplacedLeg(self.prefiller, self.prefill_id))
         self.prefill_pick = pick
 
-    def note_decoder_replaced(self, pick: Pick) -> None:
+    def record_decoder_replaced(self, pick: Pick) -> None:
         """Note that the decode leg is sent to this decoder instead."""
-        self.left = (*self.left, ReplacedLeg(self.decoder, self.decode_id))
+        self.replaced_legs = (*self.replaced_legs, ReplacedLeg(self.decoder, self.decode_id))
         self.decode_pick = pick
 
-    def begin_encoding(self) -> None:
+    def begin_encoding_attempt(self) -> None:
         """Begin an attempt with the encoding of its media."""
         self._has_encoded = False
         self.begin_attempt()
-        self.enter(Stage.ENCODE)
+        self.enter_stage(Stage.ENCODE)
 
     def end_encoding(self) -> None:
         """Note the end of encoding. The next `begin_attempt` continues the same attempt."""
-        self.leave()
+        self.end_attempt()
         self._has_encoded = True
 
-    def enter(self, stage: Stage) -> None:
+    def enter_stage(self, stage: Stage) -> None:
         """Leave the current stage of the attempt and enter the next."""
-        self.stages.append(stage)
-        self.times.append(self.clock())
+        self.entered_stages.append(stage)
+        self.stage_times.append(self.clock())
 
-    def leave(self) -> None:
+    def end_attempt(self) -> None:
         """Note the end of the attempt, successful or not, in its current stage. May be called again."""
-        stages = self.stages
+        stages = self.entered_stages
         if stages and stages[-1] is not None:
             stages.append(None)
-            self.times.append(self.clock())
+            self.stage_times.append(self.clock())
 
-    def close(self) -> None:
+    def close_attempt(self) -> None:
         """Close the unit; see AttemptRecord."""
-        super().close()
-        times = self.times
-        course, is_plain = stage_letters(tuple(self.stages))
-        if is_plain and not self._spent:
-            self.course, self.spent = course[:-1], [*map(sub, times[1:], times)]
+        super().close_attempt()
+        times = self.stage_times
+        course, is_plain = stage_letters(tuple(self.entered_stages))
+        if is_plain and not self._spent_by_stage:
+            self.course, self.spent_seconds_by_stage = course[:-1], [*map(sub, times[1:], times)]
         else:
-            seconds = self.seconds
-            self.course, self.spent = "".join([stage.value for stage in seconds]), [*seconds.values()]
+            seconds = self.seconds_by_stage
+            self.course, self.spent_seconds_by_stage = "".join([stage.value for stage in seconds]), [*seconds.values()]

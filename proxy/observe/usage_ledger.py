@@ -97,45 +97,45 @@ class UsageLedger:
             path: Returns the path of the file. None: only the present and the last hour are known.
             now: Returns seconds since the Unix epoch.
         """
-        self._accounts = accounts
-        self._process = process
-        self._slots = slots
+        self._key_accounts = accounts
+        self._process_id = process
+        self._get_slots = slots
         self._path = path
-        self._now = now
-        self._names: dict[int, str] = {}
+        self._get_wall_seconds = now
+        self._key_names_by_slot: dict[int, str] = {}
         """The last name of the key in each slot, because a removed key may have running requests."""
-        self._lock = threading.Lock()
+        self._thread_lock = threading.Lock()
 
-    def report(self, since_hour: int) -> list[HourUsage]:
+    def report_usage(self, since_hour: int) -> list[HourUsage]:
         """Return the usage from an hour on. Raises sqlite3.Error."""
-        with self._saving() as file:
+        with self._saved_file() as file:
             if file is None:
-                return [usage for usage in self._current() if usage.hour >= since_hour]
-            return _read(file, since_hour, 2**60)
+                return [usage for usage in self._current_usage() if usage.hour >= since_hour]
+            return _read_usage(file, since_hour, 2**60)
 
-    def save(self) -> None:
+    def save_accounts(self) -> None:
         """Write the accounts to the file, if there is one. Raises sqlite3.Error."""
-        with self._saving():
+        with self._saved_file():
             pass
 
     def save_and_take_ended_hours(self) -> list[HourUsage]:
         """Save, and return the usage in hours that have ended and were not returned before. Raises sqlite3.Error."""
-        ended = int(self._now() - _LOG_AFTER_SECONDS) // HOUR_SECONDS
-        reported = self._accounts.reported_hour
-        with self._saving() as file:
+        ended = int(self._get_wall_seconds() - _LOG_AFTER_SECONDS) // HOUR_SECONDS
+        reported = self._key_accounts.reported_hour_cell
+        with self._saved_file() as file:
             if reported[0] >= ended - 1:
                 return []
             if file is None:
-                rows = [usage for usage in self._current() if reported[0] < usage.hour < ended]
+                rows = [usage for usage in self._current_usage() if reported[0] < usage.hour < ended]
             else:
-                rows = _take(file, ended)
+                rows = _take_ended_hours(file, ended)
             reported[0] = ended - 1
         return rows
 
     @contextmanager
-    def _saving(self) -> Iterator[sqlite3.Connection | None]:
+    def _saved_file(self) -> Iterator[sqlite3.Connection | None]:
         """Write the accounts, and yield the file, or None if there is none."""
-        with self._lock:
+        with self._thread_lock:
             # A relative path begins in the directory of the configuration file: the settings have made it absolute.
             path = self._path()
             if path is None:
@@ -144,7 +144,8 @@ class UsageLedger:
             with closing(sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)) as file:
                 file.execute(_CREATE)
                 rows = [
-                    (hour, key, f"{self._process}/{slot}", *account) for slot, (hour, key, account) in self._by_slot()
+                    (hour, key, f"{self._process_id}/{slot}", *account)
+                    for slot, (hour, key, account) in self._usage_by_slot()
                 ]
                 if rows:
                     with file:
@@ -152,33 +153,33 @@ class UsageLedger:
                         file.executemany(_WRITE, rows)
                 yield file
 
-    def _current(self) -> list[HourUsage]:
+    def _current_usage(self) -> list[HourUsage]:
         """Return the usage in the last and the present hour."""
-        return sorted(usage for _, usage in self._by_slot())
+        return sorted(usage for _, usage in self._usage_by_slot())
 
-    def _by_slot(self) -> Iterator[tuple[int, HourUsage]]:
-        self._names |= {slot: name for name, slot in self._slots().items()}
-        present = int(self._now()) // HOUR_SECONDS
-        for slot, name in (*self._names.items(), (self._accounts.slots, ANONYMOUS_KEY)):
+    def _usage_by_slot(self) -> Iterator[tuple[int, HourUsage]]:
+        self._key_names_by_slot |= {slot: name for name, slot in self._get_slots().items()}
+        present = int(self._get_wall_seconds()) // HOUR_SECONDS
+        for slot, name in (*self._key_names_by_slot.items(), (self._key_accounts.slot_count, ANONYMOUS_KEY)):
             for hour in (present - 1, present):
-                account = self._accounts.of_hour(slot, name, hour)[:KEPT_FIELDS]
+                account = self._key_accounts.account_of_hour(slot, name, hour)[:KEPT_FIELDS]
                 if any(account):
                     yield slot, HourUsage(hour, name, account)
 
 
-def _read(file: sqlite3.Connection, since_hour: int, until_hour: int) -> list[HourUsage]:
-    return [HourUsage(hour, key, values) for hour, key, *values in file.execute(_READ, (since_hour, until_hour))]
+def _read_usage(usage_file: sqlite3.Connection, since_hour: int, until_hour: int) -> list[HourUsage]:
+    return [HourUsage(hour, key, values) for hour, key, *values in usage_file.execute(_READ, (since_hour, until_hour))]
 
 
-def _take(file: sqlite3.Connection, ended: int) -> list[HourUsage]:
-    """Return the hours before `ended` that no process has taken, and delete old ones."""
-    with file:
-        file.execute("BEGIN IMMEDIATE")
+def _take_ended_hours(usage_file: sqlite3.Connection, ended_hour: int) -> list[HourUsage]:
+    """Return the hours before `ended_hour` that no process has taken, and delete old ones."""
+    with usage_file:
+        usage_file.execute("BEGIN IMMEDIATE")
         # `user_version` is the last hour that a process has taken, 0 in a new file.
-        (taken,) = file.execute("PRAGMA user_version").fetchone()
-        file.execute(f"PRAGMA user_version = {max(taken, ended - 1)}")
-        found = _read(file, taken + 1, ended)
-        file.execute("DELETE FROM usage WHERE hour <= ?", (ended - KEPT_HOURS,))
+        (taken,) = usage_file.execute("PRAGMA user_version").fetchone()
+        usage_file.execute(f"PRAGMA user_version = {max(taken, ended_hour - 1)}")
+        found = _read_usage(usage_file, taken + 1, ended_hour)
+        usage_file.execute("DELETE FROM usage WHERE hour <= ?", (ended_hour - KEPT_HOURS,))
     return found
 
 
@@ -196,7 +197,7 @@ class UsageKeeper(BackgroundOwner):
             is_news: Returns whether no worker has logged this state of a subject yet; see LogOnce.
             is_logging: Whether this worker saves regularly and logs. Other workers save only at their end.
         """
-        self._ledger = ledger
+        self._usage_ledger = ledger
         self._restarts = restarts
         self._is_news = is_news
         self._is_logging = is_logging
@@ -211,13 +212,15 @@ class UsageKeeper(BackgroundOwner):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await super().__aexit__(kind, error, trace)
-        await self._try(self._ledger.save)
+        await self._call_ledger(self._usage_ledger.save_accounts)
 
-    async def report(self, since_hour: int, key: str | None) -> bytes:
+    async def report_as_json(self, since_hour: int, key: str | None) -> bytes:
         """Return the usage from an hour on as a JSON array. `key` None: of all keys. Raises GatewayError."""
 
         def make() -> bytes:
-            rows = (usage.to_json() for usage in self._ledger.report(since_hour) if key in (None, usage.key))
+            rows = (
+                usage.to_json() for usage in self._usage_ledger.report_usage(since_hour) if key in (None, usage.key)
+            )
             return b"[%b]" % b",".join(map(orjson.dumps, rows))
 
         try:
@@ -229,13 +232,13 @@ class UsageKeeper(BackgroundOwner):
 
     async def _keep_saving(self) -> None:
         while True:
-            for usage in await self._try(self._ledger.save_and_take_ended_hours) or ():
+            for usage in await self._call_ledger(self._usage_ledger.save_and_take_ended_hours) or ():
                 if usage.key != ANONYMOUS_KEY:
                     logger.info("key usage: hour ended", extra={"fields": usage.to_json()})
                     await asyncio.sleep(_SECONDS_BETWEEN_LINES)
             await asyncio.sleep(_EVERY_SECONDS)
 
-    async def _try(self, call: Callable[[], _Result]) -> _Result | None:
+    async def _call_ledger(self, call: Callable[[], _Result]) -> _Result | None:
         """Call a method of the ledger in a thread. Return None after an error; one worker logs it once."""
         try:
             result = await asyncio.to_thread(call)

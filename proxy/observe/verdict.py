@@ -1,6 +1,6 @@
 """The verdict on the gateway and its engines: one state, and the reasons for it.
 
-`judge` is a plain function of facts. The route `GET /admin/status`, the metrics, the log, the status page and
+`judge_status` is a plain function of facts. The route `GET /admin/status`, the metrics, the log, the status page and
 `pdproxy top` all show its result.
 """
 
@@ -79,7 +79,7 @@ _NO_BLAME: Final = frozenset((Failure.RECOMPUTED, Failure.REMOVED, Failure.NOT_R
 _ENGINE_FAILURES: Final = frozenset(str(failure) for failure in Failure if failure not in _NO_BLAME)
 
 
-class Level(IntEnum):
+class StatusLevel(IntEnum):
     """The state of a gateway. The values are those of `pdproxy_status_state`."""
 
     HEALTHY = 0
@@ -91,10 +91,10 @@ class Level(IntEnum):
     """No request can be served."""
 
 
-class Reason(NamedTuple):
+class StatusReason(NamedTuple):
     """One reason why a gateway is not healthy."""
 
-    level: Level
+    level: StatusLevel
     code: str
     """Stable name of the problem; see CODES."""
     kind: str
@@ -184,28 +184,28 @@ class StatusFacts:
     """Time since the last exchange with other gateways. None: this gateway has no replicas."""
 
 
-def judge(facts: StatusFacts) -> list[Reason]:
+def judge_status(status_facts: StatusFacts) -> list[StatusReason]:
     """Return the reasons why the gateway is not healthy, the worst first. Empty: it is healthy."""
-    of_instances = list(_judge_instances(facts))
+    of_instances = list(_judge_instances(status_facts))
     failing = {reason.subject for reason in of_instances if reason.code == "instance_failing"}
     found = [
-        *_judge_roles(facts),
+        *_judge_roles(status_facts),
         *of_instances,
-        *_judge_paces(facts),
-        *_judge_pairs(facts, failing),
-        *_judge_requests(facts),
-        *_judge_keys(facts),
-        *_judge_gateway(facts),
+        *_judge_paces(status_facts),
+        *_judge_pairs(status_facts, failing),
+        *_judge_requests(status_facts),
+        *_judge_keys(status_facts),
+        *_judge_gateway(status_facts),
     ]
     return sorted(found, key=lambda reason: -reason.level)
 
 
-def level_of(reasons: Sequence[Reason]) -> Level:
+def level_of(reasons: Sequence[StatusReason]) -> StatusLevel:
     """Return the state of a gateway with these reasons."""
-    return max((reason.level for reason in reasons), default=Level.HEALTHY)
+    return max((reason.level for reason in reasons), default=StatusLevel.HEALTHY)
 
 
-def _sum(counts: Counts, metric: str, *labels: str) -> float:
+def _sum_growth(counts: Counts, metric: str, *labels: str) -> float:
     """Return the growth of all series of a metric whose first labels are these."""
     wanted = (metric, *labels)
     return sum(count for series, count in counts.items() if series[: len(wanted)] == wanted)
@@ -215,15 +215,15 @@ def _sum(counts: Counts, metric: str, *labels: str) -> float:
 _USABLE: Final = (HealthState.UP, HealthState.PROBATION, HealthState.UNKNOWN)
 
 
-def _is_usable(instance: InstanceFacts) -> bool:
-    return any(instance.states.get(state) for state in _USABLE)
+def _is_usable(instance_facts: InstanceFacts) -> bool:
+    return any(instance_facts.states.get(state) for state in _USABLE)
 
 
-def _judge_roles(facts: StatusFacts) -> Iterator[Reason]:
-    for role in facts.roles:
-        members = [each for each in facts.instances if each.role == role]
+def _judge_roles(status_facts: StatusFacts) -> Iterator[StatusReason]:
+    for role in status_facts.roles:
+        members = [each for each in status_facts.instances if each.role == role]
         if not any(map(_is_usable, members)):
-            yield Reason(Level.DOWN, "no_instance", "side", role, _no_instance(role, len(members)))
+            yield StatusReason(StatusLevel.DOWN, "no_instance", "side", role, _no_instance(role, len(members)))
 
 
 def _no_instance(role: str, count: int) -> str:
@@ -239,28 +239,28 @@ _UNHEALTHY: Final = (
 )
 
 
-def _judge_instances(facts: StatusFacts) -> Iterator[Reason]:
-    results = _results_by_instance(facts.counts)
+def _judge_instances(status_facts: StatusFacts) -> Iterator[StatusReason]:
+    results = _results_by_instance(status_facts.counts)
     finished_prompts = sum(own.get("ok", 0.0) for (role, _), own in results.items() if role == "prefill")
-    for each in facts.instances:
+    for each in status_facts.instances:
         title = f"{each.role} {each.name}"
         for state, code, words in _UNHEALTHY:
             if count := each.states.get(state):
                 total = sum(each.states.values())
                 where = "" if count == total else f" in {count} of {total} workers"
                 cause = f": {each.cause}" if each.cause else ""
-                yield Reason(Level.DEGRADED, code, "instance", each.name, f"{title} {words}{where}{cause}.")
+                yield StatusReason(StatusLevel.DEGRADED, code, "instance", each.name, f"{title} {words}{where}{cause}.")
                 break
         else:
             yield from _judge_failures(each, results.get((each.role, each.name), {}))
         if each.is_refusing:
             text = f"{title} rejects requests as overloaded (429 or 503)."
-            yield Reason(Level.DEGRADED, "instance_refuses", "instance", each.name, text)
+            yield StatusReason(StatusLevel.DEGRADED, "instance_refuses", "instance", each.name, text)
         if each.hints:
             hints = "; ".join(f"{kind}: {hint}" for kind, hint in each.hints.items())
             text = f"{title} is incompatible: {hints}"
-            yield Reason(Level.DEGRADED, "incompatible", "instance", each.name, text)
-        yield from _judge_silence(each, facts.counts, finished_prompts)
+            yield StatusReason(StatusLevel.DEGRADED, "incompatible", "instance", each.name, text)
+        yield from _judge_silence(each, status_facts.counts, finished_prompts)
 
 
 def _results_by_instance(counts: Counts) -> Mapping[tuple[str, str], Mapping[str, float]]:
@@ -273,37 +273,42 @@ def _results_by_instance(counts: Counts) -> Mapping[tuple[str, str], Mapping[str
     return results
 
 
-def _judge_silence(each: InstanceFacts, counts: Counts, finished_prompts: float) -> Iterator[Reason]:
-    if not each.quiet_seconds:
+def _judge_silence(instance_facts: InstanceFacts, counts: Counts, finished_prompts: float) -> Iterator[StatusReason]:
+    if not instance_facts.quiet_seconds:
         return
-    longest_seconds = each.quiet_seconds[0]
-    if each.role == "decode":
-        usual_seconds = _SILENCE_GAPS * (_gap_seconds(each.name, counts) or 0.0)
-        some = [seconds for seconds in each.quiet_seconds if seconds >= max(_MIN_SILENCE_SECONDS, usual_seconds)]
-        least_seconds = max(_MIN_FULL_SILENCE_SECONDS if each.has_begun else _MIN_FIRST_TOKEN_SECONDS, usual_seconds)
-        are_all_silent = len(some) == each.answers and some[-1] >= least_seconds
-        if are_all_silent or (each.has_begun and len(some) >= _MIN_SILENT_ANSWERS):
-            text = (
-                f"decode {each.name} has sent nothing for {longest_seconds:.0f} s on {len(some)} of "
-                f"{format_count(each.answers, 'running answer')}."
-            )
-            yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
-    elif each.role == "prefill" and _is_prefill_late(each, longest_seconds, finished_prompts):
-        text = (
-            f"prefill {each.name} has not finished a prompt for {longest_seconds:.0f} s; {each.answers} under way, "
-            f"which should take {each.work_seconds:.1f} s."
+    longest_seconds = instance_facts.quiet_seconds[0]
+    if instance_facts.role == "decode":
+        usual_seconds = _SILENCE_GAPS * (_gap_seconds(instance_facts.name, counts) or 0.0)
+        some = [
+            seconds for seconds in instance_facts.quiet_seconds if seconds >= max(_MIN_SILENCE_SECONDS, usual_seconds)
+        ]
+        least_seconds = max(
+            _MIN_FULL_SILENCE_SECONDS if instance_facts.has_begun else _MIN_FIRST_TOKEN_SECONDS, usual_seconds
         )
-        yield Reason(Level.DEGRADED, "instance_silent", "instance", each.name, text)
+        are_all_silent = len(some) == instance_facts.answers and some[-1] >= least_seconds
+        if are_all_silent or (instance_facts.has_begun and len(some) >= _MIN_SILENT_ANSWERS):
+            text = (
+                f"decode {instance_facts.name} has sent nothing for {longest_seconds:.0f} s on {len(some)} of "
+                f"{format_count(instance_facts.answers, 'running answer')}."
+            )
+            yield StatusReason(StatusLevel.DEGRADED, "instance_silent", "instance", instance_facts.name, text)
+    elif instance_facts.role == "prefill" and _is_prefill_late(instance_facts, longest_seconds, finished_prompts):
+        text = (
+            f"prefill {instance_facts.name} has not finished a prompt for {longest_seconds:.0f} s; "
+            f"{instance_facts.answers} under way, "
+            f"which should take {instance_facts.work_seconds:.1f} s."
+        )
+        yield StatusReason(StatusLevel.DEGRADED, "instance_silent", "instance", instance_facts.name, text)
 
 
-def _is_prefill_late(each: InstanceFacts, seconds: float, finished_prompts: float) -> bool:
+def _is_prefill_late(instance_facts: InstanceFacts, seconds: float, finished_prompts: float) -> bool:
     """Return whether a prefiller takes much longer than predicted.
 
     Predictions are learned from finished prompts. So a moderate delay counts only if some have finished lately.
     """
     if finished_prompts < _MIN_FINISHED_PROMPTS:
-        return seconds >= max(_MIN_LONE_PREFILL_SECONDS, _LONE_PREFILL_FACTOR * each.work_seconds)
-    return seconds >= max(_MIN_PREFILL_SECONDS, _PREFILL_FACTOR * each.work_seconds)
+        return seconds >= max(_MIN_LONE_PREFILL_SECONDS, _LONE_PREFILL_FACTOR * instance_facts.work_seconds)
+    return seconds >= max(_MIN_PREFILL_SECONDS, _PREFILL_FACTOR * instance_facts.work_seconds)
 
 
 def _gap_seconds(name: str, counts: Counts, min_parts: int = 1) -> float | None:
@@ -312,28 +317,30 @@ def _gap_seconds(name: str, counts: Counts, min_parts: int = 1) -> float | None:
     return counts.get(("stream_seconds", name), 0.0) / parts if parts >= min_parts else None
 
 
-def _judge_failures(each: InstanceFacts, results: Mapping[str, float]) -> Iterator[Reason]:
+def _judge_failures(instance_facts: InstanceFacts, results: Mapping[str, float]) -> Iterator[StatusReason]:
     failures = {result: count for result, count in results.items() if result in _ENGINE_FAILURES}
     failed, total = sum(failures.values()), sum(results.values())
     if failed >= _MIN_FAILURES and failed >= _MIN_FAILED_SHARE * total:
         kinds = ", ".join(sorted(failures, key=lambda result: -failures[result]))
         text = (
-            f"{each.role} {each.name} failed {failed:.0f} of {total:.0f} requests in {WINDOW_SECONDS:.0f} s: {kinds}."
+            f"{instance_facts.role} {instance_facts.name} failed {failed:.0f} of {total:.0f} requests in "
+            f"{WINDOW_SECONDS:.0f} s: {kinds}."
         )
-        yield Reason(Level.DEGRADED, "instance_failing", "instance", each.name, text)
+        yield StatusReason(StatusLevel.DEGRADED, "instance_failing", "instance", instance_facts.name, text)
     if recomputed := results.get(str(Failure.RECOMPUTED)):
         text = (
-            f"{each.role} {each.name} is short of KV memory: it preempted {format_count(int(recomputed), 'answer')} in "
+            f"{instance_facts.role} {instance_facts.name} is short of KV memory: it preempted "
+            f"{format_count(int(recomputed), 'answer')} in "
             f"{WINDOW_SECONDS:.0f} s, which other decoders continue."
         )
-        yield Reason(Level.DEGRADED, "kv_memory", "instance", each.name, text)
+        yield StatusReason(StatusLevel.DEGRADED, "kv_memory", "instance", instance_facts.name, text)
 
 
-def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
+def _judge_paces(status_facts: StatusFacts) -> Iterator[StatusReason]:
     """Compare the time between tokens among the decoders. One decoder is slow if most others are much faster."""
-    names = [each.name for each in facts.instances if each.role == "decode"]
-    recent = {name: _gap_seconds(name, facts.recent_paces, _MIN_RECENT_SLOW_PARTS) for name in names}
-    measured = {name: recent[name] or _gap_seconds(name, facts.counts, _MIN_SLOW_PARTS) for name in names}
+    names = [each.name for each in status_facts.instances if each.role == "decode"]
+    recent = {name: _gap_seconds(name, status_facts.recent_paces, _MIN_RECENT_SLOW_PARTS) for name in names}
+    measured = {name: recent[name] or _gap_seconds(name, status_facts.counts, _MIN_SLOW_PARTS) for name in names}
     gaps = {name: gap for name, gap in measured.items() if gap is not None}
     ordered = sorted(gaps.values())
     for name in names:
@@ -346,36 +353,38 @@ def _judge_paces(facts: StatusFacts) -> Iterator[Reason]:
         usual = ordered[middle] if own is None or bisect_left(ordered, own) > middle else ordered[middle + 1]
         gap = own or 0.0
         if recent[name] is None:
-            gap = max(gap, _sparse_gap_seconds(name, facts))
+            gap = max(gap, _sparse_gap_seconds(name, status_facts))
         if gap >= _MIN_SLOW_GAP_SECONDS and gap >= _SLOW_FACTOR * usual:
             text = f"decode {name} takes {1000 * gap:.0f} ms per token, other decoders take {1000 * usual:.0f} ms."
-            yield Reason(Level.DEGRADED, "instance_slow", "instance", name, text)
+            yield StatusReason(StatusLevel.DEGRADED, "instance_slow", "instance", name, text)
 
 
-def _sparse_gap_seconds(name: str, facts: StatusFacts) -> float:
+def _sparse_gap_seconds(name: str, status_facts: StatusFacts) -> float:
     """Return the shortest mean time between the recent tokens of a decoder at one verdict, or 0 if they are too few."""
-    if facts.recent_paces.get(("stream_parts", name), 0.0) < _MIN_SPARSE_PARTS:
+    if status_facts.recent_paces.get(("stream_parts", name), 0.0) < _MIN_SPARSE_PARTS:
         return 0.0
-    gaps = [gap for step in facts.pace_steps if (gap := _gap_seconds(name, step)) is not None]
+    gaps = [gap for step in status_facts.pace_steps if (gap := _gap_seconds(name, step)) is not None]
     return min(gaps) if len(gaps) >= _MIN_SPARSE_STEPS else 0.0
 
 
-def _judge_pairs(facts: StatusFacts, failing: Collection[str]) -> Iterator[Reason]:
-    """Judge the pairs. `failing`: instances that are named because their requests fail."""
-    unhealthy = {each.name for each in facts.instances if any(each.states.get(state) for state, *_ in _UNHEALTHY)}
-    blamed = unhealthy.union(name for name in failing if _is_apart_from_all(name, facts, unhealthy))
-    for (prefiller, decoder), seconds in facts.pairs_apart.items():
+def _judge_pairs(status_facts: StatusFacts, failing_instances: Collection[str]) -> Iterator[StatusReason]:
+    """Judge the pairs. `failing_instances`: instances that are named because their requests fail."""
+    unhealthy = {
+        each.name for each in status_facts.instances if any(each.states.get(state) for state, *_ in _UNHEALTHY)
+    }
+    blamed = unhealthy.union(name for name in failing_instances if _is_apart_from_all(name, status_facts, unhealthy))
+    for (prefiller, decoder), seconds in status_facts.pairs_apart.items():
         if prefiller in blamed or decoder in blamed:
             continue  # The pair is not the cause.
         text = (
             f"KV handoffs from prefill {prefiller} to decode {decoder} fail: the pair is kept apart for another "
             f"{seconds:.0f} s."
         )
-        yield Reason(Level.DEGRADED, "pair_apart", "pair", f"{prefiller} {decoder}", text)
-    for each in facts.instances:
+        yield StatusReason(StatusLevel.DEGRADED, "pair_apart", "pair", f"{prefiller} {decoder}", text)
+    for each in status_facts.instances:
         for prefiller in each.computes_from:
             text = f"decode {each.name} computes prompts again whose KV prefill {prefiller} has handed over."
-            yield Reason(Level.DEGRADED, "pair_recomputes", "pair", f"{prefiller} {each.name}", text)
+            yield StatusReason(StatusLevel.DEGRADED, "pair_recomputes", "pair", f"{prefiller} {each.name}", text)
         for prefiller, (seconds, ordinary_seconds) in each.slow_from.items():
             is_much_slower = seconds >= _SLOW_FACTOR * ordinary_seconds
             if is_much_slower and seconds - ordinary_seconds >= _MIN_SLOW_HANDOFF_SECONDS:
@@ -383,7 +392,7 @@ def _judge_pairs(facts: StatusFacts, failing: Collection[str]) -> Iterator[Reaso
                     f"KV handoffs from prefill {prefiller} to decode {each.name} take {seconds:.2f} s, those of "
                     f"ordinary pairs {ordinary_seconds:.2f} s."
                 )
-                yield Reason(Level.DEGRADED, "pair_slow", "pair", f"{prefiller} {each.name}", text)
+                yield StatusReason(StatusLevel.DEGRADED, "pair_slow", "pair", f"{prefiller} {each.name}", text)
 
 
 def _is_apart_from_all(name: str, facts: StatusFacts, unhealthy: Collection[str]) -> bool:
@@ -394,27 +403,27 @@ def _is_apart_from_all(name: str, facts: StatusFacts, unhealthy: Collection[str]
     return len(apart) > 1 and apart >= others.difference(unhealthy)
 
 
-def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:
-    queued = sum(worker.queued for worker in facts.workers)
+def _judge_requests(status_facts: StatusFacts) -> Iterator[StatusReason]:
+    queued = sum(worker.queued for worker in status_facts.workers)
     if queued:
-        longest = max(facts.workers, key=lambda worker: worker.oldest_seconds if worker.queued else -1.0)
+        longest = max(status_facts.workers, key=lambda worker: worker.oldest_seconds if worker.queued else -1.0)
         if longest.oldest_seconds >= _MIN_WAIT_SECONDS:
             role = longest.waits_for
             target = f"room at a {role} instance" if role else "a better prefill instance"
             verb = "wait" if queued > 1 else "waits"
             requests = format_count(queued, "request")
             text = f"{requests} {verb} for {target}, the longest for {longest.oldest_seconds:.1f} s."
-            yield Reason(Level.IMPAIRED, "queue", "side", role or "prefill", text)
-    turn_seconds = max((worker.oldest_turn_seconds for worker in facts.workers), default=0.0)
+            yield StatusReason(StatusLevel.IMPAIRED, "queue", "side", role or "prefill", text)
+    turn_seconds = max((worker.oldest_turn_seconds for worker in status_facts.workers), default=0.0)
     if turn_seconds >= _MIN_TURN_SECONDS:
-        turns = sum(worker.turns for worker in facts.workers)
+        turns = sum(worker.turns for worker in status_facts.workers)
         verb = "wait" if turns > 1 else "waits"
         text = (
             f"{format_count(turns, 'turn')} of sessions {verb} for room in a prefix cache, the longest for "
             f"{turn_seconds:.0f} s."
         )
-        yield Reason(Level.IMPAIRED, "sessions", "side", "prefill", text)
-    counts, seconds = facts.counts, f"{WINDOW_SECONDS:.0f} s"
+        yield StatusReason(StatusLevel.IMPAIRED, "sessions", "side", "prefill", text)
+    counts, seconds = status_facts.counts, f"{WINDOW_SECONDS:.0f} s"
     rejections = 0.0
     for series, count in counts.items():
         if series[0] == "rejected" and count > 0 and series[1] not in _CLIENT_MISTAKES | {"draining"}:
@@ -422,66 +431,70 @@ def _judge_requests(facts: StatusFacts) -> Iterator[Reason]:
                 continue
             rejections += count
             text = f"{format_count(int(count), 'request')} rejected in {seconds}: {series[1]}."
-            yield Reason(Level.IMPAIRED, "rejected", "gateway", series[1], text)
+            yield StatusReason(StatusLevel.IMPAIRED, "rejected", "gateway", series[1], text)
     errors = sum(count for series, count in counts.items() if series[0] == "requests" and series[-1].startswith("5"))
-    broken = _sum(counts, "streams_broken", "engine")
+    broken = _sum_growth(counts, "streams_broken", "engine")
     if errors > rejections or broken:
-        total = _sum(counts, "requests")
+        total = _sum_growth(counts, "requests")
         text = f"{errors + broken:.0f} of {total:.0f} requests failed in {seconds}: {errors:.0f} with a 5xx status, "
-        yield Reason(Level.IMPAIRED, "errors", "gateway", "requests", f"{text}{broken:.0f} broken off by engines.")
+        yield StatusReason(
+            StatusLevel.IMPAIRED, "errors", "gateway", "requests", f"{text}{broken:.0f} broken off by engines."
+        )
     causes = {series[1]: 0.0 for series in counts if series[0] == "resumes"}
     for cause in causes:
-        if count := _sum(counts, "resumes", cause):
+        if count := _sum_growth(counts, "resumes", cause):
             text = f"{format_count(int(count), 'answer')} continued on another decoder in {seconds}: {cause}."
-            yield Reason(Level.DEGRADED, "resumed", "gateway", cause, text)
+            yield StatusReason(StatusLevel.DEGRADED, "resumed", "gateway", cause, text)
 
 
-def _judge_keys(facts: StatusFacts) -> Iterator[Reason]:
-    running = sum(facts.keys.values())
-    has_queue = any(worker.queued and worker.oldest_seconds >= _MIN_WAIT_SECONDS for worker in facts.workers)
-    for name, count in facts.keys.items():
-        if has_queue and len(facts.keys) > 1 and count >= max(_MIN_KEY_REQUESTS, _MIN_KEY_SHARE * running):
+def _judge_keys(status_facts: StatusFacts) -> Iterator[StatusReason]:
+    running = sum(status_facts.keys.values())
+    has_queue = any(worker.queued and worker.oldest_seconds >= _MIN_WAIT_SECONDS for worker in status_facts.workers)
+    for name, count in status_facts.keys.items():
+        if has_queue and len(status_facts.keys) > 1 and count >= max(_MIN_KEY_REQUESTS, _MIN_KEY_SHARE * running):
             text = f"Client key {name} has {count} of {running} requests in flight ({count / running:.0%})."
-            yield Reason(Level.DEGRADED, "key_dominates", "key", name, text)
-    for series, limited in facts.counts.items():
+            yield StatusReason(StatusLevel.DEGRADED, "key_dominates", "key", name, text)
+    for series, limited in status_facts.counts.items():
         if series[0] == "key_limited" and limited > 0:
             requests = format_count(int(limited), "request")
             text = f"Client key {series[1]} exceeded its limits with {requests} in {WINDOW_SECONDS:.0f} s."
-            yield Reason(Level.DEGRADED, "key_limited", "key", series[1], text)
+            yield StatusReason(StatusLevel.DEGRADED, "key_limited", "key", series[1], text)
 
 
-def _judge_gateway(facts: StatusFacts) -> Iterator[Reason]:
-    memory_share = max((worker.memory_share for worker in facts.workers), default=0.0)
-    if max((worker.overload for worker in facts.workers), default=0) >= _REFUSES:
+def _judge_gateway(status_facts: StatusFacts) -> Iterator[StatusReason]:
+    memory_share = max((worker.memory_share for worker in status_facts.workers), default=0.0)
+    if max((worker.overload for worker in status_facts.workers), default=0) >= _REFUSES:
         text = f"The gateway refuses new requests: {memory_share:.0%} of its memory is in use."
-        yield Reason(Level.DOWN, "memory", "gateway", "memory", text)
+        yield StatusReason(StatusLevel.DOWN, "memory", "gateway", "memory", text)
     elif memory_share >= _MIN_MEMORY_SHARE:
-        yield Reason(Level.DEGRADED, "memory", "gateway", "memory", f"{memory_share:.0%} of the memory is in use.")
-    for worker in facts.workers:
+        yield StatusReason(
+            StatusLevel.DEGRADED, "memory", "gateway", "memory", f"{memory_share:.0%} of the memory is in use."
+        )
+    for worker in status_facts.workers:
         name = str(worker.number)
         if worker.age_seconds > _MAX_REPORT_AGE_SECONDS:
             text = f"Worker {name} has not reported for {worker.age_seconds:.0f} s: its event loop is blocked."
-            yield Reason(Level.IMPAIRED, "worker_silent", "worker", name, text)
+            yield StatusReason(StatusLevel.IMPAIRED, "worker_silent", "worker", name, text)
         if worker.lag_seconds >= _MIN_LAG_SECONDS:
             text = f"The event loop of worker {name} was {worker.lag_seconds:.1f} s late: it lacks CPU time."
-            yield Reason(Level.DEGRADED, "event_loop", "worker", name, text)
+            yield StatusReason(StatusLevel.DEGRADED, "event_loop", "worker", name, text)
         if worker.fds_share >= _MIN_FDS_SHARE:
             text = f"Worker {name} uses {worker.fds_share:.0%} of its file descriptors."
-            yield Reason(Level.DEGRADED, "file_descriptors", "worker", name, text)
-    for series, count in facts.counts.items():
+            yield StatusReason(StatusLevel.DEGRADED, "file_descriptors", "worker", name, text)
+    for series, count in status_facts.counts.items():
         if series[0] == "worker_replacements" and count > 0:
             text = f"{format_count(int(count), 'worker')} replaced in {WINDOW_SECONDS:.0f} s: {series[1]}."
-            yield Reason(Level.DEGRADED, "worker_replaced", "worker", series[1], text)
-    for origin, problem in facts.sources.items():
+            yield StatusReason(StatusLevel.DEGRADED, "worker_replaced", "worker", series[1], text)
+    for origin, problem in status_facts.sources.items():
         text = f"The discovery source {origin} cannot be read; its last known instances stay: {problem}"
-        yield Reason(Level.DEGRADED, "discovery", "source", origin, text)
-    if any(worker.is_reload_refused for worker in facts.workers):
+        yield StatusReason(StatusLevel.DEGRADED, "discovery", "source", origin, text)
+    if any(worker.is_reload_refused for worker in status_facts.workers):
         text = "The last reload of the configuration was refused: the previous configuration is in force."
-        yield Reason(Level.DEGRADED, "reload", "gateway", "configuration", text)
-    age = facts.exchange_age_seconds
+        yield StatusReason(StatusLevel.DEGRADED, "reload", "gateway", "configuration", text)
+    age = status_facts.exchange_age_seconds
     if age is not None and age > _MAX_EXCHANGE_AGE_SECONDS:
         text = f"The store of the replicas has not answered for {age:.0f} s: loads of other gateways are not known."
-        yield Reason(Level.DEGRADED, "replicas", "gateway", "replicas", text)
+        yield StatusReason(StatusLevel.DEGRADED, "replicas", "gateway", "replicas", text)
 
 
 # Where an operator looks next.
@@ -529,14 +542,14 @@ _MAX_SUBJECT: Final = 300
 _MAX_TEXT: Final = 500
 
 
-class Verdicts:
+class StatusVerdicts:
     """Adds times to reasons: each shows since when it holds."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, str], tuple[Reason, float, float]] = {}
+        self._held_reasons: dict[tuple[str, str], tuple[StatusReason, float, float]] = {}
         """Reasons by code and subject, with the wall-clock time of the first verdict and the clock of the last."""
 
-    def update(self, reasons: Sequence[Reason], now: float, wall_seconds: float) -> dict[str, Any]:
+    def update_verdict(self, reasons: Sequence[StatusReason], now: float, wall_seconds: float) -> dict[str, Any]:
         """Return the verdict as JSON, with at most _MAX_REASONS reasons, the worst first.
 
         Args:
@@ -546,30 +559,30 @@ class Verdicts:
         """
         for reason in reasons:
             key = reason.code, reason.subject
-            _, since, _ = self._held.get(key, (reason, wall_seconds, now))
-            self._held[key] = reason, since, now
-        self._held = {key: held for key, held in self._held.items() if now - held[2] <= _HELD_SECONDS}
-        shown = sorted(self._held.values(), key=lambda held: (-held[0].level, held[1]))
+            _, since, _ = self._held_reasons.get(key, (reason, wall_seconds, now))
+            self._held_reasons[key] = reason, since, now
+        self._held_reasons = {key: held for key, held in self._held_reasons.items() if now - held[2] <= _HELD_SECONDS}
+        shown = sorted(self._held_reasons.values(), key=lambda held: (-held[0].level, held[1]))
         return {
             "state": level_of([reason for reason, _, _ in shown]).name.lower(),
             "at": round(wall_seconds, 3),
-            "reasons": [_as_json(reason, since) for reason, since, _ in shown[:_MAX_REASONS]],
+            "reasons": [_reason_to_json(reason, since) for reason, since, _ in shown[:_MAX_REASONS]],
             "omitted": max(0, len(shown) - _MAX_REASONS),
         }
 
 
-def _as_json(reason: Reason, since: float) -> dict[str, Any]:
+def _reason_to_json(reason: StatusReason, held_since: float) -> dict[str, Any]:
     return {
         "code": reason.code,
         "level": reason.level.name.lower(),
-        "text": _shortened(reason.text, _MAX_TEXT),
-        "subject": {"kind": reason.kind, "name": _shortened(reason.subject, _MAX_SUBJECT)},
-        "since": round(since, 3),
+        "text": _shorten_text(reason.text, _MAX_TEXT),
+        "subject": {"kind": reason.kind, "name": _shorten_text(reason.subject, _MAX_SUBJECT)},
+        "since": round(held_since, 3),
         "look_at": LOOK_AT[reason.code],
     }
 
 
-def _shortened(text: str, max_characters: int) -> str:
+def _shorten_text(text: str, max_characters: int) -> str:
     return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
@@ -583,71 +596,73 @@ class StatusBoard:
     """The latest report of each worker, and the verdict. Create it before forking."""
 
     def __init__(self, workers: int = 1) -> None:
-        self._reports = [SharedValue(f"report of worker {number}", _MAX_REPORT_BYTES) for number in range(workers)]
-        self._verdict = SharedValue("verdict", _MAX_VERDICT_BYTES)
-        for report in self._reports:
-            report.write(None)
-        self._verdict.write((None, {"state": "healthy", "at": None, "reasons": [], "omitted": 0}))
+        self._reports_by_worker = [
+            SharedValue(f"report of worker {number}", _MAX_REPORT_BYTES) for number in range(workers)
+        ]
+        self._shared_verdict = SharedValue("verdict", _MAX_VERDICT_BYTES)
+        for report in self._reports_by_worker:
+            report.write_value(None)
+        self._shared_verdict.write_value((None, {"state": "healthy", "at": None, "reasons": [], "omitted": 0}))
 
-    def report(self, worker: int, report: Mapping[str, Any] | None) -> bool:
+    def publish_report(self, worker: int, report: Mapping[str, Any] | None) -> bool:
         """Replace the report of a worker. None removes it. Returns False if the report was cut.
 
         If the report is too long, the second half of its longest list is left out, as often as necessary.
         """
-        shared, is_whole = self._reports[worker], True
-        with shared.exclusive():
+        shared, is_whole = self._reports_by_worker[worker], True
+        with shared.hold_writer_lock():
             while True:
                 try:
-                    shared.write(report)
+                    shared.write_value(report)
                 except ValueError:
-                    report, is_whole = _with_less(report or {}), False
+                    report, is_whole = _halve_longest_list(report or {}), False
                 else:
                     return is_whole
 
-    def erase(self, worker: int) -> None:
+    def erase_report(self, worker: int) -> None:
         """Remove the report of a worker that has died."""
-        self.report(worker, None)
+        self.publish_report(worker, None)
 
-    def reports(self) -> Mapping[int, Mapping[str, Any]]:
+    def latest_reports(self) -> Mapping[int, Mapping[str, Any]]:
         """Return the latest report of each worker, by its number."""
-        values = {number: report.value for number, report in enumerate(self._reports)}
+        values = {number: report.current_value for number, report in enumerate(self._reports_by_worker)}
         return {number: report for number, report in values.items() if report is not None}
 
-    def publish(self, verdict: Mapping[str, Any], now: float) -> None:
+    def publish_verdict(self, verdict: Mapping[str, Any], now: float) -> None:
         """Replace the verdict. `now`: monotonic seconds."""
-        with self._verdict.exclusive():
-            self._verdict.write((now, verdict))
+        with self._shared_verdict.hold_writer_lock():
+            self._shared_verdict.write_value((now, verdict))
 
-    def verdict(self, now: float) -> Mapping[str, Any]:
+    def current_verdict(self, now: float) -> Mapping[str, Any]:
         """Return the verdict, as `GET /admin/status` shows it. `now`: monotonic seconds.
 
         If the worker that judges is blocked, its last verdict may be wrong, so a reason names that worker.
         """
-        judged_at, verdict = self._verdict.value
+        judged_at, verdict = self._shared_verdict.current_value
         if judged_at is None or now - judged_at <= _MAX_REPORT_AGE_SECONDS:
             return cast("Mapping[str, Any]", verdict)
         text = f"The state is {now - judged_at:.0f} s old: worker {JUDGE}, which judges it, is blocked or restarts."
-        reason = Reason(Level.IMPAIRED, "worker_silent", "worker", str(JUDGE), text)
+        reason = StatusReason(StatusLevel.IMPAIRED, "worker_silent", "worker", str(JUDGE), text)
         others = [each for each in verdict["reasons"] if (each["code"], each["subject"]["name"]) != reason[1:4:2]]
-        level = max(reason.level, Level[verdict["state"].upper()])
+        level = max(reason.level, StatusLevel[verdict["state"].upper()])
         since = verdict["at"] + _MAX_REPORT_AGE_SECONDS
-        return {**verdict, "state": level.name.lower(), "reasons": [_as_json(reason, since), *others]}
+        return {**verdict, "state": level.name.lower(), "reasons": [_reason_to_json(reason, since), *others]}
 
-    def apart_from(self, backend: Backend, now: float) -> list[str]:
+    def quarantined_partners(self, backend: Backend, now: float) -> list[str]:
         """Return the partners from which an instance is kept apart. `now`: monotonic seconds."""
-        pairs = [pair for pair, until in self.pairs_apart().items() if until > now]
+        pairs = [pair for pair, until in self.quarantined_pairs().items() if until > now]
         return sorted(partner for pair in pairs if backend.name in pair for partner in pair if partner != backend.name)
 
-    def pairs_apart(self) -> dict[tuple[str, str], float]:
+    def quarantined_pairs(self) -> dict[tuple[str, str], float]:
         """Return the end of the quarantine of each pair of prefiller and decoder, in monotonic seconds."""
         ends: dict[tuple[str, str], float] = {}
-        for report in self.reports().values():
+        for report in self.latest_reports().values():
             for prefiller, decoder, until in report["apart"]:
                 ends[prefiller, decoder] = max(until, ends.get((prefiller, decoder), 0.0))
         return ends
 
 
-def _with_less(report: Mapping[str, Any]) -> Mapping[str, Any]:
+def _halve_longest_list(report: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a report without the second half of its longest list. Raises ValueError if no list is left."""
     sizes = {name: len(part) for name, part in report.items() if isinstance(part, Sized) and not isinstance(part, str)}
     name = max(sizes, key=lambda name: sizes[name], default="")

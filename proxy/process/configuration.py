@@ -57,7 +57,7 @@ _WATCHED: Final = (_KEYS, *TLS_FILE_OPTIONS)
 _CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
 
 
-class Configuration:
+class SharedConfiguration:
     """The configuration that all processes share. Must be created before forking."""
 
     def __init__(self, loaded: LoadedSettings, load: Callable[[], LoadedSettings], roster: Roster) -> None:
@@ -70,34 +70,36 @@ class Configuration:
             roster: Takes the configured instances of each reload.
             load: Reads the configuration again.
         """
-        self._load = load
+        self._load_settings = load
         self._roster = roster
-        self._shared = SharedValue("configuration", _CAPACITY_BYTES)
+        self._shared_value = SharedValue("configuration", _CAPACITY_BYTES)
         self._read_version = 0
-        self._current = _current(loaded, {}, _stamps(loaded.settings), time.time())
-        self._shared.write(to_json(self._current))
+        self._current_snapshot = _make_snapshot(loaded, {}, _file_stamps(loaded.settings), time.time())
+        self._shared_value.write_value(snapshot_to_json(self._current_snapshot))
 
-    def current(self) -> ConfigSnapshot:
+    def current_snapshot(self) -> ConfigSnapshot:
         """Return the newest configuration, as the same object until another one is published."""
-        if self._shared.version != self._read_version:
-            self._read_version, value = self._shared.read()
-            self._current = from_json(value)
-        return self._current
+        if self._shared_value.current_version != self._read_version:
+            self._read_version, value = self._shared_value.read_version_and_value()
+            self._current_snapshot = snapshot_from_json(value)
+        return self._current_snapshot
 
-    async def reload(self, *, is_dry_run: bool = False) -> ConfigChange:
+    async def reload_all(self, *, is_dry_run: bool = False) -> ConfigChange:
         """Read everything again and publish it. Raises SettingsError, after which nothing has changed.
 
         `is_dry_run`: nothing is published, and the result or the error is that of a real reload.
         """
-        while (change := await self._replace(self._load, is_dry_run=is_dry_run)) is None:
+        while (change := await self._load_and_publish(self._load_settings, is_dry_run=is_dry_run)) is None:
             pass
         return change
 
-    def new_stamps(self) -> Stamps:
+    def changed_stamps(self) -> Stamps:
         """Return the stamps of the watched files that differ from the last reading. Missing files have none."""
-        current = self.current()
+        current = self.current_snapshot()
         return {
-            option: stamp for option, stamp in _stamps(current.settings).items() if stamp != current.stamps.get(option)
+            option: stamp
+            for option, stamp in _file_stamps(current.settings).items()
+            if stamp != current.file_stamps.get(option)
         }
 
     async def reload_files(self) -> ConfigChange | None:
@@ -106,53 +108,59 @@ class Configuration:
         Returns None if another worker did it. Raises SettingsError in one worker for each state of the files; the old
         keys and certificates stay.
         """
-        before, version = self.current(), self._read_version
-        stamps = _stamps(before.settings)
+        before, version = self.current_snapshot(), self._read_version
+        stamps = _file_stamps(before.settings)
         try:
-            return await self._replace(partial(_with_files_read_again, before))
+            return await self._load_and_publish(partial(_with_files_read_again, before))
         except SettingsError:
-            with self._shared.exclusive():
-                if self._shared.version != version:
+            with self._shared_value.hold_writer_lock():
+                if self._shared_value.current_version != version:
                     return None
-                self._publish(before, replace(before, stamps=stamps))
+                self._publish_configuration(before, replace(before, file_stamps=stamps))
             raise
 
-    async def _replace(self, load: Callable[[], LoadedSettings], *, is_dry_run: bool = False) -> ConfigChange | None:
+    async def _load_and_publish(
+        self, load: Callable[[], LoadedSettings], *, is_dry_run: bool = False
+    ) -> ConfigChange | None:
         """Publish the result of `load`, or return None if another process has published in the meantime."""
-        before, version, read_at = self.current(), self._read_version, time.time()
-        stamps = _stamps(before.settings)
+        before, version, read_at = self.current_snapshot(), self._read_version, time.time()
+        stamps = _file_stamps(before.settings)
         # In a thread, because parsing a long file and reading a slow disk would delay streams.
         loaded = await asyncio.to_thread(load)
-        after = _current(loaded, before.slots, stamps, read_at)
-        with self._shared.exclusive():
-            is_newest = self._shared.version == version
-            return self._publish(before, after, is_dry_run=is_dry_run) if is_newest else None
+        after = _make_snapshot(loaded, before.slots_by_key, stamps, read_at)
+        with self._shared_value.hold_writer_lock():
+            is_newest = self._shared_value.current_version == version
+            return self._publish_configuration(before, after, is_dry_run=is_dry_run) if is_newest else None
 
-    def _publish(self, before: ConfigSnapshot, after: ConfigSnapshot, *, is_dry_run: bool = False) -> ConfigChange:
+    def _publish_configuration(
+        self, old_settings: ConfigSnapshot, after: ConfigSnapshot, *, is_dry_run: bool = False
+    ) -> ConfigChange:
         """Publish a configuration. The caller holds the lock. Raises SettingsError."""
-        changed = [name for name in OPTIONS if read_option(before.settings, name) != read_option(after.settings, name)]
+        changed = [
+            name for name in OPTIONS if read_option(old_settings.settings, name) != read_option(after.settings, name)
+        ]
         fixed: list[str] = [name for name in FIXED if name in changed]
         if fixed:
             raise SettingsError(f"{' and '.join(fixed)} cannot change while the gateway runs: restart it")
-        if before.settings.has_encoders != after.settings.has_encoders:
+        if old_settings.settings.has_encoders != after.settings.has_encoders:
             raise SettingsError("encode: adding the first or removing the last encode instance requires a restart")
-        if before.client_keys != after.client_keys and _KEYS not in changed:
+        if old_settings.client_keys != after.client_keys and _KEYS not in changed:
             changed.append(_KEYS)  # the published configuration has it
-        texts, texts_before = after.tls.texts, before.tls.texts
+        texts, texts_before = after.tls_files.texts, old_settings.tls_files.texts
         changed += [
             name for name in TLS_FILE_OPTIONS if name not in changed and texts.get(name) != texts_before.get(name)
         ]
         try:
-            commit = self._shared.prepare(to_json(after))
+            commit = self._shared_value.prepare_value(snapshot_to_json(after))
             # Only a full reload may bring back instances that an administrator has removed.
-            is_same = after.settings is before.settings
+            is_same = after.settings is old_settings.settings
             seconds = after.settings.leaving.evacuate_after_seconds
             leaves_at = None if seconds is None else time.monotonic() + seconds
             wanted = configured_instances(after.settings)
             came, went = (
                 ((), ())
                 if is_same
-                else self._roster.sync(CONFIG, wanted, leaves_at, restores=True, is_dry_run=is_dry_run)
+                else self._roster.sync_origin(CONFIG, wanted, leaves_at, restores_removed=True, is_dry_run=is_dry_run)
             )
         except ValueError as error:
             raise SettingsError(str(error)) from None
@@ -161,7 +169,9 @@ class Configuration:
         return ConfigChange(tuple(changed), tuple(b.name for b in came), tuple(b.name for b in went))
 
 
-def _current(loaded: LoadedSettings, slots_before: Mapping[str, int], stamps: Stamps, read_at: float) -> ConfigSnapshot:
+def _make_snapshot(
+    loaded: LoadedSettings, slots_before: Mapping[str, int], stamps: Stamps, read_at: float
+) -> ConfigSnapshot:
     """Return the configuration with slots for its client keys. Raises SettingsError if there are too many keys."""
     try:
         slots = assign_slots((key.name for key in loaded.client_keys), slots_before)
@@ -174,14 +184,14 @@ def _with_files_read_again(before: ConfigSnapshot) -> LoadedSettings:
     """Return the configuration with the present client keys and certificates. Raises SettingsError."""
     path = before.settings.auth.client_keys_file
     keys = () if path is None else load_client_keys(path)
-    return LoadedSettings(before.settings, before.origins, keys, tls=load_tls(before.settings))
+    return LoadedSettings(before.settings, before.option_origins, keys, tls=load_tls(before.settings))
 
 
-def _stamps(settings: Settings) -> Stamps:
+def _file_stamps(current_settings: Settings) -> Stamps:
     """Return the stamps of the client keys' file and of certificates, without those of files that cannot be read."""
     stamps: dict[str, Stamp] = {}
     for option in _WATCHED:
-        path = read_option(settings, option)
+        path = read_option(current_settings, option)
         if path is not None:
             with suppress(OSError):
                 found = path.stat()
@@ -206,52 +216,56 @@ class ConfigSnapshot:
     read_at: float
     """Time of reading, in seconds since the epoch."""
     client_keys: tuple[ClientKey, ...] = ()
-    slots: Mapping[str, int] = field(default_factory=dict)
+    slots_by_key: Mapping[str, int] = field(default_factory=dict)
     """Slots of the client keys' usage, by name."""
-    stamps: Stamps = field(default_factory=dict)
+    file_stamps: Stamps = field(default_factory=dict)
     """Stamps of the watched files at the last reading."""
-    origins: Mapping[str, str] = field(default_factory=dict)
+    option_origins: Mapping[str, str] = field(default_factory=dict)
     """Origin of each option: a flag, a variable, a file, or `default`."""
-    tls: TlsFiles = field(default_factory=TlsFiles)
+    tls_files: TlsFiles = field(default_factory=TlsFiles)
     """The certificates and keys of the settings."""
 
 
-def to_json(current: ConfigSnapshot) -> dict[str, Any]:
-    """Return the configuration as the JSON that `from_json` reads."""
-    settings = current.settings.model_dump(mode="json")
+def snapshot_to_json(config_snapshot: ConfigSnapshot) -> dict[str, Any]:
+    """Return the configuration as the JSON that `snapshot_from_json` reads."""
+    settings = config_snapshot.settings.model_dump(mode="json")
     for option in SECRET_OPTIONS:
         section, _, name = option.partition(".")
-        settings[section][name] = text_of(read_option(current.settings, option))
+        settings[section][name] = text_of_secret(read_option(config_snapshot.settings, option))
     return {
         "settings": settings,
-        "read_at": current.read_at,
-        "client_keys": [key.model_dump(mode="json") for key in current.client_keys],
-        "slots": dict(current.slots),
-        "stamps": current.stamps,
-        "origins": dict(current.origins),
-        "tls": [dict(current.tls.texts), dict(current.tls.expiries)],
+        "read_at": config_snapshot.read_at,
+        "client_keys": [key.model_dump(mode="json") for key in config_snapshot.client_keys],
+        "slots": dict(config_snapshot.slots_by_key),
+        "stamps": config_snapshot.file_stamps,
+        "origins": dict(config_snapshot.option_origins),
+        "tls": [dict(config_snapshot.tls_files.texts), dict(config_snapshot.tls_files.expiries)],
     }
 
 
-def from_json(value: dict[str, Any]) -> ConfigSnapshot:
+def snapshot_from_json(json_value: dict[str, Any]) -> ConfigSnapshot:
     return ConfigSnapshot(
-        Settings.model_validate(value["settings"]),
-        value["read_at"],
-        tuple(ClientKey.model_validate(key) for key in value["client_keys"]),
-        value["slots"],
-        {option: tuple(stamp) for option, stamp in value["stamps"].items()},
-        value["origins"],
-        TlsFiles(*value["tls"]),
+        Settings.model_validate(json_value["settings"]),
+        json_value["read_at"],
+        tuple(ClientKey.model_validate(key) for key in json_value["client_keys"]),
+        json_value["slots"],
+        {option: tuple(stamp) for option, stamp in json_value["stamps"].items()},
+        json_value["origins"],
+        TlsFiles(*json_value["tls"]),
     )
 
 
-def shown(current: ConfigSnapshot) -> dict[str, Any]:
+def masked_options(config_snapshot: ConfigSnapshot) -> dict[str, Any]:
     """Return every option with its value and origin, with masked keys."""
-    tree: Mapping[str, Any] = current.settings.model_dump(mode="json")
+    tree: Mapping[str, Any] = config_snapshot.settings.model_dump(mode="json")
     return {
-        "read_at": current.read_at,
+        "read_at": config_snapshot.read_at,
         "options": [
-            {"name": name, "value": reduce(getitem, name.split("."), tree), "origin": current.origins.get(name)}
+            {
+                "name": name,
+                "value": reduce(getitem, name.split("."), tree),
+                "origin": config_snapshot.option_origins.get(name),
+            }
             for name in OPTIONS
         ],
     }
@@ -259,52 +273,52 @@ def shown(current: ConfigSnapshot) -> dict[str, Any]:
 
 def secrets_of(settings: Settings) -> list[str]:
     """Return all secrets of the settings, in clear."""
-    return [text for option in SECRET_OPTIONS if (text := text_of(read_option(settings, option)))]
+    return [text for option in SECRET_OPTIONS if (text := text_of_secret(read_option(settings, option)))]
 
 
-def text_of(secret: SecretStr | None) -> str | None:
+def text_of_secret(secret_value: SecretStr | None) -> str | None:
     """Return the text of a secret, in clear."""
-    return None if secret is None else secret.get_secret_value()
+    return None if secret_value is None else secret_value.get_secret_value()
 
 
 class ConfigWatcher(BackgroundOwner):
     """Applies published configurations, inside `async with`.
 
-    The worker calls `look` regularly. `applied`: the configuration that the worker was built with. `apply` is called
-    with every later one, and must not fail.
+    The worker calls `apply_new_configuration` regularly. `applied`: the configuration that the worker was built with.
+    `apply` is called with every later one, and must not fail.
     """
 
     def __init__(
         self,
-        configuration: Configuration,
+        configuration: SharedConfiguration,
         applied: ConfigSnapshot,
         apply: Callable[[ConfigSnapshot], None],
         metrics: Metrics,
     ) -> None:
         self._configuration = configuration
-        self._applied = applied
-        self._apply = apply
+        self._applied_snapshot = applied
+        self._apply_snapshot = apply
         self._metrics = metrics
-        self._stamps_seen: Stamps = {}
-        self._warnings_before = applied.settings.access_warnings
+        self._seen_stamps: Stamps = {}
+        self._logged_warnings = applied.settings.access_warnings
         """Warnings of the configuration before the applied one."""
         self._background = BackgroundTasks(logger, "a reload")
 
     def _begin(self) -> None:
         self._metrics.config_last_reload_successful.set(1)
-        self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied.read_at)
+        self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied_snapshot.read_at)
 
-    async def reload(self, by: str, *, is_dry_run: bool = False) -> ConfigChange:
+    async def reload_and_apply(self, by: str, *, is_dry_run: bool = False) -> ConfigChange:
         """Read everything again and apply it in this worker; the other workers follow.
 
         Raises SettingsError, after which nothing has changed. `by`: origin of the reload, for the log. `is_dry_run`:
         only return or raise the result.
         """
         if is_dry_run:
-            return await self._configuration.reload(is_dry_run=True)
+            return await self._configuration.reload_all(is_dry_run=True)
         with self._logging_failure(by):
-            change = await self._configuration.reload()
-        self._succeeded(change, by)
+            change = await self._configuration.reload_all()
+        self._record_success(change, by)
         return change
 
     def begin_reload(self, by: str) -> None:
@@ -312,27 +326,27 @@ class ConfigWatcher(BackgroundOwner):
 
         async def reload() -> None:
             with suppress(SettingsError):
-                await self.reload(by)
+                await self.reload_and_apply(by)
 
         self._background.start_task(reload())
 
-    def look(self) -> None:
+    def apply_new_configuration(self) -> None:
         """Apply a new configuration, if there is one.
 
         Otherwise it costs reading a number, and the states of the watched files.
         """
-        self._catch_up()
-        stamps = self._configuration.new_stamps()
+        self._apply_latest()
+        stamps = self._configuration.changed_stamps()
         # Changed files are read when two looks find the same, because one may be half written at the first.
-        if stamps and stamps == self._stamps_seen and not self._background:
+        if stamps and stamps == self._seen_stamps and not self._background:
             self._background.start_task(self._reload_files(stamps))
-        self._stamps_seen = stamps
+        self._seen_stamps = stamps
 
-    def _catch_up(self) -> None:
-        current = self._configuration.current()
-        if current is not self._applied:
-            self._warnings_before, self._applied = self._applied.settings.access_warnings, current
-            self._apply(current)
+    def _apply_latest(self) -> None:
+        current = self._configuration.current_snapshot()
+        if current is not self._applied_snapshot:
+            self._logged_warnings, self._applied_snapshot = self._applied_snapshot.settings.access_warnings, current
+            self._apply_snapshot(current)
             self._metrics.config_last_reload_success_timestamp_seconds.set(current.read_at)
 
     async def _reload_files(self, changed: Iterable[str]) -> None:
@@ -341,7 +355,7 @@ class ConfigWatcher(BackgroundOwner):
         with suppress(SettingsError), self._logging_failure(by):
             change = await self._configuration.reload_files()
             if change is not None:
-                self._succeeded(change, by)
+                self._record_success(change, by)
 
     @contextmanager
     def _logging_failure(self, by: str) -> Iterator[None]:
@@ -353,9 +367,9 @@ class ConfigWatcher(BackgroundOwner):
             logger.error("reload: rejected, nothing has changed: requested by %s: %s", by, error)
             raise
 
-    def _succeeded(self, change: ConfigChange, by: str) -> None:
-        self._catch_up()
-        for warning in set(self._applied.settings.access_warnings).difference(self._warnings_before):
+    def _record_success(self, change: ConfigChange, by: str) -> None:
+        self._apply_latest()
+        for warning in set(self._applied_snapshot.settings.access_warnings).difference(self._logged_warnings):
             logger.warning("%s", warning)
         self._metrics.config_reloads_total.labels("ok").inc()
         self._metrics.config_last_reload_successful.set(1)

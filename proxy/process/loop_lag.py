@@ -14,32 +14,32 @@ class LoopLag:
 
     def __init__(self) -> None:
         self._measured_at = 0.0
-        self._notes: deque[tuple[float, float, float]] = deque()
+        self._lag_measurements: deque[tuple[float, float, float]] = deque()
         """The start, end and delay of each measurement, the oldest first."""
 
-    def note(self, now: float, lag: float) -> None:
+    def add_lag(self, now: float, lag: float) -> None:
         """Note that the event loop is late by this number of seconds."""
-        notes = self._notes
+        notes = self._lag_measurements
         notes.append((self._measured_at, now, lag))
         while notes[0][1] < now - _MEMORY_SECONDS:
             notes.popleft()
         self._measured_at = now
 
-    def since(self, at: float) -> float:
+    def longest_lag_since(self, at: float) -> float:
         """Return the longest delay of the event loop, in seconds, since a time."""
-        return self._longest(at, inf)
+        return self._longest_lag(at, inf)
 
-    def within(self, began: float, ended: float) -> float | None:
+    def longest_lag_within(self, began: float, ended: float) -> float | None:
         """Return the longest delay of the event loop between two times.
 
         None: nothing was measured after the second time yet. The first measurement after the second time counts, too,
         because the start of its delay is not known.
         """
-        return None if self._measured_at < ended else self._longest(began, ended)
+        return None if self._measured_at < ended else self._longest_lag(began, ended)
 
-    def _longest(self, began: float, ended: float) -> float:
+    def _longest_lag(self, began: float, ended: float) -> float:
         longest = 0.0
-        for before, noted_at, lag in reversed(self._notes):
+        for before, noted_at, lag in reversed(self._lag_measurements):
             if noted_at < began:
                 break
             if lag > longest and before < ended:

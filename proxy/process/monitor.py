@@ -37,7 +37,7 @@ _ENTRIES_AT_A_TIME: Final = 500
 """Listing this many entries takes less than a millisecond."""
 
 
-class Memory:
+class MemoryUse:
     """The share of available memory that the gateway uses.
 
     Limits are those of the control groups around the process (version 1 or 2), of its address space, and of the
@@ -47,32 +47,36 @@ class Memory:
 
     def __init__(self, workers: int = 1, root: Path = Path("/"), address_space_bytes: int | None = None) -> None:
         """Keep the sources. `root`: directory of /proc and /sys. `address_space_bytes` None: RLIMIT_AS."""
-        self._workers = workers
-        self._statm = root / "proc/self/statm"
+        self._worker_count = workers
+        self._statm_path = root / "proc/self/statm"
         self._address_space_bytes = address_space_bytes or resource.getrlimit(resource.RLIMIT_AS)[0]
-        self._machine_bytes = 1024 * _table(root / "proc/meminfo").get(b"MemTotal:", 0)
-        self._groups = tuple(_groups(root))
+        self._machine_bytes = 1024 * _read_table(root / "proc/meminfo").get(b"MemTotal:", 0)
+        self._control_groups = tuple(_find_control_groups(root))
 
     def resident_bytes(self) -> int:
         """Return the resident memory of this process in bytes; 0 if not known."""
-        pages = _read(self._statm).split()
+        pages = _read_bytes(self._statm_path).split()
         return int(pages[1]) * resource.getpagesize() if pages else 0
 
-    def share(self) -> float:
+    def used_share(self) -> float:
         """Return the used share of the closest limit, from 0 to 1."""
-        pages = _read(self._statm).split()
+        pages = _read_bytes(self._statm_path).split()
         if not pages or not self._machine_bytes:
             return 0.0
         size, resident = (int(count) * resource.getpagesize() for count in pages[:2])
-        ours = resident * self._workers
+        ours = resident * self._worker_count
         shares = [ours / self._machine_bytes]
         if self._address_space_bytes != resource.RLIM_INFINITY:
             shares.append(size / self._address_space_bytes)
-        for group in self._groups:
-            limit = _read(group.limit).strip()
+        for group in self._control_groups:
+            limit = _read_bytes(group.limit_file).strip()
             # Without a limit, version 2 writes `max`, and version 1 a very large number.
             if limit.isdigit() and int(limit) < self._machine_bytes:
-                shares.append(_share_of(int(limit), int(_read(group.usage) or 0), _table(group.stat), group, ours))
+                shares.append(
+                    _used_share_of(
+                        int(limit), int(_read_bytes(group.usage_file) or 0), _read_table(group.stat_file), group, ours
+                    )
+                )
         return max(shares)
 
 
@@ -82,52 +86,52 @@ class OpenFds:
     def __init__(self, path: str = "/proc/self/fd", limit: int | None = None) -> None:
         """Keep the sources. `limit` None: RLIMIT_NOFILE."""
         self._path = path
-        self._limit = limit
-        self._listing: Iterator[os.DirEntry[str]] | None = None
-        self._listed = 0
+        self._max_open_files = limit
+        self._directory_listing: Iterator[os.DirEntry[str]] | None = None
+        self._listed_count = 0
 
-    def share(self) -> float | None:
+    def used_share(self) -> float | None:
         """Return the used share, from 0 to 1; None while counting, so that the caller asks again soon."""
-        limit = self._limit or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = self._max_open_files or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         try:
-            count = os.stat(self._path).st_size or self._list_some()
+            count = os.stat(self._path).st_size or self._count_some()
         except FileNotFoundError:
             return 0.0
         except OSError:  # there is no descriptor left for the directory
             return 1.0
         return None if count is None else count / limit
 
-    def _list_some(self) -> int | None:
+    def _count_some(self) -> int | None:
         """Count some entries of the directory of open files.
 
         Before Linux 6.2, it has no size, and listing 20,000 entries takes 20 ms.
         """
-        if self._listing is None:
-            self._listing, self._listed = os.scandir(self._path), 0
-        some = sum(1 for _ in islice(self._listing, _ENTRIES_AT_A_TIME))
-        self._listed += some
+        if self._directory_listing is None:
+            self._directory_listing, self._listed_count = os.scandir(self._path), 0
+        some = sum(1 for _ in islice(self._directory_listing, _ENTRIES_AT_A_TIME))
+        self._listed_count += some
         if some == _ENTRIES_AT_A_TIME:
             return None
-        self._listing = None
-        return self._listed
+        self._directory_listing = None
+        return self._listed_count
 
 
-class _Group(NamedTuple):
-    """Files of a control group, and names in its `stat` of anonymous memory and idle page cache."""
+class _ControlGroup(NamedTuple):
+    """Files of a control group, and names in its `stat_file` of anonymous memory and idle page cache."""
 
-    limit: Path
-    usage: Path
-    stat: Path
-    anonymous: bytes
-    cache: bytes
+    limit_file: Path
+    usage_file: Path
+    stat_file: Path
+    anonymous_name: bytes
+    cache_name: bytes
 
 
-def _groups(root: Path) -> Iterator[_Group]:
+def _find_control_groups(root: Path) -> Iterator[_ControlGroup]:
     """Return the control groups that may limit the memory of this process, the innermost first.
 
     A container sees its own group as the root of the tree, whatever name /proc/self/cgroup has.
     """
-    for line in _read(root / "proc/self/cgroup").decode(errors="replace").splitlines():
+    for line in _read_bytes(root / "proc/self/cgroup").decode(errors="replace").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers == "":
             tree = root / "sys/fs/cgroup"
@@ -143,27 +147,31 @@ def _groups(root: Path) -> Iterator[_Group]:
         for directory in (inner, *inner.parents):
             if (directory / files[0]).exists():
                 limit, usage, stat = (directory / file for file in files)
-                yield _Group(limit, usage, stat, *names)
+                yield _ControlGroup(limit, usage, stat, *names)
             if directory == tree:
                 break
 
 
-def _share_of(limit: int, used: int, stat: dict[bytes, int], group: _Group, ours: int) -> float:
+def _used_share_of(
+    limit_bytes: int, used_bytes: int, stat: dict[bytes, int], group: _ControlGroup, own_bytes: int
+) -> float:
     # The kernel frees idle page cache before it kills a process; the kubelet counts in the same way.
-    used -= stat.get(group.cache, 0)
+    used_bytes -= stat.get(group.cache_name, 0)
     # Socket buffers and other kernel memory stay in, because they may belong to the gateway.
-    others = max(0, stat.get(group.anonymous, 0) - ours)
-    return max(0, used - others) / max(1, limit - others)
+    others = max(0, stat.get(group.anonymous_name, 0) - own_bytes)
+    return max(0, used_bytes - others) / max(1, limit_bytes - others)
 
 
-def _table(path: Path) -> dict[bytes, int]:
+def _read_table(file_path: Path) -> dict[bytes, int]:
     """Return lines of a name, a number, and perhaps a unit."""
-    return {words[0]: int(words[1]) for words in map(bytes.split, _read(path).splitlines()) if len(words) > 1}
+    return {
+        words[0]: int(words[1]) for words in map(bytes.split, _read_bytes(file_path).splitlines()) if len(words) > 1
+    }
 
 
-def _read(path: Path) -> bytes:
+def _read_bytes(file_path: Path) -> bytes:
     try:
-        with path.open("rb", buffering=0) as file:  # unbuffered, because the kernel returns all at once
+        with file_path.open("rb", buffering=0) as file:  # unbuffered, because the kernel returns all at once
             return file.read()
     except OSError:
         return b""
@@ -184,27 +192,30 @@ _REFUSE_FROM: Final = 0.95
 _HYSTERESIS: Final = 0.02
 
 
-class Overload(IntEnum):
+class OverloadState(IntEnum):
     """Overload by lack of memory. The values are those of the metric."""
 
     NONE = 0
     CLOSES_CONNECTIONS = 1
-    REFUSES = 2
+    REFUSES_REQUESTS = 2
 
 
 _MEANINGS: Final = {
-    Overload.NONE: "no measures are needed",
-    Overload.CLOSES_CONNECTIONS: "connections are closed after each answer",
-    Overload.REFUSES: "new requests are refused",
+    OverloadState.NONE: "no measures are needed",
+    OverloadState.CLOSES_CONNECTIONS: "connections are closed after each answer",
+    OverloadState.REFUSES_REQUESTS: "new requests are refused",
 }
 
 
-def overload_of(memory_share: float, before: Overload) -> Overload:
+def overload_of(memory_share: float, previous_state: OverloadState) -> OverloadState:
     """Return the state for a share of memory in use. The threshold for leaving a state is a little lower."""
-    for state, threshold in ((Overload.REFUSES, _REFUSE_FROM), (Overload.CLOSES_CONNECTIONS, _CLOSE_FROM)):
-        if memory_share >= threshold - (_HYSTERESIS if before >= state else 0.0):
+    for state, threshold in (
+        (OverloadState.REFUSES_REQUESTS, _REFUSE_FROM),
+        (OverloadState.CLOSES_CONNECTIONS, _CLOSE_FROM),
+    ):
+        if memory_share >= threshold - (_HYSTERESIS if previous_state >= state else 0.0):
             return state
-    return Overload.NONE
+    return OverloadState.NONE
 
 
 def _shrink_heap() -> None:
@@ -218,11 +229,11 @@ def _shrink_heap() -> None:
 class MonitorParts:
     """Parts of one worker that a Monitor uses."""
 
-    memory: Memory = field(default_factory=Memory)
+    memory: MemoryUse = field(default_factory=MemoryUse)
     """Memory in use, and its limit."""
-    fds: OpenFds = field(default_factory=OpenFds)
+    open_fds: OpenFds = field(default_factory=OpenFds)
     """Open file descriptors, and their limit."""
-    every_tick: Sequence[Callable[[], object]] = ()
+    tick_callbacks: Sequence[Callable[[], object]] = ()
     """Functions that are called on the event loop at each tick. An exception of one does not affect the others."""
     is_ready: Callable[[], bool] = lambda: True
     """Returns whether the worker is ready; `was_ready` returns the last result."""
@@ -238,7 +249,7 @@ class MonitorParts:
     """Takes the CPU time of the event loop's thread in each tick, as a share of a core."""
 
 
-class Monitor:
+class WorkerMonitor:
     """Monitors one worker's event loop, memory and files inside `async with`.
 
     One timer measures the delay of the event loop and the use of memory and descriptors, and decides on overload. It
@@ -248,8 +259,8 @@ class Monitor:
     def __init__(self, metrics: Metrics, parts: MonitorParts) -> None:
         self._metrics = metrics
         self._memory = parts.memory
-        self._fds = parts.fds
-        self._every_tick = parts.every_tick
+        self._open_fds = parts.open_fds
+        self._tick_callbacks = parts.tick_callbacks
         self._is_ready = parts.is_ready
         self._tick_seconds = parts.tick_seconds
         self._clock = parts.clock
@@ -260,9 +271,9 @@ class Monitor:
         self._on_busy_share = parts.on_busy_share
         self._loop_seconds = time.thread_time()
         self._cpu_seconds = 0.0
-        self._told = logs.Lost()
+        self._told = logs.LostLines()
         self._was_ready = False
-        self.overload = Overload.NONE
+        self.overload = OverloadState.NONE
         self.became_ready = asyncio.Event()
         """Set when the worker is ready for the first time."""
 
@@ -278,12 +289,12 @@ class Monitor:
     @property
     def closes_connections(self) -> bool:
         """Return whether to close each connection after its answer, because idle connections use memory."""
-        return self.overload >= Overload.CLOSES_CONNECTIONS
+        return self.overload >= OverloadState.CLOSES_CONNECTIONS
 
     @property
-    def refuses(self) -> bool:
+    def refuses_requests(self) -> bool:
         """Return whether to answer new requests with 503 `memory`."""
-        return self.overload >= Overload.REFUSES
+        return self.overload >= OverloadState.REFUSES_REQUESTS
 
     # For other threads: plain reads of values that the event loop has written.
 
@@ -301,18 +312,18 @@ class Monitor:
         loop = asyncio.get_running_loop()
         # First, so that no exception below ends the timer.
         self._timer = loop.call_later(self._tick_seconds, self._on_timer)
-        for ticker in self._every_tick:
+        for ticker in self._tick_callbacks:
             loop.call_soon(ticker)
-        self.tick()
+        self.run_due_measurements()
 
-    def tick(self) -> None:
+    def run_due_measurements(self) -> None:
         """Run the measurements of the worker that are due."""
         now = self._clock()
-        self._note_lag(now)
+        self._measure_lag(now)
         if now >= self._memory_at:
             self._memory_at = now + _MEMORY_SECONDS
-            self._note_memory(now)
-        if now >= self._fds_at and (fds_share := self._fds.share()) is not None:
+            self._measure_memory(now)
+        if now >= self._fds_at and (fds_share := self._open_fds.used_share()) is not None:
             self._fds_at = now + _FDS_SECONDS
             self._metrics.open_fds_share.set(fds_share)
         self._log_lost_lines()
@@ -320,19 +331,19 @@ class Monitor:
         if self._was_ready:
             self.became_ready.set()
 
-    def _note_lag(self, now: float) -> None:
+    def _measure_lag(self, now: float) -> None:
         before_seconds, self._loop_seconds = self._loop_seconds, time.thread_time()
         if now > self._ticked_at:
             self._on_busy_share((self._loop_seconds - before_seconds) / (now - self._ticked_at))
-        self._loop_lag.note(now, max(0.0, now - self._due))
-        self._metrics.loop_lag_seconds.set(self._loop_lag.since(now - _LAG_WINDOW_SECONDS))
+        self._loop_lag.add_lag(now, max(0.0, now - self._due))
+        self._metrics.loop_lag_seconds.set(self._loop_lag.longest_lag_since(now - _LAG_WINDOW_SECONDS))
         self._ticked_at, self._due = now, now + self._tick_seconds
 
-    def _note_memory(self, now: float) -> None:
+    def _measure_memory(self, now: float) -> None:
         before_seconds, self._cpu_seconds = self._cpu_seconds, time.process_time()
         self._metrics.cpu_seconds_total.inc(self._cpu_seconds - before_seconds)
         self._metrics.resident_memory_bytes.set(self._memory.resident_bytes())
-        share = self._memory.share()
+        share = self._memory.used_share()
         self._metrics.memory_share.set(share)
         before, self.overload = self.overload, overload_of(share, self.overload)
         self._metrics.overload_state.set(self.overload)
@@ -347,7 +358,7 @@ class Monitor:
 
     def _log_lost_lines(self) -> None:
         logs.flush()
-        told, self._told = self._told, logs.lost()
+        told, self._told = self._told, logs.count_lost_lines()
         self._metrics.log_lines_dropped_total.inc(self._told.dropped - told.dropped)
         self._metrics.log_lines_suppressed_total.inc(self._told.suppressed - told.suppressed)
 
@@ -379,14 +390,14 @@ class ProbeServer:
 
     def __init__(self, sock: socket.socket, is_alive: Callable[[], bool], is_ready: Callable[[], bool]) -> None:
         """Keep the parts. Both functions are called in the thread. The caller closes the socket later."""
-        self._sock = sock
+        self._listening_socket = sock
         self._is_alive = is_alive
         self._is_ready = is_ready
         self._has_left = False
-        self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
+        self._thread = threading.Thread(target=self._serve_probes, name="probes", daemon=True)
 
     def __enter__(self) -> Self:
-        self._sock.setblocking(False)  # another process may accept first
+        self._listening_socket.setblocking(False)  # another process may accept first
         self._stop, self._stopped = socket.socketpair()
         self._thread.start()
         return self
@@ -396,23 +407,23 @@ class ProbeServer:
         self._thread.join()
         self._stopped.close()
 
-    def leave(self) -> None:
+    def stop_accepting(self) -> None:
         """Accept no further connection, because a successor does. Open connections are answered."""
         self._has_left = True
 
-    def _run(self) -> None:
-        while self._waits_for(self._sock) and not self._has_left:
+    def _serve_probes(self) -> None:
+        while self._wait_until_readable(self._listening_socket) and not self._has_left:
             try:
-                connection, _ = self._sock.accept()
+                connection, _ = self._listening_socket.accept()
             except BlockingIOError:
                 continue
             except OSError:  # for example, no free descriptor
-                self._waits_for(self._stopped, _PAUSE_SECONDS)
+                self._wait_until_readable(self._stopped, _PAUSE_SECONDS)
                 continue
             with connection, suppress(OSError):  # the prober may close the connection
-                self._answer(connection)
+                self._answer_connection(connection)
 
-    def _waits_for(self, sock: socket.socket, seconds: float | None = None) -> bool:
+    def _wait_until_readable(self, sock: socket.socket, seconds: float | None = None) -> bool:
         """Wait until the socket can be read, or the server stops."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
@@ -420,20 +431,20 @@ class ProbeServer:
         ready = [fd for fd, _ in poll.poll(None if seconds is None else max(0.0, seconds) * 1000)]
         return bool(ready) and self._stopped.fileno() not in ready
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer_connection(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         until = time.monotonic() + _ANSWER_SECONDS
         request = b""
         while b"\r\n\r\n" not in request and len(request) < _MAX_REQUEST_BYTES:
-            if not self._waits_for(connection, until - time.monotonic()):
+            if not self._wait_until_readable(connection, until - time.monotonic()):
                 return
             piece = connection.recv(_MAX_REQUEST_BYTES - len(request))
             if not piece:
                 return
             request += piece
-        connection.sendall(self._reply(request))
+        connection.sendall(self._make_reply(request))
 
-    def _reply(self, request: bytes) -> bytes:
+    def _make_reply(self, request: bytes) -> bytes:
         """Return the answer to a probe, as bytes."""
         request_line = request.partition(b"\r\n")[0].decode("latin-1")
         method, _, rest = request_line.partition(" ")
@@ -441,7 +452,7 @@ class ProbeServer:
         try:
             if b"\r\n\r\n" not in request or not version.startswith("HTTP/1."):
                 raise BadRequest("this is not an HTTP/1.1 request, or it is too long")
-            self._check(method, target.partition("?")[0])
+            self._check_probe(method, target.partition("?")[0])
         except GatewayError as error:
             status, body = error.status, error_body(error)
         else:
@@ -455,7 +466,7 @@ class ProbeServer:
         )
         return head.encode() + (b"" if method == "HEAD" else body)
 
-    def _check(self, method: str, path: str) -> None:
+    def _check_probe(self, method: str, path: str) -> None:
         """Raise GatewayError if the check of a probe fails."""
         if path not in _ALIVE_PATHS | _READY_PATHS:
             raise GatewayError("there is no such route on this port", code="not_found", status=404)

@@ -24,7 +24,7 @@ from proxy.observe.history import HistoryBoard
 from proxy.observe.key_usage import KeyAccounts
 from proxy.observe.receipts import Receipts
 from proxy.observe.verdict import StatusBoard
-from proxy.process.configuration import Configuration
+from proxy.process.configuration import SharedConfiguration
 from proxy.process.takeover import Predecessor, Successor, command_line
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ REASONS: Final = ("died", "frozen")
 
 
 @dataclass(frozen=True, slots=True)
-class Listeners:
+class ListeningSockets:
     """Listening sockets, created before the first worker so that each port is bound once.
 
     None: there is no such port.
@@ -77,11 +77,11 @@ class Listeners:
 
     def close(self) -> None:
         """Close the copies of this process. May be called again."""
-        for listener in self.all:
+        for listener in self.all_sockets:
             listener.close()
 
     @property
-    def all(self) -> Sequence[socket.socket]:
+    def all_sockets(self) -> Sequence[socket.socket]:
         """Return every listening socket of this process."""
         named = (self.clients, self.admin, self.probes, *self.callbacks)
         return [listener for listener in named if listener is not None]
@@ -94,24 +94,24 @@ class Heartbeats:
     """
 
     def __init__(self, workers: int = 1) -> None:
-        self._cells = memoryview(mmap.mmap(-1, (workers + len(REASONS)) * _CELL_BYTES)).cast("q")
-        self._workers = workers
+        self._beat_cells = memoryview(mmap.mmap(-1, (workers + len(REASONS)) * _CELL_BYTES)).cast("q")
+        self._worker_count = workers
 
-    def beat(self, worker: int) -> None:
+    def record_beat(self, worker: int) -> None:
         """Count one turn of the worker's event loop."""
-        self._cells[worker] += 1
+        self._beat_cells[worker] += 1
 
-    def counts(self) -> Mapping[int, int]:
+    def counts_by_worker(self) -> Mapping[int, int]:
         """Return the counts of event loop turns by worker."""
-        return dict(enumerate(self._cells[: self._workers].tolist()))
+        return dict(enumerate(self._beat_cells[: self._worker_count].tolist()))
 
-    def note_replacement(self, reason: str) -> None:
+    def record_replacement(self, reason: str) -> None:
         """Count a replaced worker, for one of REASONS."""
-        self._cells[self._workers + REASONS.index(reason)] += 1
+        self._beat_cells[self._worker_count + REASONS.index(reason)] += 1
 
-    def replacements(self) -> Mapping[str, int]:
+    def replacements_by_reason(self) -> Mapping[str, int]:
         """Return the numbers of replaced workers by reason."""
-        return dict(zip(REASONS, self._cells[self._workers :].tolist(), strict=True))
+        return dict(zip(REASONS, self._beat_cells[self._worker_count :].tolist(), strict=True))
 
 
 def _replica_name() -> str:
@@ -120,50 +120,50 @@ def _replica_name() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SharedState:
     """Everything that all workers inherit and share."""
 
-    configuration: Configuration
-    listeners: Listeners
+    configuration: SharedConfiguration
+    listeners: ListeningSockets
     scoreboard: Scoreboard
     roster: Roster
     key_usage: KeyUsage
     key_accounts: KeyAccounts = field(default_factory=KeyAccounts)
     log_once: LogOnce = field(default_factory=LogOnce)
-    left_out: LogOnce = field(default_factory=lambda: LogOnce(_LEFT_OUT_BYTES))
+    logged_omissions: LogOnce = field(default_factory=lambda: LogOnce(_LEFT_OUT_BYTES))
     """LogOnce for requests. It is separate from other subjects, because clients choose its names."""
     incompatibilities: Incompatibilities = field(default_factory=Incompatibilities)
-    sources: SourceStates = field(default_factory=SourceStates)
+    source_states: SourceStates = field(default_factory=SourceStates)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     health_board: HealthBoard = field(default_factory=HealthBoard)
-    suspects: SuspectMemory = field(default_factory=SuspectMemory)
+    suspect_memory: SuspectMemory = field(default_factory=SuspectMemory)
     back_offs: BackOffs = field(default_factory=BackOffs)
     queue_heads: QueueHeads = field(default_factory=QueueHeads)
     journal: Journal = field(default_factory=Journal)
-    status: StatusBoard = field(default_factory=StatusBoard)
-    history: HistoryBoard = field(default_factory=HistoryBoard)
-    receipts: Receipts = field(default_factory=Receipts)
-    replica: str = field(default_factory=_replica_name)
+    status_board: StatusBoard = field(default_factory=StatusBoard)
+    history_board: HistoryBoard = field(default_factory=HistoryBoard)
+    request_receipts: Receipts = field(default_factory=Receipts)
+    replica_name: str = field(default_factory=_replica_name)
     """Name of this gateway among other gateways; the same after a worker was replaced. Older gateways come first."""
     predecessor: Predecessor | None = None
     """The gateway that has started this process to take over from it; None without one."""
 
-    def erase(self, worker: int) -> None:
+    def erase_worker(self, worker: int) -> None:
         """Erase the counts of a dead worker from shared memory."""
-        self.scoreboard.erase(worker)
-        self.health_board.erase(worker)
-        self.key_usage.erase(worker)
-        self.queue_heads.put(worker, NO_HEAD)
-        self.status.erase(worker)
+        self.scoreboard.erase_row(worker)
+        self.health_board.erase_worker(worker)
+        self.key_usage.erase_row(worker)
+        self.queue_heads.write_head(worker, NO_HEAD)
+        self.status_board.erase_report(worker)
         if worker == EXCHANGER:  # without this worker, the guest rows become outdated
             self.health_board.clear_peer_verdicts()
-            self.queue_heads.put_guests(NO_HEAD)
+            self.queue_heads.write_guest_head(NO_HEAD)
             for board in (self.scoreboard, self.key_usage):
-                for guest in range(board.workers, board.rows):
-                    board.erase(guest)
+                for guest in range(board.worker_count, board.row_count):
+                    board.erase_row(guest)
 
 
-RunWorker = Callable[[Shared, int, int | None], int]
+RunWorker = Callable[[SharedState, int, int | None], int]
 """`worker.run`: serves until it is drained and returns the exit code.
 
 Its arguments are the worker's number, and the reading end of a pipe that closes when the supervisor ends, or None
@@ -171,27 +171,27 @@ without a supervisor.
 """
 
 
-def start_successor(shared: Shared) -> Successor | None:
+def start_successor(shared: SharedState) -> Successor | None:
     """Start the process that is to take over, or log the reason and return None."""
-    settings = shared.configuration.current().settings
+    settings = shared.configuration.current_snapshot().settings
     if os.getpid() == 1:
         logger.error("SIGUSR2: process 1 of a container cannot be replaced: start another container")
     elif shared.listeners.callbacks and settings.layerwise.port:
         logger.error("SIGUSR2: another process cannot listen on layerwise.port while this one does: set it to 0")
     else:
         try:
-            return Successor(shared.listeners.sockets_for_successor(), shared.roster.state())
+            return Successor(shared.listeners.sockets_for_successor(), shared.roster.export_state())
         except OSError as error:
             logger.error("SIGUSR2: %s cannot be started: %s", " ".join(command_line()[:1]), error)
     return None
 
 
-def share(
+def create_shared_state(
     loaded: LoadedSettings,
     load: Callable[[], LoadedSettings],
-    listeners: Listeners,
+    listeners: ListeningSockets,
     predecessor: Predecessor | None = None,
-) -> Shared:
+) -> SharedState:
     """Create everything, with room to add as many instances again, before the first worker is forked.
 
     Raises SettingsError.
@@ -209,26 +209,28 @@ def share(
         scoreboard,
         encode,
         elastic={endpoint.place for endpoint in settings.elastic.instances},
-        previous_state=None if predecessor is None else predecessor.instances,
+        previous_state=None if predecessor is None else predecessor.roster_state,
     )
     if predecessor is not None and not roster.is_restored:
         logger.warning(
             "takeover: changes of instances at run time are lost (added, removed, disabled, weighted): the state of "
             "the old process cannot be read, possibly because of another version"
         )
-    return Shared(
-        configuration=Configuration(loaded, load, roster),
+    return SharedState(
+        configuration=SharedConfiguration(loaded, load, roster),
         listeners=listeners,
         scoreboard=scoreboard,
         roster=roster,
-        key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guest_rows),
+        key_usage=KeyUsage(workers=settings.workers, guest_rows=settings.replicas.guest_rows),
         key_accounts=KeyAccounts(settings.workers, MAX_KEYS),
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
         back_offs=BackOffs(slots),
         queue_heads=QueueHeads(settings.workers, settings.replicas.guest_rows),
-        journal=Journal(settings.workers + settings.replicas.guest_rows, write_only=settings.kv_events.journal_rings),
-        status=StatusBoard(settings.workers),
-        receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
+        journal=Journal(
+            settings.workers + settings.replicas.guest_rows, write_only_rings=settings.kv_events.journal_rings
+        ),
+        status_board=StatusBoard(settings.workers),
+        request_receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
         predecessor=predecessor,
     )

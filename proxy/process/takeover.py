@@ -41,14 +41,14 @@ _PRIVATE: Final = ("PROMETHEUS_MULTIPROC_DIR", "LISTEN_PID", "LISTEN_FDS", "LIST
 class Predecessor:
     """Things that a new process gets from the process that started it."""
 
-    channel: socket.socket
-    sockets: Mapping[str, socket.socket]
+    message_channel: socket.socket
+    sockets_by_name: Mapping[str, socket.socket]
     """Listening sockets, by their names in Listeners."""
-    instances: Any
+    roster_state: Any
     """Contents of its roster, see Roster; None if they could not be passed on."""
 
     @classmethod
-    def of(cls, environ: MutableMapping[str, str]) -> Self | None:
+    def from_environment(cls, environ: MutableMapping[str, str]) -> Self | None:
         """Return them, or None if no gateway has started this process. Removes the variable from the environment."""
         told = environ.pop(_VARIABLE, None)
         if told is None:
@@ -58,38 +58,38 @@ class Predecessor:
             file.seek(0)
             instances = orjson.loads(file.read())
         return cls(
-            channel=_inherited(fds["channel"]),
-            sockets={name: _inherited(fd) for name, fd in fds["sockets"].items()},
-            instances=instances,
+            message_channel=_inherited_socket(fds["channel"]),
+            sockets_by_name={name: _inherited_socket(fd) for name, fd in fds["sockets"].items()},
+            roster_state=instances,
         )
 
-    def tell_accepting(self, workers: int) -> None:
+    def report_accepting(self, workers: int) -> None:
         """Report that this worker accepts connections. `workers`: number of workers."""
         with suppress(OSError):  # the old process has ended
-            self.channel.send(bytes([min(workers, _MOST_WORKERS)]))
+            self.message_channel.send(bytes([min(workers, _MOST_WORKERS)]))
 
-    async def gone(self) -> None:
+    async def wait_until_gone(self) -> None:
         """Wait until the old process drains or has ended."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
-        loop.add_reader(self.channel, ended.set)
+        loop.add_reader(self.message_channel, ended.set)
         try:
             await ended.wait()
         finally:
-            loop.remove_reader(self.channel)
+            loop.remove_reader(self.message_channel)
 
 
 class Successor:
     """The new process, as seen by the process that started it.
 
-    The owner calls `look` when the descriptor is readable, and at intervals, until it returns a result, or calls
-    `stop`.
+    The owner calls `check_takeover` when the descriptor is readable, and at intervals, until it returns a result, or
+    calls `stop_process`.
     """
 
     def __init__(self, sockets: Mapping[str, socket.socket], instances: Any) -> None:
         """Start it with these listening sockets and the contents of the roster. Raises OSError."""
-        self._until = time.monotonic() + _READY_SECONDS
-        self._accepting = 0
+        self._deadline = time.monotonic() + _READY_SECONDS
+        self._accepting_workers = 0
         self._channel, theirs = socket.socketpair()
         with ExitStack() as stack:
             stack.enter_context(theirs)
@@ -99,10 +99,10 @@ class Successor:
             file.flush()
             passed = {name: sock.fileno() for name, sock in sockets.items()}
             told = {"channel": theirs.fileno(), "sockets": passed, "instances": file.fileno()}
-            self.pid = _spawn(orjson.dumps(told).decode(), [theirs.fileno(), file.fileno(), *passed.values()])
+            self.pid = _spawn_successor(orjson.dumps(told).decode(), [theirs.fileno(), file.fileno(), *passed.values()])
             theirs.close()
             file.close()
-            stack.pop_all()  # from here on, `look` and `stop` close it
+            stack.pop_all()  # from here on, `check_takeover` and `stop_process` close it
         self._channel.setblocking(False)
         logger.info("takeover: successor is started: process %d", self.pid)
 
@@ -110,7 +110,7 @@ class Successor:
         """Return the descriptor that becomes readable when the successor is ready."""
         return self._channel.fileno()
 
-    def look(self) -> bool | None:
+    def check_takeover(self) -> bool | None:
         """Return whether it has taken over, so that this process may drain; None if that is not decided.
 
         If it has not, it is stopped, and one line has the reason.
@@ -118,32 +118,32 @@ class Successor:
         try:
             heard = self._channel.recv(_MOST_WORKERS)
         except BlockingIOError:
-            if time.monotonic() < self._until:
+            if time.monotonic() < self._deadline:
                 return None
-            self._give_up(f"is not ready after {_READY_SECONDS:g} s")
+            self._give_up_takeover(f"is not ready after {_READY_SECONDS:g} s")
             return False
         except OSError:
             heard = b""
         if not heard:
-            self._give_up("has ended")
+            self._give_up_takeover("has ended")
             return False
-        self._accepting += len(heard)
-        if self._accepting < heard[-1]:
+        self._accepting_workers += len(heard)
+        if self._accepting_workers < heard[-1]:
             return None
         logger.info("takeover: complete: process %d serves", self.pid)
         self._channel.close()
         return True
 
-    def stop(self) -> None:
-        """Stop it, because this process must stop before `look` has a result."""
+    def stop_process(self) -> None:
+        """Stop it, because this process must stop before `check_takeover` has a result."""
         logger.info("takeover: successor stopped, because this process stops: process %d", self.pid)
-        self._end()
+        self._end_process()
 
-    def _give_up(self, why: str) -> None:
+    def _give_up_takeover(self, why: str) -> None:
         logger.error("takeover: failed, this process goes on serving: successor process %d %s", self.pid, why)
-        self._end()
+        self._end_process()
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         with suppress(OSError):
             if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
                 os.kill(self.pid, signal.SIGTERM)
@@ -159,9 +159,9 @@ def command_line() -> list[str]:
     return [sys.executable, *words[1:]]
 
 
-def _spawn(told: str, fds: Sequence[int]) -> int:
+def _spawn_successor(handover_message: str, fds: Sequence[int]) -> int:
     environ = {name: value for name, value in os.environ.items() if name not in _PRIVATE}
-    environ[_VARIABLE] = told
+    environ[_VARIABLE] = handover_message
     words = command_line()
     for fd in fds:
         os.set_inheritable(fd, True)
@@ -172,6 +172,6 @@ def _spawn(told: str, fds: Sequence[int]) -> int:
             os.set_inheritable(fd, False)
 
 
-def _inherited(fd: int) -> socket.socket:
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)
+def _inherited_socket(descriptor: int) -> socket.socket:
+    os.set_inheritable(descriptor, False)
+    return socket.socket(fileno=descriptor)

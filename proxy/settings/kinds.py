@@ -38,7 +38,7 @@ POLICIES: Final = {
     "least_tokens": "proxy.balancer.policies.least_tokens:LeastTokens",
     "round_robin": "proxy.balancer.policies.least_tokens:RoundRobin",
     "power_of_two": "proxy.balancer.policies.least_tokens:PowerOfTwo",
-    "random": "proxy.balancer.policies.least_tokens:Random",
+    "random": "proxy.balancer.policies.least_tokens:RandomChoice",
     "length_groups": "proxy.balancer.policies.least_tokens:LengthGroups",
 }
 DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.policies.least_decode_seconds:LeastDecodeSeconds"}

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.balancer.split import LEAST_GAIN, Split, advised
+from proxy.balancer.split import LEAST_GAIN, RoleSplit, recommend_split
 from proxy.common.blocking_http import describe_request_error
 from proxy.settings import SettingsError
 from proxy.settings.mistakes import Parser
-from proxy.tools.flag_numbers import positive
-from proxy.tools.gateway_tls import add_tls_flags, tls_of
+from proxy.tools.flag_numbers import positive_number
+from proxy.tools.gateway_tls import add_tls_flags, make_tls_context
 
 if TYPE_CHECKING:
     import argparse
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-def verdict(now: Split) -> str:
+def recommendation_text(now: RoleSplit) -> str:
     """Return the recommended numbers of instances as a sentence."""
     roles = {"prefill": "Prefillers", "decode": "Decoders"}
     if not max(now.prefill_busy, now.decode_busy):
         return "Nothing was asked for, so there is nothing to advise."
-    told = f"{roles[now.bottleneck]} are the bottleneck"
-    best = advised(now)
+    told = f"{roles[now.busier_role]} are the bottleneck"
+    best = recommend_split(now)
     if best is now:
         return (
-            f"{told}, and moving one instance would not carry at least {LEAST_GAIN:.0%} more: leave it at {now.name}."
+            f"{told}, and moving one instance would not carry at least {LEAST_GAIN:.0%} more: leave it at "
+            f"{now.split_name}."
         )
     move = "a decoder to prefill" if best.prefillers > now.prefillers else "a prefiller to decode"
-    gain = best.carries / now.carries - 1
-    return f"{told}: moving {move} ({best.name}) would carry {gain:.0%} more load."
+    gain = best.load_capacity / now.load_capacity - 1
+    return f"{told}: moving {move} ({best.split_name}) would carry {gain:.0%} more load."
 
 
 # Utilisation of prefillers and decoders, from the gateways' `/metrics` over some time.
@@ -60,12 +61,12 @@ _NAMES: Final = (
 _FULL_QUEUE: Final = ("queue_full", "queue_timeout", "queue_predicted")
 
 
-class Unknown(Exception):
+class MissingMetric(Exception):
     """The metrics lack a needed value, which the text names."""
 
 
 @dataclass(slots=True)
-class Sample:
+class GatewayReading:
     """One reading of all gateways. Counters are sums."""
 
     at: float
@@ -84,7 +85,7 @@ class Sample:
     """Tokens of answers."""
 
 
-def read(at: float, expositions: Iterable[str]) -> Sample:
+def read_metrics(at: float, expositions: Iterable[str]) -> GatewayReading:
     """Read the metrics of all gateways once.
 
     Raises Unknown if one has no metrics of pdproxy.
@@ -93,17 +94,17 @@ def read(at: float, expositions: Iterable[str]) -> Sample:
         at: Seconds of a monotonic clock.
         expositions: Answers of all gateways to `GET /metrics`, in Prometheus' text format.
     """
-    sample = Sample(at)
+    sample = GatewayReading(at)
     for text in expositions:
         seen = False
         try:
             for family in text_string_to_metric_families(_select_needed_lines(text)):
                 for each in family.samples:
-                    seen |= _take(sample, each.name, each.labels, each.value)
+                    seen |= _add_sample_value(sample, each.name, each.labels, each.value)
         except ValueError as error:
-            raise Unknown(f"the metrics cannot be parsed: {error}") from None
+            raise MissingMetric(f"the metrics cannot be parsed: {error}") from None
         if not seen:
-            raise Unknown("these are not metrics of pdproxy")
+            raise MissingMetric("these are not metrics of pdproxy")
     return sample
 
 
@@ -112,7 +113,7 @@ def _select_needed_lines(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if line.startswith(_NAMES)) + "\n"
 
 
-def _take(sample: Sample, name: str, labels: dict[str, str], value: float) -> bool:
+def _add_sample_value(sample: GatewayReading, name: str, labels: dict[str, str], value: float) -> bool:
     match name, labels.get("role"), labels.get("stage"):
         case "pdproxy_instance_up", "prefill" | "decode" as role, _:
             if value:
@@ -135,10 +136,10 @@ def _take(sample: Sample, name: str, labels: dict[str, str], value: float) -> bo
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class DemandReport:
     """Conclusions from all readings of the gateways' metrics."""
 
-    split: Split
+    split: RoleSplit
     streams: float
     """Concurrent streams of each decoder."""
     streams_when_full: float
@@ -147,7 +148,9 @@ class Observed:
     notes: tuple[str, ...] = ()
 
 
-def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full: float | None = None) -> Observed:
+def observe_demand(
+    samples: Sequence[GatewayReading], token_seconds: float, streams_when_full: float | None = None
+) -> DemandReport:
     """Return the conclusions from all readings. Raises Unknown.
 
     Args:
@@ -158,15 +161,15 @@ def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full:
     first, last = samples[0], samples[-1]
     prefillers, decoders = (len(last.healthy[role]) for role in ("prefill", "decode"))
     if not prefillers or not decoders:
-        raise Unknown("there is no healthy prefiller, or no healthy decoder")
+        raise MissingMetric("there is no healthy prefiller, or no healthy decoder")
     seconds, tokens = last.at - first.at, last.tokens - first.tokens
     if tokens <= 0 or seconds <= 0:
-        raise Unknown("no answer ended in this time; watch for longer, while there is load")
+        raise MissingMetric("no answer ended in this time; watch for longer, while there is load")
     notes = []
     streams = (last.stream_seconds - first.stream_seconds) / seconds / decoders
     prefill_busy = _prefill_busy(samples)
     if streams < _LEAST_STREAMS and prefill_busy < _LEAST_BUSY:
-        raise Unknown(
+        raise MissingMetric(
             f"the load is too low for advice: {streams:.1f} streams on each decoder, and prefillers compute "
             f"{prefill_busy:.0%} of the time; watch again under load"
         )
@@ -179,11 +182,11 @@ def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full:
             f"how many streams a decoder can have at {1000 * token_seconds:g} ms a token is a guess on the low side,"
             " since their number hardly changed; --decode-streams says it"
         )
-    split = Split(prefillers, decoders, prefill_busy, streams / full if full else 0.0)
-    return Observed(split, streams, full, pace, tuple(notes))
+    split = RoleSplit(prefillers, decoders, prefill_busy, streams / full if full else 0.0)
+    return DemandReport(split, streams, full, pace, tuple(notes))
 
 
-def _prefill_busy(samples: Sequence[Sample]) -> float:
+def _prefill_busy(samples: Sequence[GatewayReading]) -> float:
     """Return the share of time in which prefillers compute, plus the refused demand."""
     shares = [
         sum(sample.computing[address] > 0 for address in healthy) / len(healthy)
@@ -195,7 +198,7 @@ def _prefill_busy(samples: Sequence[Sample]) -> float:
     return sum(shares) / len(shares) * (1 + unserved / max(1.0, last.prefilled - first.prefilled))
 
 
-def _estimate_streams_when_full(samples: Sequence[Sample], decoders: int, token_seconds: float) -> float | None:
+def _estimate_streams_when_full(samples: Sequence[GatewayReading], decoders: int, token_seconds: float) -> float | None:
     """Return the number of streams at which the time per token reaches its bound, by a linear fit; None: not known."""
     points = [
         (streams / (after.at - before.at) / decoders, streams / tokens)
@@ -230,12 +233,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the sub-command and return its exit code. Raises SettingsError."""
     flags = read_flags(argv)
     try:
-        samples = _samples(flags.metrics, flags.seconds, tls_of(flags))
-        found = observed(samples, flags.token_ms / 1000, flags.decode_streams)
-    except Unknown as error:
+        samples = _read_samples(flags.metrics, flags.seconds, make_tls_context(flags))
+        found = observe_demand(samples, flags.token_ms / 1000, flags.decode_streams)
+    except MissingMetric as error:
         print(f"pdproxy advise: {error}", file=sys.stderr)
         return 1
-    print(as_json(found).decode() if flags.json else as_table(found))
+    print(report_as_json(found).decode() if flags.json else report_as_table(found))
     return 0
 
 
@@ -253,21 +256,21 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     )
     add(
         "--seconds",
-        type=positive,
+        type=positive_number,
         default=60.0,
         metavar="SECONDS",
         help="Time to watch the metrics, in seconds. Run it under load. Default: 60.",
     )
     add(
         "--token-ms",
-        type=positive,
+        type=positive_number,
         default=100.0,
         metavar="MS",
         help="Time between two tokens at which a decoder counts as full, in milliseconds. Default: 100.",
     )
     add(
         "--decode-streams",
-        type=positive,
+        type=positive_number,
         metavar="N",
         help="Number of streams with which a decoder counts as full. Default: learned from the metrics.",
     )
@@ -276,7 +279,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _samples(urls: Sequence[str], seconds: float, tls: ssl.SSLContext) -> list[Sample]:
+def _read_samples(urls: Sequence[str], seconds: float, tls: ssl.SSLContext) -> list[GatewayReading]:
     without_proxy = urllib.request.ProxyHandler({})  # without http_proxy
     opener = urllib.request.build_opener(without_proxy, urllib.request.HTTPSHandler(context=tls))
     began = time.monotonic()
@@ -284,11 +287,11 @@ def _samples(urls: Sequence[str], seconds: float, tls: ssl.SSLContext) -> list[S
     samples = []
     for number in range(scrapes + 1):
         time.sleep(max(0.0, began + number * seconds / scrapes - time.monotonic()))
-        samples.append(read(time.monotonic(), [_get(opener, url) for url in urls]))
+        samples.append(read_metrics(time.monotonic(), [_get_text(opener, url) for url in urls]))
     return samples
 
 
-def _get(opener: urllib.request.OpenerDirector, url: str) -> str:
+def _get_text(opener: urllib.request.OpenerDirector, url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"--metrics: {url} is not a URL: use one such as http://gateway:1999/metrics")
     try:
@@ -296,37 +299,39 @@ def _get(opener: urllib.request.OpenerDirector, url: str) -> str:
             return str(answer.read(_MOST_BYTES).decode(errors="replace"))
     except (OSError, ValueError, HTTPException) as error:
         reason = describe_request_error(getattr(error, "reason", error))
-        raise Unknown(f"{url} does not answer: {reason}") from None
+        raise MissingMetric(f"{url} does not answer: {reason}") from None
 
 
-def as_table(found: Observed) -> str:
+def report_as_table(found: DemandReport) -> str:
     """Return the report of `pdproxy advise` as text."""
     now = found.split
     lines = [f"{'split':16}{'prefillers busy':>17}{'decoders busy':>15}{'carries':>10}"]
-    for split in now.alternatives():
-        name = f"{split.name} (now)" if split is now else split.name
+    for split in now.neighbour_splits():
+        name = f"{split.split_name} (now)" if split is now else split.split_name
         busy = f"{split.prefill_busy:17.0%}{split.decode_busy:15.0%}"
-        lines.append(f"{name:16}{busy}{split.carries:9.2f}×")
+        lines.append(f"{name:16}{busy}{split.load_capacity:9.2f}×")
     pace = f"{1000 * found.token_seconds:.1f} ms a token"
     lines += [
         "",
         f"{found.streams:.1f} streams at each decoder, {pace}; full with {found.streams_when_full:.1f}.",
         *(f"Note: {note}." for note in found.notes),
-        verdict(now),
+        recommendation_text(now),
     ]
     return "\n".join(lines)
 
 
-def as_json(found: Observed) -> bytes:
+def report_as_json(found: DemandReport) -> bytes:
     """Return the report of `pdproxy advise` as JSON."""
     now = found.split
-    splits = [{"split": each.name, **asdict(each), "carries": each.carries} for each in now.alternatives()]
+    splits = [
+        {"split": each.split_name, **asdict(each), "carries": each.load_capacity} for each in now.neighbour_splits()
+    ]
     return orjson.dumps(
         {
-            "now": now.name,
-            "advised": advised(now).name,
-            "bottleneck": now.bottleneck,
-            "verdict": verdict(now),
+            "now": now.split_name,
+            "advised": recommend_split(now).split_name,
+            "bottleneck": now.busier_role,
+            "verdict": recommendation_text(now),
             "splits": splits,
             "decode_streams": found.streams,
             "decode_streams_when_full": found.streams_when_full,

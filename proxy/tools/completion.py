@@ -60,7 +60,7 @@ complete -c pdproxy -f
 {flags}"""
 
 
-def script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str:
+def completion_script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str:
     """Return the completion script for a shell. Raises SettingsError.
 
     Args:
@@ -71,11 +71,13 @@ def script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str
         return f"usage: pdproxy completion {{{','.join(_SHELLS)}}}\n\n{COMMANDS['completion'].capitalize()}."
     if len(words) != 1 or words[0] not in _SHELLS:
         raise SettingsError(f"completion takes the name of a shell: {join_alternatives(_SHELLS)}")
-    all_flags = _flags(help_of([]))
-    flags = {name: _flags(help_of([name]), all_flags) for name in COMMANDS if name not in ("completion", "help")}
+    all_flags = _words_of_help(help_of([]))
+    flags = {
+        name: _words_of_help(help_of([name]), all_flags) for name in COMMANDS if name not in ("completion", "help")
+    }
     flags |= {"completion": " ".join(_SHELLS), "help": " ".join(COMMANDS)}
     if words[0] == "fish":
-        return _fish({"": all_flags, **flags})
+        return _fish_script({"": all_flags, **flags})
     text = _SCRIPT.format(
         commands="\n".join(f'    {name}) words="{told}" ;;' for name, told in flags.items()),
         flags=all_flags,
@@ -85,7 +87,7 @@ def script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str
     return _ZSH + text if words[0] == "zsh" else text
 
 
-def _fish(flags: Mapping[str, str]) -> str:
+def _fish_script(flags: Mapping[str, str]) -> str:
     """Return the script for fish. `flags`: words that may follow each sub-command, or the program for an empty name."""
     lines = []
     for command, words in flags.items():
@@ -112,7 +114,7 @@ def _values_of(flag: str) -> Iterable[str]:
     return next((values for pattern, values in _VALUES.items() if flag in pattern.replace("*", "").split("|")), ())
 
 
-def _flags(help_text: str, all_flags: str = "") -> str:
+def _words_of_help(help_text: str, all_flags: str = "") -> str:
     """Return the words that may follow, taken from a `--help` text: sub-commands and flags.
 
     `all_flags`: flags of the program, which are also accepted.

@@ -16,7 +16,7 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def natural(text: str) -> int:
+def positive_whole_number(text: str) -> int:
     """Parse the value of a flag that is a whole number from 1."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise ArgumentTypeError("must be a whole number, 1 or more")
@@ -25,21 +25,21 @@ def natural(text: str) -> int:
 
 def duration_seconds(text: str) -> float:
     """Return a duration in seconds, which may be 0."""
-    value = _bounded(text)
+    value = _finite_number(text)
     if value is None or value < 0:
         raise ArgumentTypeError("must be a number of seconds, 0 or more and below 1e9")
     return value
 
 
-def positive(text: str) -> float:
+def positive_number(text: str) -> float:
     """Parse the value of a flag that is a number above 0."""
-    value = _bounded(text)
+    value = _finite_number(text)
     if value is None or value <= 0:
         raise ArgumentTypeError("must be a number above 0 and below 1e9")
     return value
 
 
-def _bounded(text: str) -> float | None:
+def _finite_number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:

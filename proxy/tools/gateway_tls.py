@@ -26,7 +26,7 @@ def add_tls_flags(parser: ArgumentParser) -> None:
     )
 
 
-def tls_of(flags: Namespace) -> ssl.SSLContext:
+def make_tls_context(flags: Namespace) -> ssl.SSLContext:
     """Return the context that these flags describe. Raises SettingsError."""
     what, contents = "--ca-file", "certificates"
     try:
@@ -34,7 +34,7 @@ def tls_of(flags: Namespace) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if flags.client_certificate is not None:
             what, contents = "--client-certificate", "a certificate and its key"
-            context.load_cert_chain(flags.client_certificate, password=_no_password)
+            context.load_cert_chain(flags.client_certificate, password=_reject_password)
     except ssl.SSLError:
         raise SettingsError(f"{what} must be a PEM file with {contents}") from None
     except ValueError:
@@ -44,5 +44,5 @@ def tls_of(flags: Namespace) -> ssl.SSLContext:
     return context
 
 
-def _no_password() -> str:
+def _reject_password() -> str:
     raise ValueError

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy.common import blocking_http, histograms
 from proxy.settings import SettingsError, connectable_host, load_settings
 from proxy.settings.mistakes import Parser
-from proxy.tools.flag_numbers import positive
-from proxy.tools.gateway_tls import add_tls_flags, tls_of
+from proxy.tools.flag_numbers import positive_number
+from proxy.tools.gateway_tls import add_tls_flags, make_tls_context
 from proxy.tools.keyboard import Keyboard
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ HEADINGS: Final = ("role", "instance", "state", "flight", "KV", "tok/s", "req/s"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InstanceRow:
     """The row of one instance in `pdproxy top`."""
 
     role: str
@@ -96,7 +96,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TopView:
     """The content that `pdproxy top` displays."""
 
     help: str = field(default="", kw_only=True)
@@ -104,7 +104,7 @@ class View:
 
     lines: Sequence[str]
     """Lines about the gateway."""
-    rows: Sequence[Row]
+    rows: Sequence[InstanceRow]
     keys: Sequence[Sequence[str]] = ()
     """Displayed texts of client keys, under KEY_HEADINGS. Empty without client keys."""
 
@@ -114,7 +114,7 @@ SORTS: Final = ("role", "flight", "KV", "tok/s", "req/s", "fail/s", "instance")
 
 
 @dataclass(frozen=True, slots=True)
-class Controls:
+class ViewControls:
     """How the instances are arranged, as the keys have set it."""
 
     sort: str = SORTS[0]
@@ -123,7 +123,7 @@ class Controls:
     """Whether instances without a problem are left out."""
     is_paused: bool = False
 
-    def pressed(self, key: str) -> Controls:
+    def pressed(self, key: str) -> ViewControls:
         """Return the controls after a key. Other keys change nothing."""
         if key in ("s", "S"):
             step = 1 if key == "s" else -1
@@ -136,7 +136,7 @@ class Controls:
             return replace(self, is_paused=not self.is_paused)
         return self
 
-    def arranged(self, shown: View) -> View:
+    def arranged(self, shown: TopView) -> TopView:
         """Return the view with its rows in this order, and with the line of help."""
         rows = [row for row in shown.rows if not (self.shows_only_bad and row.is_well)]
         if self.sort != SORTS[0]:
@@ -150,9 +150,9 @@ class Controls:
         return replace(shown, rows=rows, help=line)
 
 
-def view(before: Scrape, after: Scrape) -> View:
+def make_view(before: Scrape, after: Scrape) -> TopView:
     """Return the view of the time between two scrapes, and of the state at the second."""
-    return View(tuple(_lines(before, after)), tuple(_rows(before, after)), _keys(before, after))
+    return TopView(tuple(_summary_lines(before, after)), tuple(_instance_rows(before, after)), _key_rows(before, after))
 
 
 KEY_HEADINGS: Final = ("client key", "engines", "flight", "req/s", "limited", "reject", "in/s", "out/s", "p95")
@@ -160,17 +160,17 @@ KEY_HEADINGS: Final = ("client key", "engines", "flight", "req/s", "limited", "r
 _SHOWN_KEYS: Final = 10
 
 
-def _keys(before: Scrape, after: Scrape) -> Sequence[Sequence[str]]:
+def _key_rows(before: Scrape, after: Scrape) -> Sequence[Sequence[str]]:
     """Return the rows of the client keys with the most engine time."""
     in_flight = {
         dict(labels)["key"]: value for labels, value in after.by_labels("pdproxy_key_inflight_requests").items()
     }
-    seconds = {name: rate(before, after, "pdproxy_key_engine_seconds_total", key=name) for name in in_flight}
+    seconds = {name: counter_rate(before, after, "pdproxy_key_engine_seconds_total", key=name) for name in in_flight}
     total_seconds = sum(seconds.values()) or 1.0
 
     def cells(name: str) -> Sequence[str]:
         def per_second(metric: str, **labels: str) -> str:
-            return f"{rate(before, after, f'pdproxy_key_{metric}_total', key=name, **labels):,.1f}"
+            return f"{counter_rate(before, after, f'pdproxy_key_{metric}_total', key=name, **labels):,.1f}"
 
         return (
             name,
@@ -181,30 +181,32 @@ def _keys(before: Scrape, after: Scrape) -> Sequence[Sequence[str]]:
             per_second("requests", result="rejected"),
             per_second("tokens", kind="prompt"),
             per_second("tokens", kind="completion"),
-            _seconds(quantile(before, after, "pdproxy_key_time_to_first_token_seconds", 0.95, key=name)),
+            _format_seconds(
+                histogram_quantile(before, after, "pdproxy_key_time_to_first_token_seconds", 0.95, key=name)
+            ),
         )
 
     first = sorted(in_flight, key=lambda name: (-seconds[name], -in_flight[name], name))
     return [cells(name) for name in first[:_SHOWN_KEYS]]
 
 
-def _lines(before: Scrape, after: Scrape) -> Sequence[str]:
+def _summary_lines(before: Scrape, after: Scrape) -> Sequence[str]:
     bad = sum(
         count
-        for labels, count in growth(before, after, "pdproxy_requests_total").items()
+        for labels, count in counter_growth(before, after, "pdproxy_requests_total").items()
         if dict(labels)["code"].startswith("5")
     )
     seconds = max(after.at - before.at, 1e-9)
 
     def per_second(name: str, **labels: str) -> str:
-        number = rate(before, after, f"pdproxy_{name}", **labels)
+        number = counter_rate(before, after, f"pdproxy_{name}", **labels)
         return f"{number:,.0f}/s" if number >= 100 else f"{number:,.1f}/s"
 
     def now(name: str) -> str:
         return f"{after.total(f'pdproxy_{name}'):,.0f}"
 
     def took(name: str, share: float) -> str:
-        return _seconds(quantile(before, after, f"pdproxy_{name}", share))
+        return _format_seconds(histogram_quantile(before, after, f"pdproxy_{name}", share))
 
     requests = (
         per_second("requests_total"),
@@ -225,13 +227,13 @@ def _lines(before: Scrape, after: Scrape) -> Sequence[str]:
         f"between tokens p95 {took('inter_token_seconds', 0.95)}",
     )
     gateway = (
-        f"{rate(before, after, 'pdproxy_cpu_seconds_total'):.2f} cores",
+        f"{counter_rate(before, after, 'pdproxy_cpu_seconds_total'):.2f} cores",
         f"{now('connections')} connections",
         f"loop {1000 * after.total('pdproxy_loop_lag_seconds'):,.0f} ms late",
         f"memory {100 * after.total('pdproxy_memory_share'):.0f} %",
     )
     named = {
-        "status": (_status(after),),
+        "status": (_status_text(after),),
         "requests": requests,
         "tokens": tokens,
         "first token": latencies,
@@ -245,7 +247,7 @@ _LEVELS: Final = ("healthy", "degraded", "impaired", "down")
 _SHOWN_REASONS: Final = 5
 
 
-def _status(scrape: Scrape) -> str:
+def _status_text(scrape: Scrape) -> str:
     """Return the state of the gateway and its reasons, as `GET /admin/status` has them, without sentences."""
     level = int(scrape.total("pdproxy_status_state"))
     reasons = [dict(labels) for labels in scrape.by_labels("pdproxy_status_reason")]
@@ -255,13 +257,13 @@ def _status(scrape: Scrape) -> str:
     return ", ".join([state, *named[:_SHOWN_REASONS], *more])
 
 
-def _seconds(seconds: float | None) -> str:
+def _format_seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
-def _rows(before: Scrape, after: Scrape) -> Sequence[Row]:
+def _instance_rows(before: Scrape, after: Scrape) -> Sequence[InstanceRow]:
     misfits: dict[tuple[str, str], list[str]] = {}
     for labels in after.by_labels("pdproxy_instance_misfit"):
         named = dict(labels)
@@ -278,20 +280,20 @@ def _rows(before: Scrape, after: Scrape) -> Sequence[Row]:
         its = dict(labels)
         name = (its["role"], its["address"])
         name_all = "pdproxy_instance_requests_total"
-        requests = rate(before, after, name_all, **its)
+        requests = counter_rate(before, after, name_all, **its)
         rows.append(
-            Row(
+            InstanceRow(
                 *name,
                 state=_STATES[int(state)] if 0 <= state < len(_STATES) else "unknown",
-                in_flight=int(_of(after, "pdproxy_instance_inflight", its)),
-                kv_tokens=int(_of(after, "pdproxy_instance_load_tokens", {**its, "kind": "kv"})),
+                in_flight=int(_value_of_metric(after, "pdproxy_instance_inflight", its)),
+                kv_tokens=int(_value_of_metric(after, "pdproxy_instance_load_tokens", {**its, "kind": "kv"})),
                 kv_capacity=None if (capacity := after.by_labels(_CAPACITY).get(labels)) is None else int(capacity),
                 tokens_per_second=after.by_labels("pdproxy_instance_tokens_per_second").get(labels),
                 requests_per_second=requests,
                 failures_per_second=max(
-                    0.0, requests - sum(rate(before, after, name_all, **its, result=each) for each in _SERVED)
+                    0.0, requests - sum(counter_rate(before, after, name_all, **its, result=each) for each in _SERVED)
                 ),
-                pinned_kv=int(_of(after, "pdproxy_instance_pinned_kv", its)),
+                pinned_kv=int(_value_of_metric(after, "pdproxy_instance_pinned_kv", its)),
                 misfits=", ".join(sorted(misfits.get(name, ())) + sorted(pairs.get(its["address"], ()))),
             )
         )
@@ -301,7 +303,7 @@ def _rows(before: Scrape, after: Scrape) -> Sequence[Row]:
 _CAPACITY: Final = "pdproxy_instance_kv_capacity_tokens"
 
 
-def _of(scrape: Scrape, name: str, labels: dict[str, str]) -> float:
+def _value_of_metric(scrape: Scrape, name: str, labels: dict[str, str]) -> float:
     return scrape.by_labels(name).get(tuple(sorted(labels.items())), 0.0)
 
 
@@ -337,7 +339,7 @@ class Scrape:
         return sum(self.by_labels(name).values())
 
 
-def growth(before: Scrape, after: Scrape, name: str) -> dict[Labels, float]:
+def counter_growth(before: Scrape, after: Scrape, name: str) -> dict[Labels, float]:
     """Return the growth of each counter of a metric. A counter that was reset has grown by its value."""
     old = before.by_labels(name)
     grown = {}
@@ -347,14 +349,14 @@ def growth(before: Scrape, after: Scrape, name: str) -> dict[Labels, float]:
     return grown
 
 
-def rate(before: Scrape, after: Scrape, name: str, **wanted: str) -> float:
+def counter_rate(before: Scrape, after: Scrape, name: str, **wanted: str) -> float:
     """Return the growth per second of the counters of a metric with these labels."""
-    grown = growth(before, after, name)
+    grown = counter_growth(before, after, name)
     part = sum(value for labels, value in grown.items() if wanted.items() <= dict(labels).items())
     return part / max(after.at - before.at, 1e-9)
 
 
-def quantile(before: Scrape, after: Scrape, name: str, share: float, **wanted: str) -> float | None:
+def histogram_quantile(before: Scrape, after: Scrape, name: str, share: float, **wanted: str) -> float | None:
     """Return a quantile of a histogram's values between two scrapes, in its unit; None without values.
 
     Only series with the labels in `wanted` count.
@@ -362,7 +364,7 @@ def quantile(before: Scrape, after: Scrape, name: str, share: float, **wanted: s
     `share`: 0.99 is the 99th percentile.
     """
     buckets: dict[float, float] = {}
-    for labels, count in growth(before, after, f"{name}_bucket").items():
+    for labels, count in counter_growth(before, after, f"{name}_bucket").items():
         if not wanted.items() <= dict(labels).items():
             continue
         bound = float(dict(labels)["le"])
@@ -374,20 +376,20 @@ def quantile(before: Scrape, after: Scrape, name: str, share: float, **wanted: s
 # A view as plain text, and as a refreshing table for a terminal, which requires `rich`.
 
 
-def as_text(shown: View) -> str:
+def view_as_text(shown: TopView) -> str:
     """Return lines for a terminal without control characters."""
-    lines = [*shown.lines, "", *_aligned([HEADINGS, *(row.cells() for row in shown.rows)])]
+    lines = [*shown.lines, "", *_align_columns([HEADINGS, *(row.cells() for row in shown.rows)])]
     if shown.keys:
-        lines += ["", *_aligned([KEY_HEADINGS, *shown.keys])]
+        lines += ["", *_align_columns([KEY_HEADINGS, *shown.keys])]
     return "\n".join(lines)
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def _align_columns(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
 
 
-def as_table(shown: View) -> RenderableType:
+def view_as_table(shown: TopView) -> RenderableType:
     """Return a table for a terminal. Raises ImportError without the extra `tui`."""
     from rich.console import Group
     from rich.table import Table
@@ -428,7 +430,7 @@ Show the activity of a running gateway: rates and latencies since the last scrap
 table refreshes in place if the extra tui is installed. Otherwise it is printed again each time."""
 
 
-class _Place(NamedTuple):
+class _MetricsPlace(NamedTuple):
     """The address of the metrics of a gateway."""
 
     host: str
@@ -437,7 +439,7 @@ class _Place(NamedTuple):
     """Context of the connection; None: without TLS."""
 
 
-class _NoMetrics(Exception):
+class _MetricsUnavailable(Exception):
     """There are no metrics. The text is one sentence."""
 
 
@@ -446,11 +448,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
     Raises SettingsError.
     """
-    flags, rest = _parser().parse_known_args(argv)
-    place = _place(flags) if flags.url else _configured(rest, environ)
+    flags, rest = _make_parser().parse_known_args(argv)
+    place = _place_of_url(flags) if flags.url else _place_of_configuration(rest, environ)
     try:
-        before: Scrape | None = _scrape(place)
-    except _NoMetrics as error:
+        before: Scrape | None = _scrape_metrics(place)
+    except _MetricsUnavailable as error:
         print(f"pdproxy: {error}", file=sys.stderr)
         return 1
     try:
@@ -459,11 +461,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             if not has_keys:
                 while True:
                     time.sleep(flags.interval)
-                    shown, before = _look(place, before)
+                    shown, before = _take_view(place, before)
                     show(shown)
                     if flags.once:
                         return 0
-            _run_with_keys(stack.enter_context(Keyboard()), partial(_look, place), before, show, flags.interval)
+            _run_with_keys(stack.enter_context(Keyboard()), partial(_take_view, place), before, show, flags.interval)
     except KeyboardInterrupt:
         pass
     return 0
@@ -471,13 +473,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _run_with_keys(
     keyboard: Keyboard,
-    look: Callable[[Scrape | None], tuple[View, Scrape | None]],
+    look: Callable[[Scrape | None], tuple[TopView, Scrape | None]],
     before: Scrape | None,
-    show: Callable[[View], None],
+    show: Callable[[TopView], None],
     interval_seconds: float,
 ) -> None:
     """Show the view at each interval and after each key, until `q` is pressed."""
-    controls, shown = Controls(), View((), ())
+    controls, shown = ViewControls(), TopView((), ())
     due = time.monotonic() + interval_seconds
     while True:
         seconds = max(0.0, due - time.monotonic())
@@ -493,16 +495,16 @@ def _run_with_keys(
         show(controls.arranged(shown))
 
 
-def _look(place: _Place, before: Scrape | None) -> tuple[View, Scrape | None]:
+def _take_view(place: _MetricsPlace, before: Scrape | None) -> tuple[TopView, Scrape | None]:
     """Return the view and the scrape for the next comparison, or None if the gateway is away."""
     try:
-        after = _scrape(place)
-    except _NoMetrics as error:
-        return View((str(error),), ()), None
-    return view(after if before is None else before, after), after
+        after = _scrape_metrics(place)
+    except _MetricsUnavailable as error:
+        return TopView((str(error),), ()), None
+    return make_view(after if before is None else before, after), after
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="pdproxy top",
         description=_DESCRIPTION,
@@ -519,7 +521,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--interval",
-        type=positive,
+        type=positive_number,
         default=2.0,
         metavar="SECONDS",
         help="Time between two scrapes, in seconds. Default: 2.",
@@ -529,7 +531,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _place(flags: argparse.Namespace) -> _Place:
+def _place_of_url(flags: argparse.Namespace) -> _MetricsPlace:
     """Return the place of the metrics that --url names. Raises SettingsError."""
     url = flags.url
     try:
@@ -539,44 +541,46 @@ def _place(flags: argparse.Namespace) -> _Place:
         host = port = None
     if host is None or port is None or parts.scheme not in ("http", "https"):
         raise SettingsError("--url must be http://host:port or https://host:port")
-    return _Place(host, port, tls_of(flags) if parts.scheme == "https" else None)
+    return _MetricsPlace(host, port, make_tls_context(flags) if parts.scheme == "https" else None)
 
 
-def _configured(flags: Sequence[str], environ: Mapping[str, str]) -> _Place:
+def _place_of_configuration(flags: Sequence[str], environ: Mapping[str, str]) -> _MetricsPlace:
     """Return the place of the metrics of a gateway with this configuration. Raises SettingsError."""
     settings = load_settings(flags, environ, needs_backends=False).settings
     port = settings.listen.port if settings.admin.port is None else settings.admin.port
     tls = blocking_http.local_tls(settings.has_tls(port))
-    return _Place(connectable_host(settings.administration_host), port, tls)
+    return _MetricsPlace(connectable_host(settings.administration_host), port, tls)
 
 
-def _scrape(place: _Place) -> Scrape:
+def _scrape_metrics(place: _MetricsPlace) -> Scrape:
     """Return one scrape of the gateway's metrics. Raises _NoMetrics."""
     host, port, tls = place
     try:
         answer = blocking_http.get_blocking(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True, tls=tls)
     except blocking_http.HttpRequestError as error:
-        raise _NoMetrics(f"{host} port {port} does not answer: {error}") from None
+        raise _MetricsUnavailable(f"{host} port {port} does not answer: {error}") from None
     if answer.status != 200:
-        raise _NoMetrics(f"{host} port {port} answered /metrics with status {answer.status}: it is not a gateway")
+        raise _MetricsUnavailable(
+            f"{host} port {port} answered /metrics with status {answer.status}: it is not a gateway"
+        )
     try:
         return Scrape.of(answer.body.decode(), time.monotonic())
     except ValueError:
-        raise _NoMetrics(f"{host} port {port} has no metrics at /metrics") from None
+        raise _MetricsUnavailable(f"{host} port {port} has no metrics at /metrics") from None
 
 
-def _make_view_printer(stack: ExitStack, *, is_once: bool) -> tuple[Callable[[View], None], bool]:
+def _make_view_printer(stack: ExitStack, *, is_once: bool) -> tuple[Callable[[TopView], None], bool]:
     """Return the function that shows a view, and whether it shows it in place, so that keys can change it."""
     if is_once or not sys.stdout.isatty():
-        return _print, False
+        return _print_view, False
     try:
         from rich.live import Live
     except ImportError:
         print("for a table that renews itself: pip install '.[tui]' in the checkout", file=sys.stderr)
-        return _print, False
+        return _print_view, False
     live = stack.enter_context(Live(screen=True, auto_refresh=False))
-    return lambda shown: live.update(as_table(shown), refresh=True), True
+    return lambda shown: live.update(view_as_table(shown), refresh=True), True
 
 
-def _print(shown: View) -> None:
-    print(as_text(shown), end="\n\n", flush=True)
+def _print_view(shown: TopView) -> None:
+    print(view_as_text(shown), end="\n\n", flush=True)

@@ -6,9 +6,9 @@ package as an UpstreamError, which shows whether the engine may have received th
 hot path use the client of aiohttp, with the same addresses.
 """
 
-from proxy.upstream.connection import EngineConnection, Exchange, Sink, upstream_error
+from proxy.upstream.connection import BodySink, EngineConnection, EngineExchange, make_upstream_error
 from proxy.upstream.engine_client import BufferedResponse, EngineClient, EngineRequest, EngineRequestError, read_bounded
-from proxy.upstream.names import AddressProblem, AddressRules, Names, connect_problem, is_odd_literal
+from proxy.upstream.names import AddressProblem, AddressRules, HostNames, describe_connect_error, is_odd_literal
 from proxy.upstream.response import Response
 from proxy.upstream.silences import SilenceChecks
 from proxy.upstream.traced import TracedUpstream
@@ -17,21 +17,21 @@ from proxy.upstream.upstream import Upstream, UpstreamOptions
 __all__ = [
     "AddressProblem",
     "AddressRules",
+    "BodySink",
     "BufferedResponse",
     "EngineClient",
     "EngineConnection",
+    "EngineExchange",
     "EngineRequest",
     "EngineRequestError",
-    "Exchange",
-    "Names",
+    "HostNames",
     "Response",
     "SilenceChecks",
-    "Sink",
     "TracedUpstream",
     "Upstream",
     "UpstreamOptions",
-    "connect_problem",
+    "describe_connect_error",
     "is_odd_literal",
+    "make_upstream_error",
     "read_bounded",
-    "upstream_error",
 ]

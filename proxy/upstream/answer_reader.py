@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from proxy.upstream.any_answer import AnyAnswer
+from proxy.upstream.any_answer import UnusualAnswer
 
 MAX_CHUNK_BYTES: Final = 4096
 NO_LINE: Final = bytes(MAX_CHUNK_BYTES + 1)
 """A text with which no chunk of at most MAX_CHUNK_BYTES begins."""
 
 
-def _size_lines() -> list[bytes]:
+def _make_size_lines() -> list[bytes]:
     lines = [NO_LINE] * (MAX_CHUNK_BYTES + 1)
     for size in range(1, MAX_CHUNK_BYTES - len(b"fff\r\n\r\n")):
         line = b"%x\r\n" % size
@@ -26,7 +26,7 @@ def _size_lines() -> list[bytes]:
     return lines
 
 
-SIZE_LINES: Final = _size_lines()
+SIZE_LINES: Final = _make_size_lines()
 """Size lines by the length of the whole chunk, up to MAX_CHUNK_BYTES. For example, `a\\r\\n` is at index 15."""
 
 _size_line: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n").match
@@ -41,7 +41,16 @@ _END_MARK: Final = b"0\r\n\r\n"
 class AnswerReader:
     """Reads the answers on one connection. An answer ends before the next one begins."""
 
-    __slots__ = ("_any", "_is_chunked", "_left", "_line", "headers", "is_complete", "keeps_alive", "status")
+    __slots__ = (
+        "_unusual_answer",
+        "_is_chunked",
+        "_left_bytes",
+        "_partial_size_line",
+        "headers",
+        "is_complete",
+        "keeps_alive",
+        "status",
+    )
 
     def __init__(self) -> None:
         self.status = 0
@@ -51,57 +60,63 @@ class AnswerReader:
         self.is_complete = False
         self.keeps_alive = True
         """Whether the connection can carry another exchange, if the answer is complete."""
-        self._any: AnyAnswer | None = None
+        self._unusual_answer: UnusualAnswer | None = None
         self._is_chunked = False
-        self._left = 0  # bytes left of a body with a length, or of the current chunk with its line end
-        self._line = b""  # the beginning of a chunk's size line
+        self._left_bytes = 0  # bytes left of a body with a length, or of the current chunk with its line end
+        self._partial_size_line = b""  # the beginning of a chunk's size line
 
-    def close(self) -> None:
+    def close_parser(self) -> None:
         """Release the HTTP parser after the last answer."""
-        if self._any is not None:
-            self._any.close()
-            self._any = None
+        if self._unusual_answer is not None:
+            self._unusual_answer.close_parser()
+            self._unusual_answer = None
 
     @property
     def is_between_chunks(self) -> bool:
         """Whether the next byte is the first of a chunk or of the end mark."""
-        return self._is_chunked and not self._left and not self._line and not self.is_complete and self._any is None
+        return (
+            self._is_chunked
+            and not self._left_bytes
+            and not self._partial_size_line
+            and not self.is_complete
+            and self._unusual_answer is None
+        )
 
-    def feed(self, data: bytes) -> bytes:
+    def add_bytes(self, data: bytes) -> bytes:
         """Add bytes, and return the body in them. Raises BadAnswer; status and headers stay valid.
 
         All common cases are in this one function, because each call would cost more than the work in it.
         """
-        if self._any is not None:
+        if self._unusual_answer is not None:
             if not self.is_complete:
-                return self._feed_any(data)
-            self.close()
+                return self._feed_httptools(data)
+            self.close_parser()
         at = 0
         if self.is_complete or not self.status:
             self.status, self.is_complete = 0, False
             blank = data.find(_BLANK_LINE, 0, _MAX_PLAIN_BYTES)
-            known = plain_head(data[:blank]) if blank >= 0 else None
+            known = parse_plain_head(data[:blank]) if blank >= 0 else None
             if known is None:
-                return self._feed_any(data)
+                return self._feed_httptools(data)
             status, headers, length, keeps_alive = known
             at = blank + len(_BLANK_LINE)
             left = 0 if length is None else length - (len(data) - at)
             if left < 0:
-                return self._feed_any(data)
+                return self._feed_httptools(data)
             self.status, self.headers, self.keeps_alive = status, headers, keeps_alive
             if length is not None:
-                self._is_chunked, self._left, self.is_complete = False, left, not left
+                self._is_chunked, self._left_bytes, self.is_complete = False, left, not left
                 return data[at:]
-            self._is_chunked, self._left, self._line = True, 0, b""
+            self._is_chunked, self._left_bytes, self._partial_size_line = True, 0, b""
         elif not self._is_chunked:
-            left = self._left - len(data)
+            left = self._left_bytes - len(data)
             if left < 0:
-                return self._give_up(data, self._left, [])
-            self._left, self.is_complete = left, not left
+                return self._fall_back_to_httptools(data, self._left_bytes, [])
+            self._left_bytes, self.is_complete = left, not left
             return data
-        elif self._line:
-            data, self._line = self._line + data, b""
-        left, size = self._left, len(data)
+        elif self._partial_size_line:
+            data, self._partial_size_line = self._partial_size_line + data, b""
+        left, size = self._left_bytes, len(data)
         if not left and size - at <= _MAX_PLAIN_BYTES:
             # Engines write whole chunks with one event each. The end mark may follow.
             pieces = data[at:].split(_EVENT_END + _CRLF)
@@ -124,7 +139,7 @@ class AnswerReader:
             if not left:
                 line = _size_line(data, at)
                 if line is None or not (length := int(line[1], 16)):
-                    return self._read_no_chunk(data[at:], pieces)
+                    return self._read_end_or_size_line(data[at:], pieces)
                 begin = line.end()
                 if data.startswith(_CRLF, begin + length):
                     pieces.append(data[begin : begin + length])
@@ -139,13 +154,13 @@ class AnswerReader:
             else:
                 line_end = data[at : at + left]
                 if not _CRLF.startswith(line_end, 2 - left):
-                    return self._give_up(data[at:], left, pieces)
+                    return self._fall_back_to_httptools(data[at:], left, pieces)
                 at += len(line_end)
                 left -= len(line_end)
-        self._left = left
+        self._left_bytes = left
         return b"".join(pieces)
 
-    def _read_no_chunk(self, data: bytes, pieces: list[bytes]) -> bytes:
+    def _read_end_or_size_line(self, data: bytes, pieces: list[bytes]) -> bytes:
         """Read the end mark, or an incomplete size line. httptools reads everything else.
 
         Args:
@@ -155,13 +170,13 @@ class AnswerReader:
         if data == _END_MARK:
             self.is_complete = True
         elif _part_of_size_line(data[:9]):
-            self._line = data
+            self._partial_size_line = data
         else:  # trailers, a part of the end mark, or an invalid size
-            return self._give_up(data, 0, pieces)
-        self._left = 0
+            return self._fall_back_to_httptools(data, 0, pieces)
+        self._left_bytes = 0
         return b"".join(pieces)
 
-    def _give_up(self, data: bytes, left: int, pieces: list[bytes]) -> bytes:
+    def _fall_back_to_httptools(self, data: bytes, left: int, pieces: list[bytes]) -> bytes:
         """Let httptools read the rest of an unusual answer's body.
 
         A made-up beginning of an answer brings the parser to the current state.
@@ -176,15 +191,15 @@ class AnswerReader:
             framing = b"Content-Length: %d\r\n\r\n" % left
         else:
             framing = b"Transfer-Encoding: chunked\r\n\r\n" + (b"", b"1\r\nx\r", b"1\r\nx")[left]
-        self._any = AnyAnswer()
-        self._any.feed(b"HTTP/1.1 200 OK\r\n%b%b" % (connection, framing))
-        pieces.append(self._feed_any(data))
+        self._unusual_answer = UnusualAnswer()
+        self._unusual_answer.add_bytes(b"HTTP/1.1 200 OK\r\n%b%b" % (connection, framing))
+        pieces.append(self._feed_httptools(data))
         return b"".join(pieces)
 
-    def _feed_any(self, data: bytes) -> bytes:
-        reader = self._any = self._any or AnyAnswer()
+    def _feed_httptools(self, data: bytes) -> bytes:
+        reader = self._unusual_answer = self._unusual_answer or UnusualAnswer()
         try:
-            return reader.feed(data)
+            return reader.add_bytes(data)
         finally:
             if not self.status:
                 self.status, self.headers = reader.status, reader.headers
@@ -212,18 +227,18 @@ class PlainHeaders(Mapping[str, str]):
     If a name is repeated, the last value is used.
     """
 
-    __slots__ = ("_by_name", "_fields")
+    __slots__ = ("_values_by_name", "_header_lines")
 
     def __init__(self, fields: bytes) -> None:
         """Store the header lines. Each line is preceded by the line end of the previous line."""
-        self._fields = fields
-        self._by_name: dict[str, str] | None = None
+        self._header_lines = fields
+        self._values_by_name: dict[str, str] | None = None
 
     def _parse_headers(self) -> dict[str, str]:
-        if self._by_name is None:
-            lines = (line.partition(":") for line in self._fields.decode("latin-1").split("\r\n") if line)
-            self._by_name = {name.lower(): value.lstrip("\t ") for name, _, value in lines}
-        return self._by_name
+        if self._values_by_name is None:
+            lines = (line.partition(":") for line in self._header_lines.decode("latin-1").split("\r\n") if line)
+            self._values_by_name = {name.lower(): value.lstrip("\t ") for name, _, value in lines}
+        return self._values_by_name
 
     def __getitem__(self, name: str) -> str:
         return self._parse_headers()[name]
@@ -240,8 +255,8 @@ class PlainHead(NamedTuple):
 
     status: int
     """Status of the answer, at least 200."""
-    headers: PlainHeaders
-    length: int | None
+    response_headers: PlainHeaders
+    body_length: int | None
     """Length of the body in bytes; None if the body is chunked."""
     keeps_alive: bool
     """Whether the connection stays open after the answer."""
@@ -249,9 +264,9 @@ class PlainHead(NamedTuple):
 
 # Engines repeat a head for a second, until its date changes. So most heads are found in the cache.
 @lru_cache(maxsize=128)
-def plain_head(head: bytes) -> PlainHead | None:
+def parse_plain_head(head_bytes: bytes) -> PlainHead | None:
     """Parse the bytes before the first blank line. Return None if the answer is not a common one."""
-    match = _HEAD.fullmatch(head)
+    match = _HEAD.fullmatch(head_bytes)
     if match is None:
         return None
     status, fields = int(match[1]), match[2]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import BadAnswer
-from proxy.upstream.fast_forward import FastForward, Tokens
-from proxy.upstream.pump import CLIENT_IS_SLOW, Pump
+from proxy.upstream.fast_forward import FastForward, TokenFormat
+from proxy.upstream.pump import CLIENT_IS_SLOW, NativePump
 from proxy.wire.document import Body, body_length, body_pieces
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.common.backend import Backend
-    from proxy.upstream.gathering import Gathering
+    from proxy.upstream.gathering import TokenGathering
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
 # Copying a longer request into one piece costs more than it saves.
@@ -41,33 +41,33 @@ SOCKET_OPTIONS: Final = [
 ]
 
 
-class Sink(Protocol):
+class BodySink(Protocol):
     """Receives the body of an answer. Both methods are called from the read callback of the event loop."""
 
-    def received(self, data: bytes, /) -> bool | None:
+    def on_body_data(self, data: bytes, /) -> bool | None:
         """Receive the body bytes of one read from the socket. They arrive in order and are never empty.
 
         Returns whether they completed a part of the answer, for streams. Comments, heartbeats and incomplete events do
         not count. None means no.
         """
 
-    def ended(self, error: UpstreamError | None) -> None:
+    def on_body_end(self, error: UpstreamError | None) -> None:
         """Handle the end of the body. Called once. `error` None: the body is complete."""
 
-    def can_move(self) -> bool:
+    def can_move_to_other_backend(self) -> bool:
         """Return whether another backend can probably give the same answer, or continue it exactly."""
 
 
-class Exchange(Sink, Protocol):
+class EngineExchange(BodySink, Protocol):
     """One request to an engine, and its answer, on a connection.
 
-    The connection calls `answered` at most once, `received` for each read with a part of the body, and `ended` once.
-    It calls none of them after it was released. All may call back into the connection. `EngineConnection.abort` may
-    call `ended`, and an error may arrive without `answered`. After `ended(None)` the connection can be released and
-    carry the next exchange at once.
+    The connection calls `on_answer_head` at most once, `on_body_data` for each read with a part of the body, and
+    `on_body_end` once. It calls none of them after it was released. All may call back into the connection.
+    `EngineConnection.abort_connection` may call `on_body_end`, and an error may arrive without `on_answer_head`. After
+    `ended(None)` the connection can be released and carry the next exchange at once.
     """
 
-    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+    def on_answer_head(self, status: int, headers: Mapping[str, str]) -> None:
         """Receive the status (at least 200) and the headers, by lower-case name.
 
         Of repeated names, the last value is used.
@@ -101,7 +101,7 @@ class EngineConnection(FastForward):
         self.address = address
         self.loop = loop  # asyncio.get_running_loop makes a system call in Python 3.11
         self.on_exchanged = on_exchanged
-        self._head = head
+        self._render_head = head
         self._clock = clock
         self.mask_key: Callable[[bytes], bytes] = bytes
         """Removes the key of the gateway from an error of an engine, which is sent to the client."""
@@ -109,15 +109,15 @@ class EngineConnection(FastForward):
         """Whether the connection has carried an exchange before."""
         self.usable_until = 0.0
         """Clock time after which an idle connection is too old for another exchange."""
-        self.closed = False
-        self.complete = True
+        self.is_closed = False
+        self.is_exchange_complete = True
         """Whether no exchange is running and the connection can carry another."""
-        self.is_paused = False
+        self.is_reading_paused = False
         """Whether reading is paused, so that TCP flow control slows the engine down."""
         self.transport: asyncio.Transport
         """The transport, set by `connection_made`."""
         self.reader = AnswerReader()
-        self._exchange: Exchange | None = None
+        self._exchange: EngineExchange | None = None
         """The running exchange; None before the first one, and after one has ended or was released."""
         self._head_bytes = 0
         self._has_head = False
@@ -133,7 +133,7 @@ class EngineConnection(FastForward):
         """The time in seconds in which the parts that the last check found have arrived; 0: unknown."""
         self._is_timed = False
         """Whether a check of silence has found parts of the stream. The time of later parts is then measured."""
-        self._pump: Pump | None = None
+        self._pump: NativePump | None = None
         """Forwards tokens in C; None if this process cannot."""
         self._pumped = -1
         """The number of this stream in the pump, which then reads the socket; -1 if the transport reads it."""
@@ -145,53 +145,55 @@ class EngineConnection(FastForward):
     @property
     def is_reusable(self) -> bool:
         """Whether the exchange ended well and the connection is open. A closing transport reports the loss later."""
-        return self.complete and not self.closed and not self.transport.is_closing()
+        return self.is_exchange_complete and not self.is_closed and not self.transport.is_closing()
 
     @property
     def is_over(self) -> bool:
         """Whether no exchange is running."""
-        return self.complete or self.closed
+        return self.is_exchange_complete or self.is_closed
 
     @property
     def is_stream(self) -> bool:
         """Whether a streamed answer is under way. The time between its parts is limited."""
         return self._is_stream and not self.is_over
 
-    def begin(
-        self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
+    def begin_exchange(
+        self, exchange: EngineExchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
     ) -> None:
-        """Send a request, and pass its answer to the exchange. See Upstream.open.
+        """Send a request, and pass its answer to the exchange. See Upstream.post_and_await_head.
 
-        `answer_seconds` limits the wait for the whole answer, unless `limit_silence` is called after it began.
+        `answer_seconds` limits the wait for the whole answer, unless `treat_as_stream` is called after it began.
         """
-        self.complete = self._has_head = False
+        self.is_exchange_complete = self._has_head = False
         self._is_stream = self.has_begun = self._is_timed = False
-        self.arrivals = 0
+        self.arrived_tokens = 0
         self._head_bytes = 0
         self._exchange = exchange
         self.quiet_since, self._limit_seconds = self._clock(), answer_seconds
         if isinstance(body, bytes) and len(body) <= _JOINED_BYTES:  # uvloop writes a single piece faster
-            self.transport.write(self._head(self.backend, path, len(body), headers) + body)
+            self.transport.write(self._render_head(self.backend, path, len(body), headers) + body)
         else:
-            self.transport.writelines((self._head(self.backend, path, body_length(body), headers), *body_pieces(body)))
+            self.transport.writelines(
+                (self._render_head(self.backend, path, body_length(body), headers), *body_pieces(body))
+            )
 
-    def release(self) -> None:
+    def release_exchange(self) -> None:
         """End the exchange without further calls to it. The connection closes unless the answer is complete."""
         if self._pumped >= 0:
             self._stop_pumping()
         if self._is_waiting:
             self.stop_waiting()
-        self._exchange = self._tokens = None
+        self._exchange = self._passed_tokens = None
         if self.is_reusable:
-            self.pause(False)
+            self.set_reading_paused(False)
         else:
-            self.abort()
+            self.abort_connection()
 
     def can_move(self) -> bool:
         """Return whether another backend can probably continue the exchange exactly."""
-        return self._exchange is None or self._exchange.can_move()
+        return self._exchange is None or self._exchange.can_move_to_other_backend()
 
-    def limit_silence(self, seconds: float, has_begun: bool = False) -> None:
+    def treat_as_stream(self, seconds: float, has_begun: bool = False) -> None:
         """Treat the answer as a stream: limit the time between its parts instead of its total time.
 
         It fails with TIMEOUT after `seconds` without a new part. It fails with STALLED if the engine sends
@@ -201,12 +203,12 @@ class EngineConnection(FastForward):
         self._limit_seconds = seconds
         self._is_stream = True
         self.has_begun |= has_begun
-        self.arrivals += 1
+        self.arrived_tokens += 1
 
-    def is_silent_since(self, since: float) -> bool:
+    def has_been_silent_since(self, since: float) -> bool:
         """Return whether nothing of the running answer has arrived since `since`, a former `quiet_since`."""
         self._count_pumped()
-        return not self.is_over and not self.is_paused and not self.arrivals and self.quiet_since == since
+        return not self.is_over and not self.is_reading_paused and not self.arrived_tokens and self.quiet_since == since
 
     def quiet_seconds(self, checked_at: float) -> float:
         """Return the time in which nothing of the answer had arrived at the last check of silence.
@@ -214,7 +216,7 @@ class EngineConnection(FastForward):
         It is 0 if a part has arrived since. Otherwise an answer would be called silent when its first token arrives
         after a long wait. `checked_at`: clock time of the check.
         """
-        return 0.0 if self.arrivals else max(0.0, checked_at - self.quiet_since)
+        return 0.0 if self.arrived_tokens else max(0.0, checked_at - self.quiet_since)
 
     def check_silence(self, now: float, lost_seconds: float) -> int:
         """Fail the exchange if its answer, or the next part of a stream, is late.
@@ -224,19 +226,19 @@ class EngineConnection(FastForward):
         progress: an engine or a proxy could send some forever.
         """
         self._count_pumped()
-        arrivals = self.arrivals
-        if self.is_paused:
-            self.arrivals, self.quiet_since, self._is_timed = 0, now, False
+        arrivals = self.arrived_tokens
+        if self.is_reading_paused:
+            self.arrived_tokens, self.quiet_since, self._is_timed = 0, now, False
             return -1
         if arrivals:
             self.moved_seconds = now - self.quiet_since if self._is_timed else 0.0
-            self.arrivals, self.quiet_since, self._is_timed = 0, now, self.has_begun
+            self.arrived_tokens, self.quiet_since, self._is_timed = 0, now, self.has_begun
             return arrivals
         if lost_seconds:
             self.quiet_since = min(self.quiet_since + lost_seconds, now)
         if now - self.quiet_since > self._limit_seconds:
             stage = "an answer" if not self._has_head else "more of the answer"
-            self.abort(self._error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
+            self.abort_connection(self._make_error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
             return -1
         return 0
 
@@ -246,13 +248,13 @@ class EngineConnection(FastForward):
         `message`: a predicate such as `is down`.
         """
         failure = Failure.BROKEN if self._has_head or self._head_bytes else Failure.RESET
-        self.abort(self._error(failure, message))
+        self.abort_connection(self._make_error(failure, message))
 
     def fail_as_stalled(self, message: str) -> None:
         """Fail the exchange because the engine hangs. `message` is a predicate about the instance."""
-        self.abort(self._error(Failure.STALLED, message))
+        self.abort_connection(self._make_error(Failure.STALLED, message))
 
-    def pass_on(self, tokens: Tokens | None) -> None:
+    def pass_tokens_on(self, tokens: TokenFormat | None) -> None:
         """Forward the next reads to the client unchanged, with their chunk framing, while they have this token format.
 
         They count as progress. The exchange receives everything from the first other bytes on. None: it receives
@@ -261,52 +263,57 @@ class EngineConnection(FastForward):
         if self._pumped >= 0:
             self._stop_pumping()
         if self.reader.is_between_chunks:
-            self._tokens = tokens
-            self._may_pump = self._pump is not None
+            self._passed_tokens = tokens
+            self._is_pump_available = self._pump is not None
 
-    def pause(self, paused: bool) -> None:
-        if self.closed or paused == self.is_paused:
+    def set_reading_paused(self, paused: bool) -> None:
+        if self.is_closed or paused == self.is_reading_paused:
             return
         self._stop_pumping()
         if self._is_waiting:
             self.stop_waiting()
-        self.is_paused = paused
+        self.is_reading_paused = paused
         if paused:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
 
-    def abort(self, error: UpstreamError | None = None) -> None:
+    def abort_connection(self, error: UpstreamError | None = None) -> None:
         """Close the connection at once, so that the engine stops working on the request."""
-        if not self.closed:
+        if not self.is_closed:
             self._stop_pumping()
-            self.closed = True
+            self.is_closed = True
             self.transport.abort()
         if error is not None:
-            self._end(error)
+            self._end_exchange(error)
 
     # The pump, which reads the socket while tokens are passed on in C
 
-    def use_pump(self, pump: Pump) -> None:
+    def set_pump(self, pump: NativePump) -> None:
         """Let a pump forward the tokens of this connection in C."""
         self._pump = pump
 
-    def _pump_later(self, tokens: Tokens) -> None:
-        if self._is_exempt(tokens):
+    def _pump_soon(self, tokens: TokenFormat) -> None:
+        if self._may_tokens_wait(tokens):
             return
-        self._may_pump = False
+        self._is_pump_available = False
         # The transport of the client sends the present token at the end of this turn of the event loop.
         self.loop.call_soon(self._begin_pumping, tokens)
 
-    def _begin_pumping(self, tokens: Tokens) -> None:
-        if self._tokens is not tokens or self._pumped >= 0 or self.is_paused or self.transport.is_closing():
+    def _begin_pumping(self, tokens: TokenFormat) -> None:
+        if (
+            self._passed_tokens is not tokens
+            or self._pumped >= 0
+            or self.is_reading_paused
+            or self.transport.is_closing()
+        ):
             return
         assert self._pump is not None
         self.stop_waiting()
-        self._pumped = self._pump.add(self, tokens)
+        self._pumped = self._pump.add_stream(self, tokens)
         if self._pumped >= 0:
             self.transport.pause_reading()
-        self._may_pump = self._pumped == CLIENT_IS_SLOW
+        self._is_pump_available = self._pumped == CLIENT_IS_SLOW
 
     def take_back_socket(self, unsent: bytes, data: bytes, arrivals: int) -> None:
         """Read the socket again, because the pump has found other bytes than tokens, or the client reads slowly.
@@ -314,13 +321,13 @@ class EngineConnection(FastForward):
         `unsent`: bytes for the client. `data`: bytes of the engine.
         """
         self._pumped = -1
-        self.arrivals += arrivals
+        self.arrived_tokens += arrivals
         if self.transport.is_closing():
             return
         self.transport.resume_reading()
-        tokens = self._tokens
-        if unsent and tokens is not None and tokens.output is not None and not tokens.output.is_closing():
-            tokens.output.write(unsent)
+        tokens = self._passed_tokens
+        if unsent and tokens is not None and tokens.client_output is not None and not tokens.client_output.is_closing():
+            tokens.client_output.write(unsent)
         if data:
             self.data_received(data)
 
@@ -328,7 +335,7 @@ class EngineConnection(FastForward):
         """Let the transport read the socket again, if the pump reads it."""
         if self._pumped >= 0:
             assert self._pump is not None
-            self.arrivals += self._pump.remove(self._pumped)
+            self.arrived_tokens += self._pump.remove_stream(self._pumped)
             self._pumped = -1
             if not self.transport.is_closing():
                 self.transport.resume_reading()
@@ -337,27 +344,31 @@ class EngineConnection(FastForward):
         """Count the tokens that the pump has forwarded."""
         if self._pumped >= 0:
             assert self._pump is not None
-            self.arrivals += self._pump.take_arrivals(self._pumped)
+            self.arrived_tokens += self._pump.take_arrived_tokens(self._pumped)
 
     # Tokens that wait, see Gathering
 
     def begin_gathering(self) -> None:
         """Read the socket at once if the next token may not wait, now that the pump reads in rounds."""
-        tokens = self._tokens
+        tokens = self._passed_tokens
         # The pump writes the index of the eighth token, so a smaller one is right or belongs to one of the first.
-        if self._pumped >= 0 and tokens is not None and self._is_exempt(tokens):
+        if self._pumped >= 0 and tokens is not None and self._may_tokens_wait(tokens):
             self._stop_pumping()
-            self._may_pump = True
+            self._is_pump_available = True
 
-    def _is_exempt(self, tokens: Tokens) -> bool:
+    def _may_tokens_wait(self, tokens: TokenFormat) -> bool:
         """Return whether tokens wait now, but not the next one of this stream."""
-        return self.gathering is not None and self.gathering.seconds > 0 and tokens.index < tokens.waits_from
+        return (
+            self.token_gathering is not None
+            and self.token_gathering.round_seconds > 0
+            and tokens.index < tokens.first_waiting_index
+        )
 
-    def _wait(self, gathering: Gathering) -> None:
-        if not self._is_waiting and not self.is_paused and not self.transport.is_closing():
+    def _wait_for_round(self, gathering: TokenGathering) -> None:
+        if not self._is_waiting and not self.is_reading_paused and not self.transport.is_closing():
             self._is_waiting = True
             self.transport.pause_reading()
-            gathering.add(self)
+            gathering.add_stream(self)
 
     def stop_waiting(self) -> None:
         """Read the socket again, if reading is stopped until the next round."""
@@ -379,75 +390,77 @@ class EngineConnection(FastForward):
         finally:
             sock.detach()  # it is the transport's
 
-    def _read(self, data: bytes) -> None:
+    def _process_read(self, data: bytes) -> None:
         if self._is_waiting:
             self.stop_waiting()  # the answer may end here, and the next one begin
         exchange = self._exchange
         if exchange is None:
-            self.abort()  # bytes without a request: the connection cannot be trusted
+            self.abort_connection()  # bytes without a request: the connection cannot be trusted
             return
         reader = self.reader
         try:
-            body = reader.feed(data)
+            body = reader.add_bytes(data)
         except BadAnswer:
             if reader.status and not self._has_head:
-                exchange.answered(reader.status, reader.headers)
-            self.abort(self._error(Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"))
+                exchange.on_answer_head(reader.status, reader.headers)
+            self.abort_connection(self._make_error(Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"))
             return
         if not self._has_head:
             if not reader.status:
                 self._head_bytes += len(data)
                 if self._head_bytes > _MAX_HEAD_BYTES:
-                    self.abort(self._error(Failure.BAD_ANSWER, "the engine's response headers are too large"))
+                    self.abort_connection(
+                        self._make_error(Failure.BAD_ANSWER, "the engine's response headers are too large")
+                    )
                 return
             self._has_head = True
-            exchange.answered(reader.status, reader.headers)
-        if body and self._exchange is exchange and exchange.received(body):  # `answered` may have released it
-            self.arrivals += 1
+            exchange.on_answer_head(reader.status, reader.headers)
+        if body and self._exchange is exchange and exchange.on_body_data(body):  # `on_answer_head` may have released it
+            self.arrived_tokens += 1
         if reader.is_complete and self._exchange is exchange:
             # If the answer came before the whole request was written, the rest of the request is still in the buffer.
             if reader.keeps_alive and not self.transport.get_write_buffer_size():
-                self.complete = True
+                self.is_exchange_complete = True
             else:
-                self.abort()
+                self.abort_connection()
             self._exchange = None
-            exchange.ended(None)
+            exchange.on_body_end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_pumping()
-        self.closed = True
+        self.is_closed = True
         if self._exchange is not None:
             if self._has_head or self._head_bytes:
-                error = self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer")
+                error = self._make_error(Failure.BROKEN, "the engine closed the connection in the middle of its answer")
             else:
-                error = self._error(Failure.RESET, "the engine closed the connection without an answer")
+                error = self._make_error(Failure.RESET, "the engine closed the connection without an answer")
                 error.is_stale_connection = self.is_reused
-            self._end(error)
-        self.reader.close()
+            self._end_exchange(error)
+        self.reader.close_parser()
 
-    def _end(self, error: UpstreamError | None) -> None:
+    def _end_exchange(self, error: UpstreamError | None) -> None:
         self._stop_pumping()
-        self._tokens = None
+        self._passed_tokens = None
         exchange, self._exchange = self._exchange, None  # drops the reference cycle with the exchange
         if exchange is not None:
-            exchange.ended(error)
+            exchange.on_body_end(error)
 
-    def _error(self, failure: Failure, message: str) -> UpstreamError:
-        return upstream_error(failure, self.backend, message)
+    def _make_error(self, failure: Failure, message: str) -> UpstreamError:
+        return make_upstream_error(failure, self.backend, message)
 
 
-def upstream_error(
+def make_upstream_error(
     failure: Failure,
     backend: Backend,
-    message: str,
+    problem: str,
     *,
     engine_status: int | None = None,
-    body: bytes | None = None,
+    answer_body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> UpstreamError:
     """Return an error whose text is safe for clients. It names the role of the engine, but not its address.
 
     The keywords are the answer of the engine; see UpstreamError.
     """
-    text = f"{backend.role.value} instance: {message}"
-    return UpstreamError(failure, backend, text, engine_status=engine_status, body=body, headers=headers)
+    text = f"{backend.role.value} instance: {problem}"
+    return UpstreamError(failure, backend, text, engine_status=engine_status, body=answer_body, headers=headers)

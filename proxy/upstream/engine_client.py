@@ -20,7 +20,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from proxy.common.errors import Failure
 from proxy.upstream.connection import SOCKET_OPTIONS
-from proxy.upstream.names import Names, connect_problem
+from proxy.upstream.names import HostNames, describe_connect_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -47,8 +47,8 @@ class EngineRequestError(Exception):
 
     def __init__(self, failure: Failure, text: str, reason: str = "") -> None:
         super().__init__(text)
-        self.failure = failure
-        self.reason = reason
+        self.failure_kind = failure
+        self.error_reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,15 @@ class BufferedResponse:
     body: bytes
 
     @property
-    def json(self) -> Any:
+    def parsed_json(self) -> Any:
         """The decoded body. Raises ValueError if it is not JSON."""
         return orjson.loads(self.body)
 
     @property
-    def json_or_none(self) -> Any:
+    def parsed_json_or_none(self) -> Any:
         """The decoded body, or None if it is not JSON."""
         try:
-            return self.json
+            return self.parsed_json
         except ValueError:
             return None
 
@@ -78,7 +78,7 @@ class EngineRequest:
     """A POST request to one engine, and its time limit."""
 
     path: str
-    query: Sequence[tuple[str, str]]
+    query_parameters: Sequence[tuple[str, str]]
     headers: Mapping[str, str]
     body: bytes
     """Empty: the request has no body."""
@@ -92,7 +92,7 @@ class EngineClient:
 
     def __init__(
         self,
-        names: Names | None = None,
+        names: HostNames | None = None,
         *,
         keeps_connections: bool = True,
         on_reuse: Callable[[], None] | None = None,
@@ -107,16 +107,16 @@ class EngineClient:
             on_reuse: Called when a request uses a connection that has carried one before.
             tls: TLS to engines. None: engines with TLS cannot be reached.
         """
-        self.tls = tls
+        self.engine_tls = tls
         """TLS to engines. None: engines with TLS cannot be reached."""
-        self._names = names
+        self._host_names = names
         self._keeps_connections = keeps_connections
         self._on_reuse = on_reuse
         self._session: aiohttp.ClientSession
         """Set by `__aenter__`."""
 
     async def __aenter__(self) -> Self:
-        names = self._names
+        names = self._host_names
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,
@@ -130,7 +130,7 @@ class EngineClient:
             auto_decompress=False,
             headers={"Accept-Encoding": "identity"},
             read_bufsize=_BUFFER_BYTES,
-            trace_configs=[] if self._on_reuse is None else [_reuse_trace(self._on_reuse)],
+            trace_configs=[] if self._on_reuse is None else [_make_reuse_trace(self._on_reuse)],
         )
         return self
 
@@ -139,7 +139,7 @@ class EngineClient:
     ) -> None:
         await self._session.close()
 
-    async def get(
+    async def get_body(
         self,
         url: str,
         path: str,
@@ -148,22 +148,22 @@ class EngineClient:
         max_bytes: int = _MAX_BODY_BYTES,
     ) -> BufferedResponse:
         """GET a path of the engine at `url`, with its whole body. Raises EngineRequestError."""
-        async with self._request("GET", url, path, timeout_seconds, headers=headers) as answer:
+        async with self._open_request("GET", url, path, timeout_seconds, headers=headers) as answer:
             return BufferedResponse(answer.status, answer.headers, await read_bounded(answer, max_bytes))
 
     async def get_status(
         self, url: str, path: str, timeout_seconds: float, headers: Mapping[str, str] | None = None
     ) -> int:
         """GET a path and return the status without reading the body. Raises EngineRequestError."""
-        async with self._request("GET", url, path, timeout_seconds, headers=headers) as answer:
+        async with self._open_request("GET", url, path, timeout_seconds, headers=headers) as answer:
             return answer.status
 
-    async def post(
+    async def post_json(
         self, url: str, path: str, timeout_seconds: float, body: bytes, headers: Mapping[str, str] | None = None
     ) -> BufferedResponse:
         """POST JSON to a path and return the answer with its whole body. Raises EngineRequestError."""
         headers = {"Content-Type": "application/json", **(headers or {})}
-        async with self._request("POST", url, path, timeout_seconds, headers=headers, data=body) as answer:
+        async with self._open_request("POST", url, path, timeout_seconds, headers=headers, data=body) as answer:
             return BufferedResponse(answer.status, answer.headers, await read_bounded(answer, _MAX_BODY_BYTES))
 
     async def post_status(
@@ -177,19 +177,19 @@ class EngineClient:
             timeout_seconds: Limit for the whole exchange.
             connect_seconds: Limit for connecting.
         """
-        async with self._request(
+        async with self._open_request(
             "POST",
             url,
             request.path,
             timeout_seconds,
             connect_seconds=connect_seconds,
-            params=request.query,
+            params=request.query_parameters,
             data=request.body or None,
             headers=request.headers,
         ) as answer:
             return answer.status
 
-    def stream(
+    def stream_response(
         self, method: str, url: str, path: str, body: bytes, headers: Mapping[str, str], connect_seconds: float
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Send a request with exactly these headers. Entering returns the answer, whose body the caller reads.
@@ -197,7 +197,7 @@ class EngineClient:
         The caller bounds the time of the exchange. Entering, and reading in the block, raise EngineRequestError.
         `connect_seconds` includes the time to look up a name.
         """
-        return self._request(
+        return self._open_request(
             method,
             url,
             path,
@@ -209,7 +209,7 @@ class EngineClient:
         )
 
     @asynccontextmanager
-    async def _request(
+    async def _open_request(
         self,
         method: str,
         url: str,
@@ -222,29 +222,31 @@ class EngineClient:
         """Send a request; the block reads the answer. Translates exceptions of aiohttp into EngineRequestError."""
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, connect=connect_seconds)
         if url.startswith("https:"):
-            if self.tls is None:
-                raise _connect_error("TLS is not configured")
-            options.update(ssl=self.tls.current_context, server_hostname=self.tls.server_name)
+            if self.engine_tls is None:
+                raise _make_connect_error("TLS is not configured")
+            options.update(ssl=self.engine_tls.current_context, server_hostname=self.engine_tls.server_name)
         try:
             async with self._session.request(
                 method, url + path, timeout=timeout, allow_redirects=False, **options
             ) as answer:
                 yield answer
         except aiohttp.ConnectionTimeoutError:
-            raise _connect_error("timed out") from None
+            raise _make_connect_error("timed out") from None
         except TimeoutError:
             if timeout_seconds is None:
                 raise  # the caller's own limit
             raise EngineRequestError(Failure.TIMEOUT, f"{path} did not answer within {timeout_seconds:g} s") from None
         except aiohttp.ClientConnectorCertificateError as error:
             problem = error.certificate_error
-            raise _connect_error(connect_problem(problem) if isinstance(problem, OSError) else "TLS") from None
+            raise _make_connect_error(
+                describe_connect_error(problem) if isinstance(problem, OSError) else "TLS"
+            ) from None
         except aiohttp.ClientConnectorError as error:
-            raise _connect_error(connect_problem(error.os_error)) from None
+            raise _make_connect_error(describe_connect_error(error.os_error)) from None
         except ValueError:  # from the codec for international names, or aiohttp.InvalidURL
-            raise _connect_error("not a host name") from None
+            raise _make_connect_error("not a host name") from None
         except aiohttp.ClientError as error:
-            raise EngineRequestError(_failure_of(error), f"{path} failed ({type(error).__name__})") from None
+            raise EngineRequestError(_failure_kind_of(error), f"{path} failed ({type(error).__name__})") from None
 
 
 async def read_bounded(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
@@ -256,11 +258,11 @@ async def read_bounded(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     raise aiohttp.ClientPayloadError(f"the answer is larger than {max_bytes} bytes")
 
 
-def _connect_error(reason: str) -> EngineRequestError:
+def _make_connect_error(reason: str) -> EngineRequestError:
     return EngineRequestError(Failure.CONNECT, f"cannot connect ({reason})", reason)
 
 
-def _failure_of(error: aiohttp.ClientError) -> Failure:
+def _failure_kind_of(error: aiohttp.ClientError) -> Failure:
     match error:
         case aiohttp.ClientPayloadError():
             return Failure.BROKEN
@@ -269,7 +271,7 @@ def _failure_of(error: aiohttp.ClientError) -> Failure:
     return Failure.BAD_ANSWER
 
 
-def _reuse_trace(on_reuse: Callable[[], None]) -> aiohttp.TraceConfig:
+def _make_reuse_trace(on_reuse: Callable[[], None]) -> aiohttp.TraceConfig:
     async def report(*_: object) -> None:
         on_reuse()
 
@@ -281,8 +283,8 @@ def _reuse_trace(on_reuse: Callable[[], None]) -> aiohttp.TraceConfig:
 class _Resolver(AbstractResolver):
     """Resolves host names for aiohttp."""
 
-    def __init__(self, names: Names) -> None:
-        self._names = names
+    def __init__(self, names: HostNames) -> None:
+        self._host_names = names
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
@@ -297,21 +299,21 @@ class _Resolver(AbstractResolver):
                 proto=socket.IPPROTO_TCP,
                 flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
             )
-            for address in await self._names.find(host)
+            for address in await self._host_names.find_addresses(host)
         ]
 
     async def close(self) -> None:
         """Do nothing: the owner of the names closes them."""
 
 
-def _open_socket(names: Names | None, info: AddrInfoType) -> socket.socket:
+def _open_socket(names: HostNames | None, info: AddrInfoType) -> socket.socket:
     """Open the socket for a connection of aiohttp. Raises AddressProblem.
 
     aiohttp does not resolve IP addresses, so these are checked here.
     """
     family, kind, protocol, _, address = info
     if names is not None:
-        names.check(str(address[0]))
+        names.check_address(str(address[0]))
     opened = socket.socket(family, kind, protocol)
     for option in SOCKET_OPTIONS:
         opened.setsockopt(*option)

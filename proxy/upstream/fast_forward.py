@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import orjson
 
 from proxy.upstream.answer_reader import MAX_CHUNK_BYTES, NO_LINE, SIZE_LINES
-from proxy.upstream.gathering import FIRST_TOKENS, NEVER, Gathering
+from proxy.upstream.gathering import FIRST_TOKENS, NEVER, TokenGathering
 from proxy.wire.openai import NO_KV_PARAMS
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _NO_PARTS: Final[list[bytes]] = []
 _SIZE_LINES: Final = SIZE_LINES  # a name of this module is found faster
 
 
-class Output(Protocol):
+class ClientOutput(Protocol):
     """The connection to a client, to which chunks are written unchanged."""
 
     def write(self, data: bytes) -> None: ...
@@ -52,19 +52,19 @@ class Output(Protocol):
     def is_closing(self) -> bool: ...
 
 
-Notes = tuple[list[str], list[int]]
+TokenNotes = tuple[list[str], list[int]]
 """The texts of the tokens that were forwarded, and their IDs if there are any."""
 
 
-class Ticks(Protocol):
+class GapClock(Protocol):
     """Measures the gaps between the tokens of a stream."""
 
-    gap_from: float
+    gap_started_at: float
     """Time when the measured gap began."""
     now: Callable[[], float]
     """Returns the time in seconds."""
 
-    def sample(self) -> None:
+    def record_gap(self) -> None:
         """Record the gap between two tokens that ends now."""
 
 
@@ -72,28 +72,36 @@ class _TokenSuffix:
     """The bytes after the text of a token. All streams with the same bytes share one object."""
 
     __slots__ = (
-        *("behind", "behind_bytes", "between", "between_bytes", "cut_bytes", "hides_ids", "least_digits"),
-        *("shown_behind", "skips"),
+        *(
+            "bytes_after_id",
+            "length_after_id",
+            "bytes_before_id",
+            "length_before_id",
+            "omitted_length",
+            "hides_ids",
+            "least_digits",
+        ),
+        *("shown_bytes_after_id", "skips"),
     )
 
     def __init__(self, between: bytes | None, behind: bytes, skips: frozenset[int], *, hides_ids: bool) -> None:
         """Prepare the bytes. `between` and `behind` are those of a Shape; the others are those of Tokens."""
-        self.between = between
+        self.bytes_before_id = between
         """The bytes between text and ID, including the opening bracket; None if there is no ID."""
-        self.between_bytes = 0 if between is None else len(between)
-        self.behind = behind + b"\r\n"
+        self.length_before_id = 0 if between is None else len(between)
+        self.bytes_after_id = behind + b"\r\n"
         """The bytes after the ID, or after the text if there is no ID, including the end of the chunk."""
-        self.behind_bytes = len(self.behind)
+        self.length_after_id = len(self.bytes_after_id)
         self.hides_ids = hides_ids and between is not None
-        shown = self.behind.replace(NO_KV_PARAMS, b"")
-        self.cut_bytes = self.behind_bytes - len(shown)
+        shown = self.bytes_after_id.replace(NO_KV_PARAMS, b"")
+        self.omitted_length = self.length_after_id - len(shown)
         """The number of bytes by which the chunk becomes shorter when KV parameters are removed."""
-        self.shown_behind: bytes | None = None
+        self.shown_bytes_after_id: bytes | None = None
         """The bytes that the client receives after the text or `null`; None if the chunk stays unchanged."""
         if self.hides_ids:
-            self.shown_behind = shown.removeprefix(b"]")
-        elif self.cut_bytes:
-            self.shown_behind = shown
+            self.shown_bytes_after_id = shown.removeprefix(b"]")
+        elif self.omitted_length:
+            self.shown_bytes_after_id = shown
         self.least_digits = 2 if hides_ids else 1  # there is no room for `null` in `[7]`
         self.skips = skips
         """IDs of tokens that cannot be forwarded, because they need more than their text, such as special tokens."""
@@ -102,18 +110,27 @@ class _TokenSuffix:
 _rest_of: Final = lru_cache(maxsize=64)(_TokenSuffix)
 
 
-class Tokens:
+class TokenFormat:
     """The format of the tokens of one stream, and their destination."""
 
-    __slots__ = ("_settle", "head", "index", "notes", "output", "rest", "ticks", "waits_from")
+    __slots__ = (
+        "_settle_noted_tokens",
+        "bytes_before_text",
+        "index",
+        "token_notes",
+        "client_output",
+        "token_suffix",
+        "token_clock",
+        "first_waiting_index",
+    )
 
     def __init__(
         self,
         shape: TokenShape,
-        notes: Notes | None,
+        notes: TokenNotes | None,
         settle: Callable[[], None],
-        output: Output | None,
-        ticks: Ticks | None,
+        output: ClientOutput | None,
+        ticks: GapClock | None,
         *,
         skips: frozenset[int],
         hides_ids: bool,
@@ -131,75 +148,75 @@ class Tokens:
             hides_ids: Whether to overwrite the IDs, because the client did not request them.
             may_wait: Whether several tokens may be read together, see Gathering.
         """
-        self.head = shape.bytes_before_text
-        self.rest = _rest_of(shape.bytes_between, shape.bytes_after_id, skips, hides_ids=hides_ids)
-        self.notes = notes
-        self.output = output
+        self.bytes_before_text = shape.bytes_before_text
+        self.token_suffix = _rest_of(shape.bytes_between, shape.bytes_after_id, skips, hides_ids=hides_ids)
+        self.token_notes = notes
+        self.client_output = output
         self.index = -1
         """The index of the last token that was forwarded, counted from 0; -1 if there is none."""
-        self._settle = settle
-        self.ticks = ticks
-        self.waits_from = FIRST_TOKENS if may_wait else NEVER
+        self._settle_noted_tokens = settle
+        self.token_clock = ticks
+        self.first_waiting_index = FIRST_TOKENS if may_wait else NEVER
         """The index of the first token after which the next ones may wait."""
 
     def begin_gap(self) -> None:
         """Begin to measure the gap after the present token. One gap of eight is measured."""
-        if (ticks := self.ticks) is not None:
-            ticks.gap_from = ticks.now()
+        if (ticks := self.token_clock) is not None:
+            ticks.gap_started_at = ticks.now()
 
     def sample(self) -> None:
         """Record the gap that ends with the present token."""
-        if self.ticks is not None:
-            self.ticks.sample()
-        if not self.index & 8 and self.notes is not None:
-            self._settle()
+        if self.token_clock is not None:
+            self.token_clock.record_gap()
+        if not self.index & 8 and self.token_notes is not None:
+            self._settle_noted_tokens()
 
 
 class FastForward(asyncio.Protocol):
-    """The base of connections to engines. It forwards tokens, and gives all other bytes to `_read`."""
+    """The base of connections to engines. It forwards tokens, and gives all other bytes to `_process_read`."""
 
-    __slots__ = ("gathering", "_may_pump", "_parts", "_tokens", "arrivals")
+    __slots__ = ("token_gathering", "_is_pump_available", "_noted_parts", "_passed_tokens", "arrived_tokens")
 
     def __init__(self) -> None:
-        self._tokens: Tokens | None = None
+        self._passed_tokens: TokenFormat | None = None
         """The format of the tokens to forward; None if nothing is forwarded."""
-        self._may_pump = False
+        self._is_pump_available = False
         """Whether tokens are forwarded here and could be forwarded in C."""
-        self.arrivals = 0
+        self.arrived_tokens = 0
         """The number of parts of a streamed answer since the last check of silence."""
-        self._parts: list[bytes] = _NO_PARTS
+        self._noted_parts: list[bytes] = _NO_PARTS
         """The tokens of the present read that are written together."""
-        self.gathering: Gathering | None = None
+        self.token_gathering: TokenGathering | None = None
         """Decides whether tokens wait; None: they never wait."""
 
-    def _read(self, data: bytes) -> None:
+    def _process_read(self, data: bytes) -> None:
         """Process bytes that are not forwarded. If tokens were forwarded before, the bytes begin with a chunk."""
         raise NotImplementedError
 
     def data_received(self, data: bytes, is_part: bool = False) -> bool:  # type: ignore[override]
-        """Forward one token, or give the bytes to `_read`. Returns whether a token was forwarded.
+        """Forward one token, or give the bytes to `_process_read`. Returns whether a token was forwarded.
 
         With `is_part`, other bytes are not processed, and the result is False. Event loops ignore the result.
         """
-        tokens = self._tokens
+        tokens = self._passed_tokens
         if tokens is None:
-            self._read(data)
+            self._process_read(data)
             return False
         size = len(data)
-        before = (_SIZE_LINES[size] if size <= MAX_CHUNK_BYTES else NO_LINE) + tokens.head
-        rest = tokens.rest
+        before = (_SIZE_LINES[size] if size <= MAX_CHUNK_BYTES else NO_LINE) + tokens.bytes_before_text
+        rest = tokens.token_suffix
         text, number, digits, end = "", 0, 0, 0
-        if data.startswith(before) and data.endswith(rest.behind):
-            begin, end = len(before), size - rest.behind_bytes
+        if data.startswith(before) and data.endswith(rest.bytes_after_id):
+            begin, end = len(before), size - rest.length_after_id
             text_end = end
-            if (between := rest.between) is not None:
+            if (between := rest.bytes_before_id) is not None:
                 scale, at = 1, end - 1
                 while _ZERO <= data[at] <= _NINE and digits < _MAX_DIGITS:
                     number += (data[at] - _ZERO) * scale
                     scale *= 10
                     at -= 1
                     digits += 1
-                text_end = at + 1 - rest.between_bytes
+                text_end = at + 1 - rest.length_before_id
                 if (
                     digits < rest.least_digits
                     or (number * 10 < scale and digits > 1)  # it begins with a zero
@@ -215,63 +232,67 @@ class FastForward(asyncio.Protocol):
                     text = ""
         if not text:
             return not is_part and self._forward_leading_chunks(tokens, data)
-        if (notes := tokens.notes) is not None:
+        if (notes := tokens.token_notes) is not None:
             notes[0].append(text)
             if digits:
                 notes[1].append(number)
-        if (shown_behind := rest.shown_behind) is not None:
-            if not rest.cut_bytes:
+        if (shown_behind := rest.shown_bytes_after_id) is not None:
+            if not rest.omitted_length:
                 data = b"%b%b%b" % (data[: end - digits - 1], _NULLS[digits], shown_behind)
             else:
-                line = len(before) - len(tokens.head)
-                shown_bytes = size - line - len(b"\r\n") - rest.cut_bytes
+                line = len(before) - len(tokens.bytes_before_text)
+                shown_bytes = size - line - len(b"\r\n") - rest.omitted_length
                 if rest.hides_ids:
                     before_id, null = data[line : end - digits - 1], _NULLS[digits]
                     data = b"%x\r\n%b%b%b" % (shown_bytes, before_id, null, shown_behind)
                 else:
                     data = b"%x\r\n%b%b" % (shown_bytes, data[line:end], shown_behind)
-        self.arrivals += 1
+        self.arrived_tokens += 1
         if is_part:
-            self._parts.append(data)
-        elif (output := tokens.output) is not None and not output.is_closing():
+            self._noted_parts.append(data)
+        elif (output := tokens.client_output) is not None and not output.is_closing():
             output.write(data)
         tokens.index = index = tokens.index + 1
         if not index & 6:
             if index & 1:
                 tokens.sample()
-                if self._may_pump:
-                    self._pump_later(tokens)
-            elif (ticks := tokens.ticks) is not None:
-                ticks.gap_from = ticks.now()
-        if index >= tokens.waits_from and self.gathering is not None and self.gathering.seconds:
-            self._wait(self.gathering)
+                if self._is_pump_available:
+                    self._pump_soon(tokens)
+            elif (ticks := tokens.token_clock) is not None:
+                ticks.gap_started_at = ticks.now()
+        if (
+            index >= tokens.first_waiting_index
+            and self.token_gathering is not None
+            and self.token_gathering.round_seconds
+        ):
+            self._wait_for_round(self.token_gathering)
         return True
 
-    def _wait(self, gathering: Gathering) -> None:
+    def _wait_for_round(self, gathering: TokenGathering) -> None:
         """Stop reading until the next round, unless reading is stopped already."""
 
-    def _pump_later(self, tokens: Tokens) -> None:
+    def _pump_soon(self, tokens: TokenFormat) -> None:
         """Let the next tokens be forwarded in C, if that is possible then."""
 
-    def _forward_leading_chunks(self, tokens: Tokens, data: bytes) -> bool:
+    def _forward_leading_chunks(self, tokens: TokenFormat, data: bytes) -> bool:
         """Forward the tokens at the beginning of a read with several chunks, and process the rest. Returns False.
 
         The transport of an engine sends chunks together that are written in one turn of its event loop.
         """
         begin = 0
-        parts = self._parts = []
+        parts = self._noted_parts = []
         while begin < len(data):
             end = data.find(_CHUNK_END, begin) + len(_CHUNK_END)
             if end < len(_CHUNK_END) or end - begin == len(data) or not self.data_received(data[begin:end], True):
                 break
             begin = end
-            if self._tokens is not tokens:  # the client disconnected, or the answer is no longer passed on
+            if self._passed_tokens is not tokens:  # the client disconnected, or the answer is no longer passed on
                 break
         # One write, because the transport of a client makes a system call for each.
-        if parts and (output := tokens.output) is not None and not output.is_closing():
+        if parts and (output := tokens.client_output) is not None and not output.is_closing():
             output.write(b"".join(parts))
-        self._parts = _NO_PARTS
+        self._noted_parts = _NO_PARTS
         if begin < len(data):
-            self._tokens = None
-            self._read(data[begin:])
+            self._passed_tokens = None
+            self._process_read(data[begin:])
         return False

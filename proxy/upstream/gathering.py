@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FIRST_TOKENS: Final = 8
 """The number of tokens at the beginning of an answer that never wait."""
 NEVER: Final = 1 << 62
-"""The value of `Tokens.waits_from` if no token of the stream waits."""
+"""The value of `Tokens.first_waiting_index` if no token of the stream waits."""
 _MAX_SECONDS: Final = 0.05
 _FIRST_SECONDS: Final = 0.0125
 """The shortest time between two reads. A shorter one would rarely find two tokens."""
@@ -27,7 +27,7 @@ _STREAMS_AT_ONCE: Final = 64
 """The number of streams that are read before other callbacks of the event loop run. It is the pump's MAX_EVENTS."""
 
 
-def next_seconds(seconds: float, busy_share: float, times: Streaming) -> float:
+def next_round_seconds(seconds: float, busy_share: float, time_factor: Streaming) -> float:
     """Return the time between two reads of a stream in seconds; 0: each token is read at once.
 
     Args:
@@ -35,12 +35,12 @@ def next_seconds(seconds: float, busy_share: float, times: Streaming) -> float:
         busy_share: The CPU time of the event loop in the last interval, as a share of a core.
         times: The settings.
     """
-    wanted = times.gather_seconds
+    wanted = time_factor.gather_seconds
     if isinstance(wanted, float):
         return wanted
-    if busy_share > times.gather_above_cpu_share:
+    if busy_share > time_factor.gather_above_cpu_share:
         return min(max(2 * seconds, _FIRST_SECONDS), _MAX_SECONDS)
-    if busy_share < times.gather_above_cpu_share - _SLACK_SHARE:
+    if busy_share < time_factor.gather_above_cpu_share - _SLACK_SHARE:
         return seconds / 2 if seconds > _FIRST_SECONDS else 0.0
     return seconds
 
@@ -48,13 +48,13 @@ def next_seconds(seconds: float, busy_share: float, times: Streaming) -> float:
 class TokenPump(Protocol):
     """The Pump of the worker."""
 
-    def watch(self) -> None:
+    def watch_sockets(self) -> None:
         """Forward tokens whenever they arrive."""
 
     def stop_watching(self) -> None:
-        """Forward tokens only when `run` is called."""
+        """Forward tokens only when `forward_arrived_tokens` is called."""
 
-    def run(self) -> int:
+    def forward_arrived_tokens(self) -> int:
         """Forward the tokens that have arrived on some streams. Return the number of these streams."""
 
 
@@ -65,58 +65,58 @@ class WaitingStream(Protocol):
         """Read the socket again."""
 
 
-class Gathering:
+class TokenGathering:
     """The timer that reads the streams of one worker in rounds."""
 
-    __slots__ = ("_loop", "_pump", "_timer", "_waiting", "seconds")
+    __slots__ = ("_loop", "_token_pump", "_round_timer", "_waiting_streams", "round_seconds")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pump: TokenPump | None) -> None:
         """`pump`: forwards tokens in C; None if the module is not built."""
-        self.seconds = 0.0
+        self.round_seconds = 0.0
         """Time between two rounds; 0: tokens do not wait."""
         self._loop = loop
-        self._pump = pump
-        self._timer: asyncio.TimerHandle | None = None
-        self._waiting: list[WaitingStream] = []
+        self._token_pump = pump
+        self._round_timer: asyncio.TimerHandle | None = None
+        self._waiting_streams: list[WaitingStream] = []
 
-    def add(self, stream: WaitingStream) -> None:
+    def add_stream(self, stream: WaitingStream) -> None:
         """Call `stop_waiting` of a stream in the next round."""
-        self._waiting.append(stream)
+        self._waiting_streams.append(stream)
 
-    def change(self, seconds: float) -> None:
+    def set_round_seconds(self, seconds: float) -> None:
         """Set the time between two rounds; 0: tokens do not wait."""
-        before, self.seconds = self.seconds, seconds
+        before, self.round_seconds = self.round_seconds, seconds
         if seconds and not before:
-            if self._pump is not None:
-                self._pump.stop_watching()
+            if self._token_pump is not None:
+                self._token_pump.stop_watching()
             self._begin_round()
         elif before and not seconds:
-            assert self._timer is not None
-            self._timer.cancel()
-            if self._pump is not None:
-                self._pump.watch()
+            assert self._round_timer is not None
+            self._round_timer.cancel()
+            if self._token_pump is not None:
+                self._token_pump.watch_sockets()
             self._take_waiting()
 
     def _begin_round(self) -> None:
-        self._timer = self._loop.call_later(self.seconds, self._begin_round)
-        if self._pump is not None:
+        self._round_timer = self._loop.call_later(self.round_seconds, self._begin_round)
+        if self._token_pump is not None:
             self._read_pumped()
         self._take_waiting()
 
     def _read_pumped(self) -> None:
-        assert self._pump is not None
-        if self._pump.run() == _STREAMS_AT_ONCE and self.seconds:
+        assert self._token_pump is not None
+        if self._token_pump.forward_arrived_tokens() == _STREAMS_AT_ONCE and self.round_seconds:
             self._loop.call_soon(self._read_pumped)
 
     def _take_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting_streams = self._waiting_streams, []
         if waiting:
-            self._resume(waiting)
+            self._resume_streams(waiting)
 
-    def _resume(self, waiting: list[WaitingStream]) -> None:
+    def _resume_streams(self, waiting: list[WaitingStream]) -> None:
         """Let streams read, and remove them from the list."""
         for stream in waiting[-_STREAMS_AT_ONCE:]:
             stream.stop_waiting()
         del waiting[-_STREAMS_AT_ONCE:]
         if waiting:
-            self._loop.call_soon(self._resume, waiting)
+            self._loop.call_soon(self._resume_streams, waiting)

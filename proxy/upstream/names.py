@@ -48,22 +48,22 @@ class AddressProblem(OSError):
 
 
 @dataclass(slots=True, eq=False)
-class _Name:
+class _HostName:
     """The state of one host name. A literal address counts as a name that needs no look-up."""
 
-    addresses: tuple[str, ...] = ()
+    known_addresses: tuple[str, ...] = ()
     """Addresses of the last successful look-up."""
-    allowed: tuple[str, ...] | None = None
+    allowed_addresses: tuple[str, ...] | None = None
     """Addresses that the rules allow; None if they were not checked yet."""
-    due: float = -math.inf
+    next_look_up_at: float = -math.inf
     """Clock time of the next look-up."""
-    pending: asyncio.Future[None] | None = None
+    pending_look_up: asyncio.Future[None] | None = None
     """A future that ends with the look-up under way, even if the look-up fails; None if none is under way."""
-    problem: str = ""
+    look_up_problem: str = ""
     """The error of the last look-up; empty if it succeeded."""
 
 
-class Names:
+class HostNames:
     """The host names that one worker uses, and their addresses. Leaving the `async with` block ends its threads."""
 
     def __init__(
@@ -84,13 +84,13 @@ class Names:
             clock: Returns the time in seconds.
             look_up: Returns the addresses of a name; called in a thread. None: the resolver of the system.
         """
-        self._rules = rules
-        self._configured = frozenset(configured)
+        self._address_rules = rules
+        self._configured_hosts = frozenset(configured)
         self._metrics = metrics
         self._clock = clock
-        self._look_up = look_up or _ask_system
-        self._names: dict[str, _Name] = {}
-        self._jobs: queue.SimpleQueue[tuple[str, _Name] | None] = queue.SimpleQueue()
+        self._look_up = look_up or _look_up_in_system
+        self._names_by_host: dict[str, _HostName] = {}
+        self._look_up_queue: queue.SimpleQueue[tuple[str, _HostName] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop
 
@@ -103,35 +103,35 @@ class Names:
     ) -> None:
         with suppress(queue.Empty):
             while True:
-                self._jobs.get_nowait()
+                self._look_up_queue.get_nowait()
         for _ in self._threads:
-            self._jobs.put(None)
-        for name in self._names.values():
-            if name.pending is not None:
-                name.pending.cancel()
-                name.pending = None
+            self._look_up_queue.put(None)
+        for name in self._names_by_host.values():
+            if name.pending_look_up is not None:
+                name.pending_look_up.cancel()
+                name.pending_look_up = None
 
-    def configure(self, rules: AddressRules, configured: Collection[str]) -> None:
+    def set_rules(self, rules: AddressRules, configured: Collection[str]) -> None:
         """Change which addresses are allowed for new connections."""
-        self._rules = rules
-        self._configured = frozenset(configured)
-        for name in self._names.values():
-            name.allowed = None
+        self._address_rules = rules
+        self._configured_hosts = frozenset(configured)
+        for name in self._names_by_host.values():
+            name.allowed_addresses = None
 
     def known_addresses(self, host: str) -> tuple[str, ...]:
-        """Return the known addresses in the order in which to try them; empty if `find` must look the name up.
+        """Return the known addresses in the order in which to try them; empty if `find_addresses` must look it up.
 
         Raises AddressProblem if the host has no allowed address.
         """
         name = self._get_and_refresh(host)
-        return self._find_allowed_addresses(host, name) if name.addresses else ()
+        return self._find_allowed_addresses(host, name) if name.known_addresses else ()
 
     def is_former_address(self, host: str, address: str) -> bool:
         """Return whether the name is known to have other addresses now."""
         name = self._get_and_refresh(host)
-        return bool(name.addresses) and address not in name.addresses
+        return bool(name.known_addresses) and address not in name.known_addresses
 
-    async def find(self, host: str) -> tuple[str, ...]:
+    async def find_addresses(self, host: str) -> tuple[str, ...]:
         """Return at least one address, in the order in which to try them. Waits up to 5 s for the first look-up.
 
         Raises AddressProblem.
@@ -139,52 +139,56 @@ class Names:
         known = self.known_addresses(host)
         if known:
             return known
-        name = self._names[host]
-        if name.pending is not None:
+        name = self._names_by_host[host]
+        if name.pending_look_up is not None:
             await asyncio.wait(
-                (name.pending,), timeout=_WAIT_SECONDS
+                (name.pending_look_up,), timeout=_WAIT_SECONDS
             )  # other callers may wait for it, so it is not cancelled
-        if not name.addresses:
-            raise AddressProblem(name.problem or "timed out")
+        if not name.known_addresses:
+            raise AddressProblem(name.look_up_problem or "timed out")
         return self._find_allowed_addresses(host, name)
 
-    def check(self, address: str) -> None:
+    def check_address(self, address: str) -> None:
         """Raise AddressProblem if no instance may have this address."""
-        is_configured = address in self._configured or any(
-            address in self._names[host].addresses for host in self._configured if host in self._names
+        is_configured = address in self._configured_hosts or any(
+            address in self._names_by_host[host].known_addresses
+            for host in self._configured_hosts
+            if host in self._names_by_host
         )
-        if not is_configured and not self._rules.allows(address):
+        if not is_configured and not self._address_rules.allows_address(address):
             raise AddressProblem(_FORBIDDEN)
 
-    def _get_and_refresh(self, host: str) -> _Name:
+    def _get_and_refresh(self, host: str) -> _HostName:
         """Return the state of a name, and begin a look-up if it is old. Raises AddressProblem."""
-        name = self._names.get(host) or self._add(host)
-        if name.pending is None and self._clock() >= name.due:
-            self._begin(host, name)
+        name = self._names_by_host.get(host) or self._add_name(host)
+        if name.pending_look_up is None and self._clock() >= name.next_look_up_at:
+            self._begin_look_up(host, name)
         return name
 
-    def _add(self, host: str) -> _Name:
+    def _add_name(self, host: str) -> _HostName:
         if is_odd_literal(host):
             raise AddressProblem("not a host name")
-        if len(self._names) >= _MAX_NAMES:
-            del self._names[next(iter(self._names))]
-        name = self._names[host] = _Name((host,), due=math.inf) if is_ip_address(host) else _Name()
+        if len(self._names_by_host) >= _MAX_NAMES:
+            del self._names_by_host[next(iter(self._names_by_host))]
+        name = self._names_by_host[host] = (
+            _HostName((host,), next_look_up_at=math.inf) if is_ip_address(host) else _HostName()
+        )
         return name
 
-    def _find_allowed_addresses(self, host: str, name: _Name) -> tuple[str, ...]:
-        if host in self._configured:
-            return name.addresses
-        if name.allowed is None:
-            name.allowed = tuple(filter(self._rules.allows, name.addresses))
-        if not name.allowed:
+    def _find_allowed_addresses(self, host: str, name: _HostName) -> tuple[str, ...]:
+        if host in self._configured_hosts:
+            return name.known_addresses
+        if name.allowed_addresses is None:
+            name.allowed_addresses = tuple(filter(self._address_rules.allows_address, name.known_addresses))
+        if not name.allowed_addresses:
             raise AddressProblem(_FORBIDDEN)
-        return name.allowed
+        return name.allowed_addresses
 
     # Looking up
 
-    def _begin(self, host: str, name: _Name) -> None:
-        name.pending = self._loop.create_future()
-        self._jobs.put((host, name))
+    def _begin_look_up(self, host: str, name: _HostName) -> None:
+        name.pending_look_up = self._loop.create_future()
+        self._look_up_queue.put((host, name))
         if len(self._threads) < _THREADS:
             # Daemon threads do not delay the end of the process.
             thread = threading.Thread(target=self._run_look_up_thread, name=f"names-{len(self._threads)}", daemon=True)
@@ -193,39 +197,39 @@ class Names:
 
     def _run_look_up_thread(self) -> None:
         """Look up names in a thread, until the queue returns None."""
-        while (job := self._jobs.get()) is not None:
+        while (job := self._look_up_queue.get()) is not None:
             host, name = job
             addresses: tuple[str, ...] = ()
             problem = ""
             try:
                 addresses = self._look_up(host)
             except OSError as error:
-                problem = connect_problem(error)
+                problem = describe_connect_error(error)
             except ValueError:  # from the codec for international names: an empty label, or one that is too long
                 problem = "not a host name"
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._end_look_up, host, name, addresses, problem)
 
-    def _end_look_up(self, host: str, name: _Name, addresses: tuple[str, ...], problem: str) -> None:
+    def _end_look_up(self, host: str, name: _HostName, addresses: tuple[str, ...], problem: str) -> None:
         """Record the result of a look-up. Runs on the event loop."""
-        pending, name.pending = name.pending, None
+        pending, name.pending_look_up = name.pending_look_up, None
         if pending is None:
             return  # this object was closed
         if problem:
             self._metrics.dns_errors_total.inc()
-            if not name.problem:
-                kept = "its last address stays in use" if name.addresses else "it has no address yet"
+            if not name.look_up_problem:
+                kept = "its last address stays in use" if name.known_addresses else "it has no address yet"
                 logger.warning("names: look-up failed: %s: %s; %s", host, problem, kept)
         else:
-            name.addresses, name.allowed = addresses, None
-            if name.problem:
+            name.known_addresses, name.allowed_addresses = addresses, None
+            if name.look_up_problem:
                 logger.info("names: look-up works again: %s", host)
-        name.problem = problem
-        name.due = self._clock() + (_FRESH_SECONDS if name.addresses else _UNKNOWN_SECONDS)
+        name.look_up_problem = problem
+        name.next_look_up_at = self._clock() + (_FRESH_SECONDS if name.known_addresses else _UNKNOWN_SECONDS)
         pending.set_result(None)
 
 
-def connect_problem(error: OSError) -> str:
+def describe_connect_error(error: OSError) -> str:
     """Return the reason for a failed connection in the words of the system, such as `connection refused`."""
     if isinstance(error, TimeoutError):
         return "timed out"
@@ -239,7 +243,7 @@ def connect_problem(error: OSError) -> str:
     return (os.strerror(error.errno) if error.errno else type(error).__name__).lower()
 
 
-def _ask_system(host: str) -> tuple[str, ...]:
+def _look_up_in_system(host: str) -> tuple[str, ...]:
     """Look a name up with the resolver of the system. Raises OSError, and ValueError for invalid names."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
@@ -292,9 +296,9 @@ class AddressRules:
 
     def __init__(self, networks: Sequence[str]) -> None:
         """Store the allowed networks, such as `10.0.0.0/8`. Raises ValueError for an invalid network."""
-        self._networks = tuple(ipaddress.ip_network(network) for network in networks)
+        self._allowed_networks = tuple(ipaddress.ip_network(network) for network in networks)
 
-    def allows(self, address: str) -> bool:
+    def allows_address(self, address: str) -> bool:
         """Return whether an address is inside one of the networks and not forbidden.
 
         Link-local, multicast, unspecified and broadcast addresses and the metadata services of clouds are forbidden. A
@@ -311,7 +315,7 @@ class AddressRules:
             return False
         if isinstance(ip, ipaddress.IPv6Address) and any(map(_is_never_allowed, _find_embedded_ipv4(ip))):
             return False
-        return any(ip in network for network in self._networks)
+        return any(ip in network for network in self._allowed_networks)
 
 
 def _is_never_allowed(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Self
 
 from proxy.common.errors import Failure, UpstreamError
-from proxy.upstream.connection import EngineConnection, Sink, upstream_error
+from proxy.upstream.connection import BodySink, EngineConnection, make_upstream_error
 from proxy.wire.openai import engine_error_text
 from proxy.wire.sglang import reports_lack_of_kv_memory
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from proxy.upstream.fast_forward import Tokens
+    from proxy.upstream.fast_forward import TokenFormat
 
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 
@@ -39,7 +39,7 @@ class EngineResponse:
 
     def make_failure(self, failure: Failure, message: str) -> UpstreamError:
         """Return the error for an answer that arrived but cannot be used."""
-        return upstream_error(failure, self.backend, message)
+        return make_upstream_error(failure, self.backend, message)
 
     def make_unreadable_error(self, message: str) -> UpstreamError:
         """Return the error for an answer with members of an unexpected form; see UpstreamError."""
@@ -52,7 +52,9 @@ class EngineResponse:
         failure = Failure.RECOMPUTED if reports_lack_of_kv_memory(status, body) else Failure.STATUS
         if body is not None:
             body = self._mask_key(body)
-        error = upstream_error(failure, self.backend, message, engine_status=status, body=body, headers=headers)
+        error = make_upstream_error(
+            failure, self.backend, message, engine_status=status, answer_body=body, headers=headers
+        )
         if body is not None:
             error.engine_words = engine_error_text(body)
         return error
@@ -61,7 +63,7 @@ class EngineResponse:
 class WholeResponse(EngineResponse):
     """An answer that is processed when it is complete. It is an Exchange for code without a task."""
 
-    __slots__ = ("_arrived", "_on_end", "_size")
+    __slots__ = ("_arrived_pieces", "_on_end", "_arrived_bytes")
 
     def __init__(
         self, connection: EngineConnection, on_end: Callable[[WholeResponse, bytes, UpstreamError | None], None]
@@ -71,27 +73,27 @@ class WholeResponse(EngineResponse):
         self._mask_key = connection.mask_key
         self.status = 0
         self._on_end = on_end
-        self._arrived: list[bytes] = []
-        self._size = 0
+        self._arrived_pieces: list[bytes] = []
+        self._arrived_bytes = 0
 
     # Exchange
 
-    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+    def on_answer_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.status, self.headers = status, headers
 
-    def received(self, data: bytes) -> bool:
-        self._size += len(data)
-        if self._size <= _MAX_ANSWER_BYTES:
-            self._arrived.append(data)
+    def on_body_data(self, data: bytes) -> bool:
+        self._arrived_bytes += len(data)
+        if self._arrived_bytes <= _MAX_ANSWER_BYTES:
+            self._arrived_pieces.append(data)
         else:
-            self._on_end(self, b"", _too_large(self))
+            self._on_end(self, b"", _make_too_large_error(self))
         return False  # only a complete body is progress
 
-    def ended(self, error: UpstreamError | None) -> None:
-        arrived = self._arrived
+    def on_body_end(self, error: UpstreamError | None) -> None:
+        arrived = self._arrived_pieces
         self._on_end(self, arrived[0] if len(arrived) == 1 else b"".join(arrived), error)
 
-    def can_move(self) -> bool:
+    def can_move_to_other_backend(self) -> bool:
         return True
 
 
@@ -99,12 +101,12 @@ class Response(EngineResponse):
     """An answer whose status and headers have arrived, and whose body goes to an attached Sink.
 
     Leaving its `with` block returns the connection, or closes it if the answer is incomplete. It is the Exchange that
-    `Upstream.open` begins, and returns after the headers have arrived.
+    `Upstream.post_and_await_head` begins, and returns after the headers have arrived.
     """
 
     __slots__ = (
-        *("_arrived", "_connection", "_ended", "_error", "_on_body", "_on_head", "_sink", "_size"),
-        *("limit_silence", "received"),
+        *("_arrived_pieces", "_connection", "_ended", "_error", "_on_body", "_on_head", "_sink", "_size"),
+        *("limit_silence", "on_body_data"),
     )
 
     def __init__(self, connection: EngineConnection, on_head: Callable[[UpstreamError | None], None]) -> None:
@@ -113,14 +115,14 @@ class Response(EngineResponse):
         self._mask_key = connection.mask_key
         self.status = 0
         self.headers = {}
-        self.limit_silence = connection.limit_silence
+        self.limit_silence = connection.treat_as_stream
         """See EngineConnection."""
         self._on_head: Callable[[UpstreamError | None], None] | None = on_head
         self._connection = connection
-        self._arrived: list[bytes] = []
-        self.received: Callable[[bytes], bool | None] = self._arrived.append
+        self._arrived_pieces: list[bytes] = []
+        self.on_body_data: Callable[[bytes], bool | None] = self._arrived_pieces.append
         """The method `received` of the attached Sink. Until a Sink is attached, it keeps the body."""
-        self._sink: Sink | None = None
+        self._sink: BodySink | None = None
         self._on_body: Callable[[bytes, UpstreamError | None], None] | None = None
         self._size = 0  # of a body that is collected
         self._ended = False
@@ -135,103 +137,103 @@ class Response(EngineResponse):
         self._connection.on_exchanged(self._connection)
 
     @property
-    def is_whole(self) -> bool:
+    def is_body_complete(self) -> bool:
         """Whether the whole body has arrived. The current call of the Sink then has the end of the body."""
         return self._connection.reader.is_complete
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
+    def event_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop on which the answer's body arrives."""
         return self._connection.loop
 
-    def attach(self, sink: Sink) -> None:
+    def attach_sink(self, sink: BodySink) -> None:
         """Pass the body to `sink`, beginning with the part that has already arrived."""
-        if self._arrived:
-            arrived = b"".join(self._arrived)
-            self._arrived.clear()
-            sink.received(arrived)
+        if self._arrived_pieces:
+            arrived = b"".join(self._arrived_pieces)
+            self._arrived_pieces.clear()
+            sink.on_body_data(arrived)
         if self._ended:
-            sink.ended(self._error)
+            sink.on_body_end(self._error)
         else:
-            self.received, self._sink = sink.received, sink
+            self.on_body_data, self._sink = sink.on_body_data, sink
 
-    def collect(self, on_body: Callable[[bytes, UpstreamError | None], None]) -> None:
+    def collect_body(self, on_body: Callable[[bytes, UpstreamError | None], None]) -> None:
         """Call `on_body` once: with the whole body, or with an error if it broke off or is too large."""
         self._on_body = on_body
-        if self._arrived:
-            arrived = b"".join(self._arrived)
-            self._arrived.clear()
-            self._collected(arrived)
+        if self._arrived_pieces:
+            arrived = b"".join(self._arrived_pieces)
+            self._arrived_pieces.clear()
+            self._add_piece(arrived)
         if self._ended:
-            self.ended(self._error)
+            self.on_body_end(self._error)
         else:
-            self.received = self._collected
+            self.on_body_data = self._add_piece
 
-    async def read(self) -> bytes:
+    async def read_body(self) -> bytes:
         """Return the whole body. Raises UpstreamError if it broke off or is too large."""
-        whole: asyncio.Future[bytes] = self.loop.create_future()
+        whole: asyncio.Future[bytes] = self.event_loop.create_future()
 
         def read(body: bytes, error: UpstreamError | None) -> None:
             if not whole.done():
                 whole.set_result(body) if error is None else whole.set_exception(error)
 
-        self.collect(read)
+        self.collect_body(read)
         return await whole
 
-    def pause(self) -> None:
+    def pause_reading(self) -> None:
         """Stop reading from the engine, so that TCP flow control slows it down."""
-        self._connection.pause(True)
+        self._connection.set_reading_paused(True)
 
-    def resume(self) -> None:
-        """Read from the engine again after `pause`."""
-        self._connection.pause(False)
+    def resume_reading(self) -> None:
+        """Read from the engine again after `pause_reading`."""
+        self._connection.set_reading_paused(False)
 
-    def pass_on(self, tokens: Tokens | None) -> None:
-        """Call `EngineConnection.pass_on`, unless the answer has ended."""
+    def pass_tokens_on(self, tokens: TokenFormat | None) -> None:
+        """Call `EngineConnection.pass_tokens_on`, unless the answer has ended."""
         if not self._ended:
-            self._connection.pass_on(tokens)
+            self._connection.pass_tokens_on(tokens)
 
-    def abort(self, error: UpstreamError) -> None:
+    def abort_exchange(self, error: UpstreamError) -> None:
         """Close the connection and pass the error to the Sink, unless the answer has ended."""
         if not self._ended:
-            self._connection.abort(error)
+            self._connection.abort_connection(error)
 
     # Exchange
 
-    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+    def on_answer_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.status, self.headers = status, headers
         on_head, self._on_head = self._on_head, None
         if on_head is not None:
             on_head(None)
 
-    def ended(self, error: UpstreamError | None) -> None:
+    def on_body_end(self, error: UpstreamError | None) -> None:
         self._ended, self._error = True, error
         if self._on_head is not None:
             assert error is not None
             self._on_head(error)
-        self.received = self._arrived.append  # drops the reference cycle with the sink
+        self.on_body_data = self._arrived_pieces.append  # drops the reference cycle with the sink
         if self._sink is not None:
             sink, self._sink = self._sink, None
-            sink.ended(error)
+            sink.on_body_end(error)
         elif self._on_body is not None:
             on_body, self._on_body = self._on_body, None
-            body = b"" if error is not None else b"".join(self._arrived)
-            self._arrived.clear()
+            body = b"" if error is not None else b"".join(self._arrived_pieces)
+            self._arrived_pieces.clear()
             on_body(body, error)
 
-    def can_move(self) -> bool:
-        return self._sink is None or self._sink.can_move()
+    def can_move_to_other_backend(self) -> bool:
+        return self._sink is None or self._sink.can_move_to_other_backend()
 
-    def _collected(self, data: bytes) -> bool:
+    def _add_piece(self, data: bytes) -> bool:
         self._size += len(data)
         if self._size <= _MAX_ANSWER_BYTES:
-            self._arrived.append(data)
+            self._arrived_pieces.append(data)
         elif self._on_body is not None:
-            self._arrived.clear()
+            self._arrived_pieces.clear()
             on_body, self._on_body = self._on_body, None
-            on_body(b"", _too_large(self))
+            on_body(b"", _make_too_large_error(self))
         return False  # only a complete body is progress
 
 
-def _too_large(response: EngineResponse) -> UpstreamError:
+def _make_too_large_error(response: EngineResponse) -> UpstreamError:
     return response.make_failure(Failure.BAD_ANSWER, "the engine's answer is too large")

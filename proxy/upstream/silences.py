@@ -17,7 +17,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.stalls import Pace
+from proxy.balancer.stalls import StreamPace
 from proxy.common.background import BackgroundTasks
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ _REFUSED: Final = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EHOST
 class SilenceChecks:
     """Callbacks that check engines and receive the results."""
 
-    is_down: Callable[[Backend], bool]
+    is_backend_down: Callable[[Backend], bool]
     """Returns whether health checks consider the backend down."""
-    on_refused: Callable[[Backend], None]
+    on_refused_connection: Callable[[Backend], None]
     """Called when a backend with silent answers refuses a connection."""
     makes_progress: Callable[[Backend, float], Awaitable[bool]]
     """Reads the metrics of a backend twice, this many seconds apart. Returns whether they show progress."""
-    on_hang: Callable[[Backend], bool]
+    on_engine_hang: Callable[[Backend], bool]
     """Called when a backend makes no progress. Returns whether its streams are to fail."""
 
 
@@ -58,7 +58,7 @@ class StreamProgress:
     """Progress of the streams of one backend since the last check."""
 
     backend: Backend
-    parts: int = 0
+    answer_parts: int = 0
     """Parts of answers that have arrived."""
     timed_parts: int = 0
     """Parts of streams that an earlier check has seen."""
@@ -68,12 +68,12 @@ class StreamProgress:
 
 @dataclass(slots=True, eq=False)
 class _WatchedBackend:
-    pace: Pace = field(default_factory=Pace)
+    backend_pace: StreamPace = field(default_factory=StreamPace)
     seen_at: float = 0.0
     """Clock time at which the backend was last seen with a stream or a silence."""
-    check_at: float = 0.0
+    next_check_at: float = 0.0
     """Clock time of the next check of progress, at the earliest."""
-    is_checked: bool = False
+    is_being_checked: bool = False
     """Whether a check of progress is running."""
 
 
@@ -81,20 +81,20 @@ Silence = tuple["EngineConnection", float]
 """A connection, and the clock time since which nothing of its answer has arrived."""
 
 
-class Silences:
+class SilenceMonitor:
     """Checks exchanges of one worker whose engine sends nothing."""
 
-    def __init__(self, checks: SilenceChecks, busy: Callable[[], Iterable[EngineConnection]]) -> None:
-        """Store the checks. `busy`: returns the connections on which an exchange is under way."""
-        self._checks = checks
-        self._busy = busy
-        self._watched: dict[Backend, _WatchedBackend] = {}
+    def __init__(self, checks: SilenceChecks, busy_connections: Callable[[], Iterable[EngineConnection]]) -> None:
+        """Store the checks. `busy_connections`: returns the connections on which an exchange is under way."""
+        self._silence_checks = checks
+        self._busy_connections = busy_connections
+        self._watched_backends: dict[Backend, _WatchedBackend] = {}
         self._background = BackgroundTasks(logging.getLogger(__name__), "check of a silent engine")
-        self._tested: set[tuple[Backend, str | None]] = set()
+        self._tested_addresses: set[tuple[Backend, str | None]] = set()
         """Backends and addresses to which test connections are being opened."""
-        self._forget_at = 0.0
+        self._next_cleanup_at = 0.0
 
-    async def close(self) -> None:
+    async def cancel_checks(self) -> None:
         """Cancel all running checks of silent engines."""
         await self._background.__aexit__(None, None, None)
 
@@ -103,8 +103,8 @@ class Silences:
         now: float,
         least_seconds: float,
         silence_seconds: float,
-        moves: Collection[StreamProgress],
-        silent: Iterable[EngineConnection],
+        backends_with_progress: Collection[StreamProgress],
+        silent_connections: Iterable[EngineConnection],
     ) -> None:
         """Process one check of all exchanges, and begin checks of engines with long silences.
 
@@ -115,22 +115,22 @@ class Silences:
             moves: Progress of each backend with streams.
             silent: Connections on which nothing has arrived since the last call.
         """
-        for moved in moves:
-            watched = self._watch(moved.backend, now)
+        for moved in backends_with_progress:
+            watched = self._watched_backend_of(moved.backend, now)
             if moved.timed_parts:
-                watched.pace.add(moved.timed_parts, moved.timed_seconds)
-        moving = {moved.backend for moved in moves if moved.parts}
+                watched.backend_pace.add_parts(moved.timed_parts, moved.timed_seconds)
+        moving = {moved.backend for moved in backends_with_progress if moved.answer_parts}
         suspected: dict[tuple[Backend, str | None], list[Silence]] = {}
-        for connection in silent:
+        for connection in silent_connections:
             if self._is_suspicious(connection, now, least_seconds, silence_seconds, moving):
                 place = connection.backend, connection.address
                 suspected.setdefault(place, []).append((connection, connection.quiet_since))
         for (backend, address), silences in suspected.items():
             self._open_test_connection(backend, address, silences, is_still=backend not in moving)
-        if now >= self._forget_at:
-            self._forget_at = now + _REMEMBERED_SECONDS
-            kept = self._watched.items()
-            self._watched = {backend: one for backend, one in kept if one.seen_at > now - _REMEMBERED_SECONDS}
+        if now >= self._next_cleanup_at:
+            self._next_cleanup_at = now + _REMEMBERED_SECONDS
+            kept = self._watched_backends.items()
+            self._watched_backends = {backend: one for backend, one in kept if one.seen_at > now - _REMEMBERED_SECONDS}
 
     def _is_suspicious(
         self,
@@ -145,23 +145,23 @@ class Silences:
         If it is silent for much longer, a check of the progress of its backend begins.
         """
         backend, seconds = connection.backend, now - connection.quiet_since
-        watched = self._watch(backend, now)
-        gap_seconds = watched.pace.gap_seconds
+        watched = self._watched_backend_of(backend, now)
+        gap_seconds = watched.backend_pace.mean_gap_seconds
         if not connection.has_begun:
             # Its usual gap is unknown, and an engine that is draining may take long for a prompt.
             return seconds >= max(least_seconds, silence_seconds)
         is_long = seconds >= max(silence_seconds, _CHECKED_AFTER_GAPS * gap_seconds)
-        if is_long and backend not in moving and now >= watched.check_at and not watched.is_checked:
-            watched.is_checked = True
-            watched.check_at = now + silence_seconds
+        if is_long and backend not in moving and now >= watched.next_check_at and not watched.is_being_checked:
+            watched.is_being_checked = True
+            watched.next_check_at = now + silence_seconds
             pause_seconds = max(_SHARE_BETWEEN_READINGS * silence_seconds, _GAPS_BETWEEN_READINGS * gap_seconds)
             self._background.start_task(self._check_progress(backend, watched, pause_seconds))
         return seconds >= max(least_seconds, _LOST_AFTER_GAPS * gap_seconds)
 
-    def _watch(self, backend: Backend, now: float) -> _WatchedBackend:
-        watched = self._watched.get(backend)
+    def _watched_backend_of(self, backend: Backend, now: float) -> _WatchedBackend:
+        watched = self._watched_backends.get(backend)
         if watched is None:
-            watched = self._watched[backend] = _WatchedBackend()
+            watched = self._watched_backends[backend] = _WatchedBackend()
         watched.seen_at = now
         return watched
 
@@ -175,29 +175,29 @@ class Silences:
         `is_still`: whether none of its streams progresses.
         """
         place = backend, address
-        if place in self._tested:
+        if place in self._tested_addresses:
             return
         if is_still:  # answers that have just begun are lost with the others
             silences = [
                 (connection, connection.quiet_since)
-                for connection in self._busy()
+                for connection in self._busy_connections()
                 if (connection.backend, connection.address) == place
             ]
-        self._tested.add(place)
+        self._tested_addresses.add(place)
         self._background.start_task(self._test_connection(backend, address, silences))
 
     async def _test_connection(self, backend: Backend, address: str | None, silences: Sequence[Silence]) -> None:
         try:
-            is_refused = await _is_refused(address or backend.host, backend.port)
+            is_refused = await _is_connection_refused(address or backend.host, backend.port)
         finally:
-            self._tested.discard((backend, address))
+            self._tested_addresses.discard((backend, address))
         if is_refused:
-            self._checks.on_refused(backend)
-        elif not self._checks.is_down(backend):
+            self._silence_checks.on_refused_connection(backend)
+        elif not self._silence_checks.is_backend_down(backend):
             return
         for connection, since in silences:
             # A health check may fail because the engine is busy with a prompt. Such an answer can still begin.
-            if connection.is_silent_since(since) and (connection.has_begun or is_refused):
+            if connection.has_been_silent_since(since) and (connection.has_begun or is_refused):
                 connection.fail_as_closed("accepts no connections any more" if is_refused else "is down")
 
     # Progress
@@ -205,20 +205,20 @@ class Silences:
     async def _check_progress(self, backend: Backend, watched: _WatchedBackend, pause_seconds: float) -> None:
         streams = [
             (connection, connection.quiet_since)
-            for connection in self._busy()
+            for connection in self._busy_connections()
             if connection.backend == backend and connection.is_stream
         ]
         try:
-            makes_progress = await self._checks.makes_progress(backend, pause_seconds)
+            makes_progress = await self._silence_checks.makes_progress(backend, pause_seconds)
         finally:
-            watched.is_checked = False
-        silent = [connection for connection, since in streams if connection.is_silent_since(since)]
-        if not makes_progress and silent and self._checks.on_hang(backend):
+            watched.is_being_checked = False
+        silent = [connection for connection, since in streams if connection.has_been_silent_since(since)]
+        if not makes_progress and silent and self._silence_checks.on_engine_hang(backend):
             for connection in silent:
                 connection.fail_as_stalled("sends nothing and makes no progress")
 
 
-async def _is_refused(host: str, port: int) -> bool:
+async def _is_connection_refused(host: str, port: int) -> bool:
     opening = asyncio.get_running_loop().create_connection(asyncio.Protocol, host, port)
     try:
         async with asyncio.timeout(_TEST_SECONDS):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from proxy.observe.record import TRACEPARENT
-from proxy.upstream.connection import EngineConnection, Exchange
+from proxy.upstream.connection import EngineConnection, EngineExchange
 from proxy.upstream.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
-    from proxy.observe.record import Trace, TracedLeg, Traces
+    from proxy.observe.record import RequestTrace, TracedLeg, Traces
     from proxy.wire.document import Body
 
 
@@ -27,16 +27,18 @@ class TracedUpstream(Upstream):
     def __init__(self, traces: Traces, *given: Any, **named: Any) -> None:
         """Store the traces of the running sampled requests. Upstream describes the other arguments."""
         super().__init__(*given, **named)
-        self._traces = traces
+        self._running_traces = traces
 
-    def give_back(self, connection: EngineConnection) -> None:
+    def return_connection(self, connection: EngineConnection) -> None:
         assert isinstance(connection, TracedConnection)
-        connection.end_leg()
-        super().give_back(connection)
+        connection.end_traced_leg()
+        super().return_connection(connection)
 
     def _new_connection(self, backend: Backend, address: str | None) -> EngineConnection:
-        render, clock = self._heads.render, self._clock
-        return TracedConnection(self._traces, backend, self._loop, self.give_back, render, clock, address)
+        render, clock = self._request_heads.render_head, self._clock
+        return TracedConnection(
+            self._running_traces, backend, self._loop, self.return_connection, render, clock, address
+        )
 
 
 class TracedConnection(EngineConnection):
@@ -44,30 +46,30 @@ class TracedConnection(EngineConnection):
 
     def __init__(self, traces: Traces, *given: Any) -> None:
         super().__init__(*given)
-        self._traces = traces
-        self._trace: Trace | None = None
-        self._leg: TracedLeg | None = None
-        """The running leg. It and `_trace` are None unless the exchange is a leg of a sampled request."""
+        self._running_traces = traces
+        self._request_trace: RequestTrace | None = None
+        self._traced_leg: TracedLeg | None = None
+        """The running leg. It and `_request_trace` are None unless the exchange is a leg of a sampled request."""
 
-    def begin(
-        self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
+    def begin_exchange(
+        self, exchange: EngineExchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
     ) -> None:
-        trace = self._traces.get(headers.get(TRACEPARENT, ""))
+        trace = self._running_traces.get(headers.get(TRACEPARENT, ""))
         if trace is not None:
-            self._trace, self._leg = trace, trace.leg(self.backend, path, headers)
-            headers = {**headers, TRACEPARENT: trace.child_header(self._leg)}
-        super().begin(exchange, path, body, headers, answer_seconds=answer_seconds)
+            self._request_trace, self._traced_leg = trace, trace.begin_leg(self.backend, path, headers)
+            headers = {**headers, TRACEPARENT: trace.make_child_header(self._traced_leg)}
+        super().begin_exchange(exchange, path, body, headers, answer_seconds=answer_seconds)
 
-    def end_leg(self) -> None:
+    def end_traced_leg(self) -> None:
         """End the leg, if there is one. May be called again."""
-        if self._trace is not None and self._leg is not None:
+        if self._request_trace is not None and self._traced_leg is not None:
             answered = self._has_head
-            self._trace.end_leg(
-                self._leg, self.reader.status if answered else 0, is_whole=answered and self.reader.is_complete
+            self._request_trace.end_leg(
+                self._traced_leg, self.reader.status if answered else 0, is_whole=answered and self.reader.is_complete
             )
-        self._trace = self._leg = None
+        self._request_trace = self._traced_leg = None
 
-    def _end(self, error: UpstreamError | None) -> None:
-        if self._leg is not None:
-            self._leg.error = error
-        super()._end(error)
+    def _end_exchange(self, error: UpstreamError | None) -> None:
+        if self._traced_leg is not None:
+            self._traced_leg.error = error
+        super()._end_exchange(error)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final, Self
 
 from proxy.balancer.stalls import StallDetector
 from proxy.common.errors import Failure, UpstreamError
-from proxy.upstream.connection import EngineConnection, upstream_error
+from proxy.upstream.connection import EngineConnection, make_upstream_error
 from proxy.upstream.dialing import Dialer
-from proxy.upstream.gathering import Gathering, next_seconds
-from proxy.upstream.names import Names, connect_problem
-from proxy.upstream.pump import Pump, is_built
+from proxy.upstream.gathering import TokenGathering, next_round_seconds
+from proxy.upstream.names import HostNames, describe_connect_error
+from proxy.upstream.pump import NativePump, is_built
 from proxy.upstream.response import Response
-from proxy.upstream.silences import SilenceChecks, Silences, StreamProgress
+from proxy.upstream.silences import SilenceChecks, SilenceMonitor, StreamProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -50,13 +50,13 @@ class UpstreamOptions:
     """Silence of an answer after which its backend is checked; see settings.HealthChecks."""
     silence_checks: SilenceChecks | None = None
     """Checks why an answer is silent; None: silent answers are not checked."""
-    on_work: Callable[[Backend], None] = lambda backend: None
+    on_backend_output: Callable[[Backend], None] = lambda backend: None
     """Called at each check of silence with each backend that has sent a part of a stream."""
     is_news: Callable[[str, str], bool] = lambda subject, word: True
     """Returns whether a log message about a subject differs from the last one that any worker has logged about it."""
     uses_pump: Callable[[], bool] = lambda: True
     """Returns whether new connections forward tokens in C, if the extension module is built."""
-    tls: EngineTls | None = None
+    engine_tls: EngineTls | None = None
     """TLS to engines; None: engines with TLS cannot be reached."""
     sweep_seconds: float | None = None
     """Time between two checks of all connections; None: a quarter of the shortest limit, at most 1 s."""
@@ -68,7 +68,11 @@ class Upstream:
     """One worker's connections to all backends. `async with` it; leaving closes every connection."""
 
     def __init__(
-        self, timeouts: Timeouts, keys: EngineKeys, names: Names | None = None, options: UpstreamOptions | None = None
+        self,
+        timeouts: Timeouts,
+        keys: EngineKeys,
+        names: HostNames | None = None,
+        options: UpstreamOptions | None = None,
     ) -> None:
         """Create an Upstream without connections.
 
@@ -81,20 +85,20 @@ class Upstream:
         options = options or UpstreamOptions()
         checks, silence_seconds = options.silence_checks, options.silence_seconds
         self._timeouts = timeouts
-        self._heads = RequestHeads(keys)
-        self._mask_key = keys.mask
-        self._names = names
-        self._stalls = StallDetector(options.stall_seconds)
-        self.paces: dict[str, tuple[int, float]] = {}
+        self._request_heads = RequestHeads(keys)
+        self._mask_key = keys.mask_key
+        self._host_names = names
+        self._stall_detector = StallDetector(options.stall_seconds)
+        self.paces_by_name: dict[str, tuple[int, float]] = {}
         """Parts of streams since the start by the backend's name, and the total time between them in seconds."""
-        self.streamed: dict[str, int] = {}
+        self.streamed_parts_by_name: dict[str, int] = {}
         """Parts of streams since the start by the backend's name, with the first ones, which are not timed."""
         self._on_stall = options.on_stall
-        self._on_work = options.on_work
-        self._silences = None if checks is None else Silences(checks, lambda: self._busy)
+        self._on_backend_output = options.on_backend_output
+        self._silences = None if checks is None else SilenceMonitor(checks, lambda: self._busy)
         self._silence_seconds = silence_seconds
         self._sweep_seconds = options.sweep_seconds or _sweep_seconds(timeouts, options.stall_seconds, silence_seconds)
-        self._tls = options.tls
+        self._tls = options.engine_tls
         self._clock = options.clock
         self._uses_pump = options.uses_pump
         self._dialer = Dialer(options.clock, options.is_news)
@@ -106,9 +110,9 @@ class Upstream:
         self._preconnecting: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
         """The event loop, set by `__aenter__`."""
-        self._pump: Pump | None = None
+        self._pump: NativePump | None = None
         """Forwards tokens in C; None if the module is not built."""
-        self._gathering: Gathering
+        self._gathering: TokenGathering
         """Reads streams in rounds under load, set by `__aenter__`."""
         self._swept_at = options.clock()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -116,10 +120,10 @@ class Upstream:
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._swept_at = self._clock()
-        self._plan_sweep()
+        self._schedule_sweep()
         if is_built():
-            self._pump = Pump(self._loop)
-        self._gathering = Gathering(self._loop, self._pump)
+            self._pump = NativePump(self._loop)
+        self._gathering = TokenGathering(self._loop, self._pump)
         return self
 
     async def __aexit__(
@@ -131,23 +135,23 @@ class Upstream:
             task.cancel()
         await asyncio.gather(*self._preconnecting, return_exceptions=True)
         if self._silences is not None:
-            await self._silences.close()
+            await self._silences.cancel_checks()
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
-            connection.abort()
+            connection.abort_connection()
         self._idle.clear()
-        self._gathering.change(0.0)
+        self._gathering.set_round_seconds(0.0)
         if self._pump is not None:
-            self._pump.close()
-        await self._dialer.close()
+            self._pump.close_pump()
+        await self._dialer.cancel_attempts()
 
-    def configure(self, timeouts: Timeouts, stall_seconds: float, silence_seconds: float = 10.0) -> None:
+    def set_limits(self, timeouts: Timeouts, stall_seconds: float, silence_seconds: float = 10.0) -> None:
         """Change the limits for new connections and later checks."""
         self._timeouts = timeouts
-        self._stalls.stall_seconds = stall_seconds
+        self._stall_detector.stall_seconds = stall_seconds
         self._silence_seconds = silence_seconds
         self._sweep_seconds = _sweep_seconds(timeouts, stall_seconds, silence_seconds)
 
-    def gather(self, busy_share: float, times: Streaming) -> float:
+    def set_gathering(self, busy_share: float, times: Streaming) -> float:
         """Decide how long tokens wait, and return it in seconds. Must be called regularly.
 
         Args:
@@ -155,9 +159,9 @@ class Upstream:
             times: The settings.
         """
         gathering = self._gathering
-        before, seconds = gathering.seconds, next_seconds(gathering.seconds, busy_share, times)
+        before, seconds = gathering.round_seconds, next_round_seconds(gathering.round_seconds, busy_share, times)
         if seconds != before:
-            gathering.change(seconds)
+            gathering.set_round_seconds(seconds)
             if not before:
                 for connection in self._busy:
                     connection.begin_gathering()
@@ -168,7 +172,7 @@ class Upstream:
         """The number of requests to engines that are under way."""
         return len(self._busy)
 
-    async def open(
+    async def post_and_await_head(
         self,
         backend: Backend,
         path: str,
@@ -190,30 +194,30 @@ class Upstream:
                 because the engine may have closed it while it was idle. Must be False for a leg that is not
                 repeatable: KV may have been pinned or fetched, so a new attempt with another ID is needed.
         """
-        connection = self.take_idle(backend) or await self.connect(backend)
+        connection = self.take_idle_connection(backend) or await self.open_connection(backend)
         while True:
             arrival: asyncio.Future[None] = connection.loop.create_future()
-            response = Response(connection, partial(_resolve, arrival))
+            response = Response(connection, partial(_resolve_arrival, arrival))
             try:
-                connection.begin(response, path, body, headers, answer_seconds=answer_seconds)
+                connection.begin_exchange(response, path, body, headers, answer_seconds=answer_seconds)
                 await arrival
                 return response
             except BaseException as error:
-                self.give_back(connection)
+                self.return_connection(connection)
                 if (
                     not isinstance(error, UpstreamError) or not error.is_stale_connection
                 ):  # a new connection is never stale
                     raise
-                self.distrust(backend)
+                self.stop_reuse_briefly(backend)
                 if not resend_if_stale:
                     raise
                 stale = error
             try:
-                connection = await self.connect(backend)
+                connection = await self.open_connection(backend)
             except UpstreamError:
                 raise stale from None  # not CONNECT: the engine may have received the request, and crashed on it
 
-    async def fetch(
+    async def post_and_read_body(
         self,
         backend: Backend,
         path: str,
@@ -223,35 +227,43 @@ class Upstream:
         answer_seconds: float,
         resend_if_stale: bool = False,
     ) -> tuple[Response, bytes]:
-        """POST a JSON body and return the answer with its whole body. See `open`. Raises UpstreamError."""
-        with await self.open(
+        """POST a JSON body and return the answer with its whole body.
+
+        See `post_and_await_head`. Raises UpstreamError.
+        """
+        with await self.post_and_await_head(
             backend, path, body, headers, answer_seconds=answer_seconds, resend_if_stale=resend_if_stale
         ) as response:
-            return response, await response.read()
+            return response, await response.read_body()
 
-    # For callers that begin an Exchange. Their connection counts as busy until they return it with `give_back`.
+    # For callers that begin an Exchange. Their connection counts as busy until they return it with `return_connection`.
 
-    async def connect(self, backend: Backend) -> EngineConnection:
-        """Open a connection, which the caller must return with `give_back`. Raises UpstreamError."""
-        names, host, seconds = self._names, backend.host, self._timeouts.connect_seconds
+    async def open_connection(self, backend: Backend) -> EngineConnection:
+        """Open a connection, which the caller must return with `return_connection`. Raises UpstreamError."""
+        names, host, seconds = self._host_names, backend.host, self._timeouts.connect_seconds
         try:
             async with asyncio.timeout(seconds):
-                addresses = (host,) if names is None else names.known_addresses(host) or await names.find(host)
+                addresses = (
+                    (host,) if names is None else names.known_addresses(host) or await names.find_addresses(host)
+                )
                 if len(addresses) == 1:
                     connection = await self._connect_to(backend, addresses[0])
                 else:
                     connect = partial(self._connect_to, backend)
-                    connection = await self._dialer.dial(host, backend.port, addresses, connect, seconds)
+                    connection = await self._dialer.connect_to_first(host, backend.port, addresses, connect, seconds)
                 self._busy.add(connection)
                 return connection
         except OSError as error:  # TimeoutError is one
-            problem = connect_problem(error)
+            problem = describe_connect_error(error)
         except ValueError:  # an invalid host name
             problem = "not a host name"
-        raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
+        raise make_upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
 
-    def take_idle(self, backend: Backend) -> EngineConnection | None:
-        """Take an idle connection, which the caller must return with `give_back`. Return None without a usable one."""
+    def take_idle_connection(self, backend: Backend) -> EngineConnection | None:
+        """Take an idle connection, which the caller must return with `return_connection`.
+
+        Return None without a usable one.
+        """
         idle = self._idle.get(backend.key)
         if not idle:
             return None
@@ -268,28 +280,28 @@ class Upstream:
                 and not (is_distrusted and connection.is_reused)
                 and (
                     connection.address is None
-                    or self._names is None
-                    or not self._names.is_former_address(backend.host, connection.address)
+                    or self._host_names is None
+                    or not self._host_names.is_former_address(backend.host, connection.address)
                 )
             ):
                 connection.backend = backend  # it may have been added again, with other rights
                 self._busy.add(connection)
                 return connection
-            connection.abort()
+            connection.abort_connection()
         return None
 
-    def give_back(self, connection: EngineConnection) -> None:
+    def return_connection(self, connection: EngineConnection) -> None:
         """Take back a connection. An exchange that has not ended is given up, without further calls to it."""
         self._busy.discard(connection)
-        if not connection.complete or connection.closed or connection.is_paused:
-            connection.release()
-            if connection.closed:
+        if not connection.is_exchange_complete or connection.is_closed or connection.is_reading_paused:
+            connection.release_exchange()
+            if connection.is_closed:
                 return
         connection.is_reused = True
         connection.usable_until = self._clock() + _KEEP_ALIVE_SECONDS
         self._idle.setdefault(connection.backend.key, []).append(connection)
 
-    def preconnect(self, backend: Backend) -> None:
+    def open_in_advance(self, backend: Backend) -> None:
         """Open a connection in advance, unless one is idle. If this fails, the next exchange handles the failure."""
         idle = self._idle.get(backend.key)
         if not idle or idle[-1].usable_until <= self._clock():
@@ -297,13 +309,13 @@ class Upstream:
             self._preconnecting.add(task)
             task.add_done_callback(self._preconnecting.discard)
 
-    def distrust(self, backend: Backend) -> None:
+    def stop_reuse_briefly(self, backend: Backend) -> None:
         """Stop reusing connections of the role briefly, because one was stale (UpstreamError.is_stale_connection)."""
         self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
 
     async def _preconnect(self, backend: Backend) -> None:
         with suppress(UpstreamError):
-            connection = await self.connect(backend)
+            connection = await self.open_connection(backend)
             self._busy.discard(connection)
             connection.usable_until = self._clock() + _UNUSED_SECONDS
             self._idle.setdefault(connection.backend.key, []).append(connection)
@@ -315,9 +327,9 @@ class Upstream:
         else:
             connection = (await self._loop.create_connection(make, address, backend.port))[1]
         connection.mask_key = self._mask_key
-        connection.gathering = self._gathering
+        connection.token_gathering = self._gathering
         if self._pump is not None and self._uses_pump():
-            connection.use_pump(self._pump)
+            connection.set_pump(self._pump)
         return connection
 
     async def _connect_by_tls(
@@ -336,35 +348,39 @@ class Upstream:
         return made[1]
 
     def _new_connection(self, backend: Backend, address: str | None) -> EngineConnection:
-        return EngineConnection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)
+        return EngineConnection(
+            backend, self._loop, self.return_connection, self._request_heads.render_head, self._clock, address
+        )
 
-    def in_exchange(self, backend: Backend) -> int:
+    def count_exchanges(self, backend: Backend) -> int:
         """Return the number of exchanges with a backend that are under way."""
-        return sum(connection.backend == backend and not connection.closed for connection in self._busy)
+        return sum(connection.backend == backend and not connection.is_closed for connection in self._busy)
 
-    def evacuate(self, backend: Backend, at_most: int, *, spares_inexact: bool = False) -> None:
-        """Fail at most `at_most` exchanges of a backend with REMOVED, so that they continue on other backends.
+    def fail_exchanges(self, backend: Backend, max_exchanges: int, *, spares_inexact: bool = False) -> None:
+        """Fail at most `max_exchanges` exchanges of a backend with REMOVED, so that they continue on other backends.
 
         `spares_inexact`: whether exchanges stay that no other backend could continue exactly.
         """
         under_way = [
             connection
             for connection in self._busy
-            if connection.backend == backend and not connection.closed and (not spares_inexact or connection.can_move())
+            if connection.backend == backend
+            and not connection.is_closed
+            and (not spares_inexact or connection.can_move())
         ]
-        for connection in under_way[: max(0, at_most)]:
-            connection.abort(upstream_error(Failure.REMOVED, backend, "was removed"))
+        for connection in under_way[: max(0, max_exchanges)]:
+            connection.abort_connection(make_upstream_error(Failure.REMOVED, backend, "was removed"))
 
     # One timer checks all exchanges, because a timer per token would cost as much as the token.
 
-    def _plan_sweep(self) -> None:
-        self._sweeper = asyncio.get_running_loop().call_later(self._sweep_seconds, self._sweep_again)
+    def _schedule_sweep(self) -> None:
+        self._sweeper = asyncio.get_running_loop().call_later(self._sweep_seconds, self._sweep_and_schedule)
 
-    def _sweep_again(self) -> None:
-        self._plan_sweep()
-        self.sweep()
+    def _sweep_and_schedule(self) -> None:
+        self._schedule_sweep()
+        self.check_connections()
 
-    def sweep(self) -> None:
+    def check_connections(self) -> None:
         """Check all connections: fail silent exchanges, and close connections that were idle too long."""
         now = self._clock()
         late_seconds = now - self._swept_at - self._sweep_seconds
@@ -384,37 +400,37 @@ class Upstream:
                 moved = moves.get(backend.key)
                 if moved is None:
                     moved = moves[backend.key] = StreamProgress(backend)
-                moved.parts += parts
+                moved.answer_parts += parts
                 if parts and connection.moved_seconds:
                     moved.timed_parts += parts
                     moved.timed_seconds += connection.moved_seconds
         for moved in moves.values():
             name = moved.backend.name
-            self.streamed[name] = self.streamed.get(name, 0) + moved.parts
+            self.streamed_parts_by_name[name] = self.streamed_parts_by_name.get(name, 0) + moved.answer_parts
             if moved.timed_parts:
-                total_parts, total_seconds = self.paces.get(name, (0, 0.0))
-                self.paces[name] = (
+                total_parts, total_seconds = self.paces_by_name.get(name, (0, 0.0))
+                self.paces_by_name[name] = (
                     total_parts + moved.timed_parts,
                     total_seconds + moved.timed_seconds,
                 )
-        moving = {moved.backend: moved.parts > 0 for moved in moves.values()}
+        moving = {moved.backend: moved.answer_parts > 0 for moved in moves.values()}
         for backend, is_moving in moving.items():
             if is_moving:
-                self._on_work(backend)
-        for backend in self._stalls.observe(now, moving, lost_seconds=lost_seconds):
+                self._on_backend_output(backend)
+        for backend in self._stall_detector.find_stalled_backends(now, moving, lost_seconds=lost_seconds):
             if self._on_stall is not None and self._on_stall(backend):
                 self._end_streams(backend)
         if self._silences is not None and self._silence_seconds and not lost_seconds:
             self._silences.check_silences(now, self._sweep_seconds, self._silence_seconds, moves.values(), silent)
-        self._close_idle(now)
+        self._close_idle_connections(now)
 
     def keep_paces(self, names: Collection[str]) -> None:
         """Drop the paces of all backends but these, because the others were removed."""
-        for counts in (self.paces, self.streamed):
+        for counts in (self.paces_by_name, self.streamed_parts_by_name):
             for name in [name for name in counts if name not in names]:
                 del counts[name]
 
-    def quiet_seconds(self) -> dict[Backend, tuple[bool, list[float]]]:
+    def quiet_seconds_by_backend(self) -> dict[Backend, tuple[bool, list[float]]]:
         """Return for each backend the time in which nothing of each running exchange had arrived at the last sweep.
 
         The flag shows whether any answer has begun. Then the list contains only answers that have begun.
@@ -435,22 +451,24 @@ class Upstream:
     def _end_streams(self, backend: Backend) -> None:
         for connection in list(self._busy):
             if connection.backend == backend and connection.is_stream:
-                connection.abort(upstream_error(Failure.STALLED, backend, "sends nothing while others do"))
+                connection.abort_connection(
+                    make_upstream_error(Failure.STALLED, backend, "sends nothing while others do")
+                )
 
-    def _close_idle(self, now: float) -> None:
+    def _close_idle_connections(self, now: float) -> None:
         for key, idle in list(self._idle.items()):
             kept = [c for c in idle if c.is_reusable and now < c.usable_until]
             for connection in set(idle).difference(kept):
-                connection.abort()
+                connection.abort_connection()
             if kept:
                 self._idle[key] = kept
             else:
                 del self._idle[key]
 
 
-def _resolve(arrival: asyncio.Future[None], error: UpstreamError | None) -> None:
-    if not arrival.done():
-        arrival.set_result(None) if error is None else arrival.set_exception(error)
+def _resolve_arrival(head_arrival: asyncio.Future[None], error: UpstreamError | None) -> None:
+    if not head_arrival.done():
+        head_arrival.set_result(None) if error is None else head_arrival.set_exception(error)
 
 
 def _sweep_seconds(timeouts: Timeouts, stall_seconds: float, silence_seconds: float) -> float:
@@ -475,16 +493,16 @@ class RequestHeads:
 
     def __init__(self, keys: EngineKeys) -> None:
         """Store the credentials for engines."""
-        self._keys = keys
-        self._beginnings: dict[tuple[str, str, str | None], str] = {}
+        self._engine_keys = keys
+        self._rendered_beginnings: dict[tuple[str, str, str | None], str] = {}
         """The constant beginnings of heads, by everything on which they depend, so that they never need an update."""
 
-    def render(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
-        """Return the head of a POST with a JSON body. `headers`: see Upstream.open."""
-        key = self._keys.authorization  # as EngineKeys.headers does
+    def render_head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
+        """Return the head of a POST with a JSON body. `headers`: see Upstream.post_and_await_head."""
+        key = self._engine_keys.authorization  # as EngineKeys.credential_headers does
         sent = (key if backend.is_trusted else "") if key else None
         of = backend.name, path, sent
-        head = f"{self._beginnings.get(of) or self._begin(*of)}Content-Length: {body_bytes}\r\n"
+        head = f"{self._rendered_beginnings.get(of) or self._render_beginning(*of)}Content-Length: {body_bytes}\r\n"
         for name, value in headers.items():
             if name != "authorization":
                 head += f"{name}: {value}\r\n"
@@ -492,14 +510,14 @@ class RequestHeads:
                 head += f"Authorization: {value}\r\n"
         return (head + "\r\n").encode("utf-8", "surrogateescape")  # as aiohttp decoded the headers of the client
 
-    def _begin(self, host: str, path: str, authorization: str | None) -> str:
+    def _render_beginning(self, host: str, path: str, authorization: str | None) -> str:
         """Render the beginning of a head. `authorization` None: the client's is sent; empty: none is sent."""
-        if len(self._beginnings) >= _MAX_KNOWN:
-            self._beginnings.clear()
+        if len(self._rendered_beginnings) >= _MAX_KNOWN:
+            self._rendered_beginnings.clear()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nAccept-Encoding: identity\r\n"
         )
         if authorization:
             head += f"Authorization: {authorization}\r\n"
-        self._beginnings[host, path, authorization] = head
+        self._rendered_beginnings[host, path, authorization] = head
         return head

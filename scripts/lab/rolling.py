@@ -22,7 +22,7 @@ from lab.common.load import DONE, Answer, Connections, Histogram, Load, ask, pos
 from lab.common.output import aligned
 from lab.common.processes import allow_many_files, unwind_on_signals
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.roll import Gateways, Limits, RestartWalk, RollProgress
+from proxy.tools.roll import GatewayGroup, RestartWalk, RollLimits, RollProgress
 
 _STEP_MS: Final = 100.0
 _TAKEN_OVER: Final = r"takeover: complete: process (\d+)"
@@ -156,9 +156,9 @@ async def _roll(options: argparse.Namespace, evacuate_after_seconds: float | Non
         async with _clients(options, gateway.port) as records:
             began = time.monotonic()
             for role in ("prefill", "decode"):
-                limits = Limits(evacuate_after_seconds=evacuate_after_seconds, settle_seconds=1.0)
+                limits = RollLimits(evacuate_after_seconds=evacuate_after_seconds, settle_seconds=1.0)
                 walk = RestartWalk(
-                    Gateways([gateway.url], role, None), RollProgress(None, role, ""), limits, restart, _print
+                    GatewayGroup([gateway.url], role, None), RollProgress(None, role, ""), limits, restart, _print
                 )
                 await asyncio.to_thread(_walk, walk)
             seconds = time.monotonic() - began

@@ -28,15 +28,15 @@ from proxy.common.backend import Backend, Load, Role
 from proxy.connectors.base import Connector
 from proxy.connectors.legs import Attempt
 from proxy.dialects.call import Call
-from proxy.fleet.discovery.joining import Joiner
-from proxy.fleet.discovery.prober import Prober, ProberParts
+from proxy.fleet.discovery.joining import InstanceJoiner
+from proxy.fleet.discovery.prober import HealthProber, ProberParts
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.gateway.detokenizer import Detokenizer
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.suspects import Suspects
 from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
-from proxy.observe.metrics import Metrics, exposition
+from proxy.observe.metrics import Metrics, render_exposition
 from proxy.observe.timeline import Timeline
 from proxy.settings import ClientKey, HealthChecks, Joining, Settings
 from proxy.settings.live import LiveSettings
@@ -54,7 +54,7 @@ def team_key() -> ApiKeys:
     """Return client keys with the key `client` of `team`."""
     api_keys = ApiKeys(KeyUsage())
     digest = hashlib.sha256(b"client").hexdigest()
-    api_keys.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
+    api_keys.replace_keys([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
     return api_keys
 
 
@@ -113,9 +113,9 @@ class Gateway:
         self.scoreboard = Scoreboard(slots=8)
         self.roster = Roster([], [], self.scoreboard)
         self.health = Health(lambda: HealthChecks(fall=1, rise=1, slow_start_seconds=0))
-        self.health_board = HealthBoard(workers=3, slots=8)
+        self.health_board = HealthBoard(worker_count=3, slot_count=8)
         self.incompatibilities = Incompatibilities(slots=8)
-        row = self.scoreboard.row(0)
+        row = self.scoreboard.load_row(0)
         self.metrics = Metrics()
         self.pools = {
             role: make_pool(
@@ -123,16 +123,16 @@ class Gateway:
                 self.roster,
                 self.scoreboard,
                 policy="round_robin",
-                row=row,
+                load_row=row,
                 health=self.health,
-                on_end=self._count,
+                on_backend_gone=self._count,
             )
             for role in (Role.PREFILL, Role.DECODE)
         }
         self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, self.incompatibilities)
         self.engine_client: EngineClient
-        self.prober: Prober
-        self.joiner: Joiner
+        self.prober: HealthProber
+        self.joiner: InstanceJoiner
 
     def _count(self, backend: Backend, result: str) -> None:
         self.metrics.instance_requests_total.labels(backend.role, backend.name, result).inc()
@@ -146,20 +146,20 @@ class Gateway:
             pools=self.pools,
             roster=self.roster,
             health=self.health,
-            client=self.engine_client,
+            engine_client=self.engine_client,
             fresh_client=self.engine_client,
-            engine_headers=self.keys().headers,
-            restarts=self.metrics.background_restarts_total,
+            engine_headers=self.keys().credential_headers,
+            restart_counter=self.metrics.background_restarts_total,
         )
-        self.prober = await self._stack.enter_async_context(Prober(parts, lambda: checks))
+        self.prober = await self._stack.enter_async_context(HealthProber(parts, lambda: checks))
         self.joiner = await self._stack.enter_async_context(
-            Joiner(
+            InstanceJoiner(
                 self.pools,
                 self.roster,
                 lambda: joining,
                 self.engine_client,
-                self.keys().headers,
-                self.prober.note_joined,
+                self.keys().credential_headers,
+                self.prober.on_backend_joined,
             )
         )
         await asyncio.sleep(0)  # its first round, without instances
@@ -183,8 +183,8 @@ class Gateway:
         return engine
 
     def add(self, role: Role, host: str, port: int, *, healthy: bool = True, **details: Any) -> None:
-        self.roster.add(Backend(role, host, port, **details))
-        (backend,) = (b for b in self.pools[role].backends() if (b.host, b.port) == (host, port))
+        self.roster.add_for_administrator(Backend(role, host, port, **details))
+        (backend,) = (b for b in self.pools[role].all_backends() if (b.host, b.port) == (host, port))
         self.health.on_probe(
             backend, healthy, "passed its health check" if healthy else "cannot connect (connection refused)"
         )
@@ -196,14 +196,14 @@ class Gateway:
             raise AssertionError("there is one lane")
 
         pools = Pools(prefill=self.pools[Role.PREFILL], decode=self.pools[Role.DECODE])
-        suspects = Suspects(SuspectMemory(), pools, tuple(roles), self.prober.is_gone, self.metrics)
+        suspects = Suspects(SuspectMemory(), pools, tuple(roles), self.prober.is_backend_gone, self.metrics)
         connector, detokenizer = NoConnector(roles), Detokenizer(pools, Upstream(settings.timeouts, self.keys()))
         parts = ServiceParts(
             connector=connector,
             pools=pools,
             detokenizer=detokenizer,
             suspects=suspects,
-            is_gone=self.prober.is_gone,
+            is_engine_gone=self.prober.is_backend_gone,
             metrics=self.metrics,
         )
         flow = RequestService(parts, LiveSettings(settings))
@@ -213,36 +213,39 @@ class Gateway:
     def keys(self, key: str | None = None, trusted: Sequence[tuple[str, int]] = ()) -> EngineKeys:
         """Keys for these backends, which from now on stand in the roster as trusted."""
         for role, pool in self.pools.items():
-            for backend in pool.backends():
+            for backend in pool.all_backends():
                 if (backend.host, backend.port) in trusted:
-                    self.roster.remove(role, backend.host, backend.port)
-                    self.roster.finalize()
+                    self.roster.remove_backend(role, backend.host, backend.port)
+                    self.roster.drop_drained_backends()
                     self.add(role, backend.host, backend.port, is_trusted=True)
         return EngineKeys(key)
 
     def questions(self, keys: EngineKeys | None = None, callers: ApiKeys | None = None) -> QuestionParts:
         """Return the parts of routes that query engines. `callers`: the client keys; None: there are none."""
         return QuestionParts(
-            client=self.engine_client,
+            engine_client=self.engine_client,
             engine_keys=keys or self.keys(),
-            client_keys=KeyAuth(callers or ApiKeys(KeyUsage())),
+            key_auth=KeyAuth(callers or ApiKeys(KeyUsage())),
             metrics=self.metrics,
         )
 
     async def serve(self, routes: Sequence[web.RouteDef], **options: Any) -> TestClient[web.Request, web.Application]:
         """Return a client of a gateway with these routes. `options`: see web.Application."""
         app = web.Application(**options)
-        replies.install(app, self.metrics)
+        replies.install_replies(app, self.metrics)
         app.add_routes(routes)
         server = TestServer(app, host=HOST)
         return await self._stack.enter_async_context(TestClient(server))
 
     def books(self) -> set[tuple[int, Load]]:
         """Return the loads of all slots, which are {(0, Load())} if there is none."""
-        return {(self.scoreboard.requests(slot), self.scoreboard.load(slot)) for slot in range(self.scoreboard.slots)}
+        return {
+            (self.scoreboard.open_leases(slot), self.scoreboard.load_of(slot))
+            for slot in range(self.scoreboard.slot_count)
+        }
 
     def metric_lines(self) -> list[str]:
-        return exposition(self.metrics.collect(), "")[0].decode().splitlines()
+        return render_exposition(self.metrics.collect(), "")[0].decode().splitlines()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from proxy.api.admin import AdminApi, Reload
+from proxy.api.admin import AdminApi, ReloadFunction
 from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
 from proxy.api.credentials import Administrators
 from proxy.api.instances import InstanceParts, InstancesApi
@@ -22,7 +22,7 @@ from proxy.common.backend import Role
 from proxy.listener.drain import DrainManager
 from proxy.settings import Admin, Settings
 from proxy.settings.load import ConfigChange
-from proxy.upstream.names import AddressRules, Names
+from proxy.upstream.names import AddressRules, HostNames
 from tests.api.conftest import Gateway
 
 Client = TestClient[web.Request, web.Application]
@@ -45,8 +45,8 @@ async def client_of(
     roles: Collection[Role] = (Role.PREFILL, Role.DECODE),
     is_draining: bool = False,
     keys: EngineKeys | None = None,
-    names: Names | None = None,
-    reload: Reload = nothing_to_reload,
+    names: HostNames | None = None,
+    reload: ReloadFunction = nothing_to_reload,
     cache_path: str = RESET_PREFIX_CACHE,
     settings: Settings = NO_INSTANCES,
 ) -> Client:
@@ -60,7 +60,7 @@ async def client_of(
         trusts_local=lambda: trusts_local,
         trusted_proxies=lambda: trusted_proxies,
     )
-    names = names or Names(RULES, (), gateway.metrics)
+    names = names or HostNames(RULES, (), gateway.metrics)
     parts = InstanceParts(
         pools=pools,
         roster=gateway.roster,
@@ -69,11 +69,11 @@ async def client_of(
         health_board=gateway.health_board,
         incompatibilities=gateway.incompatibilities,
         joiner=gateway.joiner,
-        models=ServedModels(gateway.roster, gateway.health, tuple(pools)),
+        served_models=ServedModels(gateway.roster, gateway.health, tuple(pools)),
         pool_of=lambda backend: pools[backend.role],
-        handoffs=HandoffTimes(),
+        handoff_times=HandoffTimes(),
     )
-    drop_drained = gateway.prober.drop_drained
+    drop_drained = gateway.prober.remove_drained_backends
     instances = InstancesApi(parts, SourceStates(), drop_drained, names, administrators, lambda: settings)
     apis = (
         ProbeApi(gateway.lanes(settings, roles), drain),

@@ -31,7 +31,7 @@ async def test_livez_does_not_depend_on_engines(gateway: Gateway) -> None:
 async def test_gateway_is_ready_when_each_role_has_a_confirmed_instance(gateway: Gateway, path: str) -> None:
     client = await client_of(gateway)
     await gateway.engine(Role.DECODE)
-    gateway.roster.add(Backend(Role.PREFILL, "10.0.0.1", 1))  # it has not been probed yet
+    gateway.roster.add_for_administrator(Backend(Role.PREFILL, "10.0.0.1", 1))  # it has not been probed yet
     async with client.get(path) as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "no_healthy_prefill"
@@ -62,8 +62,8 @@ async def test_healthcheck_equals_that_of_the_reference_proxy(gateway: Gateway) 
     await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     with (
-        gateway.pools[Role.DECODE].lease(PickRequest.of(Load())),
-        gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())),
+        gateway.pools[Role.DECODE].make_lease(PickRequest.make_for_load(Load())),
+        gateway.pools[Role.PREFILL].make_lease(PickRequest.make_for_load(Load())),
     ):
         async with client.get("/healthcheck") as answer:
             assert await answer.json() == {

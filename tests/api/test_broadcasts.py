@@ -129,11 +129,11 @@ async def test_sleeping_instance_gets_no_requests(
     pool, client = gateway.pools[Role.DECODE], await client_of(gateway)
 
     def able() -> int:
-        return sum(member.may_serve for member in gateway.roster.members(Role.DECODE))
+        return sum(member.may_serve for member in gateway.roster.members_of_role(Role.DECODE))
 
     async with client.post(f"{sleep}?instance={decoders[0].name}") as answer:
         assert (answer.status, able()) == (200, 1)
-    with pool.lease(PickRequest.of(Load(compute_tokens=1))) as lease:
+    with pool.make_lease(PickRequest.make_for_load(Load(compute_tokens=1))) as lease:
         assert lease.backend.name == decoders[1].name
     async with client.post(wake, **some) as answer:
         assert (answer.status, able()) == (200, 1)
@@ -144,12 +144,12 @@ async def test_sleeping_instance_gets_no_requests(
 async def test_busy_instance_is_disabled_before_it_sleeps(gateway: Gateway) -> None:
     decoder = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute_tokens=1))):
+    with gateway.pools[Role.DECODE].make_lease(PickRequest.make_for_load(Load(compute_tokens=1))):
         async with client.post("/sleep?role=decode") as answer:
             urls = [f"http://{decoder.name}"]
             assert (answer.status, await answer.json()) == (500, {"failed": urls, "disabled": urls})
     assert decoder.asked == []
-    assert not any(member.may_serve for member in gateway.roster.members(Role.DECODE))
+    assert not any(member.may_serve for member in gateway.roster.members_of_role(Role.DECODE))
     async with client.post("/sleep?role=decode") as answer:
         assert answer.status == 200
     assert [asked.path for asked in decoder.asked] == ["/sleep"]
@@ -160,12 +160,12 @@ async def test_instance_that_rejects_sleep_serves_as_before(gateway: Gateway, ca
     client = await client_of(gateway)
     for is_disabled in (False, True):
         if is_disabled:  # by an administrator, before
-            gateway.roster.disable(Role.DECODE, HOST, decoder.port, leaves_at=1e9)
+            gateway.roster.disable_backend(Role.DECODE, HOST, decoder.port, leaves_at=1e9)
         async with client.post("/sleep") as answer:
             disabled = [f"http://{decoder.name}"] if is_disabled else []
             assert (answer.status, (await answer.json())["disabled"]) == (500, disabled)
-        (member,) = gateway.roster.members(Role.DECODE)
-        assert (member.is_disabled, member.leaves_at) == ((True, 1e9) if is_disabled else (False, None))
+        (member,) = gateway.roster.members_of_role(Role.DECODE)
+        assert (member.is_disabled, member.must_leave_at) == ((True, 1e9) if is_disabled else (False, None))
     failed = f"broadcast: decode instance {decoder.name} failed on /sleep"
     assert [line for line in caplog.messages if "failed" in line] == [
         f"{failed}: status 404",
@@ -176,13 +176,13 @@ async def test_instance_that_rejects_sleep_serves_as_before(gateway: Gateway, ca
 async def test_busy_instance_that_later_rejects_sleep_stays_disabled(gateway: Gateway) -> None:
     decoder = await gateway.engine(Role.DECODE, _refuse)
     client = await client_of(gateway)
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute_tokens=1))):
+    with gateway.pools[Role.DECODE].make_lease(PickRequest.make_for_load(Load(compute_tokens=1))):
         async with client.post("/sleep") as answer:
             assert answer.status == 500
     async with client.post("/sleep") as answer:
         urls = [f"http://{decoder.name}"]
         assert (answer.status, await answer.json()) == (500, {"failed": urls, "disabled": urls})
-    assert not any(member.may_serve for member in gateway.roster.members(Role.DECODE))
+    assert not any(member.may_serve for member in gateway.roster.members_of_role(Role.DECODE))
 
 
 async def _refuse(request: web.Request) -> web.Response:

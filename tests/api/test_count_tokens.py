@@ -139,7 +139,7 @@ async def test_error_of_a_count_has_anthropics_form(
 ) -> None:
     gateway = await deploy(1, 1, listen={"max_body_bytes": 4096})
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest())
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"me": 0}))
     answer = await ask(gateway, body, path=PATH, **headers)
     assert (answer.status, answer.json["error"]["type"]) == (status, kind)
 
@@ -155,7 +155,7 @@ async def test_count_resolves_aliases(deploy: Deploy) -> None:
 async def test_limits_of_a_key_apply_to_all_queries_of_engines(deploy: Deploy, path: str) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest(), requests_per_minute=2)
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"me": 0}))
     body: Any = {PATH: of(question()), "/tokenize": {"prompt": "Hi"}, "/v1/models": b""}.get(path, {"input": "Hi"})
     method = "GET" if path == "/v1/models" else "POST"
     codes = [(await ask(gateway, body, method, path, X_Api_Key="mine")).status for _ in range(4)]

@@ -26,13 +26,13 @@ async def test_instance_is_disabled_and_enabled(gateway: Gateway, caplog: pytest
     caplog.set_level(logging.INFO)
     one, two = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load())):
+    with gateway.pools[Role.DECODE].make_lease(PickRequest.make_for_load(Load())):
         status, told = await change(client, "disable", type="decode", instances=one.name)
         assert (status, told["message"]) == (200, f"Instances ['{one.name}'] are disabled.")
         disabled = {"membership": "disabled", "weight": 100}
         assert told["changes"] == [{"instance": one.name, "was": ENABLED, "becomes": disabled}]
         assert (told["warnings"], told["not_found"], told["dry_run"]) == ([], [], False)
-        assert [backend.name for backend in gateway.pools[Role.DECODE].eligible()] == [two.name]
+        assert [backend.name for backend in gateway.pools[Role.DECODE].eligible_backends()] == [two.name]
     assert await memberships(client) == [("disabled", 100, None), ("enabled", 100, None)]
     _, told = await change(client, "disable", type="decode", instances=one.name)
     assert told["changes"] == []
@@ -78,7 +78,9 @@ async def test_disabling_the_last_instance_warns(gateway: Gateway) -> None:
 async def test_missing_and_draining_instances_are_reported(gateway: Gateway, what: str) -> None:
     here, drains = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(), avoid=gateway.pools[Role.DECODE].backends()[:1])):
+    with gateway.pools[Role.DECODE].make_lease(
+        PickRequest.make_for_load(Load(), avoided_backends=gateway.pools[Role.DECODE].all_backends()[:1])
+    ):
         await change(client, "remove", type="decode", instances=drains.name)
         names = [here.name, drains.name, "127.0.0.1:1"]
         status, told = await change(client, what, type="decode", instances=names, weight=50)
@@ -101,13 +103,13 @@ async def test_dry_run_reports_the_effect_and_changes_nothing(
 ) -> None:
     engine = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
-    before = gateway.roster.versions[0]
+    before = gateway.roster.version_cells[0]
     status, would = await change(client, f"{what}?dry_run=true", **{"instances": engine.name, **fields})
     assert status == 200
     assert would["dry_run"] is True
     assert would["message"].startswith("Dry run, nothing is changed: ")
     assert [one["becomes"] for one in would["changes"]] == [becomes]
-    assert gateway.roster.versions[0] == before
+    assert gateway.roster.version_cells[0] == before
     assert (would["current_decode_instances"], would["joining_decode_instances"]) == ([engine.name], [])
     _, told = await change(client, what, **{"instances": engine.name, **fields})
     assert (told["changes"], told["warnings"]) == (would["changes"], would["warnings"])

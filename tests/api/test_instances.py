@@ -17,7 +17,7 @@ from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.common.backend import Load, Role
 from proxy.settings import Settings
-from proxy.upstream.names import Names
+from proxy.upstream.names import HostNames
 from tests.api.conftest import Gateway, never
 from tests.api.operating import RULES, Client, change, client_of
 from tests.asking import until
@@ -35,13 +35,13 @@ async def shown(client: Client) -> list[dict[str, Any]]:
 async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> None:
     prefiller = await gateway.engine(Role.PREFILL)
     decoder = await gateway.engine(Role.DECODE)
-    gateway.health.note_facts(gateway.pools[Role.DECODE].backends()[0], EngineFacts((0, 23), 4096, 16))
+    gateway.health.set_engine_facts(gateway.pools[Role.DECODE].all_backends()[0], EngineFacts((0, 23), 4096, 16))
     client = await client_of(gateway)
-    gateway.health_board.set_state(1, gateway.pools[Role.DECODE].backends()[0], HealthState.EJECTED)
-    gateway.incompatibilities.add(
-        gateway.pools[Role.DECODE].backends()[0], IncompatibilityKind.MODEL, "serves another model"
+    gateway.health_board.set_state(1, gateway.pools[Role.DECODE].all_backends()[0], HealthState.EJECTED)
+    gateway.incompatibilities.add_finding(
+        gateway.pools[Role.DECODE].all_backends()[0], IncompatibilityKind.MODEL, "serves another model"
     )
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute_tokens=7, kv_tokens=100))):
+    with gateway.pools[Role.DECODE].make_lease(PickRequest.make_for_load(Load(compute_tokens=7, kv_tokens=100))):
         first, second = await shown(client)
     (misfit,) = second.pop("misfits")
     seconds = (first.pop("since_seconds"), second.pop("since_seconds"), misfit.pop("since_seconds"))
@@ -101,8 +101,8 @@ async def test_learned_limit_of_a_decoder_is_shown(gateway: Gateway) -> None:
     """Operators see in GET /instances and on the status page that requests may wait for this limit."""
     await gateway.engine(Role.DECODE)
     policy = LeastDecodeSeconds()
-    policy.pace.most = 12.0
-    gateway.pools[Role.DECODE].use(policy)
+    policy.decode_pace.saturation_answers = 12.0
+    gateway.pools[Role.DECODE].use_policy(policy)
     (decoder,) = await shown(await client_of(gateway))
     assert decoder["load"]["learned_max_running"] == 12
 
@@ -113,7 +113,7 @@ async def test_instances_are_shown_until_they_are_gone(gateway: Gateway) -> None
     leaving = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     await change(client, "add", type="prefill", instances=f"{absent.name} 8998")
-    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load())):
+    with gateway.pools[Role.DECODE].make_lease(PickRequest.make_for_load(Load())):
         await change(client, "remove", type="decode", instances=leaving.name)
         assert [
             (one["role"], one["address"], one["bootstrap_port"], one["membership"], one["state"], one["reason"])
@@ -123,7 +123,7 @@ async def test_instances_are_shown_until_they_are_gone(gateway: Gateway) -> None
             ("decode", f"{HOST}:1", None, "enabled", "down", "cannot connect (connection refused)"),
             ("decode", leaving.name, None, "draining", "up", "passed its health check"),
         ]
-    gateway.prober.drop_drained()
+    gateway.prober.remove_drained_backends()
     assert [one["address"] for one in await shown(client)] == [absent.name, f"{HOST}:1"]
 
 
@@ -158,7 +158,7 @@ async def test_added_instance_waits_for_its_health_check(gateway: Gateway) -> No
     }
     await arrived.wait()
     go_on.set()
-    while gateway.joiner.joining(Role.DECODE):  # noqa: ASYNC110 - joining ends without an event
+    while gateway.joiner.joining_instances(Role.DECODE):  # noqa: ASYNC110 - joining ends without an event
         await asyncio.sleep(0)
     status, told = await change(client, "add", type="decode", instances=[engine.name])
     assert told["message"] == f"add decode instances: ['{engine.name}']."
@@ -171,7 +171,7 @@ async def test_models_of_an_added_instance_may_be_given(gateway: Gateway, model:
     client = await client_of(gateway)
     status, _ = await change(client, "add", type="decode", instances=f"{engine.name} model={model}")
     assert status == 200
-    await until(lambda: gateway.pools[Role.DECODE].backends(), "the instance to be added")
+    await until(lambda: gateway.pools[Role.DECODE].all_backends(), "the instance to be added")
     assert [one["models"] for one in await shown(client)] == [[model]]
 
 
@@ -181,7 +181,7 @@ async def test_added_instance_may_have_tls(gateway: Gateway) -> None:
     for what in ("add", "disable", "enable"):
         status, told = await change(client, what, type="decode", instances=f"https://{engine.name}")
         assert (status, told["not_found"]) == (200, [])
-    assert [backend.url for backend in gateway.pools[Role.DECODE].backends()] == [f"https://{engine.name}"]
+    assert [backend.url for backend in gateway.pools[Role.DECODE].all_backends()] == [f"https://{engine.name}"]
 
 
 async def test_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) -> None:
@@ -189,8 +189,8 @@ async def test_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) -> No
     client = await client_of(gateway)
     status, _ = await change(client, "add", type="prefill", instances=f"{engine.name} 8998")
     assert status == 200
-    await until(lambda: gateway.pools[Role.PREFILL].backends(), "the instance to be added")
-    (backend,) = gateway.pools[Role.PREFILL].backends()
+    await until(lambda: gateway.pools[Role.PREFILL].all_backends(), "the instance to be added")
+    (backend,) = gateway.pools[Role.PREFILL].all_backends()
     assert (backend.name, backend.bootstrap_port) == (engine.name, 8998)
 
 
@@ -206,13 +206,15 @@ async def test_idle_instance_is_removed_at_once(gateway: Gateway) -> None:
 async def test_busy_instance_is_removed_after_its_last_request(gateway: Gateway) -> None:
     busy = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
-    with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
+    with gateway.pools[Role.PREFILL].make_lease(PickRequest.make_for_load(Load())):
         other = await gateway.engine(Role.PREFILL)
         _, told = await change(client, "remove", type="prefill", instances=busy.name)
         assert told["message"] == f"Instances ['{busy.name}'] are isolated and waiting to be removed."
         assert told["current_prefill_instances"] == [busy.name, other.name]
-        assert [backend.name for backend in gateway.pools[Role.PREFILL].eligible()] == [other.name]
-    with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):  # on the other one, which is nothing to the first
+        assert [backend.name for backend in gateway.pools[Role.PREFILL].eligible_backends()] == [other.name]
+    with gateway.pools[Role.PREFILL].make_lease(
+        PickRequest.make_for_load(Load())
+    ):  # on the other one, which is nothing to the first
         _, told = await change(client, "remove", type="prefill", instances=busy.name)
         assert told["current_prefill_instances"] == [other.name]
 
@@ -238,7 +240,7 @@ async def test_removing_the_last_instance_warns(gateway: Gateway, caplog: pytest
     client = await client_of(gateway)
     _, told = await change(client, "remove", type="prefill", instances=one.name)
     assert told["warnings"] == []
-    with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
+    with gateway.pools[Role.PREFILL].make_lease(PickRequest.make_for_load(Load())):
         _, told = await change(client, "remove", type="prefill", instances=last.name)
     warning = "No prefill instance is left: requests that need one are rejected until one is added."
     assert told["warnings"] == [warning]
@@ -256,7 +258,7 @@ async def test_removing_a_configured_instance_warns(gateway: Gateway) -> None:
 
 
 @pytest.mark.fault(61)
-async def test_localhost_and_its_address_are_one_instance(gateway: Gateway, names: Names) -> None:
+async def test_localhost_and_its_address_are_one_instance(gateway: Gateway, names: HostNames) -> None:
     engine, other = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     client = await client_of(gateway, names=names)
     for host in ("localhost", "LOCALHOST", "[::ffff:127.0.0.1]"):
@@ -335,7 +337,7 @@ async def test_invalid_change_is_rejected(gateway: Gateway, body: object, param:
             assert answer.status == 400
             error = (await answer.json())["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert gateway.joiner.joining(Role.PREFILL) == []
+    assert gateway.joiner.joining_instances(Role.PREFILL) == []
 
 
 async def test_invalid_json_is_rejected(gateway: Gateway) -> None:
@@ -364,7 +366,7 @@ async def test_added_instance_may_be_given_the_engine_key(gateway: Gateway) -> N
     client = await client_of(gateway, keys=gateway.keys("s3cret"))
     status, _ = await change(client, "add", type="decode", instances=engine.name, send_key=True)
     assert status == 200
-    assert [backend.is_trusted for backend in gateway.joiner.joining(Role.DECODE)] == [True]
+    assert [backend.is_trusted for backend in gateway.joiner.joining_instances(Role.DECODE)] == [True]
     status, told = await change(client, "add", type="decode", instances=engine.name, send_key="yes")
     assert (status, told["error"]["param"]) == (400, "send_key")
 
@@ -381,7 +383,7 @@ async def test_adding_an_instance_again_updates_its_details(gateway: Gateway) ->
         assert told["message"].endswith(f"['{engine.name}'] exist already; their details are updated.")
     _, told = await change(client, "add", type="prefill", instances=engine.name)  # what is not said stays
     assert (told["changes"], told["message"]) == ([], f"add prefill instances: ['{engine.name}'].")
-    (backend,) = gateway.pools[Role.PREFILL].backends()
+    (backend,) = gateway.pools[Role.PREFILL].all_backends()
     assert (backend.bootstrap_port, backend.models, backend.is_trusted) == (8998, ("x",), True)
 
 
@@ -395,11 +397,11 @@ async def test_other_details_of_a_joining_instance_are_ignored_with_a_warning(ga
     ):
         _, told = await change(client, "add", type="decode", instances=engine.name, send_key=send_key)
         assert told["warnings"] == warnings
-    assert [backend.is_trusted for backend in gateway.joiner.joining(Role.DECODE)] == [False]
+    assert [backend.is_trusted for backend in gateway.joiner.joining_instances(Role.DECODE)] == [False]
 
 
 @pytest.fixture
-async def names(gateway: Gateway) -> AsyncIterator[Names]:
+async def names(gateway: Gateway) -> AsyncIterator[HostNames]:
     """Run a name server with a few names."""
     known: dict[str, tuple[str, ...]] = {
         "inside": ("10.0.0.7",),
@@ -413,7 +415,7 @@ async def names(gateway: Gateway) -> AsyncIterator[Names]:
             raise OSError(errno.ENOENT, "")
         return known[host]
 
-    async with Names(RULES, (), gateway.metrics, look_up=look_up) as names:
+    async with HostNames(RULES, (), gateway.metrics, look_up=look_up) as names:
         yield names
 
 
@@ -427,17 +429,17 @@ async def names(gateway: Gateway) -> AsyncIterator[Names]:
         *("metadata", "world", "nowhere"),
     ],
 )
-async def test_instance_outside_the_allowed_networks_is_rejected(gateway: Gateway, names: Names, host: str) -> None:
+async def test_instance_outside_the_allowed_networks_is_rejected(gateway: Gateway, names: HostNames, host: str) -> None:
     client = await client_of(gateway, names=names)
     status, told = await change(client, "add", type="decode", instances=[f"{HOST}:1", f"{host}:80"])
     assert (status, told["error"]["code"], told["error"]["param"]) == (400, "address_not_allowed", "instances")
     assert "169.254" not in told["error"]["message"].replace(host, "")
     assert "93.184" not in told["error"]["message"].replace(host, "")
-    assert gateway.joiner.joining(Role.DECODE) == []
+    assert gateway.joiner.joining_instances(Role.DECODE) == []
 
 
 @pytest.mark.parametrize("host", ["inside", "10.1.2.3", "[fd00::1]", "100.64.0.1"])
-async def test_instance_in_an_allowed_network_is_added(gateway: Gateway, names: Names, host: str) -> None:
+async def test_instance_in_an_allowed_network_is_added(gateway: Gateway, names: HostNames, host: str) -> None:
     client = await client_of(gateway, names=names)
     status, told = await change(client, "add", type="decode", instances=f"{host}:80")
     assert (status, told["joining_decode_instances"]) == (200, [f"{host}:80"])

@@ -52,17 +52,17 @@ class Gateway:
             ClientKey(name=name, key_sha256=hashlib.sha256(f"sk-{name}".encode()).hexdigest(), **numbers)
             for name, numbers in limits.items()
         ]
-        self.callers.configure(keys, assign_slots(limits, {}))
+        self.callers.replace_keys(keys, assign_slots(limits, {}))
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         try:
-            caller = self.keys.identify(request)
-            with self.keys.enter(caller):
+            caller = self.keys.find_client_key(request)
+            with self.keys.count_in_flight(caller):
                 await request.read()
                 self.served.append(request[API_KEY])
                 self.arrived.set()
                 await self.go_on.wait()
-                self.credentials.append(self.keys.credential(request))
+                self.credentials.append(self.keys.credential_for_engines(request))
                 return web.json_response(ANSWER)
         finally:
             self.ended.append(request.get(API_KEY))
@@ -70,7 +70,7 @@ class Gateway:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         app = web.Application()
-        replies.install(app, Metrics())
+        replies.install_replies(app, Metrics())
         app.router.add_post(PATH, self.serve)
         async with TestServer(app, host=HOST) as server:
             assert server.port is not None
@@ -92,7 +92,7 @@ async def gateway(clock: Clock) -> AsyncIterator[Gateway]:
     gateway = Gateway(clock)
     async with gateway.listening():
         yield gateway
-    assert gateway.usage.in_flight(0) == 0
+    assert gateway.usage.count_in_flight(0) == 0
 
 
 async def test_engines_get_the_clients_credential_when_there_are_no_keys(gateway: Gateway) -> None:
@@ -119,16 +119,16 @@ async def test_key_is_not_passed_on_when_keys_are_removed_during_the_request(gat
 
 async def test_no_credential_of_an_unidentified_request_is_passed_on(gateway: Gateway) -> None:
     request = make_mocked_request("POST", PATH, {"Authorization": "Bearer sk-a"})
-    assert gateway.keys.credential(request) is None
-    gateway.keys.identify(request)
-    assert gateway.keys.credential(request) == "Bearer sk-a"
+    assert gateway.keys.credential_for_engines(request) is None
+    gateway.keys.find_client_key(request)
+    assert gateway.keys.credential_for_engines(request) == "Bearer sk-a"
 
 
 def test_x_api_key_is_passed_on_as_a_bearer_token(clock: Clock) -> None:
     gateway = Gateway(clock)
     request = make_mocked_request("POST", "/v1/messages", headers={"X-Api-Key": "sk-a"})
-    gateway.keys.identify(request)
-    assert gateway.keys.credential(request) == "Bearer sk-a"
+    gateway.keys.find_client_key(request)
+    assert gateway.keys.credential_for_engines(request) == "Bearer sk-a"
 
 
 async def test_sdk_raises_authentication_error_for_a_wrong_key(gateway: Gateway) -> None:

@@ -38,7 +38,7 @@ def saying(status: int, body: bytes = b"") -> Answer:
 async def client_of(gateway: Gateway, key: str | None = None, *ports: int, callers: ApiKeys | None = None) -> Client:
     keys = gateway.keys(key, [("127.0.0.1", port) for port in ports])
     pools = tuple(gateway.pools.values())
-    api = ModelsApi(gateway.questions(keys, callers), pools, gateway.lanes().models, Settings)
+    api = ModelsApi(gateway.questions(keys, callers), pools, gateway.lanes().served_models, Settings)
     return await gateway.serve(api.routes())
 
 

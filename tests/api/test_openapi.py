@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from proxy.api.openapi import OPERATIONS, description
+from proxy.api.openapi import OPERATIONS, make_openapi_document
 from proxy.wire.openai import Api
 from tests.asking import read, request
 from tests.conftest import Deploy
@@ -70,11 +70,11 @@ async def test_described_requests_are_accepted(deploy: Deploy) -> None:
 
 
 def test_operation_ids_are_unique() -> None:
-    paths = description([("POST", path) for path in OPERATIONS])["paths"]
+    paths = make_openapi_document([("POST", path) for path in OPERATIONS])["paths"]
     assert len({methods["post"]["operationId"] for methods in paths.values()}) == len(OPERATIONS)
 
 
 def test_route_without_a_description_is_named_by_its_path() -> None:
-    found = description([("GET", "/new/{name}")])
+    found = make_openapi_document([("GET", "/new/{name}")])
     OpenAPIV31SpecValidator(found).validate()
     assert found["paths"]["/new/{name}"]["get"]["summary"] == "GET /new/{name}"

@@ -205,8 +205,8 @@ async def test_no_connection_to_any_engine_is_a_503(gateway: Gateway) -> None:
         assert answer.status == 503
         assert answer.headers["Retry-After"] == "1"
         assert (await answer.json())["error"]["code"] == "no_healthy_decode"
-    (backend,) = gateway.pools[Role.DECODE].backends()
-    assert gateway.health.of(backend).consecutive_failures == 1
+    (backend,) = gateway.pools[Role.DECODE].all_backends()
+    assert gateway.health.health_of(backend).consecutive_failures == 1
 
 
 def saying(status: int, body: bytes = ODD_BODY) -> Answer:
@@ -380,8 +380,8 @@ async def test_client_that_disconnects_frees_the_engine(gateway: Gateway) -> Non
     lines = gateway.metric_lines()
     assert 'pdproxy_requests_total{api="tokenizer",code="499"} 1.0' in lines
     assert any('result="abandoned"' in line and line.endswith(" 1.0") for line in lines)
-    (backend,) = gateway.pools[Role.PREFILL].backends()
-    assert gateway.health.of(backend).consecutive_failures == 0
+    (backend,) = gateway.pools[Role.PREFILL].all_backends()
+    assert gateway.health.health_of(backend).consecutive_failures == 0
 
 
 async def test_client_that_does_not_read_is_disconnected(gateway: Gateway) -> None:
@@ -499,7 +499,7 @@ async def test_changed_settings_apply_to_new_requests(gateway: Gateway) -> None:
     settings = Settings()
     keys = KeyAuth(ApiKeys(KeyUsage()))
     parts = QuestionParts(
-        client=gateway.engine_client, engine_keys=gateway.keys(), client_keys=keys, metrics=gateway.metrics
+        engine_client=gateway.engine_client, engine_keys=gateway.keys(), key_auth=keys, metrics=gateway.metrics
     )
     live = LiveSettings(settings)
     api = PassthroughApi(parts, gateway.lanes(settings), DrainManager(), live)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.roster import Member
+from proxy.balancer.roster import RosterMember
 from proxy.common.backend import Role
 from proxy.settings import Settings
 from tests.api.conftest import Gateway
@@ -22,8 +22,8 @@ def decoders(gateway: Gateway, count: int, *, elastic: int) -> None:
         gateway.add(Role.DECODE, "127.0.0.1", 7001 + number, is_elastic=number < elastic)
 
 
-def first(gateway: Gateway) -> Member:
-    return next(member for member in gateway.roster.elastic() if member.backend.name == ADDRESS)
+def first(gateway: Gateway) -> RosterMember:
+    return next(member for member in gateway.roster.elastic_members() if member.backend.name == ADDRESS)
 
 
 async def shown(client: Client) -> dict[str, Any]:
@@ -37,7 +37,7 @@ async def test_move_begins_and_is_pinned(gateway: Gateway) -> None:
     status, answer = await change(client, "role", role="prefill", instances=ADDRESS)
     becomes = {**FREE, "moves_to": "prefill", "is_pinned": True}
     assert (status, answer["changes"]) == (200, [{"instance": ADDRESS, "was": FREE, "becomes": becomes}])
-    assert [backend.name for backend in gateway.pools[Role.DECODE].eligible()] == ["127.0.0.1:7002"]
+    assert [backend.name for backend in gateway.pools[Role.DECODE].eligible_backends()] == ["127.0.0.1:7002"]
     elastic = (await shown(client))[ADDRESS]["elastic"]
     assert (elastic["moves_to"], elastic["is_pinned"], elastic["is_role_unknown"]) == ("prefill", True, False)
     assert elastic["move_reason"].startswith("requested by ")
@@ -48,7 +48,7 @@ async def test_move_begins_and_is_pinned(gateway: Gateway) -> None:
 async def test_dry_run_prints_the_steps_and_changes_nothing(gateway: Gateway) -> None:
     decoders(gateway, 2, elastic=1)
     client = await client_of(gateway, settings=Settings(connector="sglang_bootstrap"))
-    before = gateway.roster.versions[0]
+    before = gateway.roster.version_cells[0]
     _, would = await change(client, "role?dry_run=true", role="prefill", instances=ADDRESS, evacuate_after=7)
     assert would["message"].startswith("Dry run, nothing is changed: ")
     assert would["plan"] == [
@@ -62,7 +62,7 @@ async def test_dry_run_prints_the_steps_and_changes_nothing(gateway: Gateway) ->
             ],
         }
     ]
-    assert gateway.roster.versions[0] == before
+    assert gateway.roster.version_cells[0] == before
     _, answer = await change(client, "role", role="prefill", instances=ADDRESS, evacuate_after=7)
     assert (answer["changes"], answer["plan"]) == (would["changes"], would["plan"])
 
@@ -74,17 +74,17 @@ async def test_order_for_the_present_role_cancels_a_move(gateway: Gateway) -> No
     _, answer = await change(client, "role", role="decode", instances=ADDRESS)
     assert answer["plan"] == []
     assert first(gateway).may_serve
-    assert first(gateway).is_pinned
+    assert first(gateway).is_role_pinned
 
 
 async def test_auto_lets_the_gateway_choose_again(gateway: Gateway) -> None:
     decoders(gateway, 2, elastic=1)
     client = await client_of(gateway)
     await change(client, "role", role="decode", instances=ADDRESS)
-    assert first(gateway).is_pinned
+    assert first(gateway).is_role_pinned
     _, answer = await change(client, "role", role="auto", instances=ADDRESS)
     assert answer["changes"] == [{"instance": ADDRESS, "was": {**FREE, "is_pinned": True}, "becomes": FREE}]
-    assert not first(gateway).is_pinned
+    assert not first(gateway).is_role_pinned
 
 
 async def test_missing_instances_are_reported(gateway: Gateway) -> None:
@@ -106,11 +106,11 @@ async def test_missing_instances_are_reported(gateway: Gateway) -> None:
 async def test_bad_orders_are_refused(gateway: Gateway, body: dict[str, Any], words: str) -> None:
     decoders(gateway, 3, elastic=2)
     client = await client_of(gateway)
-    before = gateway.roster.versions[0]
+    before = gateway.roster.version_cells[0]
     status, answer = await change(client, "role", **body)
     assert status == 400
     assert words in answer["error"]["message"]
-    assert gateway.roster.versions[0] == before
+    assert gateway.roster.version_cells[0] == before
 
 
 async def test_move_that_leaves_too_few_is_refused(gateway: Gateway) -> None:
@@ -120,7 +120,7 @@ async def test_move_that_leaves_too_few_is_refused(gateway: Gateway) -> None:
     status, answer = await change(client, "role", role="prefill", instances=both)
     assert status == 400
     assert "1 available decode instances would be left, and elastic.min_decode is 2" in answer["error"]["message"]
-    assert all(member.may_serve for member in gateway.roster.elastic())
+    assert all(member.may_serve for member in gateway.roster.elastic_members())
     assert (await change(client, "role", role="prefill", instances=ADDRESS))[0] == 200
 
 
@@ -129,7 +129,7 @@ async def test_added_instance_may_be_elastic(gateway: Gateway) -> None:
     client = await client_of(gateway)
     status, _ = await change(client, "add", type="decode", instances=engine.name, elastic=True)
     assert status == 200
-    assert [backend.is_elastic for backend in gateway.joiner.joining(Role.DECODE)] == [True]
+    assert [backend.is_elastic for backend in gateway.joiner.joining_instances(Role.DECODE)] == [True]
     plain = await client_of(gateway, settings=Settings(connector="ascend_layerwise"))
     status, answer = await change(plain, "add", type="decode", instances=engine.name, elastic=True)
     assert (status, answer["error"]["message"]) == (400, "connector ascend_layerwise cannot exchange roles")

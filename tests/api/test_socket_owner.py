@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from proxy.api.socket_owner import objection
+from proxy.api.socket_owner import find_owner_objection
 
 CONNECT = """
 import socket, sys
@@ -36,7 +36,7 @@ def found_by(server: socket.socket) -> str | None:
     """Return the objection to the next connection that the server accepts."""
     accepted, peer = server.accept()
     with accepted:
-        return objection(peer, accepted.getsockname())
+        return find_owner_objection(peer, accepted.getsockname())
 
 
 @contextmanager
@@ -117,9 +117,10 @@ def test_connection_that_its_program_has_closed_has_no_owner(is_reset: bool) -> 
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             client.close()  # the kernel shows what is left of it as root's
             assert (
-                objection(peer, accepted.getsockname()) == "the system does not report which user opened the connection"
+                find_owner_objection(peer, accepted.getsockname())
+                == "the system does not report which user opened the connection"
             )
 
 
 def test_invalid_addresses_are_not_local() -> None:
-    assert objection(("", 0), ("", 0)) == "the system does not report which user opened the connection"
+    assert find_owner_objection(("", 0), ("", 0)) == "the system does not report which user opened the connection"

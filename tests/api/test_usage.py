@@ -43,7 +43,7 @@ async def test_usage_equals_what_clients_have_received(deploy: Deploy, tmp_path:
     statuses = [(await gateway.ask(bodies[0], Authorization="Bearer sk-b")).status for _ in range(4)]
     assert statuses == [200, 200, 429, 429]
     assert (await gateway.ask(bodies[0], Authorization="Bearer wrong")).status == 401
-    await until(lambda: gateway.worker.drain.in_flight == 0, "the end of all requests")
+    await until(lambda: gateway.worker.drain_manager.in_flight_count == 0, "the end of all requests")
     nobody, a, b = sorted(await usage(gateway), key=lambda row: row["key"])
     assert (a["key"], a["requests"], a["ok"], list(tokens(a))) == ("a", 3, 3, received)
     assert (b["key"], b["requests"], b["ok"], b["limited"]) == ("b", 4, 2, 2)
@@ -61,7 +61,7 @@ async def test_tokens_of_a_client_that_left_are_counted(deploy: Deploy) -> None:
     async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as response:
         for _ in range(5):
             await response.content.readuntil(b"\n\n")
-    await until(lambda: gateway.worker.drain.in_flight == 0, "the end of the request")
+    await until(lambda: gateway.worker.drain_manager.in_flight_count == 0, "the end of the request")
     (row,) = await usage(gateway)
     assert (row["left"], row["ok"]) == (1, 0)
     assert 5 <= row["completion_tokens"] < 5000

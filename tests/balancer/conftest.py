@@ -32,7 +32,7 @@ class Balancer:
     def __post_init__(self) -> None:
         self.checks = HealthChecks(eject_seconds=30.0, slow_start_seconds=30.0)
         self.health = Health(lambda: self.checks, self.clock, random.Random(1))
-        self.row: LoadRow = self.scoreboard.row(0)
+        self.row: LoadRow = self.scoreboard.load_row(0)
         self.roster = Roster([("p", 1), ("p", 2)], [("d", 1), ("d", 2)], self.scoreboard)
         self.prefillers = self.pool(Role.PREFILL)
         self.decoders = self.pool(Role.DECODE)
@@ -42,37 +42,40 @@ class Balancer:
     ) -> Pool:
         """Return a pool of all backends of a role. `parts` are further fields of PoolParts."""
         parts = {
-            "row": self.row,
+            "load_row": self.row,
             "health": self.health,
             "on_transition": self.transitions.append,
-            "on_end": lambda backend, result: self.ends.append((backend.name, result)),
+            "on_backend_gone": lambda backend, result: self.ends.append((backend.name, result)),
             "clock": self.clock,
-            "rng": random.Random(1),
-            "limits": PoolLimits(max_running=max_running),
+            "random_source": random.Random(1),
+            "pool_limits": PoolLimits(max_running=max_running),
             **parts,
         }
         if isinstance(policy, str):
-            policy = make_policy(policy, PolicyContext(rng=random.Random(1), role=role))
+            policy = make_policy(policy, PolicyContext(random_source=random.Random(1), role=role))
         return make_pool(role, self.roster, self.scoreboard, policy=policy, **parts)
 
     def eject(self, backend: Backend) -> None:
         """Eject a backend for about eject_seconds."""
         assert self.decoders.report_stall(backend)
-        assert self.transitions[-1].cause == "stall"
+        assert self.transitions[-1].ejection_cause == "stall"
 
     def put_on_probation(self, backend: Backend) -> None:
         """Eject a backend and let the time of its ejection pass."""
         self.eject(backend)
         self.clock.now += 1.2 * self.checks.eject_seconds
-        self.decoders.backends()
-        assert self.health.of(backend).awaits_trial
+        self.decoders.all_backends()
+        assert self.health.health_of(backend).awaits_trial_request
 
     def books(self, backend: Backend) -> tuple[int, Load]:
         """Return the open leases and the load of one backend."""
-        return self.scoreboard.requests(backend.slot), self.scoreboard.load(backend.slot)
+        return self.scoreboard.open_leases(backend.slot), self.scoreboard.load_of(backend.slot)
 
     def all_books(self) -> set[tuple[int, Load]]:
-        return {(self.scoreboard.requests(slot), self.scoreboard.load(slot)) for slot in range(self.scoreboard.slots)}
+        return {
+            (self.scoreboard.open_leases(slot), self.scoreboard.load_of(slot))
+            for slot in range(self.scoreboard.slot_count)
+        }
 
 
 @pytest.fixture

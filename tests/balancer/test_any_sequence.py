@@ -92,18 +92,18 @@ class AnySequence(RuleBasedStateMachine):
                 self.roster,
                 self.scoreboard,
                 policy=policy,
-                row=self.scoreboard.row(worker),
+                load_row=self.scoreboard.load_row(worker),
                 health=self.healths[worker],
                 on_transition=partial(self.check_transition, worker),
-                quarantine=self.quarantines[worker],
+                pair_quarantine=self.quarantines[worker],
                 clock=self.clock,
-                rng=random.Random(worker),
-                limits=PoolLimits(max_running=max_running),
+                random_source=random.Random(worker),
+                pool_limits=PoolLimits(max_running=max_running),
             )
             for worker in range(2)
             for role in Role
         }
-        configured = {member.backend for role in Role for member in self.roster.members(role)}
+        configured = {member.backend for role in Role for member in self.roster.members_of_role(role)}
         self.wanted: dict[str, set[Backend]] = {CONFIG: configured, DISCOVERY: set()}
         self.origins = {backend: {CONFIG} for backend in configured}
         """Origins of the members that do not drain."""
@@ -114,26 +114,26 @@ class AnySequence(RuleBasedStateMachine):
     def look(self) -> None:
         """Let every pool see what has changed."""
         for pool in self.pools.values():
-            pool.backends()
+            pool.all_backends()
 
     def enabled(self, role: Role) -> set[Backend]:
-        return {member.backend for member in self.roster.members(role) if not member.is_draining}
+        return {member.backend for member in self.roster.members_of_role(role) if not member.is_draining}
 
     def check_transition(self, worker: int, transition: Transition) -> None:
         """Check that a transition is returned once and that an ejection leaves enough backends."""
         health, backend = self.healths[worker], transition.backend
-        assert transition.old is not transition.new is health.of(backend).state
-        assert self.states[worker].get(backend, HealthState.UNKNOWN) is transition.old
-        self.states[worker][backend] = transition.new
-        assert (transition.cause is not None) <= (transition.new is HealthState.EJECTED)
-        if transition.new is HealthState.EJECTED:  # the ejection ends the trial; a later lease begins another one
+        assert transition.old_state is not transition.new_state is health.health_of(backend).health_state
+        assert self.states[worker].get(backend, HealthState.UNKNOWN) is transition.old_state
+        self.states[worker][backend] = transition.new_state
+        assert (transition.ejection_cause is not None) <= (transition.new_state is HealthState.EJECTED)
+        if transition.new_state is HealthState.EJECTED:  # the ejection ends the trial; a later lease begins another one
             for lease, each in self.open.items():
                 each.is_trial &= lease.backend != backend or each.worker != worker
-        if transition.cause is not None:
+        if transition.ejection_cause is not None:
             peers = self.enabled(backend.role)
-            out = [peer for peer in peers if health.conditions[peer].breaker.phase is not BreakerPhase.CLOSED]
+            out = [peer for peer in peers if health.health_by_backend[peer].breaker.phase is not BreakerPhase.CLOSED]
             assert len(out) <= max(1, len(peers) // 2)
-            assert any(health.of(peer).is_eligible for peer in peers)
+            assert any(health.health_of(peer).is_eligible for peer in peers)
 
     def backend(self, role: Role, port: int) -> Backend:
         return Backend(role, *ENDPOINTS[role][port])
@@ -146,10 +146,16 @@ class AnySequence(RuleBasedStateMachine):
         """Return the backends that may be picked, and whether as a trial, computed without the pool's cache."""
         self.look()
         health, enabled = pool.health, self.enabled(pool.role)
-        unproven = {backend for backend in enabled if health.conditions[backend].awaits_first_probe}
+        unproven = {backend for backend in enabled if health.health_by_backend[backend].awaits_first_probe}
         tried = {lease.backend for lease, each in self.open.items() if each.is_trial and each.pool.health is health}
-        free = {backend for backend in enabled if health.of(backend).state in (HealthState.UNKNOWN, HealthState.UP)}
-        trials = {backend for backend in enabled - tried if health.of(backend).state is HealthState.PROBATION}
+        free = {
+            backend
+            for backend in enabled
+            if health.health_of(backend).health_state in (HealthState.UNKNOWN, HealthState.UP)
+        }
+        trials = {
+            backend for backend in enabled - tried if health.health_of(backend).health_state is HealthState.PROBATION
+        }
         if free - unproven or trials:  # otherwise unprobed backends are better than none
             free -= unproven
         return {backend: backend in trials for backend in (free | trials) - avoid}
@@ -168,11 +174,11 @@ class AnySequence(RuleBasedStateMachine):
         pool = self.pools[role, worker]
         backends = {self.backend(*each) for each in avoid}
         allowed = self.may_be_picked(pool, backends)
-        lease = pool.lease(
-            PickRequest.of(
+        lease = pool.make_lease(
+            PickRequest.make_for_load(
                 load,
-                avoid=backends,
-                prefer=None if prefer is None else self.backend(role, prefer),
+                avoided_backends=backends,
+                preferred_backend=None if prefer is None else self.backend(role, prefer),
                 proves_generation=is_proof,
             )
         )
@@ -188,16 +194,16 @@ class AnySequence(RuleBasedStateMachine):
     @rule(number=which)
     def free_compute(self, number: int) -> None:
         lease, opened = self.some_lease(number)
-        lease.free_compute()
+        lease.release_compute()
         opened.load = Load(compute_tokens=0, kv_tokens=opened.load.kv_tokens)
         opened.is_running = False
-        opened.is_trial &= not lease._request.proves_generation
+        opened.is_trial &= not lease._pick_request.proves_generation
 
     @precondition(lambda self: self.open)
     @rule(number=which)
     def free_kv(self, number: int) -> None:
         lease, opened = self.some_lease(number)
-        lease.free_kv()
+        lease.release_kv()
         opened.load = Load(compute_tokens=opened.load.compute_tokens, kv_tokens=0)
         opened.is_counted &= opened.is_running
 
@@ -205,8 +211,8 @@ class AnySequence(RuleBasedStateMachine):
     @rule(number=which)
     def confirm(self, number: int) -> None:
         lease, opened = self.some_lease(number)
-        lease.confirm()
-        opened.is_trial &= not lease._request.proves_generation
+        lease.confirm_beginning()
+        opened.is_trial &= not lease._pick_request.proves_generation
 
     @precondition(lambda self: self.open)
     @rule(number=which, avoid=avoided, failure=failures)
@@ -218,7 +224,7 @@ class AnySequence(RuleBasedStateMachine):
         backends = {self.backend(*each) for each in avoid}
         self.look()
         try:
-            new = lease.move(backends, UpstreamError(failure, old, "failed"))
+            new = lease.move_to_other_backend(backends, UpstreamError(failure, old, "failed"))
         except NoBackendAvailable:
             opened.is_trial = False
             assert lease.backend is old
@@ -227,7 +233,7 @@ class AnySequence(RuleBasedStateMachine):
             assert lease.backend == new
             assert new not in {*backends, old}
             assert new in self.enabled(opened.pool.role)
-            state = opened.pool.health.of(new).state
+            state = opened.pool.health.health_of(new).health_state
             assert state in (HealthState.UNKNOWN, HealthState.UP, HealthState.PROBATION)
             opened.is_trial = state is HealthState.PROBATION
 
@@ -262,15 +268,17 @@ class AnySequence(RuleBasedStateMachine):
     @rule(prefiller=ports, decoder=ports, worker=workers, ok=st.booleans())
     def count_handoff(self, prefiller: int, decoder: int, worker: int, ok: bool) -> None:
         pair = (self.backend(Role.PREFILL, prefiller), self.backend(Role.DECODE, decoder))
-        known = {member.backend for role in Role for member in self.roster.members(role)}
+        known = {member.backend for role in Role for member in self.roster.members_of_role(role)}
         if known.issuperset(pair):
-            self.quarantines[worker].note_success(*pair) if ok else self.quarantines[worker].note_failure(*pair)
+            self.quarantines[worker].record_successful_handoff(*pair) if ok else self.quarantines[
+                worker
+            ].record_failed_handoff(*pair)
 
     @rule(role=roles, port=ports, worker=workers, answers=st.lists(st.booleans(), min_size=1, max_size=3))
     def probe(self, role: Role, port: int, worker: int, answers: list[bool]) -> None:
         self.look()
         backend = self.backend(role, port)
-        if backend in self.pools[role, worker].backends():
+        if backend in self.pools[role, worker].all_backends():
             for ok in answers:
                 transition = self.healths[worker].on_probe(backend, ok, "probe")
                 if transition is not None:
@@ -279,28 +287,28 @@ class AnySequence(RuleBasedStateMachine):
     @rule(role=roles, port=ports)
     def add(self, role: Role, port: int) -> None:
         backend = self.backend(role, port)
-        before = {member.backend: member for each in Role for member in self.roster.members(each)}
+        before = {member.backend: member for each in Role for member in self.roster.members_of_role(each)}
         try:
-            changed = self.roster.add(Backend(role, backend.host, backend.port))
+            changed = self.roster.add_for_administrator(Backend(role, backend.host, backend.port))
         except ValueError:
             columns = Counter(lease.backend.slot for lease in self.open)
             assert backend not in before
             assert len({*columns, *(known.slot for known in before)}) == SLOTS
             return
         assert changed == (backend not in before or before[backend].is_draining)
-        member = next(member for member in self.roster.members(role) if member.backend == backend)
+        member = next(member for member in self.roster.members_of_role(role) if member.backend == backend)
         assert not member.is_draining
         self.origins.setdefault(backend, set()).add(ADMIN)
         if backend in before:
             assert member.backend.slot == before[backend].backend.slot
         else:
-            assert self.scoreboard.requests(member.backend.slot) == 0
+            assert self.scoreboard.open_leases(member.backend.slot) == 0
 
     @rule(role=roles, port=ports)
     def remove(self, role: Role, port: int) -> None:
         backend = self.backend(role, port)
-        known = {member.backend for member in self.roster.members(role)}
-        assert self.roster.remove(role, backend.host, backend.port) == (backend in known)
+        known = {member.backend for member in self.roster.members_of_role(role)}
+        assert self.roster.remove_backend(role, backend.host, backend.port) == (backend in known)
         self.origins.pop(backend, None)
 
     @rule(
@@ -324,8 +332,8 @@ class AnySequence(RuleBasedStateMachine):
         changes = {"eject_after": eject_after, "slow_start_seconds": slow_start_seconds}
         self.checks = self.checks.model_copy(update=changes)
         for pool in self.pools.values():
-            pool.use(make_policy(policy))
-            pool.configure(PoolLimits(max_running=max_running))
+            pool.use_policy(make_policy(policy))
+            pool.set_limits(PoolLimits(max_running=max_running))
 
     @rule(chosen=avoided)
     def discover(self, chosen: set[tuple[Role, int]]) -> None:
@@ -333,11 +341,11 @@ class AnySequence(RuleBasedStateMachine):
 
     def sync(self, origin: str, wanted: set[Backend], *, restores: bool) -> bool:
         """Set the backends of an origin, and return whether that was possible. Otherwise nothing has changed."""
-        before = {member.backend: member.origins for role in Role for member in self.roster.members(role)}
+        before = {member.backend: member.origins for role in Role for member in self.roster.members_of_role(role)}
         try:
-            self.roster.sync(origin, wanted, restores=restores)
+            self.roster.sync_origin(origin, wanted, restores_removed=restores)
         except ValueError:
-            after = {member.backend: member.origins for role in Role for member in self.roster.members(role)}
+            after = {member.backend: member.origins for role in Role for member in self.roster.members_of_role(role)}
             assert after == before
             return False
         for backend in wanted if restores else wanted - self.wanted[origin]:
@@ -349,15 +357,17 @@ class AnySequence(RuleBasedStateMachine):
 
     @invariant()
     def members_are_enabled_while_an_origin_wants_them(self) -> None:
-        members = [member for role in Role for member in self.roster.members(role)]
+        members = [member for role in Role for member in self.roster.members_of_role(role)]
         known = {member.backend: set(member.origins) for member in members if not member.is_draining}
         assert known == {backend: origins for backend, origins in self.origins.items() if origins}
 
     @rule()
     def finalize(self) -> None:
-        draining = {member.backend for role in Role for member in self.roster.members(role) if member.is_draining}
+        draining = {
+            member.backend for role in Role for member in self.roster.members_of_role(role) if member.is_draining
+        }
         busy = {lease.backend for lease, each in self.open.items() if each.is_counted}
-        gone = set(self.roster.finalize())
+        gone = set(self.roster.drop_drained_backends())
         assert gone == draining - busy
         self.look()
         for backend in gone:
@@ -377,13 +387,13 @@ class AnySequence(RuleBasedStateMachine):
             kv[slot] += opened.load.kv_tokens
             running[slot] += opened.is_running
         for slot in range(SLOTS):
-            assert self.scoreboard.running(slot) == running[slot]
-            assert self.scoreboard.requests(slot) == requests[slot]
-            assert self.scoreboard.load(slot) == Load(compute[slot], kv[slot])
+            assert self.scoreboard.running_requests(slot) == running[slot]
+            assert self.scoreboard.open_leases(slot) == requests[slot]
+            assert self.scoreboard.load_of(slot) == Load(compute[slot], kv[slot])
 
     @invariant()
     def slots_are_not_shared(self) -> None:
-        slots = [member.backend.slot for role in Role for member in self.roster.members(role)]
+        slots = [member.backend.slot for role in Role for member in self.roster.members_of_role(role)]
         assert len(set(slots)) == len(slots)
 
     @invariant()
@@ -391,23 +401,23 @@ class AnySequence(RuleBasedStateMachine):
         self.look()
         for (role, _), pool in self.pools.items():
             health = pool.health
-            if any(health.of(backend).state is HealthState.UP for backend in self.enabled(role)):
-                assert pool.is_ready()
-            if any(health.of(backend).state is HealthState.EJECTED for backend in self.enabled(role)):
-                states = {health.of(backend).state for backend in self.enabled(role)}
+            if any(health.health_of(backend).health_state is HealthState.UP for backend in self.enabled(role)):
+                assert pool.is_ready_to_serve()
+            if any(health.health_of(backend).health_state is HealthState.EJECTED for backend in self.enabled(role)):
+                states = {health.health_of(backend).health_state for backend in self.enabled(role)}
                 assert states & {HealthState.UNKNOWN, HealthState.UP, HealthState.PROBATION}
 
     @invariant()
     def each_trial_belongs_to_one_open_lease(self) -> None:
         for worker, health in enumerate(self.healths):
-            under_way = [backend for backend, each in health.conditions.items() if each.breaker.trial]
+            under_way = [backend for backend, each in health.health_by_backend.items() if each.breaker.trial_number]
             tried = [lease.backend for lease, each in self.open.items() if each.worker == worker and each.is_trial]
             assert set(under_way) <= set(tried)
 
     @invariant()
     def quarantines_are_symmetric(self) -> None:
         self.look()
-        known = {member.backend for role in Role for member in self.roster.members(role)}
+        known = {member.backend for role in Role for member in self.roster.members_of_role(role)}
         for quarantine in self.quarantines:
             assert {backend for pair in quarantine._pairs for backend in pair} <= known
             for backend in known:
@@ -420,7 +430,7 @@ class AnySequence(RuleBasedStateMachine):
         for lease in list(getattr(self, "open", ())):
             self.leave(lease, None)
         if hasattr(self, "scoreboard"):
-            assert not any(self.scoreboard._cells)
+            assert not any(self.scoreboard._load_cells)
 
 
 AnySequence.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

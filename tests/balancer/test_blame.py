@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.blame import Blame, PairQuarantine, SuspectMemory
+from proxy.balancer.blame import FailureBlame, PairQuarantine, SuspectMemory
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import HealthChecks
@@ -43,12 +43,12 @@ class Request:
     def __init__(self) -> None:
         self.blamed: list[Backend] = []
 
-    def fails(self, blame: Blame, *failures: tuple[Backend, str]) -> None:
+    def fails(self, blame: FailureBlame, *failures: tuple[Backend, str]) -> None:
         for backend, word in failures:
             failure, status = KINDS[word]
             error = UpstreamError(failure, backend, word, engine_status=status)
             error.blame = lambda backend=backend: self.blamed.append(backend)
-            blame.note_failure(error)
+            blame.record_failure(error)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_engines_are_not_blamed_for_the_same_breakdown_on_two_of_them(
     failures: Sequence[tuple[Backend, str]], blamed: Sequence[Backend]
 ) -> None:
     request = Request()
-    with Blame() as blame:
+    with FailureBlame() as blame:
         request.fails(blame, *failures)
         assert request.blamed == []
     assert request.blamed == blamed
@@ -79,25 +79,25 @@ def test_engines_are_not_blamed_for_the_same_breakdown_on_two_of_them(
 @pytest.mark.parametrize("word", ["busy", "bad", "refused", "late", "stalled", "no-kv", "no-memory"])
 def test_blame_ignores_failures_that_are_no_breakdown(word: str) -> None:
     request = Request()
-    with Blame() as blame:
+    with FailureBlame() as blame:
         request.fails(blame, (P1, word))
-        assert not blame.is_open
+        assert not blame.has_unsettled_failures
     assert request.blamed == []
 
 
 def test_engine_is_blamed_once_per_failure() -> None:
     request = Request()
-    with Blame() as blame:
+    with FailureBlame() as blame:
         request.fails(blame, (P1, "500"))
-        blame.settle()
-        blame.settle()
+        blame.settle_failures()
+        blame.settle_failures()
     assert request.blamed == [P1]
 
 
 def test_breakdowns_of_two_units_of_a_request_count_together() -> None:
     request = Request()
     ways: FailedEngines = {}
-    with Blame(ways) as one, Blame(ways) as other:
+    with FailureBlame(ways) as one, FailureBlame(ways) as other:
         request.fails(one, (P1, "500"))
         request.fails(other, (P2, "500"))
     assert request.blamed == []
@@ -105,9 +105,9 @@ def test_breakdowns_of_two_units_of_a_request_count_together() -> None:
 
 def test_settled_failure_still_counts_for_a_later_breakdown() -> None:
     request = Request()
-    with Blame() as blame:
+    with FailureBlame() as blame:
         request.fails(blame, (P1, "broken"))
-        blame.settle()
+        blame.settle_failures()
         request.fails(blame, (P2, "broken"))
     assert request.blamed == [P1]
 
@@ -124,41 +124,41 @@ def quarantine(clock: Clock) -> PairQuarantine:
 
 
 def test_two_consecutive_failed_handoffs_quarantine_only_their_pair(quarantine: PairQuarantine) -> None:
-    assert not quarantine.note_failure(P1, D1)
+    assert not quarantine.record_failed_handoff(P1, D1)
     assert quarantine.partners_to_avoid(P1) == NOBODY
-    assert quarantine.note_failure(P1, D1)
+    assert quarantine.record_failed_handoff(P1, D1)
     assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D1)) == ({D1}, {P1})
     assert (quarantine.partners_to_avoid(P2), quarantine.partners_to_avoid(D2)) == (NOBODY, NOBODY)
 
 
 def test_failed_handoffs_of_different_pairs_do_not_add_up(quarantine: PairQuarantine) -> None:
-    assert not any(quarantine.note_failure(*pair) for pair in ((P1, D1), (P1, D2), (P2, D1), (P2, D2)))
+    assert not any(quarantine.record_failed_handoff(*pair) for pair in ((P1, D1), (P1, D2), (P2, D1), (P2, D2)))
 
 
 def test_successful_handoff_resets_the_failures_of_its_pair(quarantine: PairQuarantine) -> None:
-    quarantine.note_failure(P1, D1)
-    quarantine.note_success(P1, D1)
-    quarantine.note_success(P1, D1)
-    assert not quarantine.note_failure(P1, D1)
-    quarantine.note_success(P2, D1)
-    assert quarantine.note_failure(P1, D1)
+    quarantine.record_failed_handoff(P1, D1)
+    quarantine.record_successful_handoff(P1, D1)
+    quarantine.record_successful_handoff(P1, D1)
+    assert not quarantine.record_failed_handoff(P1, D1)
+    quarantine.record_successful_handoff(P2, D1)
+    assert quarantine.record_failed_handoff(P1, D1)
 
 
 def test_bad_prefiller_is_quarantined_from_every_decoder(quarantine: PairQuarantine) -> None:
     for decoder in (D1, D2, D1, D2):
-        quarantine.note_failure(P1, decoder)
-        quarantine.note_success(P2, decoder)
+        quarantine.record_failed_handoff(P1, decoder)
+        quarantine.record_successful_handoff(P2, decoder)
     assert quarantine.partners_to_avoid(P1) == {D1, D2}
     assert quarantine.partners_to_avoid(D1) == quarantine.partners_to_avoid(D2) == {P1}
 
 
 def test_each_consecutive_quarantine_is_longer_up_to_the_maximum(quarantine: PairQuarantine, clock: Clock) -> None:
-    quarantine.note_failure(P1, D1)
+    quarantine.record_failed_handoff(P1, D1)
     lengths = []
     for _ in range(12):
-        assert quarantine.note_failure(P1, D1)
+        assert quarantine.record_failed_handoff(P1, D1)
         began = clock.now
-        assert not quarantine.note_failure(P1, D1)
+        assert not quarantine.record_failed_handoff(P1, D1)
         while quarantine.partners_to_avoid(P1):
             clock.now += 30.0
         lengths.append(clock.now - began)
@@ -167,34 +167,34 @@ def test_each_consecutive_quarantine_is_longer_up_to_the_maximum(quarantine: Pai
 
 def test_successful_handoff_ends_a_quarantine_and_resets_its_length(quarantine: PairQuarantine, clock: Clock) -> None:
     for _ in range(2):
-        quarantine.note_failure(P1, D1)
+        quarantine.record_failed_handoff(P1, D1)
     clock.now += 60.0
-    assert quarantine.note_failure(P1, D1)
-    quarantine.note_success(P1, D1)
+    assert quarantine.record_failed_handoff(P1, D1)
+    quarantine.record_successful_handoff(P1, D1)
     assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D1)) == (NOBODY, NOBODY)
-    assert [quarantine.note_failure(P1, D1), quarantine.note_failure(P1, D1)] == [False, True]
+    assert [quarantine.record_failed_handoff(P1, D1), quarantine.record_failed_handoff(P1, D1)] == [False, True]
     clock.now += 60.0
     assert quarantine.partners_to_avoid(P1) == NOBODY
 
 
 def test_quarantine_drops_a_backend_that_has_left(quarantine: PairQuarantine) -> None:
     for pair in ((P1, D1), (P1, D2), (P2, D1)):
-        quarantine.note_failure(*pair)
-        quarantine.note_failure(*pair)
-    quarantine.note_failure(P2, D2)
-    quarantine.forget(P1)
+        quarantine.record_failed_handoff(*pair)
+        quarantine.record_failed_handoff(*pair)
+    quarantine.record_failed_handoff(P2, D2)
+    quarantine.forget_backend(P1)
     assert quarantine.partners_to_avoid(D1) == {P2}
     assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D2)) == (NOBODY, NOBODY)
-    assert not quarantine.note_failure(P1, D1)
-    assert quarantine.note_failure(P2, D2)
+    assert not quarantine.record_failed_handoff(P1, D1)
+    assert quarantine.record_failed_handoff(P2, D2)
 
 
 def test_changed_settings_apply_to_later_quarantines(clock: Clock) -> None:
     checks = HealthChecks()
     quarantine = PairQuarantine(lambda: checks, clock)
-    assert not quarantine.note_failure(P1, D1)
+    assert not quarantine.record_failed_handoff(P1, D1)
     checks = HealthChecks(quarantine_after=1, quarantine_seconds=5.0)
-    assert quarantine.note_failure(P1, D1)
+    assert quarantine.record_failed_handoff(P1, D1)
     clock.now += 5.0
     assert quarantine.partners_to_avoid(P1) == NOBODY
 
@@ -212,42 +212,42 @@ def memory(clock: Clock) -> SuspectMemory:
 
 def test_suspect_is_remembered_for_a_limited_time(memory: SuspectMemory, clock: Clock) -> None:
     assert memory.is_empty
-    memory.remember(BODY, 1)
+    memory.remember_request(BODY, 1)
     assert not memory.is_empty
-    assert [memory.engines(BODY), memory.engines(BODY.lower())] == [1, 0]
-    memory.remember(BODY, 2)
+    assert [memory.count_crashed_engines(BODY), memory.count_crashed_engines(BODY.lower())] == [1, 0]
+    memory.remember_request(BODY, 2)
     clock.now += 299.0
-    assert memory.engines(BODY) == 2
+    assert memory.count_crashed_engines(BODY) == 2
     clock.now += 1.0
-    assert memory.engines(BODY) == 0
+    assert memory.count_crashed_engines(BODY) == 0
 
 
 def test_suspect_that_was_served_is_forgotten(memory: SuspectMemory) -> None:
-    memory.remember(BODY, 1)
-    memory.forget(b"another")
-    assert memory.engines(BODY) == 1
-    memory.forget(BODY)
+    memory.remember_request(BODY, 1)
+    memory.forget_request(b"another")
+    assert memory.count_crashed_engines(BODY) == 1
+    memory.forget_request(BODY)
     assert memory.is_empty
 
 
 def test_suspects_are_shared_by_all_workers(memory: SuspectMemory) -> None:
-    in_child(lambda: memory.remember(BODY, 2))
-    assert memory.engines(BODY) == 2
-    in_child(lambda: memory.forget(BODY))
+    in_child(lambda: memory.remember_request(BODY, 2))
+    assert memory.count_crashed_engines(BODY) == 2
+    in_child(lambda: memory.forget_request(BODY))
     assert memory.is_empty
 
 
 def test_oldest_suspects_are_dropped_for_new_ones(memory: SuspectMemory) -> None:
     for number in range(1000):
-        memory.remember(b"%d" % number, 2)
-    kept = [number for number in range(1000) if memory.engines(b"%d" % number)]
+        memory.remember_request(b"%d" % number, 2)
+    kept = [number for number in range(1000) if memory.count_crashed_engines(b"%d" % number)]
     assert kept == list(range(744, 1000))
 
 
 def test_suspect_memory_keeps_no_text_of_a_request(memory: SuspectMemory) -> None:
-    memory.remember(BODY, 2)
-    assert b"Sesame" not in memory._shared._memory[:]
+    memory.remember_request(BODY, 2)
+    assert b"Sesame" not in memory._shared_value._shared_memory[:]
 
 
 def test_digests_of_suspects_depend_on_a_secret_key(memory: SuspectMemory, clock: Clock) -> None:
-    assert memory._digest(BODY) != SuspectMemory(clock=clock)._digest(BODY)
+    assert memory._digest_of_body(BODY) != SuspectMemory(clock=clock)._digest_of_body(BODY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.pick import REASONS, PickRequest, figures, reason
+from proxy.balancer.pick import REASONS, PickRequest, pick_figures, pick_reason
 from proxy.balancer.pool import Pool
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure, UpstreamError
@@ -12,34 +12,34 @@ from proxy.settings.kinds import POLICIES
 from tests.balancer.conftest import Balancer
 from tests.balancer.policies.test_least_seconds import Prefillers, one_at_a_time, prompt
 
-LOAD = PickRequest.of(Load(100, 100))
+LOAD = PickRequest.make_for_load(Load(100, 100))
 
 
 def why(pool: Pool, request: PickRequest) -> str:
-    with pool.lease(request) as lease:
-        return reason(lease.pick)
+    with pool.make_lease(request) as lease:
+        return pick_reason(lease.backend_pick)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_has_a_reason(balancer: Balancer, policy: str, role: Role) -> None:
     pool = balancer.pool(role, policy)
-    with pool.lease(LOAD) as lease:
-        assert reason(lease.pick) == ("equal" if policy == "least_load" else policy)
-        known = figures(lease.pick)
+    with pool.make_lease(LOAD) as lease:
+        assert pick_reason(lease.backend_pick) == ("equal" if policy == "least_load" else policy)
+        known = pick_figures(lease.backend_pick)
         assert known is not None
         label, candidates, columns, order, left_out = known
         assert left_out == 0
         assert label == policy
         assert [candidate.backend.port for candidate in candidates] == [1, 2]
         assert all(len(column) == 2 for column in (order, *columns.values()))
-        assert reason(lease.pick) in REASONS
+        assert pick_reason(lease.backend_pick) in REASONS
 
 
 def test_figures_of_a_choice_do_not_change_later(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, "least_load")
-    with pool.lease(LOAD) as first, pool.lease(LOAD) as second, pool.lease(LOAD) as third:
-        seen = [figures(lease.pick) for lease in (first, second, third)]
+    with pool.make_lease(LOAD) as first, pool.make_lease(LOAD) as second, pool.make_lease(LOAD) as third:
+        seen = [pick_figures(lease.backend_pick) for lease in (first, second, third)]
         assert [sorted(columns["running"]) for _, _, columns, _, _ in filter(None, seen)] == [[0, 0], [0, 1], [1, 1]]
 
 
@@ -47,9 +47,9 @@ def test_reason_is_cached_prefix_when_the_cache_decided(balancer: Balancer) -> N
     prefillers = Prefillers(balancer)
     assert why(prefillers.pool, prompt(1, 2, 3, 4)) == "equal"
     prefillers.serve(prompt(1, 2, 3, 4))
-    with prefillers.pool.lease(prompt(1, 2, 3, 4, 5)) as lease:
-        assert reason(lease.pick) == "cached_prefix"
-        known = figures(lease.pick)
+    with prefillers.pool.make_lease(prompt(1, 2, 3, 4, 5)) as lease:
+        assert pick_reason(lease.backend_pick) == "cached_prefix"
+        known = pick_figures(lease.backend_pick)
         assert known is not None
         _, candidates, columns, _, _ = known
         place = [candidate.backend for candidate in candidates].index(lease.backend)
@@ -64,10 +64,10 @@ def test_figures_of_a_queued_request_have_all_candidates(balancer: Balancer) -> 
     one_at_a_time(prefillers)
     prefillers.begin(prompt(*range(1, 30)))
     waiting = prompt(*range(500, 504))
-    assert prefillers.pool.first_to_admit([waiting]) == 0
+    assert prefillers.pool.index_to_admit([waiting]) == 0
     lease = prefillers.begin(waiting)
-    assert reason(lease.pick) == "least_seconds"
-    known = figures(lease.pick)
+    assert pick_reason(lease.backend_pick) == "least_seconds"
+    known = pick_figures(lease.backend_pick)
     assert known is not None
     _, candidates, columns, order, _ = known
     place = [candidate.backend for candidate in candidates].index(lease.backend)
@@ -78,18 +78,18 @@ def test_figures_of_a_queued_request_have_all_candidates(balancer: Balancer) -> 
 
 def test_choice_without_policy_has_no_figures(balancer: Balancer) -> None:
     pool = balancer.prefillers
-    one, other = pool.backends()
-    assert why(pool, LOAD.avoiding([one])) == "only_candidate"
-    assert why(pool, PickRequest.of(Load(), prefer=other)) == "preferred"
-    balancer.put_on_probation(balancer.decoders.backends()[0])
-    with balancer.decoders.lease(LOAD) as lease:
-        assert reason(lease.pick) == "trial"
-        assert figures(lease.pick) is None
+    one, other = pool.all_backends()
+    assert why(pool, LOAD.copy_avoiding([one])) == "only_candidate"
+    assert why(pool, PickRequest.make_for_load(Load(), preferred_backend=other)) == "preferred"
+    balancer.put_on_probation(balancer.decoders.all_backends()[0])
+    with balancer.decoders.make_lease(LOAD) as lease:
+        assert pick_reason(lease.backend_pick) == "trial"
+        assert pick_figures(lease.backend_pick) is None
 
 
 def test_moved_lease_has_a_new_reason(balancer: Balancer) -> None:
     pool = balancer.prefillers
-    with pool.lease(LOAD) as lease:
-        assert reason(lease.pick) == "least_tokens"
-        lease.move([], UpstreamError(Failure.CONNECT, lease.backend, "refused"))
-        assert reason(lease.pick) == "only_candidate"
+    with pool.make_lease(LOAD) as lease:
+        assert pick_reason(lease.backend_pick) == "least_tokens"
+        lease.move_to_other_backend([], UpstreamError(Failure.CONNECT, lease.backend, "refused"))
+        assert pick_reason(lease.backend_pick) == "only_candidate"

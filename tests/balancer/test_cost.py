@@ -33,11 +33,11 @@ def calls_of_one(prefillers: Pool, decoders: Pool) -> int:
     try:
         assert prefillers.has_room(lambda: request)
         assert decoders.has_room()
-        with decoders.lease(request) as decoder, prefillers.lease(request) as prefiller:
-            prefiller.note_usage(2, 0)
-            prefiller.free_compute()
-            prefiller.free_kv()
-            decoder.confirm()
+        with decoders.make_lease(request) as decoder, prefillers.make_lease(request) as prefiller:
+            prefiller.record_usage(2, 0)
+            prefiller.release_compute()
+            prefiller.release_kv()
+            decoder.confirm_beginning()
             decoder.answer_tokens = 7
     finally:
         sys.setprofile(None)

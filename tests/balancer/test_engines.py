@@ -16,9 +16,9 @@ from proxy.balancer.engines import (
     UNKNOWN_VERSION,
     Capability,
     EngineFacts,
+    EngineIdentity,
+    EngineSetup,
     EngineVersion,
-    Identity,
-    Setup,
     parse_engine_version,
     parse_kv_tokens,
     parse_max_model_len,
@@ -196,8 +196,8 @@ def test_facts_are_parsed_from_the_answers_of_engines(
 UNKNOWN = EngineFacts()
 
 
-def facts(version: EngineVersion, setup: Setup | None = None) -> EngineFacts:
-    return EngineFacts(version, identity=Identity(setup=setup))
+def facts(version: EngineVersion, setup: EngineSetup | None = None) -> EngineFacts:
+    return EngineFacts(version, identity=EngineIdentity(engine_setup=setup))
 
 
 @pytest.mark.parametrize(
@@ -217,18 +217,18 @@ def facts(version: EngineVersion, setup: Setup | None = None) -> EngineFacts:
         (CHAT_TOKEN_IDS, "SGLang", facts((0, 5, 13)), True),
         (CHAT_STREAM_TOKEN_IDS, "vLLM", UNKNOWN, True),
         (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23)), False),
-        (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23), Setup()), False),
-        (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23), Setup(has_chat_token_ids=True)), True),
-        (SEEDS_REPEAT, "SGLang", facts((0, 5, 23), Setup()), False),
-        (SEEDS_REPEAT, "SGLang", facts((0, 5, 23), Setup(is_deterministic=True)), True),
+        (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23), EngineSetup()), False),
+        (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23), EngineSetup(has_chat_token_ids=True)), True),
+        (SEEDS_REPEAT, "SGLang", facts((0, 5, 23), EngineSetup()), False),
+        (SEEDS_REPEAT, "SGLang", facts((0, 5, 23), EngineSetup(is_deterministic=True)), True),
     ],
 )
 def test_engines_have_capabilities_by_kind_version_and_setup(
     capability: Capability, kind: str, told: EngineFacts | None, has: bool
 ) -> None:
-    assert capability.is_in_engine(told, kind) is has
+    assert capability.is_available_in(told, kind) is has
 
 
 def test_sglang_lacks_a_capability_that_names_no_sglang_version() -> None:
     capability = Capability((0, 1), if_unknown=True)
-    assert not capability.is_in_engine(replace(UNKNOWN, version=(9, 9, 9)), "SGLang")
+    assert not capability.is_available_in(replace(UNKNOWN, version=(9, 9, 9)), "SGLang")

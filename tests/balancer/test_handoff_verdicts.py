@@ -7,13 +7,13 @@ import pytest
 from proxy.balancer.handoff_verdicts import (
     CounterWatch,
     Culprits,
+    ExpiryTotals,
     ExpiryWatch,
     HandoffVerdict,
     PairWatch,
-    Totals,
-    attribute,
-    culprits,
-    judge,
+    attribute_growth,
+    find_culprits,
+    judge_counters,
 )
 from proxy.balancer.shared.scoreboard import HandoffCount
 from proxy.wire.exposition import PromptTokenTotals
@@ -43,7 +43,7 @@ def grown(transferred: float = 0, computed: float = 0, cached: float = 0) -> Pro
 def test_verdict_on_a_decoder_that_pulls_kv(
     after: PromptTokenTotals, sent: HandoffCount, verdict: HandoffVerdict | None
 ) -> None:
-    assert judge(BEFORE, after, sent, from_store=False) is verdict
+    assert judge_counters(BEFORE, after, sent, reads_from_store=False) is verdict
 
 
 @pytest.mark.parametrize(
@@ -61,30 +61,30 @@ def test_verdict_on_a_decoder_that_pulls_kv(
 def test_verdict_on_a_decoder_that_reads_a_store(
     after: PromptTokenTotals, sent: HandoffCount, verdict: HandoffVerdict | None
 ) -> None:
-    assert judge(BEFORE, after, sent, from_store=True) is verdict
+    assert judge_counters(BEFORE, after, sent, reads_from_store=True) is verdict
 
 
 def test_first_reading_has_no_verdict_on_earlier_handoffs() -> None:
-    watch = CounterWatch(from_store=False)
-    assert watch.read(BEFORE, HandoffCount(7, 700)) == (UNKNOWN, 7)
-    assert watch.read(grown(computed=300), HandoffCount(10, 1000)) == (COMPUTED, 3)
+    watch = CounterWatch(reads_from_store=False)
+    assert watch.judge_reading(BEFORE, HandoffCount(7, 700)) == (UNKNOWN, 7)
+    assert watch.judge_reading(grown(computed=300), HandoffCount(10, 1000)) == (COMPUTED, 3)
 
 
 def test_handoffs_accumulate_until_there_are_enough_for_a_verdict() -> None:
-    watch = CounterWatch(from_store=False)
-    watch.read(BEFORE, HandoffCount())
-    assert watch.read(grown(computed=100), HandoffCount(1, 100)) is None
-    assert watch.read(grown(computed=200), HandoffCount(2, 200)) is None
-    assert watch.read(grown(computed=300), HandoffCount(3, 300)) == (COMPUTED, 3)
-    assert watch.read(grown(computed=300, transferred=90), HandoffCount(4, 400)) == (TRANSFERRED, 1)
+    watch = CounterWatch(reads_from_store=False)
+    watch.judge_reading(BEFORE, HandoffCount())
+    assert watch.judge_reading(grown(computed=100), HandoffCount(1, 100)) is None
+    assert watch.judge_reading(grown(computed=200), HandoffCount(2, 200)) is None
+    assert watch.judge_reading(grown(computed=300), HandoffCount(3, 300)) == (COMPUTED, 3)
+    assert watch.judge_reading(grown(computed=300, transferred=90), HandoffCount(4, 400)) == (TRANSFERRED, 1)
 
 
 def test_verdict_is_unknown_without_counters_or_after_a_worker_died() -> None:
-    watch = CounterWatch(from_store=False)
-    watch.read(BEFORE, HandoffCount(10, 1000))
-    assert watch.read(None, HandoffCount(20, 2000)) == (UNKNOWN, 10)
-    assert watch.read(BEFORE, HandoffCount(25, 2500)) == (UNKNOWN, 5)
-    assert watch.read(grown(computed=9000), HandoffCount(15, 1500)) == (UNKNOWN, 0)
+    watch = CounterWatch(reads_from_store=False)
+    watch.judge_reading(BEFORE, HandoffCount(10, 1000))
+    assert watch.judge_reading(None, HandoffCount(20, 2000)) == (UNKNOWN, 10)
+    assert watch.judge_reading(BEFORE, HandoffCount(25, 2500)) == (UNKNOWN, 5)
+    assert watch.judge_reading(grown(computed=9000), HandoffCount(15, 1500)) == (UNKNOWN, 0)
 
 
 # Pairs
@@ -133,26 +133,26 @@ def test_growth_is_attributed_to_lanes_only_without_doubt(
     involved: set[int],
     attributed: dict[int, PromptTokenTotals],
 ) -> None:
-    assert attribute(grown, sent, involved) == attributed
+    assert attribute_growth(grown, sent, involved) == attributed
 
 
 class Decoder:
     """Counters of a simulated decoder, as PairWatch reads them."""
 
     def __init__(self) -> None:
-        self.watch = PairWatch(from_store=False)
+        self.watch = PairWatch(reads_from_store=False)
         self.told = ZERO
         self.sent = dict[int, HandoffCount]()
         assert self.read() is None
 
     def serve(self, lane: int, *, fetches: bool) -> None:
         old = self.sent.get(lane, HandoffCount())
-        self.sent[lane] = HandoffCount(old.count + 1, old.tokens + 100)
+        self.sent[lane] = HandoffCount(old.handoff_count + 1, old.handoff_tokens + 100)
         grown = (100, 0, 0) if fetches else (0, 100, 0)
         self.told = PromptTokenTotals(*(a + b for a, b in zip(self.told, grown, strict=True)))
 
     def read(self) -> dict[int, HandoffVerdict] | None:
-        return self.watch.read(self.told, dict(self.sent), dict(self.sent))
+        return self.watch.judge_reading(self.told, dict(self.sent), dict(self.sent))
 
 
 def test_bad_pair_is_found_when_its_handoffs_alternate_with_another_pair() -> None:
@@ -218,7 +218,7 @@ def test_evidence_is_dropped_when_an_engine_reports_no_counters() -> None:
     for _ in range(2):
         decoder.serve(1, fetches=False)
     assert decoder.read() == {}
-    assert decoder.watch.read(None, decoder.sent, decoder.sent) is None
+    assert decoder.watch.judge_reading(None, decoder.sent, decoder.sent) is None
     decoder.serve(1, fetches=False)
     assert decoder.read() is None
     for _ in range(3):
@@ -231,7 +231,7 @@ def test_evidence_of_the_previous_prefiller_in_a_lane_is_dropped() -> None:
     for _ in range(2):
         decoder.serve(1, fetches=False)
     decoder.read()
-    decoder.watch.forget(1)
+    decoder.watch.forget_lane(1)
     decoder.serve(1, fetches=False)
     assert decoder.read() == {}
 
@@ -250,13 +250,13 @@ def test_evidence_of_the_previous_prefiller_in_a_lane_is_dropped() -> None:
 )
 def test_instance_is_blamed_when_all_its_pairs_are_bad(bad: str, blamed: tuple[str, str, str]) -> None:
     decoders, prefillers, pairs = blamed
-    assert culprits([(p, d) for p, d in bad.split()], "ab", "12") == Culprits(
+    assert find_culprits([(p, d) for p, d in bad.split()], "ab", "12") == Culprits(
         frozenset(decoders), frozenset(prefillers), frozenset((p, d) for p, d in pairs.split())
     )
 
 
 def test_decoder_is_blamed_for_the_only_pair() -> None:
-    assert culprits([("a", "1")], "a", "1").decoders == {"1"}
+    assert find_culprits([("a", "1")], "a", "1").bad_decoders == {"1"}
 
 
 # Expired leases
@@ -268,12 +268,12 @@ LEASE = 30.0
 def watch(**before: int) -> ExpiryWatch:
     """Return a watch that has read these totals at second 0."""
     watch = ExpiryWatch()
-    assert watch.read(0.0, totals(**before), (), LEASE) is None
+    assert watch.judge_totals(0.0, totals(**before), (), LEASE) is None
     return watch
 
 
-def totals(expired: int = 0, orphans: int = 0, **sent: int) -> Totals:
-    return Totals(float(expired), orphans, sent)
+def totals(expired: int = 0, orphans: int = 0, **sent: int) -> ExpiryTotals:
+    return ExpiryTotals(float(expired), orphans, sent)
 
 
 @pytest.mark.parametrize(
@@ -298,30 +298,30 @@ def totals(expired: int = 0, orphans: int = 0, **sent: int) -> Totals:
     ],
 )
 def test_verdict_on_expired_leases(
-    at: float, read: Totals | None, fetch_nothing: str, found: tuple[HandoffVerdict, int] | None
+    at: float, read: ExpiryTotals | None, fetch_nothing: str, found: tuple[HandoffVerdict, int] | None
 ) -> None:
     one = watch()
-    assert one.read(0.0, totals(d=1), fetch_nothing, LEASE) is None
-    assert one.read(at, read, fetch_nothing, LEASE) == found
+    assert one.judge_totals(0.0, totals(d=1), fetch_nothing, LEASE) is None
+    assert one.judge_totals(at, read, fetch_nothing, LEASE) == found
 
 
 def test_expired_leases_of_the_previous_window_count() -> None:
     first = watch()
-    assert first.read(0.0, totals(d=1), (), LEASE) is None
-    assert first.read(60.0, totals(d=5), (), LEASE) == (TRANSFERRED, 0)
-    assert first.read(70.0, totals(expired=4, d=5), (), LEASE) == (COMPUTED, 4)
+    assert first.judge_totals(0.0, totals(d=1), (), LEASE) is None
+    assert first.judge_totals(60.0, totals(d=5), (), LEASE) == (TRANSFERRED, 0)
+    assert first.judge_totals(70.0, totals(expired=4, d=5), (), LEASE) == (COMPUTED, 4)
 
 
 def test_time_without_handoffs_does_not_count_for_expiries() -> None:
     idle = watch()
-    assert idle.read(600.0, totals(), (), LEASE) is None
-    assert idle.read(900.0, totals(d=5), (), LEASE) is None
-    assert idle.read(960.0, totals(d=5), (), LEASE) == (TRANSFERRED, 0)
+    assert idle.judge_totals(600.0, totals(), (), LEASE) is None
+    assert idle.judge_totals(900.0, totals(d=5), (), LEASE) is None
+    assert idle.judge_totals(960.0, totals(d=5), (), LEASE) == (TRANSFERRED, 0)
 
 
 def test_no_verdict_on_expiries_after_counters_were_reset() -> None:
     one = watch(expired=40, d=40)
-    assert one.read(60.0, totals(expired=3, d=45), (), LEASE) is None
-    assert one.read(61.0, totals(expired=3, d=50), (), LEASE) is None
-    assert one.read(90.0, totals(expired=8, d=50), (), LEASE) == (COMPUTED, 5)
-    assert one.read(91.0, totals(expired=9, d=20), (), LEASE) is None
+    assert one.judge_totals(60.0, totals(expired=3, d=45), (), LEASE) is None
+    assert one.judge_totals(61.0, totals(expired=3, d=50), (), LEASE) is None
+    assert one.judge_totals(90.0, totals(expired=8, d=50), (), LEASE) == (COMPUTED, 5)
+    assert one.judge_totals(91.0, totals(expired=9, d=20), (), LEASE) is None

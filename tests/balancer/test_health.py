@@ -72,11 +72,13 @@ class Story:
             case ["late"]:
                 transition = health.on_probe(A, False, "test", failure=ProbeFailure.LATE)
             case ["late", "last"]:
-                transition = health.on_probe(A, False, "test", failure=ProbeFailure.LATE, is_last=True)
+                transition = health.on_probe(A, False, "test", failure=ProbeFailure.LATE, is_last_backend=True)
             case ["late", "serving"]:
-                transition = health.on_probe(A, False, "test", failure=ProbeFailure.LATE, is_last=True, is_serving=True)
+                transition = health.on_probe(
+                    A, False, "test", failure=ProbeFailure.LATE, is_last_backend=True, is_serving=True
+                )
             case ["works"]:
-                health.on_work(A)
+                health.on_output(A)
             case ["stall"]:
                 transition = health.on_stall(A, self.peers)
             case ["verdict"]:
@@ -85,22 +87,24 @@ class Story:
                 transition = health.on_outcome(B, None, self.peers)
             case [*trial, "refuses", count]:
                 transition = health.on_outcome(
-                    A, failed("busy"), self.peers, trial=self._trial if trial else 0, refusals=int(count)
+                    A, failed("busy"), self.peers, trial_number=self._trial if trial else 0, refusal_count=int(count)
                 )
             case ["try"]:
-                assert health.of(A).awaits_trial
+                assert health.health_of(A).awaits_trial_request
                 self._trial = health.begin_trial(A)
-                assert not health.of(A).awaits_trial
+                assert not health.health_of(A).awaits_trial_request
             case ["try", "left"]:
                 health.abandon_trial(A, self._trial)
             case [*trial, "tokenized"]:
-                transition = health.on_outcome(A, None, self.peers, trial=self._trial if trial else 0, is_proof=False)
+                transition = health.on_outcome(
+                    A, None, self.peers, trial_number=self._trial if trial else 0, proves_generation=False
+                )
             case [*trial, outcome] if outcome in (*FAILURES, "ok"):
                 error = None if outcome == "ok" else failed(outcome)
-                transition = health.on_outcome(A, error, self.peers, trial=self._trial if trial else 0)
+                transition = health.on_outcome(A, error, self.peers, trial_number=self._trial if trial else 0)
             case _:
                 self.clock.now += float(word.removesuffix("s"))
-                self.told += health.advance()
+                self.told += health.make_due_changes()
         if transition is not None:
             self.told.append(transition)
 
@@ -109,12 +113,16 @@ class Story:
         states = []
         for word in words.split():
             self.tell(word)
-            states.append({PROBATION: "probation"}.get(self.health.of(A).state, self.health.of(A).state.value))
+            states.append(
+                {PROBATION: "probation"}.get(
+                    self.health.health_of(A).health_state, self.health.health_of(A).health_state.value
+                )
+            )
         return " ".join(states)
 
     @property
     def causes(self) -> list[str]:
-        return [transition.cause for transition in self.told if transition.cause is not None]
+        return [transition.ejection_cause for transition in self.told if transition.ejection_cause is not None]
 
 
 @pytest.mark.parametrize(
@@ -155,14 +163,14 @@ def test_failed_requests_eject_a_backend_that_is_up(words: str, states: str) -> 
 def test_client_errors_do_not_count_as_failures_of_a_backend(word: str) -> None:
     story = Story()
     assert story.states(f"500 500 500 500 {word} 500 500 500 500") == " ".join(["up"] * 9)
-    assert story.health.of(A).consecutive_failures == 4
+    assert story.health.health_of(A).consecutive_failures == 4
 
 
 @pytest.mark.parametrize("word", ["busy", "429"])
 def test_back_pressure_neither_counts_as_a_failure_nor_resets_the_count(word: str) -> None:
     story = Story()
     assert story.states(f"500 500 500 500 {word} {word} {word} 500") == "up up up up up up up ejected"
-    assert story.health.of(A).consecutive_failures == 5
+    assert story.health.health_of(A).consecutive_failures == 5
 
 
 @pytest.mark.parametrize(
@@ -287,7 +295,7 @@ def test_verdict_of_another_gateway_is_checked_by_a_probe_and_a_trial(words: str
 def test_wrong_verdict_of_another_gateway_has_no_later_effect() -> None:
     story = Story()
     story.states("verdict + try try:ok")
-    assert story.health.share_percent(A) == 100
+    assert story.health.request_share_percent(A) == 100
     story.states("stall")
     assert ejection_seconds(story) == 30
 
@@ -296,7 +304,7 @@ def test_verdicts_of_other_gateways_leave_enough_backends() -> None:
     story = Story([A, B, C, D])
     for peer in story.peers:
         story.health.on_peer_verdict(peer, story.peers)
-    assert [story.health.of(peer).state for peer in story.peers] == [EJECTED, EJECTED, UP, UP]
+    assert [story.health.health_of(peer).health_state for peer in story.peers] == [EJECTED, EJECTED, UP, UP]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +353,7 @@ def down(story: Story, *backends: Backend) -> None:
 def ejection_seconds(story: Story) -> float:
     """Wait for the end of an ejection, and return its duration."""
     began = story.clock.now
-    while story.health.of(A).state is EJECTED:
+    while story.health.health_of(A).health_state is EJECTED:
         story.tell("1s")
     return story.clock.now - began
 
@@ -427,7 +435,7 @@ def test_ejections_stay_within_the_share_and_spare_the_last_backend(backends: in
         for peer in peers:
             health.on_outcome(peer, failed("500", peer), peers)
             health.on_stall(peer, peers)
-    assert [health.of(peer).state for peer in peers].count(EJECTED) == ejected
+    assert [health.health_of(peer).health_state for peer in peers].count(EJECTED) == ejected
 
 
 def test_deferred_ejection_happens_at_the_next_failure_once_allowed() -> None:
@@ -435,7 +443,7 @@ def test_deferred_ejection_happens_at_the_next_failure_once_allowed() -> None:
     story.health.on_stall(B, story.peers)
     assert story.states("500 500 500 500 500 500 30s") == " ".join(["up"] * 7)
     trial = story.health.begin_trial(B)
-    story.health.on_outcome(B, None, story.peers, trial=trial)
+    story.health.on_outcome(B, None, story.peers, trial_number=trial)
     assert story.states("500") == "ejected"
 
 
@@ -443,14 +451,14 @@ def test_backend_on_probation_counts_as_ejected_in_the_share() -> None:
     story = Story([A, B])
     story.health.on_stall(B, story.peers)
     story.tell("40s")
-    assert story.health.of(B).state is PROBATION
+    assert story.health.health_of(B).health_state is PROBATION
     assert story.states("stall") == "up"
 
 
 def test_backend_is_the_last_if_its_peers_are_down_or_unproven() -> None:
     story = Story([A, B, C])
     down(story, B)
-    story.health.forget(C)
+    story.health.forget_backend(C)
     story.health.on_added(C)
     assert story.states("stall refused refused") == "up up up"
     story.health.on_probe(C, True, "test")
@@ -473,20 +481,22 @@ def test_failed_trial_of_the_last_backend_is_followed_by_another_trial() -> None
 def test_probes_may_take_all_backends_down() -> None:
     story = Story()
     down(story, *PEERS)
-    assert {story.health.of(peer).state for peer in PEERS} == {DOWN}
+    assert {story.health.health_of(peer).health_state for peer in PEERS} == {DOWN}
 
 
 def test_ejected_backends_go_on_probation_when_no_other_is_left() -> None:
     story = Story([A, B, C])
     story.health.on_stall(A, story.peers)
-    assert story.health.release_if_last(story.peers) == ()
+    assert story.health.release_last_ejected(story.peers) == ()
     down(story, B, C)
-    assert story.health.release_if_last(story.peers) == [Transition(A, EJECTED, PROBATION, "no other backend is left")]
-    assert story.health.release_if_last(story.peers) == ()
-    assert not story.health.release_if_last([])
+    assert story.health.release_last_ejected(story.peers) == [
+        Transition(A, EJECTED, PROBATION, "no other backend is left")
+    ]
+    assert story.health.release_last_ejected(story.peers) == ()
+    assert not story.health.release_last_ejected([])
     for _ in range(2):
         story.health.on_probe(B, True, "test")
-    assert story.health.of(B).state is UP
+    assert story.health.health_of(B).health_state is UP
 
 
 # Trials
@@ -497,10 +507,10 @@ def test_outcome_of_an_earlier_trial_is_ignored() -> None:
     story.states("stall 30s")
     late = story.health.begin_trial(A)
     story.states("stall 60s try")
-    story.health.on_outcome(A, None, PEERS, trial=late)
+    story.health.on_outcome(A, None, PEERS, trial_number=late)
     story.health.abandon_trial(A, late)
-    assert story.health.of(A).state is PROBATION
-    assert not story.health.of(A).awaits_trial
+    assert story.health.health_of(A).health_state is PROBATION
+    assert not story.health.health_of(A).awaits_trial_request
     assert story.states("try:ok") == "up"
 
 
@@ -509,7 +519,7 @@ def test_only_backend_on_probation_awaits_a_trial() -> None:
     awaits = []
     for word in "ok stall 30s try try:busy - - - + + try try:ok".split():
         story.tell(word)
-        awaits.append(story.health.of(A).awaits_trial)
+        awaits.append(story.health.health_of(A).awaits_trial_request)
     assert awaits == [False, False, True, False, True, True, True, False, False, True, False, False]
 
 
@@ -521,7 +531,7 @@ def shares(story: Story, words: str) -> list[int]:
     told = []
     for word in words.split():
         story.tell(word)
-        told.append(story.health.share_percent(A))
+        told.append(story.health.request_share_percent(A))
     return told
 
 
@@ -534,7 +544,7 @@ def test_backend_that_came_back_starts_slowly(words: str) -> None:
 
 def test_no_slow_start_when_the_gateway_starts() -> None:
     assert shares(Story(), "0s 10s + ok") == [100, 100, 100, 100]
-    assert Health().share_percent(A) == 100
+    assert Health().request_share_percent(A) == 100
 
 
 def test_slow_start_restarts_after_another_outage() -> None:
@@ -545,9 +555,9 @@ def test_version_increases_when_time_changes_a_state() -> None:
     story = Story()
     versions = []
     for word in "stall 29s 1s try try:ok 29s 1s 1000s".split():
-        before = story.health.version
+        before = story.health.version_number
         story.tell(word)
-        versions.append(story.health.version > before)
+        versions.append(story.health.version_number > before)
     #                   stall  29s    1s    try   ok    29s    1s    1000s
     assert versions == [True, False, True, True, True, False, True, False]
 
@@ -557,12 +567,12 @@ def test_each_of_two_timed_changes_happens() -> None:
     story.health.on_stall(B, PEERS)
     story.states("10s - - - + +")
     story.tell("20s")
-    assert story.health.of(B).state is PROBATION
-    before = story.health.version
+    assert story.health.health_of(B).health_state is PROBATION
+    before = story.health.version_number
     story.tell("9s")
-    assert story.health.version == before
+    assert story.health.version_number == before
     story.tell("1s")
-    assert story.health.version > before
+    assert story.health.version_number > before
 
 
 # Probes alone
@@ -589,23 +599,27 @@ def test_consecutive_probes_take_a_backend_down_and_up(words: str, states: str) 
 @pytest.mark.parametrize("is_proof", [True, False])
 def test_served_request_confirms_an_unknown_backend(is_proof: bool) -> None:
     health = Health()
-    assert health.on_outcome(A, None, is_proof=is_proof) == Transition(A, UNKNOWN, UP, "served a request")
-    assert health.of(A).is_confirmed
+    assert health.on_outcome(A, None, proves_generation=is_proof) == Transition(A, UNKNOWN, UP, "served a request")
+    assert health.health_of(A).is_confirmed_healthy
 
 
 @pytest.mark.parametrize(("ok", "new", "share"), [(True, UP, 10), (False, DOWN, 100)])
 def test_first_probe_decides_for_an_added_backend(ok: bool, new: HealthState, share: int) -> None:
     health = Health(clock=Clock())
     health.on_added(A)
-    assert (health.of(A).state, health.of(A).is_eligible, health.of(A).is_changing) == (UNKNOWN, False, True)
+    assert (
+        health.health_of(A).health_state,
+        health.health_of(A).is_eligible,
+        health.health_of(A).may_change_at_next_probe,
+    ) == (UNKNOWN, False, True)
     assert health.on_probe(A, ok, "answer") == Transition(A, UNKNOWN, new, "answer")
-    assert (health.of(A).is_eligible, health.share_percent(A)) == (ok, share)
+    assert (health.health_of(A).is_eligible, health.request_share_percent(A)) == (ok, share)
 
 
 def test_confirmed_backend_that_is_added_again_stays_eligible() -> None:
     story = Story()
     story.health.on_added(A)
-    assert story.health.of(A).is_eligible
+    assert story.health.health_of(A).is_eligible
 
 
 @pytest.mark.parametrize(
@@ -619,11 +633,11 @@ def test_confirmed_backend_that_is_added_again_stays_eligible() -> None:
 )
 def test_backend_is_changing_while_the_next_probe_may_decide(words: str, changing: str) -> None:
     story = Story()
-    assert Health().of(A).is_changing
+    assert Health().health_of(A).may_change_at_next_probe
     seen = []
     for word in words.split():
         story.tell(word)
-        seen.append("yes" if story.health.of(A).is_changing else "no")
+        seen.append("yes" if story.health.health_of(A).may_change_at_next_probe else "no")
     assert " ".join(seen) == changing
 
 
@@ -637,18 +651,18 @@ def test_failures_are_counted_from_zero_after_an_outage() -> None:
 def test_request_without_proof_changes_no_failure_count() -> None:
     story = Story()
     story.states("500 500 500 500 tokenized")
-    assert story.health.of(A).consecutive_failures == 4
+    assert story.health.health_of(A).consecutive_failures == 4
     for word in ("500", "reset", "timeout", "busy"):
-        assert story.health.on_outcome(A, failed(word), PEERS, is_proof=False) is None
-    assert story.health.of(A).consecutive_failures == 4
+        assert story.health.on_outcome(A, failed(word), PEERS, proves_generation=False) is None
+    assert story.health.health_of(A).consecutive_failures == 4
     assert story.states("500") == "ejected"
 
 
 def test_refused_connection_counts_for_a_request_without_proof() -> None:
     story = Story()
     for _ in range(2):
-        story.health.on_outcome(A, failed("refused"), PEERS, is_proof=False)
-    assert story.health.of(A).state is EJECTED
+        story.health.on_outcome(A, failed("refused"), PEERS, proves_generation=False)
+    assert story.health.health_of(A).health_state is EJECTED
 
 
 # Separate and unknown backends, versions, settings and facts
@@ -658,31 +672,35 @@ def test_backends_have_separate_failure_counts() -> None:
     health = Health()
     for backend in (A, B):
         health.on_outcome(backend, failed("refused", backend), PEERS)
-    assert health.of(A).is_healthy
-    assert health.of(B).is_healthy
+    assert health.health_of(A).is_healthy
+    assert health.health_of(B).is_healthy
 
 
 def test_forgotten_backend_is_unknown_again() -> None:
     story = Story()
     story.states("stall")
-    story.health.forget(A)
-    story.health.forget(Backend(Role.DECODE, "stranger", 1))
-    assert (story.health.of(A).state, story.health.share_percent(A)) == (UNKNOWN, 100)
+    story.health.forget_backend(A)
+    story.health.forget_backend(Backend(Role.DECODE, "stranger", 1))
+    assert (story.health.health_of(A).health_state, story.health.request_share_percent(A)) == (UNKNOWN, 100)
     assert story.states("1000s") == "unknown"
 
 
 def test_reading_an_unknown_backend_creates_no_state() -> None:
     health = Health()
-    assert (health.of(A).state, health.of(A).facts, health.of(A).consecutive_failures) == (UNKNOWN, None, 0)
-    health.forget(A)
-    assert health.version == 0
+    assert (
+        health.health_of(A).health_state,
+        health.health_of(A).engine_facts,
+        health.health_of(A).consecutive_failures,
+    ) == (UNKNOWN, None, 0)
+    health.forget_backend(A)
+    assert health.version_number == 0
 
 
 def test_version_stays_if_eligibility_cannot_have_changed() -> None:
     story = Story()
-    before = story.health.version
+    before = story.health.version_number
     story.states("+ ok 500 busy - 10s tokenized")
-    assert story.health.version == before
+    assert story.health.version_number == before
 
 
 def test_changed_health_settings_apply_to_later_events() -> None:
@@ -698,30 +716,30 @@ FACTS = EngineFacts((0, 18), 4096, 256)
 
 def test_engine_facts_are_kept_until_the_engine_goes_down() -> None:
     story = Story()
-    assert story.health.of(A).facts is None
-    story.health.note_facts(A, FACTS)
-    assert story.health.of(A).facts == FACTS
-    assert story.health.of(B).facts is None
+    assert story.health.health_of(A).engine_facts is None
+    story.health.set_engine_facts(A, FACTS)
+    assert story.health.health_of(A).engine_facts == FACTS
+    assert story.health.health_of(B).engine_facts is None
     story.states("- - stall 30s try try:ok")
-    assert story.health.of(A).facts == FACTS
+    assert story.health.health_of(A).engine_facts == FACTS
     story.states("- - - + +")
-    assert story.health.of(A).facts is None
+    assert story.health.health_of(A).engine_facts is None
 
 
 def test_engine_facts_are_dropped_after_refused_connections() -> None:
     story = Story()
-    story.health.note_facts(A, FACTS)
+    story.health.set_engine_facts(A, FACTS)
     story.states("refused refused")
-    assert story.health.of(A).facts is None
+    assert story.health.health_of(A).engine_facts is None
 
 
 @pytest.mark.parametrize("words", ["stall", "stall - - - + +", "stall 30s"])
 def test_engine_facts_are_kept_for_an_ejected_engine_whose_probes_pass(words: str) -> None:
     story = Story()
     story.states(words)
-    story.health.note_facts(A, FACTS)
-    assert not story.health.of(A).is_confirmed
-    assert story.health.of(A).facts == FACTS
+    story.health.set_engine_facts(A, FACTS)
+    assert not story.health.health_of(A).is_confirmed_healthy
+    assert story.health.health_of(A).engine_facts == FACTS
 
 
 @pytest.mark.parametrize("words", ["- - -", "refused refused"])
@@ -729,10 +747,10 @@ def test_engine_facts_are_ignored_while_the_engine_is_down(words: str) -> None:
     """The answer may come after the engine went down or left."""
     story = Story()
     story.states(words)
-    story.health.note_facts(A, FACTS)
-    story.health.forget(B)
-    story.health.note_facts(B, FACTS)
-    assert (story.health.of(A).facts, story.health.of(B).facts) == (None, None)
+    story.health.set_engine_facts(A, FACTS)
+    story.health.forget_backend(B)
+    story.health.set_engine_facts(B, FACTS)
+    assert (story.health.health_of(A).engine_facts, story.health.health_of(B).engine_facts) == (None, None)
 
 
 # States of all workers
@@ -742,31 +760,31 @@ BACKEND = Backend(Role.DECODE, "10.0.0.3", 7100, slot=5)
 
 
 def test_health_board_shows_the_state_in_each_worker() -> None:
-    board = HealthBoard(workers=3, slots=8)
+    board = HealthBoard(worker_count=3, slot_count=8)
     board.set_state(0, BACKEND, UP)
     in_child(lambda: board.set_state(2, BACKEND, EJECTED))
-    assert board.states(BACKEND) == [UP, UNKNOWN, EJECTED]
+    assert board.states_by_worker(BACKEND) == [UP, UNKNOWN, EJECTED]
     board.set_state(0, BACKEND, PROBATION)
-    assert board.states(BACKEND) == [PROBATION, UNKNOWN, EJECTED]
+    assert board.states_by_worker(BACKEND) == [PROBATION, UNKNOWN, EJECTED]
 
 
 def test_health_board_erases_only_the_row_of_a_dead_worker() -> None:
-    board = HealthBoard(workers=3, slots=8)
+    board = HealthBoard(worker_count=3, slot_count=8)
     for worker in range(3):
         board.set_state(worker, BACKEND, DOWN)
-    board.erase(1)
-    assert board.states(BACKEND) == [DOWN, UNKNOWN, DOWN]
+    board.erase_worker(1)
+    assert board.states_by_worker(BACKEND) == [DOWN, UNKNOWN, DOWN]
 
 
 def test_health_board_reports_unknown_for_the_next_backend_in_a_slot() -> None:
-    board = HealthBoard(slots=8)
+    board = HealthBoard(slot_count=8)
     board.set_state(0, BACKEND, EJECTED)
-    assert board.states(Backend(Role.DECODE, "10.0.0.4", 7100, slot=5)) == [UNKNOWN]
-    assert board.states(Backend(Role.PREFILL, "10.0.0.3", 7100, slot=5)) == [UNKNOWN]
+    assert board.states_by_worker(Backend(Role.DECODE, "10.0.0.4", 7100, slot=5)) == [UNKNOWN]
+    assert board.states_by_worker(Backend(Role.PREFILL, "10.0.0.3", 7100, slot=5)) == [UNKNOWN]
 
 
 def test_health_board_separates_the_slots_of_backends() -> None:
-    board = HealthBoard(workers=2, slots=8)
+    board = HealthBoard(worker_count=2, slot_count=8)
     board.set_state(0, Backend(Role.DECODE, "10.0.0.3", 7100, slot=7), DOWN)
     board.set_state(1, Backend(Role.DECODE, "10.0.0.3", 7100, slot=0), UP)
-    assert board.states(BACKEND) == [UNKNOWN, UNKNOWN]
+    assert board.states_by_worker(BACKEND) == [UNKNOWN, UNKNOWN]

@@ -7,8 +7,8 @@ import pytest
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.local_prefill import DOUBT_SECONDS, FirstToken, LocalChoice, LocalPrefill
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies.prefill_cost import prompt_costs
-from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.policies.prefill_cost import make_prompt_costs
+from proxy.balancer.policies.prefiller import write_cache_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.shared.journal import Journal
 from proxy.common.backend import Backend, Load
@@ -26,22 +26,22 @@ class Fleet:
         self.prefillers = Prefillers(balancer)
         self.prefillers.teach()
         self.decoders = balancer.decoders
-        self.journal = Journal(workers=1, write_only=1)
-        self.local = LocalPrefill(self.prefillers.pool, self.decoders, self.journal.writer(0))
-        self.first, self.second = self.decoders.eligible()
+        self.journal = Journal(workers=1, write_only_rings=1)
+        self.local = LocalPrefill(self.prefillers.pool, self.decoders, self.journal.writer_for(0))
+        self.first, self.second = self.decoders.eligible_backends()
 
     def hand_off(self, request: PickRequest, decoder: Backend | None = None, seconds: float | None = 0.2) -> None:
         first_token = None if seconds is None else FirstToken(self.balancer.clock.now, seconds)
-        self.local.note_handoff((decoder or self.first).name, prompt_costs(request), first_token, 100)
+        self.local.learn_from_handoff((decoder or self.first).name, make_prompt_costs(request), first_token, 100)
 
     def faster_decoder(self, request: PickRequest, max_tokens: int = MOST) -> Backend | None:
-        choice = self.local.faster_decoder(prompt_costs(request), max_tokens)
+        choice = self.local.find_faster_decoder(make_prompt_costs(request), max_tokens)
         return None if choice is None else choice.decoder
 
     def begin_answers(self) -> None:
         """Let each decoder write an answer."""
         for backend in (self.first, self.second):
-            self.decoders.lease(PickRequest.of(Load(1, 1), prefer=backend)).__enter__()
+            self.decoders.make_lease(PickRequest.make_for_load(Load(1, 1), preferred_backend=backend)).__enter__()
 
     def serve(
         self,
@@ -57,12 +57,12 @@ class Fleet:
         backend = decoder or self.first
         choice = LocalChoice(
             decoder=backend,
-            prompt=prompt_costs(request),
-            is_idle=is_idle,
-            harm=0.0,
-            instead_seconds=instead_seconds,
+            prompt_costs=make_prompt_costs(request),
+            is_decoder_idle=is_idle,
+            harm_per_second=0.0,
+            prefiller_seconds=instead_seconds,
         )
-        self.local.note_local_prefill(backend.name, choice, FirstToken(self.balancer.clock.now, seconds), 1, told)
+        self.local.learn_from_local_prefill(backend.name, choice, FirstToken(self.balancer.clock.now, seconds), 1, told)
 
     def trust(self, decoder: Backend) -> None:
         """Let a decoder report the expected cached tokens, until they are trusted."""
@@ -74,7 +74,7 @@ class Fleet:
         """Teach the prefill time of decoders."""
         for number in range(40):
             tokens = 100 * (1 + number % 9)
-            short = PickRequest(Load(), Load(), prompt(10**8 + number).subject)
+            short = PickRequest(Load(), Load(), prompt(10**8 + number).request_subject)
             self.serve(short, 0.02 + tokens * seconds_per_token, (tokens, 0))
 
 
@@ -127,15 +127,18 @@ def test_no_local_prefill_for_restricted_or_unknown_requests(fleet: Fleet) -> No
     fleet.learn(0.0001)
     fleet.hand_off(prompt(*range(1, 20)))
     assert fleet.faster_decoder(TURN) == fleet.first
-    assert fleet.faster_decoder(TURN.avoiding([fleet.second])) is None
-    assert fleet.faster_decoder(PickRequest(TURN.prefill, TURN.decode, TURN.subject, (), fleet.second)) is None
-    assert fleet.faster_decoder(PickRequest.of(Load(1, 1))) is None
+    assert fleet.faster_decoder(TURN.copy_avoiding([fleet.second])) is None
+    assert (
+        fleet.faster_decoder(PickRequest(TURN.prefill_load, TURN.decode_load, TURN.request_subject, (), fleet.second))
+        is None
+    )
+    assert fleet.faster_decoder(PickRequest.make_for_load(Load(1, 1))) is None
 
 
 def test_no_local_prefill_without_predictions_of_prefillers(fleet: Fleet, balancer: Balancer) -> None:
     local = LocalPrefill(balancer.prefillers, fleet.decoders)  # this policy predicts no seconds
-    local.note_handoff(fleet.first.name, prompt_costs(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
-    assert local.faster_decoder(prompt_costs(TURN), MOST) is None
+    local.learn_from_handoff(fleet.first.name, make_prompt_costs(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
+    assert local.find_faster_decoder(make_prompt_costs(TURN), MOST) is None
 
 
 def test_busier_decoder_computes_fewer_prompts(fleet: Fleet) -> None:
@@ -145,7 +148,7 @@ def test_busier_decoder_computes_fewer_prompts(fleet: Fleet) -> None:
     leases = []
     while fleet.faster_decoder(TURN) is not None:
         for backend in (fleet.first, fleet.second):
-            lease = fleet.decoders.lease(PickRequest.of(Load(1, 1), prefer=backend))
+            lease = fleet.decoders.make_lease(PickRequest.make_for_load(Load(1, 1), preferred_backend=backend))
             lease.__enter__()
             leases.append(lease)
     # 1 s becomes more than the 10 s of a prefiller.
@@ -159,16 +162,16 @@ def test_busier_decoder_computes_fewer_prompts(fleet: Fleet) -> None:
 def test_no_local_prefill_on_a_full_decoder(fleet: Fleet, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet.learn(0.0001)
     fleet.hand_off(prompt(*range(1, 20)))
-    with fleet.decoders.lease(PickRequest.of(Load(1, 1000), prefer=fleet.first)):
+    with fleet.decoders.make_lease(PickRequest.make_for_load(Load(1, 1000), preferred_backend=fleet.first)):
         assert fleet.faster_decoder(TURN) == fleet.first
         if bound == "limit":
-            monkeypatch.setattr(fleet.decoders, "limit", lambda _: 1)
+            monkeypatch.setattr(fleet.decoders, "running_limit", lambda _: 1)
         elif bound == "knee":
-            monkeypatch.setattr(fleet.decoders.policy, "most_running", lambda _: 1)
+            monkeypatch.setattr(fleet.decoders.policy, "learned_max_running", lambda _: 1)
         else:
-            tokens = TURN.decode.kv_tokens + 1000
+            tokens = TURN.decode_load.kv_tokens + 1000
             fleet.decoders.health.on_probe(fleet.first, True, "200")
-            fleet.decoders.health.note_facts(fleet.first, EngineFacts(kv_tokens=tokens))
+            fleet.decoders.health.set_engine_facts(fleet.first, EngineFacts(kv_memory_tokens=tokens))
         assert fleet.faster_decoder(TURN) != fleet.first
 
 
@@ -178,7 +181,7 @@ def test_decoder_that_was_gone_has_an_empty_cache(fleet: Fleet, balancer: Balanc
     balancer.eject(fleet.second)
     assert fleet.faster_decoder(TURN) is None
     balancer.clock.now += 1.2 * balancer.checks.eject_seconds
-    with fleet.decoders.lease(PickRequest.of(Load(1, 1), prefer=fleet.second)):
+    with fleet.decoders.make_lease(PickRequest.make_for_load(Load(1, 1), preferred_backend=fleet.second)):
         pass
     assert fleet.faster_decoder(TURN) is None
 
@@ -217,20 +220,28 @@ def test_reported_cache_misses_lower_the_trust(fleet: Fleet) -> None:
 
 
 def test_reported_cleared_cache_of_a_decoder_is_applied(fleet: Fleet) -> None:
-    events = fleet.journal.writer(1)
-    events.write(b"what is not of caches")
+    events = fleet.journal.writer_for(1)
+    events.write_record(b"what is not of caches")
     fleet.learn(0.002)
     fleet.hand_off(prompt(*range(1, 20)), fleet.second)
     for cleared, decoder in ((3, fleet.second), (4, None)):
         for backend in (fleet.first, fleet.second):
-            write_count(events, backend.slot, CacheCount(stored=20_000, reach=10**6, evicts=0, cleared=cleared))
+            write_cache_count(
+                events,
+                backend.slot,
+                CacheCount(stored_tokens=20_000, reach_tokens=10**6, has_evicted=0, cleared_at_tokens=cleared),
+            )
         assert fleet.faster_decoder(TURN) == decoder
 
 
 def test_reported_evictions_of_a_decoder_are_applied(fleet: Fleet) -> None:
     fleet.learn(0.002)
     fleet.hand_off(prompt(*range(1, 20)), fleet.second)
-    write_count(fleet.journal.writer(1), fleet.second.slot, CacheCount(stored=20_000, reach=500, evicts=1, cleared=0))
+    write_cache_count(
+        fleet.journal.writer_for(1),
+        fleet.second.slot,
+        CacheCount(stored_tokens=20_000, reach_tokens=500, has_evicted=1, cleared_at_tokens=0),
+    )
     assert fleet.faster_decoder(TURN) is None
 
 
@@ -251,13 +262,13 @@ def test_no_local_prefill_for_an_hour_when_decoders_were_slower(
 def test_stalled_answers_count_as_cost_of_a_local_prefill(fleet: Fleet) -> None:
     fleet.hand_off(prompt(*range(1, 20)), fleet.second)
     for _ in range(4):
-        fleet.decoders.lease(PickRequest.of(Load(1, 1), prefer=fleet.second)).__enter__()
-    choice = fleet.local.faster_decoder(prompt_costs(TURN), MOST)
+        fleet.decoders.make_lease(PickRequest.make_for_load(Load(1, 1), preferred_backend=fleet.second)).__enter__()
+    choice = fleet.local.find_faster_decoder(make_prompt_costs(TURN), MOST)
     assert choice is not None
-    assert choice.harm == 1.0
+    assert choice.harm_per_second == 1.0
     for _ in range(8):
-        first_token = FirstToken(fleet.balancer.clock.now, 0.6 * choice.instead_seconds)
-        fleet.local.note_local_prefill(fleet.second.name, choice, first_token, 1, None)
+        first_token = FirstToken(fleet.balancer.clock.now, 0.6 * choice.prefiller_seconds)
+        fleet.local.learn_from_local_prefill(fleet.second.name, choice, first_token, 1, None)
     assert fleet.faster_decoder(TURN) is None
 
 
@@ -278,15 +289,15 @@ def test_idle_decoder_may_compute_longer_prompts_than_proven(fleet: Fleet) -> No
 def test_harm_to_running_answers_is_the_learned_one_or_assumed(
     fleet: Fleet, learned: float | None, careful: bool, harm: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(fleet.decoders.policy), "append_harm", learned)
+    monkeypatch.setattr(type(fleet.decoders.policy), "append_harm_per_second", learned)
     fleet.hand_off(prompt(*range(1, 20)))
     fleet.prefillers.begin(prompt(*range(5000, 5050)))
     fleet.prefillers.begin(prompt(*range(6000, 6050)))
     for _ in range(4):
         fleet.begin_answers()
-    choice = fleet.local.faster_decoder(prompt_costs(TURN), MOST, is_careful=careful)
+    choice = fleet.local.find_faster_decoder(make_prompt_costs(TURN), MOST, avoids_harm=careful)
     assert choice is not None
-    assert choice.harm == harm
+    assert choice.harm_per_second == harm
 
 
 def test_wait_for_the_steps_of_running_answers_is_learned_apart(fleet: Fleet) -> None:
@@ -294,10 +305,10 @@ def test_wait_for_the_steps_of_running_answers_is_learned_apart(fleet: Fleet) ->
     one = prompt(1)
     for _ in range(20):
         fleet.serve(one, 0.3, (one.prompt_tokens, 0))
-    own = fleet.local.cost.seconds(one.prompt_tokens, 0)
+    own = fleet.local.prefill_cost.predict_seconds(one.prompt_tokens, 0)
     for _ in range(40):
         fleet.serve(one, 0.8, (one.prompt_tokens, 0), is_idle=False)
-    assert fleet.local.cost.seconds(one.prompt_tokens, 0) < 1.5 * own
+    assert fleet.local.prefill_cost.predict_seconds(one.prompt_tokens, 0) < 1.5 * own
     assert fleet.faster_decoder(prompt(2)) is not None
     fleet.hand_off(prompt(8), seconds=0.01)
     fleet.local.handoff_seconds = 0.01
@@ -314,10 +325,10 @@ def test_queued_prompts_count_for_a_decoder(fleet: Fleet) -> None:
     assert fleet.faster_decoder(short) is None
     waiting = [prompt(10**6 + number) for number in range(8)]
     for each in waiting:
-        fleet.prefillers.pool.work_seconds(each)
+        fleet.prefillers.pool.predict_work_seconds(each)
     assert fleet.faster_decoder(short) is not None
     for each in waiting:
-        fleet.prefillers.pool.left_queue(each)
+        fleet.prefillers.pool.on_left_queue(each)
     assert fleet.faster_decoder(short) is None
 
 
@@ -336,12 +347,12 @@ def test_late_first_tokens_are_not_learned(fleet: Fleet) -> None:
     fleet.hand_off(prompt(8))
     context = fleet.prefillers.policy.context
     lag: float | None = 0.2
-    context.lag_within = lambda began, ended: lag
+    context.loop_lag_within = lambda began, ended: lag
     one = prompt(1)
     for _ in range(8):
         fleet.hand_off(prompt(8), seconds=0.4)
         fleet.serve(one, 20.0, (one.prompt_tokens, 0), instead_seconds=0.1)
-    assert (fleet.local.handoff_seconds, fleet.local.cost.samples) == (0.2, 0)
+    assert (fleet.local.handoff_seconds, fleet.local.prefill_cost.sample_count) == (0.2, 0)
     assert fleet.faster_decoder(one) is not None
     lag = None  # the lag is unknown
     fleet.hand_off(prompt(8), seconds=0.4)

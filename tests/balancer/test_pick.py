@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from proxy.balancer.pick import Candidate, PickRequest, Policy, Tracker
+from proxy.balancer.pick import Candidate, LeaseTracker, PickRequest, Policy
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Cost
@@ -27,21 +27,23 @@ class RecordingPolicy(Policy):
         self.seen: list[tuple[Sequence[Candidate], Sequence[int], PickRequest]] = []
         self.calls: list[tuple[object, ...]] = []
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         self.seen.append((candidates, weights, request))
         return candidates[-1]
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        load = request.load(backend.role)
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
+        load = request.load_for_role(backend.role)
         return Load(compute_tokens=10 * load.compute_tokens, kv_tokens=load.kv_tokens) if backend.port == 1 else load
 
-    def track(self, backend: Backend, request: PickRequest) -> Tracker:
-        load = self.cost_of(backend, request)
+    def start_tracker(self, backend: Backend, request: PickRequest) -> LeaseTracker:
+        load = self.load_of_request(backend, request)
         self.calls.append(("track", backend.name))
         return RecordingTracker(load, self.calls, backend)
 
 
-class RecordingTracker(Tracker):
+class RecordingTracker(LeaseTracker):
     """Tracker that records all calls."""
 
     def __init__(self, load: Load, calls: list[tuple[object, ...]], backend: Backend) -> None:
@@ -49,21 +51,21 @@ class RecordingTracker(Tracker):
         self.calls = calls
         self.backend = backend
 
-    def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+    def record_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         self.calls.append(("note_usage", self.backend.name, prompt_tokens, cached_tokens))
 
-    def note_first_token(self) -> None:
+    def record_first_token(self) -> None:
         self.calls.append(("note_first_token", self.backend.name))
 
-    def note_end(self, served: bool, answer_tokens: int | None) -> None:
-        self.calls.append(("note_end", self.backend.name, served, answer_tokens))
+    def record_end(self, is_served: bool, answer_tokens: int | None) -> None:
+        self.calls.append(("note_end", self.backend.name, is_served, answer_tokens))
 
 
 @pytest.fixture
 def policy(balancer: Balancer) -> RecordingPolicy:
     policy = RecordingPolicy()
-    balancer.decoders.use(policy)
-    balancer.prefillers.use(policy)
+    balancer.decoders.use_policy(policy)
+    balancer.prefillers.use_policy(policy)
     return policy
 
 
@@ -77,9 +79,9 @@ def failed(backend: Backend) -> UpstreamError:
 def test_policies_of_all_roles_get_the_same_request(balancer: Balancer, policy: RecordingPolicy) -> None:
     call = parse(Api.CHAT, CHAT, Cost(), {"x-ttft-deadline-ms": "1500"})
     request = call.make_pick_request()
-    with balancer.decoders.lease(request) as decoder, balancer.prefillers.lease(request) as prefiller:
-        assert balancer.books(decoder.backend) == (1, call.make_pick_request().decode)
-        assert balancer.books(prefiller.backend) == (1, call.make_pick_request().prefill)
+    with balancer.decoders.make_lease(request) as decoder, balancer.prefillers.make_lease(request) as prefiller:
+        assert balancer.books(decoder.backend) == (1, call.make_pick_request().decode_load)
+        assert balancer.books(prefiller.backend) == (1, call.make_pick_request().prefill_load)
     (*_, of_decoder), (*_, of_prefiller) = policy.seen
     assert of_decoder is of_prefiller is request
     assert (request.prompt_tokens, request.output_tokens) == (call.prompt_tokens, 7)
@@ -88,8 +90,8 @@ def test_policies_of_all_roles_get_the_same_request(balancer: Balancer, policy: 
 
 
 def test_passed_through_request_has_no_subject() -> None:
-    request = PickRequest.of(Load(3, 4))
-    assert (request.load(Role.PREFILL), request.load(Role.DECODE)) == (Load(3, 4), Load(3, 4))
+    request = PickRequest.make_for_load(Load(3, 4))
+    assert (request.load_for_role(Role.PREFILL), request.load_for_role(Role.DECODE)) == (Load(3, 4), Load(3, 4))
     assert (request.prompt_tokens, request.output_tokens, request.session, request.first_token_seconds) == (
         *(0, 0),
         *(None, None),
@@ -125,57 +127,60 @@ def test_session_is_the_id_of_the_client(members: bytes, session: str | None) ->
 def test_candidates_have_limits_and_running_requests(balancer: Balancer) -> None:
     policy = RecordingPolicy()
     pool = balancer.pool(Role.DECODE, max_running=4)
-    pool.use(policy)
-    one, two = pool.backends()
-    with pool.lease(PickRequest.of(Load(5, 6), avoid=[two])), pool.lease(PickRequest.of(Load(7, 8), avoid=[one])):
-        pool.pick()
+    pool.use_policy(policy)
+    one, two = pool.all_backends()
+    with (
+        pool.make_lease(PickRequest.make_for_load(Load(5, 6), avoided_backends=[two])),
+        pool.make_lease(PickRequest.make_for_load(Load(7, 8), avoided_backends=[one])),
+    ):
+        pool.pick_backend()
         candidates, weights, _ = policy.seen[-1]
-        assert [(each.backend, each.limit, each.running, each.has_room) for each in candidates] == [
+        assert [(each.backend, each.max_running, each.running_requests, each.has_room) for each in candidates] == [
             *[(one, 4, 1, True), (two, 4, 1, True)]
         ]
-        assert [each.load for each in candidates] == [Load(50, 6), Load(7, 8)]
+        assert [each.charged_load for each in candidates] == [Load(50, 6), Load(7, 8)]
         assert weights == [56, 15]
 
 
 def test_policy_chooses_again_without_full_backends(balancer: Balancer) -> None:
     policy = RecordingPolicy()
     pool = balancer.pool(Role.DECODE, max_running=1)
-    pool.use(policy)
-    one, two = pool.backends()
-    with pool.lease(PickRequest.of(NOTHING)) as lease:
+    pool.use_policy(policy)
+    one, two = pool.all_backends()
+    with pool.make_lease(PickRequest.make_for_load(NOTHING)) as lease:
         assert lease.backend == two
-        assert pool.pick() == one
+        assert pool.pick_backend() == one
         assert [len(candidates) for candidates, *_ in policy.seen] == [2, 2, 1]
-        with pool.lease(PickRequest.of(NOTHING)):
-            assert pool.pick() == two  # all are full
+        with pool.make_lease(PickRequest.make_for_load(NOTHING)):
+            assert pool.pick_backend() == two  # all are full
 
 
 # Charges
 
 
 def test_policy_sets_the_charge_of_the_chosen_backend(balancer: Balancer, policy: RecordingPolicy) -> None:
-    one, two = balancer.decoders.backends()
-    with balancer.decoders.lease(PickRequest.of(Load(5, 6))) as lease:
+    one, two = balancer.decoders.all_backends()
+    with balancer.decoders.make_lease(PickRequest.make_for_load(Load(5, 6))) as lease:
         assert (lease.backend, balancer.books(two)) == (two, (1, Load(5, 6)))
-        assert lease.move((), failed(two)) == one
+        assert lease.move_to_other_backend((), failed(two)) == one
         assert (balancer.books(one), balancer.books(two)) == ((1, Load(50, 6)), (0, NOTHING))
-        lease.free_compute()
+        lease.release_compute()
         assert balancer.books(one) == (1, Load(0, 6))
     assert balancer.all_books() == {(0, NOTHING)}
 
 
 def test_moved_lease_does_not_charge_freed_compute_again(balancer: Balancer, policy: RecordingPolicy) -> None:
-    one, two = balancer.prefillers.backends()
-    with balancer.prefillers.lease(PickRequest.of(Load(5, 6))) as lease:
-        lease.free_kv()
-        assert lease.move((), failed(two)) == one
+    one, two = balancer.prefillers.all_backends()
+    with balancer.prefillers.make_lease(PickRequest.make_for_load(Load(5, 6))) as lease:
+        lease.release_kv()
+        assert lease.move_to_other_backend((), failed(two)) == one
         assert balancer.books(one) == (1, Load(50, 0))
     assert balancer.all_books() == {(0, NOTHING)}
 
 
 def test_reservation_is_charged_without_notifying_the_tracker(balancer: Balancer, policy: RecordingPolicy) -> None:
-    one, two = balancer.decoders.backends()
-    with balancer.decoders.reserve(PickRequest.of(Load(5, 6), avoid=[two])):
+    one, two = balancer.decoders.all_backends()
+    with balancer.decoders.make_reservation(PickRequest.make_for_load(Load(5, 6), avoided_backends=[two])):
         assert balancer.books(one) == (1, Load(50, 6))
     assert balancer.all_books() == {(0, NOTHING)}
     assert policy.calls == []
@@ -199,7 +204,7 @@ def test_tracker_gets_the_end_of_each_lease(
     balancer: Balancer, policy: RecordingPolicy, error: type[BaseException] | None, served: bool
 ) -> None:
     try:
-        with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
+        with balancer.prefillers.make_lease(PickRequest.make_for_load(NOTHING)) as lease:
             assert policy.calls == [("track", "p:2")]
             leave(error)(lease.backend)
     except (UpstreamError, KeyboardInterrupt):
@@ -208,28 +213,28 @@ def test_tracker_gets_the_end_of_each_lease(
 
 
 def test_tracker_gets_a_prefill_answer_at_once(balancer: Balancer, policy: RecordingPolicy) -> None:
-    lease = balancer.prefillers.lease(PickRequest.of(NOTHING))
+    lease = balancer.prefillers.make_lease(PickRequest.make_for_load(NOTHING))
     lease.__enter__()
-    lease.free_compute()
+    lease.release_compute()
     assert policy.calls[1:] == [("note_end", "p:2", True, None)]
-    lease.free_compute()
+    lease.release_compute()
     lease.__exit__(UpstreamError, failed(lease.backend), None)
     assert policy.calls[2:] == []
 
 
 def test_tracker_gets_usage_and_answer_tokens(balancer: Balancer, policy: RecordingPolicy) -> None:
-    with balancer.decoders.lease(PickRequest.of(NOTHING)) as lease:
-        lease.note_usage(None, 7)
-        lease.note_usage(12, 7)
-        lease.confirm()
-        lease.confirm()
+    with balancer.decoders.make_lease(PickRequest.make_for_load(NOTHING)) as lease:
+        lease.record_usage(None, 7)
+        lease.record_usage(12, 7)
+        lease.confirm_beginning()
+        lease.confirm_beginning()
         lease.answer_tokens = 5
     assert policy.calls[1:] == [("note_usage", "d:2", 12, 7), ("note_first_token", "d:2"), ("note_end", "d:2", True, 5)]
 
 
 def test_moved_lease_has_two_trackers(balancer: Balancer, policy: RecordingPolicy) -> None:
-    with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
-        lease.move((), failed(lease.backend))
+    with balancer.prefillers.make_lease(PickRequest.make_for_load(NOTHING)) as lease:
+        lease.move_to_other_backend((), failed(lease.backend))
     assert policy.calls == [
         ("track", "p:2"),
         ("note_end", "p:2", False, None),
@@ -239,14 +244,14 @@ def test_moved_lease_has_two_trackers(balancer: Balancer, policy: RecordingPolic
 
 
 def test_tracker_gets_the_end_after_the_policy_was_replaced(balancer: Balancer, policy: RecordingPolicy) -> None:
-    with balancer.prefillers.lease(PickRequest.of(NOTHING)):
+    with balancer.prefillers.make_lease(PickRequest.make_for_load(NOTHING)):
         other = RecordingPolicy()
-        balancer.prefillers.use(other)
+        balancer.prefillers.use_policy(other)
     assert policy.calls == [("track", "p:2"), ("note_end", "p:2", True, None)]
     assert other.calls == []
 
 
-@pytest.mark.parametrize("method", ["choose", "cost_of", "track"])
+@pytest.mark.parametrize("method", ["choose_candidate", "load_of_request", "start_tracker"])
 def test_failing_policy_leaves_no_charge(
     balancer: Balancer, policy: RecordingPolicy, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -254,7 +259,7 @@ def test_failing_policy_leaves_no_charge(
         raise ZeroDivisionError
 
     monkeypatch.setattr(RecordingPolicy, method, fail)
-    balancer.decoders.use(policy)
-    with pytest.raises(ZeroDivisionError), balancer.decoders.lease(PickRequest.of(Load(1, 1))):
+    balancer.decoders.use_policy(policy)
+    with pytest.raises(ZeroDivisionError), balancer.decoders.make_lease(PickRequest.make_for_load(Load(1, 1))):
         pytest.fail("it must not begin")
     assert balancer.all_books() == {(0, NOTHING)}

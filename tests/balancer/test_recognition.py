@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.engines import Identity, parse_kind, parse_setup
+from proxy.balancer.engines import EngineIdentity, parse_kind, parse_setup
 from proxy.balancer.incompatibilities import IncompatibilityKind
-from proxy.balancer.recognition import EngineReport, find_connector_mismatch, recognise
+from proxy.balancer.recognition import EngineReport, find_connector_mismatch, recognise_connector
 from proxy.common.backend import Role
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS, SettingsError
@@ -26,7 +26,7 @@ def models(owner: object) -> Any:
 
 def said(role: Role, name: str, models: Any, info: Any = None) -> EngineReport:
     """Return the report of an engine with these answers at `/v1/models` and `/server_info`."""
-    return EngineReport(role, name, Identity(parse_kind(models), setup=parse_setup(info)))
+    return EngineReport(role, name, EngineIdentity(parse_kind(models), engine_setup=parse_setup(info)))
 
 
 def sglang(role: Role, mode: str | None = None) -> EngineReport:
@@ -59,19 +59,22 @@ UNSERVED = "which no single connector serves for certain: set `connector`, see d
 
 def problem(*engines: EngineReport) -> str:
     with pytest.raises(SettingsError) as raised:
-        recognise(engines)
+        recognise_connector(engines)
     return str(raised.value)
 
 
 def test_sglang_engines_get_the_bootstrap_connector() -> None:
-    found = recognise([sglang(P), sglang(D), sglang(D)])
-    assert (found.connector, found.reason) == ("sglang_bootstrap", "1 prefill and 2 decode instances are SGLang")
+    found = recognise_connector([sglang(P), sglang(D), sglang(D)])
+    assert (found.connector_name, found.recognition_reason) == (
+        "sglang_bootstrap",
+        "1 prefill and 2 decode instances are SGLang",
+    )
 
 
 def test_sglang_that_reports_no_role_keeps_the_configured_one() -> None:
-    assert recognise([said(P, "", models("sglang"), None), said(D, "", models("sglang"), "?")]).connector == (
-        "sglang_bootstrap"
-    )
+    assert recognise_connector(
+        [said(P, "", models("sglang"), None), said(D, "", models("sglang"), "?")]
+    ).connector_name == ("sglang_bootstrap")
 
 
 @pytest.mark.parametrize(
@@ -88,9 +91,9 @@ def test_sglang_engine_in_another_role_is_an_error(role: Role, mode: str, senten
 
 
 def test_vllm_without_transfer_config_gets_the_pull_connector() -> None:
-    found = recognise([vllm(P), vllm(D)])
-    assert found.connector == "vllm_pull"
-    assert "VLLM_SERVER_DEV_MODE=1: set `connector` unless decoders pull the cache" in found.reason
+    found = recognise_connector([vllm(P), vllm(D)])
+    assert found.connector_name == "vllm_pull"
+    assert "VLLM_SERVER_DEV_MODE=1: set `connector` unless decoders pull the cache" in found.recognition_reason
 
 
 @pytest.mark.parametrize(
@@ -114,8 +117,11 @@ def test_vllm_without_transfer_config_gets_the_pull_connector() -> None:
     ],
 )
 def test_connector_is_found_by_the_kv_connector_of_vllm(told: str, connector: str) -> None:
-    found = recognise([vllm(P, told, kv_role="kv_producer"), vllm(D, told, kv_role="kv_consumer")])
-    assert (found.connector, found.reason) == (connector, f"1 prefill and 1 decode instance are vLLM with {told}")
+    found = recognise_connector([vllm(P, told, kv_role="kv_producer"), vllm(D, told, kv_role="kv_consumer")])
+    assert (found.connector_name, found.recognition_reason) == (
+        connector,
+        f"1 prefill and 1 decode instance are vLLM with {told}",
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,11 +133,11 @@ def test_connector_is_found_by_the_kv_connector_of_vllm(told: str, connector: st
     ],
 )
 def test_transferring_connector_counts_beside_a_store(together: tuple[str, ...], connector: str) -> None:
-    assert recognise([vllm(P, *together), vllm(D, *together)]).connector == connector
+    assert recognise_connector([vllm(P, *together), vllm(D, *together)]).connector_name == connector
 
 
 def test_one_engine_with_a_transfer_config_is_enough() -> None:
-    assert recognise([vllm(P), vllm(D, "MooncakeLayerwiseConnector")]).connector == "ascend_layerwise"
+    assert recognise_connector([vllm(P), vllm(D, "MooncakeLayerwiseConnector")]).connector_name == "ascend_layerwise"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +205,7 @@ ASCEND_NAMES = """AscendStoreConnector MooncakeConnectorStoreV1 MooncakeConnecto
 def test_every_kv_connector_has_a_connector_or_a_reason(name: str) -> None:
     engines = [vllm(P, name), vllm(D, name)]
     if any(name in traits.kv_connectors for traits in CONNECTOR_TRAITS.values()):
-        assert recognise(engines).connector in CONNECTORS
+        assert recognise_connector(engines).connector_name in CONNECTORS
     else:
         assert re.search("(start the engines|combine it) with NixlConnector", problem(*engines))
 
@@ -226,13 +232,13 @@ def test_options_of_a_combined_connector_are_read() -> None:
     nixl = {"kv_connector": "NixlConnector", "kv_connector_extra_config": NIXL_OPTIONS}
     extra = {"connectors": [nixl, {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": 1}]}
     transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
-    setup = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}}).setup
-    assert (setup.is_bidirectional, setup.lease_seconds, setup.answer_seconds) == (True, 12.0, 40.0)
+    setup = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}}).engine_setup
+    assert (setup.has_bidirectional_kv, setup.lease_seconds, setup.answer_kv_seconds) == (True, 12.0, 40.0)
 
 
 @pytest.mark.parametrize("info", [1, [], {}, {"vllm_config": "text"}, {"vllm_config": {}}])
 def test_malformed_server_info_of_vllm_is_ignored(info: Any) -> None:
-    assert recognise([said(P, "p:1", models("vllm"), info), vllm(D)]).connector == "vllm_pull"
+    assert recognise_connector([said(P, "p:1", models("vllm"), info), vllm(D)]).connector_name == "vllm_pull"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +313,7 @@ def test_elastic_sglang_may_have_either_role_at_present() -> None:
         "internal_states": [{"disaggregation_mode": "decode"}],
     }
     report = said(D, NAMES[D], models("sglang"), info)
-    assert report.setup.disaggregation_mode == "decode"
+    assert report.engine_setup.disaggregation_mode == "decode"
     for role in (P, D):
         assert find_connector_mismatch(elastic(replace(report, role=role)), "sglang_bootstrap", None) is None
 

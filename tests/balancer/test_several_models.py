@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.balancer.engines import EngineFacts, Identity
+from proxy.balancer.engines import EngineFacts, EngineIdentity
 from proxy.balancer.health import ProbeFailure
 from proxy.balancer.models import ServedModels, minority_instances
 from proxy.balancer.pick import PickRequest
@@ -25,7 +25,7 @@ class Fleet:
     def __init__(self, balancer: Balancer) -> None:
         self.balancer = balancer
         self.models = ServedModels(balancer.roster, balancer.health, BOTH)
-        self.prefillers, self.decoders = balancer.prefillers.backends(), balancer.decoders.backends()
+        self.prefillers, self.decoders = balancer.prefillers.all_backends(), balancer.decoders.all_backends()
         self.everybody = (*self.prefillers, *self.decoders)
         for backend in self.everybody:
             balancer.health.on_probe(backend, True, "up")
@@ -33,14 +33,16 @@ class Fleet:
     def tell(self, *names: str, adapters: dict[int, str] | None = None) -> ServedModels:
         for place, (backend, its) in enumerate(zip(self.everybody, names, strict=True)):
             its_adapters = frozenset((adapters or {}).get(place, "").split())
-            identity = Identity(models=frozenset(its.split()), adapters=its_adapters)
-            self.balancer.health.note_facts(backend, EngineFacts(identity=identity))
-        self.models.refresh()
+            identity = EngineIdentity(models=frozenset(its.split()), adapters=its_adapters)
+            self.balancer.health.set_engine_facts(backend, EngineFacts(identity=identity))
+        self.models.update_names()
         return self.models
 
     def pool(self, role: Role, name: str) -> Pool:
         whole = self.balancer.prefillers if role is Role.PREFILL else self.balancer.decoders
-        return self.balancer.pool(role, whole=whole, serving=lambda backends: self.models.serving(name, backends))
+        return self.balancer.pool(
+            role, whole_pool=whole, select_serving=lambda backends: self.models.backends_serving(name, backends)
+        )
 
 
 @pytest.fixture
@@ -50,71 +52,71 @@ def fleet(balancer: Balancer) -> Fleet:
 
 def test_models_are_not_mixed_when_all_serve_the_same(fleet: Fleet) -> None:
     models = fleet.tell("a", "a", "a", "a")
-    assert (models.is_mixed, models.is_closed, models.groups()) == (False, False, [])
+    assert (models.has_several_groups, models.are_all_names_known, models.model_groups()) == (False, False, [])
 
 
 def test_unknown_models_do_not_make_a_mixture(fleet: Fleet) -> None:
-    assert not fleet.tell("a", "", "a", "").is_mixed
+    assert not fleet.tell("a", "", "a", "").has_several_groups
 
 
 def test_models_without_a_common_name_are_not_mixed(fleet: Fleet) -> None:
     models = fleet.tell("/models/a", "/models/a", "/data/a", "/data/a")
-    assert not models.is_mixed
-    assert models.complete == set()
+    assert not models.has_several_groups
+    assert models.fully_served_names == set()
 
 
 def test_two_models_form_two_groups(fleet: Fleet) -> None:
     models = fleet.tell("a big", "b", "a big", "b")
-    assert models.is_mixed
-    assert models.is_closed
-    assert models.groups() == [frozenset({"a", "big"}), frozenset("b")]
-    assert models.serving("b", fleet.decoders) == fleet.decoders[1:]
-    assert models.names == {"a", "b", "big"}
+    assert models.has_several_groups
+    assert models.are_all_names_known
+    assert models.model_groups() == [frozenset({"a", "big"}), frozenset("b")]
+    assert models.backends_serving("b", fleet.decoders) == fleet.decoders[1:]
+    assert models.served_names == {"a", "b", "big"}
 
 
 def test_adapters_on_some_instances_leave_unknown_names_open(fleet: Fleet) -> None:
     models = fleet.tell("a", "a", "a", "a", adapters={0: "x y", 2: "x"})
-    assert models.is_mixed
-    assert not models.is_closed
-    assert models.groups() == [frozenset("x"), frozenset("y")]  # names that all serve have no group
-    assert models.complete == {"a", "x"}
+    assert models.has_several_groups
+    assert not models.are_all_names_known
+    assert models.model_groups() == [frozenset("x"), frozenset("y")]  # names that all serve have no group
+    assert models.fully_served_names == {"a", "x"}
 
 
 def test_instance_with_unknown_models_serves_otherwise_unserved_names(fleet: Fleet) -> None:
     models = fleet.tell("a", "", "a", "b")
-    assert models.serving("a", fleet.prefillers) == fleet.prefillers[:1]
-    assert models.serving("b", fleet.prefillers) == fleet.prefillers[1:]
-    assert models.complete == {"a", "b"}
+    assert models.backends_serving("a", fleet.prefillers) == fleet.prefillers[:1]
+    assert models.backends_serving("b", fleet.prefillers) == fleet.prefillers[1:]
+    assert models.fully_served_names == {"a", "b"}
 
 
 def test_models_of_a_down_engine_are_kept_until_it_reports_others(fleet: Fleet) -> None:
     models = fleet.tell("a", "b", "a", "b")
     for _ in range(10):
         fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone")
-    models.refresh()
-    assert models.of(fleet.decoders[1]) == frozenset("b")
+    models.update_names()
+    assert models.names_of(fleet.decoders[1]) == frozenset("b")
     for _ in range(10):
         fleet.balancer.health.on_probe(fleet.decoders[1], True, "back")
     fleet.tell("a", "b", "a", "a")
-    assert models.serving("b", fleet.decoders) == ()
+    assert models.backends_serving("b", fleet.decoders) == ()
 
 
 def test_configured_models_override_reported_ones(fleet: Fleet) -> None:
     said = [replace(backend, models=("b",), is_trusted=True) for backend in fleet.everybody]
-    fleet.balancer.roster.sync("config", said, restores=True)
+    fleet.balancer.roster.sync_origin("config", said, restores_removed=True)
     models = fleet.tell("a", "a", "a", "a")
-    assert [models.of(backend) for backend in fleet.everybody] == [frozenset("b")] * 4
-    fleet.balancer.roster.sync("config", fleet.everybody, restores=True)
-    models.refresh()
-    assert [models.of(backend) for backend in fleet.everybody] == [frozenset("a")] * 4
+    assert [models.names_of(backend) for backend in fleet.everybody] == [frozenset("b")] * 4
+    fleet.balancer.roster.sync_origin("config", fleet.everybody, restores_removed=True)
+    models.update_names()
+    assert [models.names_of(backend) for backend in fleet.everybody] == [frozenset("a")] * 4
 
 
 def test_refresh_without_changes_does_nothing(fleet: Fleet) -> None:
     models = fleet.tell("a", "b", "a", "b")
     changes: list[int] = []
     models.on_change = lambda: changes.append(1)
-    fleet.balancer.health.version += 1
-    models.refresh()
+    fleet.balancer.health.version_number += 1
+    models.update_names()
     assert changes == []
     fleet.tell("a", "b", "a", "a")
     assert changes
@@ -126,28 +128,28 @@ def test_refresh_without_changes_does_nothing(fleet: Fleet) -> None:
 def test_pool_of_a_model_has_only_its_backends(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
     pool = fleet.pool(Role.DECODE, "b")
-    assert pool.backends() == pool.eligible() == fleet.decoders[1:]
-    with pool.lease(PickRequest.of(Load())) as lease:
+    assert pool.all_backends() == pool.eligible_backends() == fleet.decoders[1:]
+    with pool.make_lease(PickRequest.make_for_load(Load())) as lease:
         assert lease.backend == fleet.decoders[1]
     with pytest.raises(NoBackendAvailable):
-        pool.pick(avoid=fleet.decoders[1:])
+        pool.pick_backend(avoided_backends=fleet.decoders[1:])
 
 
 def test_engine_with_another_model_after_restart_changes_pools(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
     pools = {name: fleet.pool(Role.DECODE, name) for name in "ab"}
-    assert pools["a"].eligible() == fleet.decoders[:1]
+    assert pools["a"].eligible_backends() == fleet.decoders[:1]
     fleet.tell("a", "b", "a", "a")
-    assert pools["a"].eligible() == fleet.decoders
-    assert pools["b"].eligible() == ()
-    assert not pools["b"].is_ready()
-    assert fleet.balancer.decoders.eligible() == fleet.decoders  # its health is unchanged
+    assert pools["a"].eligible_backends() == fleet.decoders
+    assert pools["b"].eligible_backends() == ()
+    assert not pools["b"].is_ready_to_serve()
+    assert fleet.balancer.decoders.eligible_backends() == fleet.decoders  # its health is unchanged
 
 
 def test_last_instance_of_a_model_is_not_ejected(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
     assert fleet.balancer.decoders.report_stall(fleet.decoders[0])
-    fleet.balancer.health.forget(fleet.decoders[0])
+    fleet.balancer.health.forget_backend(fleet.decoders[0])
     fleet.balancer.health.on_probe(fleet.decoders[0], True, "up")
     assert not fleet.pool(Role.DECODE, "a").report_stall(fleet.decoders[0])
 
@@ -157,10 +159,10 @@ def test_models_are_ready_independently(fleet: Fleet) -> None:
     for _ in range(10):
         fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone", failure=ProbeFailure.REFUSED)
     ready = {name: fleet.pool(Role.DECODE, name) for name in "ab"}
-    assert ready["a"].is_ready()
-    assert not ready["b"].is_ready()
-    assert ready["b"].is_gone()
-    assert not fleet.balancer.decoders.is_gone()
+    assert ready["a"].is_ready_to_serve()
+    assert not ready["b"].is_ready_to_serve()
+    assert ready["b"].are_all_gone()
+    assert not fleet.balancer.decoders.are_all_gone()
 
 
 # Minority instances

@@ -29,7 +29,7 @@ def test_share_is_100_percent_without_a_slow_start() -> None:
 
 
 def test_weight_of_a_backend_is_scaled_by_its_share() -> None:
-    assert weights_by_share([900, 0, 50], [100, 10, 50], cost=100) == [1000, 1000, 300]
+    assert weights_by_share([900, 0, 50], [100, 10, 50], added_weight=100) == [1000, 1000, 300]
 
 
 def test_candidate_takes_part_with_the_probability_of_its_share() -> None:
@@ -63,22 +63,22 @@ def test_shares_are_not_read_after_the_last_slow_start(policy: str) -> None:
         return share if backend.port == 2 else 100
 
     chooser = Chooser(
-        Role.PREFILL, Scoreboard(slots=3), share_percent, BackOffs(3), clock=Clock(), rng=random.Random(1)
+        Role.PREFILL, Scoreboard(slots=3), share_percent, BackOffs(3), clock=Clock(), random_source=random.Random(1)
     )
-    chooser.use(make_policy(policy))
+    chooser.use_policy(make_policy(policy))
     backends = [Backend(Role.PREFILL, "p", port, port) for port in range(3)]
-    chooser.consider(backends, [None] * 3)
+    chooser.set_candidates(backends, [None] * 3)
     for _ in range(5):
         reads.clear()
-        chooser.choose(PickRequest.of(Load(1, 1)))
+        chooser.choose_backend(PickRequest.make_for_load(Load(1, 1)))
         assert set(reads) == set(backends)
     share = 100
-    chooser.choose(PickRequest.of(Load(1, 1)))
+    chooser.choose_backend(PickRequest.make_for_load(Load(1, 1)))
     reads.clear()
-    assert {chooser.choose(PickRequest.of(Load(1, 1))) for _ in range(3)} == set(backends)
+    assert {chooser.choose_backend(PickRequest.make_for_load(Load(1, 1))) for _ in range(3)} == set(backends)
     assert not reads
     share = 40
-    chooser.consider(backends, [None] * 3)
+    chooser.set_candidates(backends, [None] * 3)
     reads.clear()
-    chooser.choose(PickRequest.of(Load(1, 1)))
+    chooser.choose_backend(PickRequest.make_for_load(Load(1, 1)))
     assert set(reads) == set(backends)

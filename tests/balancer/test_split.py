@@ -10,17 +10,26 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.split import FleetSample, MoveAdvice, MovePlanner, Split, split_of
+from proxy.balancer.split import FleetSample, MoveAdvice, MovePlanner, RoleSplit, measure_split
 from proxy.common.backend import Role
 from proxy.settings.fleet import Elastic
 
-IDLE = FleetSample(at=0.0, prefillers=4, decoders=4, computing=2, streams=20, full=10.0, waiting=0, handoffs=0)
+IDLE = FleetSample(
+    taken_at=0.0,
+    prefiller_count=4,
+    decoder_count=4,
+    computing_prompts=2,
+    running_answers=20,
+    full_answers=10.0,
+    waiting_requests=0,
+    handoff_count=0,
+)
 
 
 def samples(count: int = 61, *, began: float = 0.0, rate: int = 10, growth: int = 0, **more: Any) -> list[FleetSample]:
     """Return a sample each second, with answers that begin at this rate, and a queue that grows."""
     return [
-        replace(IDLE, at=began + second, handoffs=rate * second, waiting=growth * second, **more)
+        replace(IDLE, taken_at=began + second, handoff_count=rate * second, waiting_requests=growth * second, **more)
         for second in range(count)
     ]
 
@@ -32,70 +41,75 @@ def planner(**options: Any) -> MovePlanner:
 
 def proposals(plan: MovePlanner, samples: list[FleetSample]) -> list[MoveAdvice]:
     """Return the moves that the planner proposes. None of them is made."""
-    return [advice for sample in samples if (advice := plan.note(sample)) is not None]
+    return [advice for sample in samples if (advice := plan.add_sample(sample)) is not None]
 
 
 def test_split_has_the_mean_use_of_both_roles() -> None:
-    split = split_of(samples(), 900.0)
+    split = measure_split(samples(), 900.0)
     assert split is not None
-    assert (split.name, split.prefill_busy, split.decode_busy) == ("4P4D", 0.5, 0.5)
-    assert split.served == 1.0
-    assert split.desired() == {Role.PREFILL: 3, Role.DECODE: 3}
+    assert (split.split_name, split.prefill_busy, split.decode_busy) == ("4P4D", 0.5, 0.5)
+    assert split.served_share == 1.0
+    assert split.desired_instances() == {Role.PREFILL: 3, Role.DECODE: 3}
 
 
 def test_queue_that_grows_is_demand_for_both_roles() -> None:
-    split = split_of(samples(computing=4, growth=5), 1e9)
+    split = measure_split(samples(computing_prompts=4, growth=5), 1e9)
     assert split is not None
     assert (split.prefill_busy, split.decode_busy) == (pytest.approx(1.5), pytest.approx(0.75))
-    assert split.served == pytest.approx(0.8 / 1.5)  # 80 % of four instances can be busy
+    assert split.served_share == pytest.approx(0.8 / 1.5)  # 80 % of four instances can be busy
 
 
 def test_queue_that_shrinks_is_load_of_an_earlier_demand() -> None:
-    shrinking = [replace(each, waiting=500 - 5 * second) for second, each in enumerate(samples(computing=4))]
-    split = split_of(shrinking, 1e9)
+    shrinking = [
+        replace(each, waiting_requests=500 - 5 * second) for second, each in enumerate(samples(computing_prompts=4))
+    ]
+    split = measure_split(shrinking, 1e9)
     assert split is not None
     assert split.prefill_busy == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("busy", "count"), [(0.0, 1), (0.6, 1), (0.61, 2), (1.4343, 2), (3.2, 4), (14.4, 16)])
 def test_more_instances_can_be_busier(busy: float, count: int) -> None:
-    assert Split(1, 1, busy, 0.0).desired()[Role.PREFILL] == count
+    assert RoleSplit(1, 1, busy, 0.0).desired_instances()[Role.PREFILL] == count
 
 
 def test_long_queue_that_does_not_grow_counts_in_part() -> None:
-    split = split_of([replace(each, waiting=900) for each in samples(computing=4)], 900.0)
+    split = measure_split([replace(each, waiting_requests=900) for each in samples(computing_prompts=4)], 900.0)
     assert split is not None
     assert split.prefill_busy == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize("more", [{"rate": 0, "streams": 0}, {"full": math.inf}, {"prefillers": 0}, {"decoders": 0}])
+@pytest.mark.parametrize(
+    "more",
+    [{"rate": 0, "running_answers": 0}, {"full_answers": math.inf}, {"prefiller_count": 0}, {"decoder_count": 0}],
+)
 def test_split_is_unknown_without_answers_or_limits(more: dict[str, Any]) -> None:
-    assert split_of(samples(**more), 900.0) is None
+    assert measure_split(samples(**more), 900.0) is None
 
 
 def first_proposal(seconds: int, **more: Any) -> tuple[float, MoveAdvice]:
     plan = planner()
     for sample in samples(seconds, **more):
-        if (advice := plan.note(sample)) is not None:
-            return sample.at, advice
+        if (advice := plan.add_sample(sample)) is not None:
+            return sample.taken_at, advice
     raise AssertionError("no move is proposed")
 
 
 def test_heavy_losses_cause_a_move_sooner_than_slight_ones() -> None:
-    at, advice = first_proposal(300, computing=4, growth=5)
-    assert advice.to is Role.PREFILL
-    assert (advice.now.name, advice.then.name) == ("4P4D", "5P3D")
-    assert advice.gain == pytest.approx(0.145, abs=0.01)
+    at, advice = first_proposal(300, computing_prompts=4, growth=5)
+    assert advice.new_role is Role.PREFILL
+    assert (advice.present_split.split_name, advice.future_split.split_name) == ("4P4D", "5P3D")
+    assert advice.predicted_gain == pytest.approx(0.145, abs=0.01)
     assert 30 < at < 75
-    assert at < first_proposal(900, computing=4, streams=26)[0]
+    assert at < first_proposal(900, computing_prompts=4, running_answers=26)[0]
 
 
 @pytest.mark.parametrize(
     "more",
     [
         {},  # neither is full
-        {"computing": 4, "streams": 40},  # both are
-        {"computing": 4, "streams": 36, "growth": 5},
+        {"computing_prompts": 4, "running_answers": 40},  # both are
+        {"computing_prompts": 4, "running_answers": 36, "growth": 5},
     ],
 )
 def test_no_move_is_proposed_that_gains_nothing(more: dict[str, Any]) -> None:
@@ -103,18 +117,18 @@ def test_no_move_is_proposed_that_gains_nothing(more: dict[str, Any]) -> None:
 
 
 def test_minimum_of_a_role_is_kept() -> None:
-    assert not proposals(planner(min_decode=4), samples(300, computing=4, growth=2))
+    assert not proposals(planner(min_decode=4), samples(300, computing_prompts=4, growth=2))
 
 
 def test_short_peak_is_no_reason_for_a_move() -> None:
     plan = planner()
-    calm, peak = samples(70), samples(14, began=70.0, computing=4)
-    peak = [replace(each, handoffs=each.handoffs + 700) for each in peak]
+    calm, peak = samples(70), samples(14, began=70.0, computing_prompts=4)
+    peak = [replace(each, handoff_count=each.handoff_count + 700) for each in peak]
     assert not proposals(plan, [*calm, *peak])
 
 
 def test_expensive_moves_are_not_proposed() -> None:
-    load = samples(130, computing=4, growth=1)
+    load = samples(130, computing_prompts=4, growth=1)
     assert proposals(planner(), load)
     assert not proposals(planner(evacuate_after_seconds=None, drain_seconds=3600.0), load)
 
@@ -135,20 +149,20 @@ def play(
         waiting = min(600.0, max(0.0, waiting + 10 * (1 - served) - (0.5 if served == 1.0 else 0.0)))
         handoffs += 10 * served
         sample = FleetSample(
-            at=float(second),
-            prefillers=prefillers,
-            decoders=decoders,
-            computing=round(min(prefillers, needs[0] * served)),
-            streams=round(10 * min(decoders, needs[1] * served)),
-            full=10.0,
-            waiting=round(waiting),
-            handoffs=round(handoffs),
+            taken_at=float(second),
+            prefiller_count=prefillers,
+            decoder_count=decoders,
+            computing_prompts=round(min(prefillers, needs[0] * served)),
+            running_answers=round(10 * min(decoders, needs[1] * served)),
+            full_answers=10.0,
+            waiting_requests=round(waiting),
+            handoff_count=round(handoffs),
         )
-        advice = plan.note(sample)
+        advice = plan.add_sample(sample)
         if advice is not None:
-            plan.note_move(advice)
-            prefillers += 1 if advice.to is Role.PREFILL else -1
-            moves.append((second, advice.to))
+            plan.record_move(advice)
+            prefillers += 1 if advice.new_role is Role.PREFILL else -1
+            moves.append((second, advice.new_role))
     return moves
 
 
@@ -187,28 +201,28 @@ def test_gain_that_does_not_come_true_pauses_such_moves() -> None:
         for second in range(4000):
             yield replace(
                 IDLE,
-                at=float(second),
-                prefillers=4 + len(made),
-                decoders=12 - len(made),
-                computing=4 + len(made),
-                streams=10,
-                waiting=2 * second,
-                handoffs=10 * second,
+                taken_at=float(second),
+                prefiller_count=4 + len(made),
+                decoder_count=12 - len(made),
+                computing_prompts=4 + len(made),
+                running_answers=10,
+                waiting_requests=2 * second,
+                handoff_count=10 * second,
             )
 
     made: list[MoveAdvice] = []
     for sample in overloaded():
-        advice = plan.note(sample)
+        advice = plan.add_sample(sample)
         if advice is not None:
-            plan.note_move(advice)
+            plan.record_move(advice)
             made.append(advice)
     assert 1 <= len(made) <= 4
     assert plan.outcome is False
 
 
 def test_advice_prints_its_numbers() -> None:
-    now = Split(8, 8, 1.18, 0.57)
-    then = now.moved(1)
+    now = RoleSplit(8, 8, 1.18, 0.57)
+    then = now.copy_with_prefillers(1)
     assert then is not None
     assert str(MoveAdvice(Role.PREFILL, now, then, 0.005, 12.0)) == (
         "8P8D to 9P7D: prefillers 118% to 105% busy, decoders 57% to 65%, served in time 73% to 83%, cost 0.5%, "

@@ -32,7 +32,7 @@ class Watch:
             stalled: list[Backend] = []
             for _ in range(int(seconds)):
                 self.now += 1
-                stalled += self.detector.observe(self.now, picture)
+                stalled += self.detector.find_stalled_backends(self.now, picture)
             found.append("".join(backend.host for backend in stalled) or "-")
         return " ".join(found)
 
@@ -68,14 +68,17 @@ def test_backend_is_stalled_when_it_is_silent_for_too_long(watch: Watch, words: 
 def test_time_in_which_the_gateway_did_not_read_does_not_count(watch: Watch) -> None:
     watch.look("1:AB 20:B/A")
     watch.now += 500
-    assert watch.detector.observe(watch.now, {BACKENDS["A"]: False, BACKENDS["B"]: False}, lost_seconds=500) == []
+    assert (
+        watch.detector.find_stalled_backends(watch.now, {BACKENDS["A"]: False, BACKENDS["B"]: False}, lost_seconds=500)
+        == []
+    )
     assert watch.look("10:B/A 1:B/A") == "- A"
 
 
 def test_silence_while_the_gateway_did_not_read_gives_no_more_time(watch: Watch) -> None:
     watch.look("1:AB")
     watch.now += 500
-    watch.detector.observe(watch.now, {BACKENDS["A"]: True, BACKENDS["B"]: True}, lost_seconds=499)
+    watch.detector.find_stalled_backends(watch.now, {BACKENDS["A"]: True, BACKENDS["B"]: True}, lost_seconds=499)
     assert watch.look("31:B/A") == "A"
 
 
@@ -87,4 +90,4 @@ def test_stall_seconds_can_be_changed(watch: Watch) -> None:
 
 def test_stall_detector_drops_backends_without_streams(watch: Watch) -> None:
     watch.look("1:AB 602:B")
-    assert list(watch.detector._watched) == [BACKENDS["B"]]
+    assert list(watch.detector._watched_backends) == [BACKENDS["B"]]

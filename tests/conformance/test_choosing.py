@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.pick import PickRequest, Tracker
+from proxy.balancer.pick import LeaseTracker, PickRequest
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.prefiller import Prefiller
 from proxy.common.backend import Backend
@@ -48,7 +48,7 @@ def prefiller_records(gateway: Deployment) -> list[Prefiller]:
     """Return the policy's record of each prefiller."""
     pool = gateway.worker.pools.prefill
     policy: Any = pool.policy
-    return [policy._prefillers.of(backend) for backend in pool.backends()]
+    return [policy._prefillers.prefiller_of(backend) for backend in pool.all_backends()]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -58,17 +58,17 @@ async def test_decode_policy_receives_start_and_length_of_answers(
 ) -> None:
     events: list[object] = []
 
-    def track(policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> Tracker:
-        return RecordingTracker(policy.cost_of(backend, request))
+    def track(policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> LeaseTracker:
+        return RecordingTracker(policy.load_of_request(backend, request))
 
-    class RecordingTracker(Tracker):
-        def note_first_token(self) -> None:
+    class RecordingTracker(LeaseTracker):
+        def record_first_token(self) -> None:
             events.append("began")
 
-        def note_end(self, served: bool, answer_tokens: int | None) -> None:
+        def record_end(self, served: bool, answer_tokens: int | None) -> None:
             events.append(answer_tokens)
 
-    monkeypatch.setattr(LeastDecodeSeconds, "track", track)
+    monkeypatch.setattr(LeastDecodeSeconds, "start_tracker", track)
     gateway = await deploy(1, 1, connector=connector)
     for _ in range(2):
         assert (await gateway.ask(turn(1, 1, stream=stream))).is_done
@@ -81,9 +81,9 @@ async def test_cached_tokens_in_answers_train_the_prefill_policy(deploy: Deploy)
         assert (await gateway.ask(turn(1, turns))).is_done
     policy: Any = gateway.worker.pools.prefill.policy
     (prefiller,) = prefiller_records(gateway)
-    assert prefiller.cached.trust > 0.85
+    assert prefiller.cached_prefixes.hit_trust > 0.85
     for turns in count(6):  # a prompt trains the cost only if the event loop was not late
-        if policy._prefillers.cost.samples:
+        if policy._prefillers.prefill_cost.sample_count:
             break
         assert (await gateway.ask(turn(1, turns))).is_done
 
@@ -132,8 +132,8 @@ async def test_failed_prefill_leaves_no_prefix_in_the_index(deploy: Deploy) -> N
     gateway = await deploy(1, 1, balance=BY_SECONDS, retry={"max_attempts": 1})
     gateway.prefillers[0].faults.add("refuse_status", status=500)
     assert (await gateway.ask(turn(1, 2))).status == 500
-    assert [len(prefiller.cached) for prefiller in prefiller_records(gateway)] == [0]
-    assert not any(prefiller.is_busy for prefiller in prefiller_records(gateway))
+    assert [len(prefiller.cached_prefixes) for prefiller in prefiller_records(gateway)] == [0]
+    assert not any(prefiller.has_prompts_in_flight for prefiller in prefiller_records(gateway))
 
 
 async def test_queue_is_empty_after_a_queued_client_leaves(deploy: Deploy) -> None:
@@ -143,7 +143,7 @@ async def test_queue_is_empty_after_a_queued_client_leaves(deploy: Deploy) -> No
         await gateway.prefillers[0].wait_until(lambda state: state.live == 1)
         async with gateway.asking(turn(2, 1)):
             await until(lambda: gateway.metrics("pdproxy_queued_requests"), "the second one to wait")
-    await gateway.worker.drain.idle()
+    await gateway.worker.drain_manager.wait_until_idle()
     assert not gateway.metrics("pdproxy_queued_requests")
 
 

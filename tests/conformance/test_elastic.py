@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.roster import Member, Move
+from proxy.balancer.roster import RoleMove, RosterMember
 from proxy.common.backend import Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
@@ -50,8 +50,8 @@ async def order(gateway: Deployment, role: str, *engines: SimulatedEngine, **fie
         return response.status, await response.json()
 
 
-def member_of(gateway: Deployment, engine: SimulatedEngine) -> Member | None:
-    return next((one for one in gateway.roster.elastic() if one.backend.port == engine.port), None)
+def member_of(gateway: Deployment, engine: SimulatedEngine) -> RosterMember | None:
+    return next((one for one in gateway.roster.elastic_members() if one.backend.port == engine.port), None)
 
 
 def role_of(gateway: Deployment, engine: SimulatedEngine) -> str | None:
@@ -64,21 +64,21 @@ async def has_role(gateway: Deployment, engine: SimulatedEngine, role: str) -> N
     """Wait until an instance gets requests in a role."""
 
     def is_there() -> bool:
-        pool = gateway.worker.pools.of(Role(role))
-        return any(backend.port == engine.port for backend in pool.eligible())
+        pool = gateway.worker.pools.pool_of(Role(role))
+        return any(backend.port == engine.port for backend in pool.eligible_backends())
 
     await until(is_there, f"{name_of(engine)} to be a {role} instance")
 
 
 def problem_of(gateway: Deployment, engine: SimulatedEngine) -> str:
     member = member_of(gateway, engine)
-    return "" if member is None else member.problem
+    return "" if member is None else member.move_problem
 
 
 def is_refused(gateway: Deployment, engine: SimulatedEngine) -> bool:
     """Return whether the engine has refused the last move."""
     member = member_of(gateway, engine)
-    return member is not None and member.is_refused
+    return member is not None and member.is_move_refused
 
 
 def moves(gateway: Deployment) -> dict[tuple[str, ...], float]:
@@ -206,7 +206,7 @@ async def test_answers_continue_when_the_instance_dies_in_a_move(deploy: Deploy)
     await until(lambda: role_of(gateway, mover), "the end of the move")
     assert role_of(gateway, mover) == "prefill"
     await assert_equal([await task for task in tasks], bodies)
-    assert mover.port not in [backend.port for backend in gateway.worker.pools.prefill.eligible()]
+    assert mover.port not in [backend.port for backend in gateway.worker.pools.prefill.eligible_backends()]
     await mover.start()
     await has_role(gateway, mover, "prefill")
 
@@ -215,13 +215,13 @@ async def test_prefiller_with_kept_kv_moves_when_it_is_released(deploy: Deploy) 
     gateway = await elastic_fleet(deploy, engines(2), engines(1))
     mover = gateway.prefillers[0]
     row = gateway.worker.pinned_kv
-    backend = gateway.worker.pools.prefill.backends()[0]
-    pin = row.pin(backend, 100, 60.0, suspected=True)
+    backend = gateway.worker.pools.prefill.all_backends()[0]
+    pin = row.add_pin(backend, 100, 60.0, is_suspected=True)
     await order(gateway, "decode", mover)
     for _ in range(4):
-        gateway.worker.look()
+        gateway.worker.apply_other_decisions()
     assert role_of(gateway, mover) is None
-    row.unpin(pin)
+    row.remove_pin(pin)
     await has_role(gateway, mover, "decode")
 
 
@@ -230,7 +230,7 @@ async def test_prefiller_moves_although_its_kv_is_not_released(deploy: Deploy, m
     monkeypatch.setattr("proxy.fleet.roles._RELEASE_SECONDS", 0.1)
     gateway = await elastic_fleet(deploy, engines(2), engines(1))
     mover = gateway.prefillers[0]
-    gateway.worker.pinned_kv.pin(gateway.worker.pools.prefill.backends()[0], 100, 3600.0, suspected=True)
+    gateway.worker.pinned_kv.add_pin(gateway.worker.pools.prefill.all_backends()[0], 100, 3600.0, is_suspected=True)
     gateway.may_stay_pinned = 1
     await order(gateway, "decode", mover)
     await has_role(gateway, mover, "decode")
@@ -287,7 +287,7 @@ async def test_engine_that_returns_in_its_first_role_gets_it_back(deploy: Deploy
     await has_role(gateway, mover, "prefill")
     await mover.kill()
     pool = gateway.worker.pools.prefill
-    await until(lambda: mover.port not in [each.port for each in pool.eligible()], "the instance to be down")
+    await until(lambda: mover.port not in [each.port for each in pool.eligible_backends()], "the instance to be down")
     await mover.start()
     await has_role(gateway, mover, "decode")
     (answer,) = [await gateway.ask(body) for body in bodies_of(1)]
@@ -318,7 +318,7 @@ async def test_role_after_a_move_is_not_that_of_a_stale_report(deploy: Deploy) -
     await order(gateway, "prefill", mover)
     await has_role(gateway, mover, "prefill")
     mover.faults.add("refuse_status", path="/health")
-    await until(lambda: mover.port not in [each.port for each in pool.eligible()], "the instance to be down")
+    await until(lambda: mover.port not in [each.port for each in pool.eligible_backends()], "the instance to be down")
     mover.faults.clear()
     await mover.wait_until(
         lambda state: any(
@@ -350,7 +350,7 @@ async def test_refusal_is_logged_once_and_ends_moves_by_the_controller(
     assert is_refused(gateway, mover)
     await mover.kill()
     pool = gateway.worker.pools.prefill
-    await until(lambda: mover.port not in [each.port for each in pool.eligible()], "the instance to be down")
+    await until(lambda: mover.port not in [each.port for each in pool.eligible_backends()], "the instance to be down")
     await mover.start()
     await until(lambda: not is_refused(gateway, mover), "the engine to be asked again")
 
@@ -359,9 +359,9 @@ async def test_another_worker_continues_a_move(deploy: Deploy) -> None:
     """The roster has the state of the move, so nothing of the worker that began it is needed."""
     decoders = sglang("decode")
     gateway = await elastic_fleet(deploy, sglang("prefill"), decoders, connector="sglang_bootstrap")
-    (backend, _) = gateway.worker.pools.decode.backends()
+    (backend, _) = gateway.worker.pools.decode.all_backends()
     decoders[0].options.switch_role("prefill")  # by the worker that died before it had the answer
-    move = Move(Role.PREFILL, asyncio.get_running_loop().time() + 60, is_switching=True)
+    move = RoleMove(Role.PREFILL, asyncio.get_running_loop().time() + 60, is_engine_switching=True)
     gateway.roster.begin_move(backend, move, None)
     await has_role(gateway, decoders[0], "prefill")
 

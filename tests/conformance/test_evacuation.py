@@ -50,7 +50,7 @@ async def has_left(gateway: Deployment, engine: SimulatedEngine) -> None:
     """
     async with asyncio.timeout(60):
         while name_of(engine) in await instances(gateway):
-            gateway.worker.prober.drop_drained()
+            gateway.worker.prober.remove_drained_backends()
 
 
 async def start_requests(gateway: Deployment, *bodies: dict[str, Any]) -> list[asyncio.Task[Answer]]:
@@ -173,9 +173,9 @@ async def test_evacuation_respects_the_retry_budget(deploy: Deploy) -> None:
     tasks = await start_requests(gateway, *[body] * 8)
     await leaving.wait_until(lambda state: state.live == 4)
     await remove(gateway, leaving, evacuate_after=0)
-    assert gateway.worker.service.budget.waiting == 0
+    assert gateway.worker.request_service.retry_budget.waiting_count == 0
     await has_left(gateway, leaving)
-    assert gateway.worker.service.budget.waiting == 0
+    assert gateway.worker.request_service.retry_budget.waiting_count == 0
     for task in tasks:
         assert (await task).text == await answer_alone(body)
     assert not gateway.metrics("pdproxy_retry_budget_exhausted_total")
@@ -215,7 +215,7 @@ async def test_health_checks_with_503_evacuate_the_instance(deploy: Deploy, is_h
     assert not gateway.metrics("pdproxy_instance_ejected_total")
     leaving.faults.clear()  # the instance stays
     await until(lambda: not is_down(gateway, leaving), "its return")
-    assert not gateway.worker.health.leaving
+    assert not gateway.worker.health.leaving_backends
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ async def test_other_health_check_failures_do_not_evacuate(
 
 
 def is_down(gateway: Deployment, engine: SimulatedEngine) -> bool:
-    (backend,) = [one for one in gateway.worker.pools.decode.backends() if one.port == engine.port]
-    return gateway.worker.health.of(backend).state is HealthState.DOWN
+    (backend,) = [one for one in gateway.worker.pools.decode.all_backends() if one.port == engine.port]
+    return gateway.worker.health.health_of(backend).health_state is HealthState.DOWN
 
 
 @pytest.mark.parametrize("value", ["soon", -1, True, [], 1e300])

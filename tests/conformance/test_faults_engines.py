@@ -107,8 +107,8 @@ async def test_requests_do_not_wait_for_an_instance_that_was_never_healthy(deplo
     (there,) = engines_of(gateway, role)
     async with SimulatedEngine(role=role) as absent:
         await absent.kill()
-        gateway.roster.add(Backend(Role(role), "127.0.0.1", absent.port))
-        gateway.roster.remove(Role(role), "127.0.0.1", there.port)
+        gateway.roster.add_for_administrator(Backend(Role(role), "127.0.0.1", absent.port))
+        gateway.roster.remove_backend(Role(role), "127.0.0.1", there.port)
         answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, f"no_healthy_{role}")
     gateway.may_stay_pinned = 1 if role == "decode" else 0
@@ -137,7 +137,7 @@ async def test_passed_through_requests_wait_for_a_restart_of_their_role(deploy: 
 async def test_passed_through_requests_do_not_wait_for_the_other_role(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 0.2})
     await gateway.decoders[0].kill()
-    await until(gateway.worker.pools.decode.is_gone, "the decoder to be missed")
+    await until(gateway.worker.pools.decode.are_all_gone, "the decoder to be missed")
     statuses = []
     for mends in (True, False):
         body = {"model": "sim", "prompt": "Hello"}
@@ -238,7 +238,7 @@ async def restart(gateway: Deployment, role: str, engines: list[Any], *, is_miss
     for engine in engines:
         await engine.restart()
     if not is_missed:
-        for backend in gateway.worker.pools.of(Role(role)).backends():
+        for backend in gateway.worker.pools.pool_of(Role(role)).all_backends():
             gateway.worker.health.on_probe(backend, True, "passed its health check")
 
 
@@ -246,7 +246,8 @@ def all_serve(gateway: Deployment, which: Any = all) -> bool:
     """Return whether all (or any) engines of each role are eligible for requests."""
     pools = gateway.worker.pools
     return all(
-        which(backend in pool.eligible() for backend in pool.backends()) for pool in (pools.prefill, pools.decode)
+        which(backend in pool.eligible_backends() for backend in pool.all_backends())
+        for pool in (pools.prefill, pools.decode)
     )
 
 

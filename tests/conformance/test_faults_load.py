@@ -194,7 +194,11 @@ async def test_new_requests_are_rejected_while_memory_is_short(deploy: Deploy) -
         expected = (status == 503, connection == "close")
         await until(
             lambda expected=expected: (
-                expected == (worker.service.admission.is_short_of_memory, worker.front.close_after_each_answer)
+                expected
+                == (
+                    worker.request_service.admission_queue.is_short_of_memory,
+                    worker.client_listener.closes_after_each_answer,
+                )
             ),
             "the monitor",
         )

@@ -98,7 +98,7 @@ async def test_body_with_too_many_elements_is_rejected_before_parsing(
     assert "4194304 elements" in error["message"]
     assert generations(*gateway.engines) == []
     assert len([record for record in caplog.records if record.name == "proxy.access"]) == 1
-    assert gateway.worker.service.admission.buffers.held_bytes == 0
+    assert gateway.worker.request_service.admission_queue.buffers.held_bytes == 0
 
 
 LARGE = {
@@ -133,7 +133,7 @@ async def test_memory_of_parsed_bodies_counts_as_buffered(deploy: Deploy, is_rea
     async with asyncio.TaskGroup() as group:
         first = group.create_task(gateway.session.post(url, data=io.BytesIO(body)))
         await until(lambda: generations(*gateway.prefillers), "the first one to be prefilled")
-        held_bytes = gateway.worker.service.admission.buffers.held_bytes
+        held_bytes = gateway.worker.request_service.admission_queue.buffers.held_bytes
         if is_read:
             assert 72 * 200_000 + 4_000_000 < held_bytes < 3 * 72 * 200_000 + 5_000_000
         else:
@@ -142,7 +142,8 @@ async def test_memory_of_parsed_bodies_counts_as_buffered(deploy: Deploy, is_rea
             assert (second.status, (await second.json())["error"]["code"]) == (503, "buffers_full")
         first.cancel()
     await until(
-        lambda: not gateway.worker.service.admission.buffers.held_bytes, "the first one's memory to be given back"
+        lambda: not gateway.worker.request_service.admission_queue.buffers.held_bytes,
+        "the first one's memory to be given back",
     )
 
 

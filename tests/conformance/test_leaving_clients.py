@@ -105,7 +105,7 @@ async def test_leaving_client_frees_the_engines(
         await client.leave()
         await engine.wait_until(lambda state: state.disconnects == 1, _NOTICED_WITHIN_SECONDS)
 
-    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the request")
     if phase.role == "prefill" and CONNECTOR_TRAITS[connector].has_prefill_first:
         assert not generations(*gateway.decoders)
     assert all(len(generations(*engines)) <= 1 for engines in (gateway.prefillers, gateway.decoders))

@@ -142,11 +142,11 @@ async def test_logprobs_count_as_load_of_the_prefiller_only(deploy: Deploy, conn
     gateway = await deploy(connector=connector)
     gateway.prefillers[0].faults.add("hang_before_headers", path=Api.COMPLETIONS.path)
     board, pools = gateway.scoreboard, gateway.worker.pools
-    (prefiller,), (decoder,) = pools.of(Role.PREFILL).backends(), pools.of(Role.DECODE).backends()
+    (prefiller,), (decoder,) = pools.pool_of(Role.PREFILL).all_backends(), pools.pool_of(Role.DECODE).all_backends()
     async with gateway.asking(ECHOES["one token"]):
-        await until(lambda: board.requests(prefiller.slot), "the prefiller to be at work")
-        assert board.load(prefiller.slot).compute_tokens > 3000
-        assert board.requests(decoder.slot) == 0
+        await until(lambda: board.open_leases(prefiller.slot), "the prefiller to be at work")
+        assert board.load_of(prefiller.slot).compute_tokens > 3000
+        assert board.open_leases(decoder.slot) == 0
 
 
 async def test_logprobs_need_no_healthy_decoder(deploy: Deploy) -> None:

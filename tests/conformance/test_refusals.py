@@ -124,7 +124,9 @@ async def test_requests_wait_while_all_instances_of_a_role_refuse(
     body = request(Api.COMPLETIONS, stream=stream)
     waiting = [asyncio.create_task(gateway.ask(body)) for _ in range(4)]
     await until(
-        lambda: all(map(request_count, engines)) and gateway.worker.service.admission.waiting, "the queue", 30.0
+        lambda: all(map(request_count, engines)) and gateway.worker.request_service.admission_queue.waiting_count,
+        "the queue",
+        30.0,
     )
     for engine in engines:
         engine.faults.clear()
@@ -294,6 +296,8 @@ async def test_sglang_decoder_without_memory_is_not_ejected(
         assert (await gateway.ask(body)).status == 200
     assert request_count(short) == seen, "it gets no new requests for a while"
     health = gateway.worker.pools.decode.health
-    assert [health.of(backend).consecutive_failures for backend in gateway.worker.pools.decode.backends()] == [0, 0]
+    assert [
+        health.health_of(backend).consecutive_failures for backend in gateway.worker.pools.decode.all_backends()
+    ] == [0, 0]
     causes = {labels for labels in gateway.metrics("pdproxy_instance_requests_total") if "recomputed" in labels}
     assert len(causes) == 1

@@ -229,7 +229,7 @@ async def test_concurrent_renderings_are_limited(caplog: pytest.LogCaptureFixtur
         assert render_count() == many - 1
         assert paths(gateway) == [CHATS]
         prefiller.faults.clear()
-        await until(lambda: not gateway.worker.drain.in_flight, "the end of the requests")
+        await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the requests")
         assert (await gateway.ask(chat(stream=True))).is_done
         assert paths(gateway) == [CHATS, COMPLETIONS]
     assert "engines are rendering 16 other chats" in caplog.text

@@ -94,10 +94,10 @@ async def test_engine_of_unknown_version_does_not_change_resumed_answers() -> No
         serving("v0.33", decoders=1, resume={"pressure_seconds": 0.0}) as gateway,
     ):
         silent.faults.add("hang_before_headers", path="/version")
-        gateway.roster.add(Backend(Role.PREFILL, silent.host, silent.port))
-        (_, backend), (decoder,) = gateway.worker.pools.prefill.backends(), gateway.decoders
-        joining = asyncio.create_task(gateway.worker.prober.note_joined(backend, "it answers"))
-        await until(lambda: gateway.worker.health.of(backend).is_confirmed, "the silent one")
+        gateway.roster.add_for_administrator(Backend(Role.PREFILL, silent.host, silent.port))
+        (_, backend), (decoder,) = gateway.worker.pools.prefill.all_backends(), gateway.decoders
+        joining = asyncio.create_task(gateway.worker.prober.on_backend_joined(backend, "it answers"))
+        await until(lambda: gateway.worker.health.health_of(backend).is_confirmed_healthy, "the silent one")
         for place in (3, 42, 43, 60):
             decoder.faults.clear()
             decoder.faults.add("recompute", tokens=place, times=1)

@@ -23,7 +23,7 @@ def probes(engine: SimulatedEngine) -> int:
 
 def state(gateway: Deployment, role: str) -> HealthState:
     pool = gateway.worker.pools.prefill if role == "prefill" else gateway.worker.pools.decode
-    return pool.health.of(pool.backends()[0]).state
+    return pool.health.health_of(pool.all_backends()[0]).health_state
 
 
 async def is_ready(gateway: Deployment) -> bool:
@@ -69,7 +69,7 @@ async def test_requests_wait_for_a_role_with_slow_health_checks(deploy: Deploy, 
     await until(lambda: state(gateway, role) is HealthState.DOWN, "the health checks", 30.0)
     assert await is_ready(gateway)
     waiting = asyncio.create_task(gateway.ask(request(Api.CHAT)))
-    await until(lambda: gateway.worker.service.admission.waiting, "the queue")
+    await until(lambda: gateway.worker.request_service.admission_queue.waiting_count, "the queue")
     engine.faults.clear()
     assert (await waiting).status == 200
 

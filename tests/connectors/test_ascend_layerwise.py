@@ -36,7 +36,7 @@ class Pushing:
 
     @property
     def connector(self) -> AscendLayerwise:
-        connector = self.gateway.worker.service._parts.connector
+        connector = self.gateway.worker.request_service._flow_parts.connector
         assert isinstance(connector, AscendLayerwise)
         return connector
 
@@ -71,9 +71,9 @@ def body_of(engine: PushEngine, number: int = 0) -> Any:
 
 def load(pushing: Pushing, engine: PushEngine) -> Load:
     pools = pushing.gateway.worker.pools
-    backends = (*pools.prefill.backends(), *pools.decode.backends())
+    backends = (*pools.prefill.all_backends(), *pools.decode.all_backends())
     (slot,) = (backend.slot for backend in backends if backend.port == engine.port)
-    return pushing.gateway.scoreboard.load(slot)
+    return pushing.gateway.scoreboard.load_of(slot)
 
 
 async def is_left(*engines: PushEngine) -> None:
@@ -146,7 +146,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(start: Start) -> 
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
     call = a_call(pushing, prompt_token_ids=orjson.Fragment(b"[1, 2]"))
     async with pushing.connector.open_attempt(call, call.make_pick_request(), Timeline()) as attempt:
-        await attempt.response.read()
+        await attempt.response.read_body()
         attempt.record_kv_arrival()
     theirs = callback(engine_id(decoder.received[0]))
     assert body_of(prefiller)["kv_transfer_params"] == {**theirs, "prompt_token_ids": [1, 2]}
@@ -204,7 +204,7 @@ async def test_decoder_gets_its_own_time_after_all_that_comes_before(start: Star
     call = replace(a_call(pushing), stream=True)
     async with pushing.connector.open_attempt(call, call.make_pick_request(), Timeline()) as attempt:
         assert attempt.first_token_seconds == 70.0
-        await attempt.response.read()
+        await attempt.response.read_body()
 
 
 # Accepted callbacks
@@ -332,7 +332,7 @@ async def test_decoders_can_call_back_while_clients_are_not_served_any_more(star
     decoder.before = waits_for(room)
     answering = asyncio.create_task(pushing.gateway.ask(request(Api.CHAT, stream=True)))
     await until(lambda: decoder.received, "the decode leg")
-    pushing.gateway.worker.drain.is_draining = True
+    pushing.gateway.worker.drain_manager.is_draining = True
     await pushing.gateway.stop_accepting()
     room.set()
     assert (await answering).text == TEXT

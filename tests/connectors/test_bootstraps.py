@@ -15,7 +15,7 @@ from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.connectors.bootstraps import BootstrapServers, bootstrap_address, parse_engines
 from proxy.observe.metrics import Metrics
-from proxy.upstream import AddressRules, EngineClient, Names
+from proxy.upstream import AddressRules, EngineClient, HostNames
 from tests.asking import until
 from tests.canned import http
 from tests.clock import Clock
@@ -29,7 +29,7 @@ TWO = ((0, "engine-0"), (1, "engine-1"))
 async def asking(
     clock: Clock, networks: tuple[str, ...] = ("127.0.0.0/8",), addresses: Mapping[Backend, str] | None = None
 ) -> AsyncIterator[BootstrapServers]:
-    async with Names(AddressRules(networks), (), Metrics()) as names, EngineClient(names) as client:
+    async with HostNames(AddressRules(networks), (), Metrics()) as names, EngineClient(names) as client:
         yield BootstrapServers(client, clock, addresses=lambda: addresses or {})
 
 

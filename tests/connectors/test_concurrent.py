@@ -32,7 +32,7 @@ class Opened:
     def __exit__(self, *exc: object) -> None:
         self.given_back += 1
 
-    def abort(self, error: UpstreamError) -> None:
+    def abort_exchange(self, error: UpstreamError) -> None:
         self.aborted.append(error)
 
     def make_failure(self, kind: Failure, message: str) -> UpstreamError:

@@ -51,17 +51,17 @@ class Encoders:
         engines = self.engines if engines is None else engines
         gateway = await self._deploy(*args, encode=[f"{engine.host}:{engine.port}" for engine in engines], **sections)
         for engine in engines:
-            gateway.worker.joiner.join(Backend(Role.ENCODE, engine.host, engine.port))
-        pool = gateway.worker.pools.of(Role.ENCODE)
+            gateway.worker.joiner.join_when_ready(Backend(Role.ENCODE, engine.host, engine.port))
+        pool = gateway.worker.pools.pool_of(Role.ENCODE)
         up = "pdproxy_instance_up"
         await until(lambda: sum(role == "encode" for _, role in gateway.metrics(up)) == len(engines), "encoders")
-        assert len(pool.eligible()) == len(engines)
+        assert len(pool.eligible_backends()) == len(engines)
         return gateway
 
     def leave(self, gateway: Deployment) -> None:
         """Have none any more."""
         for engine in self.engines:
-            gateway.worker.joiner.remove(Role.ENCODE, engine.host, engine.port)
+            gateway.worker.joiner.remove_instance(Role.ENCODE, engine.host, engine.port)
 
     @property
     def seen(self) -> list[Any]:
@@ -193,8 +193,10 @@ async def test_another_encoder_is_tried_before_any_prefill(encoders: Encoders, f
     failing, other = encoders.engines
     failing.faults.add("refuse_status" if fault else "reset_before_headers", **(fault or {}))
     # The other one is so busy that it is chosen only for want of a better one.
-    pool = gateway.worker.pools.of(Role.ENCODE)
-    with pool.lease(PickRequest.of(Load(compute_tokens=1_000_000), avoid=[_backend(gateway, failing)])):
+    pool = gateway.worker.pools.pool_of(Role.ENCODE)
+    with pool.make_lease(
+        PickRequest.make_for_load(Load(compute_tokens=1_000_000), avoided_backends=[_backend(gateway, failing)])
+    ):
         assert (await gateway.ask(body_with(IMAGE))).is_done
     assert [len(generations(engine)) for engine in (failing, other)] == [1, 1]
     assert len(generations(*gateway.prefillers)) == 1
@@ -242,14 +244,14 @@ async def test_media_wait_while_all_encoders_are_restarting(encoders: Encoders, 
     gateway = await encoders.deploy(admission={"wait_seconds": 60.0})
     for engine in encoders.engines:
         await engine.kill()
-    pool = gateway.worker.pools.of(Role.ENCODE)
+    pool = gateway.worker.pools.pool_of(Role.ENCODE)
     async with asyncio.TaskGroup() as group:
         asked = [group.create_task(gateway.ask(body_with(IMAGE))) for _ in range(requests)]
-        await until(pool.is_restarting, "the encoders to be missed")
+        await until(pool.are_all_restarting, "the encoders to be missed")
         assert (await gateway.ask(request(Api.CHAT))).status == 200, "text needs none"
         for engine in encoders.engines:
             await engine.restart()
-        for backend in pool.backends():  # what the next health check would find
+        for backend in pool.all_backends():  # what the next health check would find
             gateway.worker.health.on_probe(backend, True, "passed its health check")
     assert [task.result().status for task in asked] == [200] * requests
 
@@ -282,7 +284,7 @@ async def test_client_that_leaves_ends_what_is_being_encoded(encoders: Encoders,
         await client.leave()
         for engine in encoders.engines:
             await engine.wait_until(lambda state: state.disconnects == 1)
-    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the request")
     assert not generations(*gateway.engines)
     assert gateway.metrics("pdproxy_request_end_total") == {("CE",): 1}
     results = gateway.metrics("pdproxy_instance_requests_total")
@@ -319,7 +321,7 @@ async def test_item_is_charged_to_its_encoder_only(encoders: Encoders) -> None:
     engine.faults.add("hang_before_headers")
     async with gateway.asking(body_with(IMAGE, AUDIO)):
         await encodes(engine, 2)
-        assert gateway.scoreboard.load(_backend(gateway, engine).slot).compute_tokens == 107
+        assert gateway.scoreboard.load_of(_backend(gateway, engine).slot).compute_tokens == 107
     await engine.wait_until(lambda state: not state.live)
 
 
@@ -333,7 +335,9 @@ async def test_room_for_a_request_is_kept_while_it_is_encoded(encoders: Encoders
     async with gateway.asking(body_with(IMAGE)) as client:
         await encodes(engine, 1)
         other = asyncio.create_task(gateway.ask(request(Api.CHAT)))
-        await until(lambda: gateway.worker.service.admission.waiting or other.done(), "the other to wait")
+        await until(
+            lambda: gateway.worker.request_service.admission_queue.waiting_count or other.done(), "the other to wait"
+        )
         assert not other.done()
         assert not generations(*gateway.engines)
         await client.leave()
@@ -380,7 +384,7 @@ async def test_encoders_are_instances_like_others(encoders: Encoders) -> None:
     async with gateway.session.post(url + "add", json={"type": "encode", "instances": other}) as answer:
         told = await answer.json()
     assert (told["current_encode_instances"], told["joining_encode_instances"]) == ([one], [other])
-    await until(lambda: len(gateway.worker.pools.of(Role.ENCODE).eligible()) == 2, "the other one")
+    await until(lambda: len(gateway.worker.pools.pool_of(Role.ENCODE).eligible_backends()) == 2, "the other one")
     async with gateway.session.post(url + "remove", json={"type": "encode", "instances": one}) as answer:
         assert (await answer.json())["current_encode_instances"] == [other]
     assert (await gateway.ask(body_with(IMAGE))).is_done
@@ -432,8 +436,8 @@ def test_media_is_what_an_encoder_works_on(messages: Any, items: list[Any]) -> N
 
 
 def _backend(gateway: Deployment, engine: Any) -> Any:
-    pool = gateway.worker.pools.of(Role.ENCODE)
-    return next(backend for backend in pool.backends() if backend.port == engine.port)
+    pool = gateway.worker.pools.pool_of(Role.ENCODE)
+    return next(backend for backend in pool.all_backends() if backend.port == engine.port)
 
 
 @pytest.mark.fault(104)

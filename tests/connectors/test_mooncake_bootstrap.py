@@ -46,8 +46,8 @@ class Pair:
         return {role: {labels[1] for labels in counted if labels[2] == role} for role in ("prefill", "decode")}
 
     def load(self, role: Role) -> Load:
-        (backend,) = self.gateway.worker.pools.of(role).backends()
-        return self.gateway.scoreboard.load(backend.slot)
+        (backend,) = self.gateway.worker.pools.pool_of(role).all_backends()
+        return self.gateway.scoreboard.load_of(backend.slot)
 
 
 @pytest.fixture
@@ -125,8 +125,10 @@ async def test_requests_go_to_the_ranks_in_turn_and_each_to_its_own_engine(
 
 async def test_prefiller_may_have_a_separate_bootstrap_port(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     both = await pair(deploy, bootstrap, mooncake={"bootstrap_port": 1})
-    (backend,) = both.gateway.worker.pools.prefill.backends()
-    both.gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=bootstrap.port))
+    (backend,) = both.gateway.worker.pools.prefill.all_backends()
+    both.gateway.roster.add_for_administrator(
+        Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=bootstrap.port)
+    )
     assert (await both.gateway.ask(request(Api.CHAT))).is_done
     assert both.decoder.bodies[0]["kv_transfer_params"]["remote_bootstrap_addr"] == bootstrap.url
 
@@ -157,10 +159,10 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(deploy: Deploy, b
     call = replace(
         parse(Api.COMPLETIONS, COMPLETION, both.gateway.worker.settings.cost), kv_params={"prompt_token_ids": ids}
     )
-    async with both.gateway.worker.service._parts.connector.open_attempt(
+    async with both.gateway.worker.request_service._flow_parts.connector.open_attempt(
         call, call.make_pick_request(), Timeline()
     ) as attempt:
-        await attempt.response.read()
+        await attempt.response.read_body()
         attempt.record_kv_arrival()
         assert attempt.first_token_seconds is not None  # the prefill is part of it
         assert attempt.first_token_seconds > both.gateway.worker.settings.timeouts.first_token_seconds
@@ -288,7 +290,7 @@ async def test_failing_leg_ends_the_other_at_once(
     assert both.results == {role.value: {failure}, other_role: {"abandoned"}}
     # Nothing is kept by a prefill that was broken off; one that failed may have come to its end before.
     suspected = role is Role.PREFILL and name in ("500", "reset", "broken HTTP")
-    assert len(both.gateway.worker.pinned_kv.pins()) == suspected
+    assert len(both.gateway.worker.pinned_kv.current_pins()) == suspected
     assert both.gateway.metrics("pdproxy_kv_orphans_total") == {}
 
 
@@ -331,8 +333,8 @@ async def test_kv_that_was_prefilled_in_vain_is_accounted_for(deploy: Deploy, bo
     both = await pair(deploy, bootstrap, decode=decode)
     assert (await both.gateway.ask(request(Api.CHAT, stream=True))).status == 502
     assert both.gateway.metrics("pdproxy_kv_orphans_total") == {(): 1.0}
-    (pin,) = both.gateway.worker.pinned_kv.pins()
-    assert not pin.suspected
+    (pin,) = both.gateway.worker.pinned_kv.current_pins()
+    assert not pin.is_suspected
     assert pin.backend.port == both.prefiller.port
 
 
@@ -359,7 +361,7 @@ async def test_prefillers_failure_is_nothing_to_a_decoder_that_has_the_kv(
     answer = await both.gateway.ask(request(Api.CHAT, stream=True))
     assert answer.is_done
     assert answer.text == "ab"
-    assert both.gateway.worker.pinned_kv.pins() == []
+    assert both.gateway.worker.pinned_kv.current_pins() == []
 
 
 # Engines that are others
@@ -426,8 +428,10 @@ async def test_prefiller_without_a_bootstrap_server_costs_another_attempt(deploy
             mooncake={"bootstrap_port": 1},
             resume={"mode": "off"},
         )
-        _, second = gateway.worker.pools.prefill.backends()
-        gateway.roster.add(Backend(Role.PREFILL, second.host, second.port, bootstrap_port=server.port))
+        _, second = gateway.worker.pools.prefill.all_backends()
+        gateway.roster.add_for_administrator(
+            Backend(Role.PREFILL, second.host, second.port, bootstrap_port=server.port)
+        )
         assert (await gateway.ask(request(Api.CHAT))).is_done
         assert [len(prefiller.received) for prefiller in prefillers] == [0, 1]
         assert gateway.metrics("pdproxy_retries_total") == {("bootstrap", "prefill"): 1.0}
@@ -450,7 +454,7 @@ async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy, bootst
     both = await pair(deploy, bootstrap)
     async with BootstrapServer(answer=engines_told("elsewhere")) as other:
         mooncake = both.gateway.worker.settings.mooncake.model_copy(update={"bootstrap_port": other.port})
-        both.gateway.worker.live.replace_settings(
+        both.gateway.worker.live_configuration.replace_settings(
             both.gateway.worker.settings.model_copy(update={"mooncake": mooncake})
         )
         assert (await both.gateway.ask(request(Api.CHAT))).is_done

@@ -176,7 +176,7 @@ async def test_client_that_leaves_frees_a_decoder_that_waits_for_a_prefiller(dep
         await decoder.wait_until(lambda state: state.waiting_rooms == 1)
         await client.leave()
     await decoder.wait_until(lambda state: state.waiting_rooms == 0)
-    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the request")
 
 
 @pytest.mark.parametrize("on_missing", ["retry_prefill", "error"])

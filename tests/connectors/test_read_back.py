@@ -169,18 +169,18 @@ async def test_kept_caches_are_counted_until_they_are_read(deploy: Deploy) -> No
     gateway = await start(deploy)
     first = turn(TEXT)
     said = await gateway.ask(first)
-    (pin,) = gateway.worker.pinned_kv.pins()
-    assert (pin.backend, pin.until - pin.since) == (gateway.worker.pools.decode.backends()[0], 480.0)
-    assert pin.tokens == next(iter(gateway.decoders[0].pins.values())).prompt_tokens
+    (pin,) = gateway.worker.pinned_kv.current_pins()
+    assert (pin.backend, pin.expires_at - pin.pinned_at) == (gateway.worker.pools.decode.all_backends()[0], 480.0)
+    assert pin.pinned_tokens == next(iter(gateway.decoders[0].pins.values())).prompt_tokens
     await gateway.ask(turn(f"{TEXT}{said.text}, and then?"))
-    (other,) = gateway.worker.pinned_kv.pins()  # that of the second answer
+    (other,) = gateway.worker.pinned_kv.current_pins()  # that of the second answer
     assert other is not pin
 
 
 async def test_kept_cache_is_not_read_after_its_time(deploy: Deploy) -> None:
     gateway = await start(deploy)
     clock = Clock()
-    connector = gateway.worker.lanes.whole.connector
+    connector = gateway.worker.lanes.whole_lane.connector
     assert isinstance(connector, VllmPull)
     connector._kept_answers._clock = clock  # type: ignore[union-attr]
     said = await gateway.ask(turn(TEXT))
@@ -193,9 +193,9 @@ async def test_cache_of_a_removed_decoder_is_not_read(deploy: Deploy) -> None:
     gateway = await start(deploy, decoders=2, health={"changing_interval_seconds": 0.01})
     said = await gateway.ask(turn(TEXT))
     (keeper,) = (engine for engine in gateway.decoders if engine.pins)
-    (backend,) = (each for each in gateway.worker.pools.decode.backends() if each.port == keeper.port)
-    gateway.roster.remove(backend.role, backend.host, backend.port)
-    await until(lambda: len(gateway.worker.pools.decode.backends()) == 1, "the removal")
+    (backend,) = (each for each in gateway.worker.pools.decode.all_backends() if each.port == keeper.port)
+    gateway.roster.remove_backend(backend.role, backend.host, backend.port)
+    await until(lambda: len(gateway.worker.pools.decode.all_backends()) == 1, "the removal")
     second = turn(f"{TEXT}{said.text}, and then?")
     assert (await gateway.ask(second)).text == await answer_alone(second)
     assert read_backs(gateway) == 0

@@ -44,9 +44,9 @@ class Example(Connector):
         with KvHandoff(self._context, call, request, timeline) as handoff:
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
-            timeline.enter(Stage.PREFILL)
+            timeline.enter_stage(Stage.PREFILL)
             try:
-                response, body = await upstream.fetch(
+                response, body = await upstream.post_and_read_body(
                     prefiller,
                     call.api.path,
                     make_prefill_body(call, pools.prefill, prefiller, {"do_remote_decode": True}),
@@ -60,13 +60,13 @@ class Example(Connector):
             params = orjson.loads(told)
             if not isinstance(params, dict):
                 raise response.make_failure(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
-            handoff.prefiller.free_compute()
+            handoff.prefiller.release_compute()
             handoff.prefilled_kv = PrefilledKv(
                 prefiller, told, parse_kv_params(told).transfer_protocol, call.prompt_tokens, call.headers
             )
             handoff.record_kv_held()
-            timeline.enter(Stage.HANDOFF)
-            with await upstream.open(
+            timeline.enter_stage(Stage.HANDOFF)
+            with await upstream.post_and_await_head(
                 decoder,
                 call.api.path,
                 call.make_body({"kv_transfer_params": {**params, **call.kv_params}}),

@@ -29,7 +29,7 @@ async def leave_during_the_hand_over(gateway: Deployment, body: dict[str, Any] |
     async with gateway.asking(body or request(Api.CHAT, stream=True)) as client:
         await decoder.wait_until(lambda state: state.live == 1)
         await client.leave()
-    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the request")
 
 
 async def released(gateway: Deployment) -> dict[tuple[str, ...], float]:
@@ -75,7 +75,7 @@ async def test_decoder_that_has_failed_is_not_asked_though_it_is_the_least_loade
     gateway = await deploy(1, 2)
     decoders = gateway.worker.pools.decode
     gateway.decoders[0].faults.add("refuse_status", status=400, times=1)
-    with decoders.lease(PickRequest.of(Load(1000, 1000), avoid=decoders.backends()[:1])):
+    with decoders.make_lease(PickRequest.make_for_load(Load(1000, 1000), avoided_backends=decoders.all_backends()[:1])):
         await gateway.ask(request(Api.CHAT))
         assert await released(gateway) == {("released",): 1.0}
     assert [len(releases(decoder)) for decoder in gateway.decoders] == [0, 1]
@@ -151,7 +151,7 @@ async def test_release_waits_for_decoders_that_are_down(deploy: Deploy, caplog: 
     caplog.set_level("DEBUG", "proxy.connectors.releaser")
     gateway = await deploy(1, 2, admission={"wait_seconds": 5.0})
     health, checks = gateway.worker.health, gateway.worker.settings.health
-    decoders = gateway.worker.pools.decode.backends()
+    decoders = gateway.worker.pools.decode.all_backends()
     await leave_during_the_hand_over(gateway)
     for backend in decoders * checks.fall:
         health.on_probe(backend, False, "down")
@@ -160,7 +160,7 @@ async def test_release_waits_for_decoders_that_are_down(deploy: Deploy, caplog: 
     facts = EngineFacts((0, 32), None)
     for backend in decoders * checks.rise:
         health.on_probe(backend, True, "up again")
-        health.note_facts(backend, facts)
+        health.set_engine_facts(backend, facts)
     assert await released(gateway) == {("released",): 1.0}
 
 
@@ -220,7 +220,7 @@ async def test_unanswered_release_is_abandoned_after_a_while(deploy: Deploy) -> 
 async def test_prefiller_that_is_down_has_nothing_to_release(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     prefillers = gateway.worker.pools.prefill
-    (prefiller,) = prefillers.backends()
+    (prefiller,) = prefillers.all_backends()
     await leave_during_the_hand_over(gateway)
     for _ in range(gateway.worker.settings.health.fall):
         gateway.worker.health.on_probe(prefiller, False, "gone")
@@ -232,7 +232,7 @@ async def test_prefiller_that_is_down_has_nothing_to_release(deploy: Deploy) -> 
 async def test_releases_are_few_at_a_time(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     releaser = gateway.worker.releaser
-    (prefiller,) = gateway.worker.pools.prefill.backends()
+    (prefiller,) = gateway.worker.pools.prefill.all_backends()
     kv = PrefilledKv(prefiller, b'{"do_remote_prefill":true}', KvTransfer.ASCEND_MOONCAKE, 1, {})
     for _ in range(300):
         releaser.add_orphan(kv, ())
@@ -263,8 +263,8 @@ async def test_instance_with_pinned_kv_can_be_removed_and_takes_it_along(deploy:
     gateway = await deploy(2, 1, engine=OLD)
     await leave_during_the_hand_over(gateway)
     gone = gateway.prefillers[0]
-    gateway.roster.remove(Role.PREFILL, gone.host, gone.port)
-    assert [backend.port for backend in gateway.roster.finalize()] == [gone.port]
+    gateway.roster.remove_backend(Role.PREFILL, gone.host, gone.port)
+    assert [backend.port for backend in gateway.roster.drop_drained_backends()] == [gone.port]
     assert pinned(gateway) == (0, 0)
     gateway.expects_pinned = 1
     gateway.expects_inexact_pins = True
@@ -292,7 +292,7 @@ async def test_lost_answer_of_a_prefiller_may_have_left_kv(
     gateway.prefillers[0].faults.add(action, times=1, **fields)
     await gateway.ask(request(Api.CHAT))
     assert pinned(gateway)[0] == suspected
-    assert [pin.suspected for pin in gateway.worker.pinned_kv.pins()] == [True] * suspected
+    assert [pin.is_suspected for pin in gateway.worker.pinned_kv.current_pins()] == [True] * suspected
     assert gateway.metrics("pdproxy_kv_orphans_total") == {}
     assert releases(*gateway.decoders) == []
     gateway.expects_pinned = len(gateway.prefillers[0].pins)
@@ -305,7 +305,7 @@ async def test_client_that_leaves_during_the_prefill_leaves_no_kv(deploy: Deploy
     async with gateway.asking(request(Api.CHAT)) as client:
         await prefiller.wait_until(lambda state: state.live == 1)
         await client.leave()
-    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the request")
     assert pinned(gateway) == (0, 0)
 
 
@@ -345,7 +345,7 @@ async def test_worker_that_ends_lets_pending_releases_finish(deploy: Deploy) -> 
     await gateway.end()
     assert gateway.worker.releaser.pending_count == 0
     assert not gateway.prefillers[0].pins
-    assert gateway.worker.pinned_kv.pins() == []
+    assert gateway.worker.pinned_kv.current_pins() == []
 
 
 async def test_worker_that_ends_does_not_wait_for_a_release_that_hangs(deploy: Deploy) -> None:

@@ -78,8 +78,8 @@ async def test_both_engines_get_the_clients_bytes_and_where_they_meet(deploy: De
 
 async def test_bootstrap_port_is_the_prefillers(deploy: Deploy) -> None:
     pair = await start(deploy)
-    (backend,) = pair.gateway.worker.pools.prefill.backends()
-    pair.gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=8998))
+    (backend,) = pair.gateway.worker.pools.prefill.all_backends()
+    pair.gateway.roster.add_for_administrator(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=8998))
     await pair.gateway.ask(request(Api.CHAT))
     assert pair.decoder.bodies[0]["bootstrap_port"] == pair.prefiller.bodies[0]["bootstrap_port"] == 8998
 
@@ -163,8 +163,8 @@ async def test_rank_is_free_when_its_prefill_is_done(deploy: Deploy) -> None:
 
 def prefills(pair: Pair) -> int:
     """How many the prefiller works on, as far as the gateway knows."""
-    (backend,) = pair.gateway.worker.pools.prefill.backends()
-    return pair.gateway.scoreboard.running(backend.slot)
+    (backend,) = pair.gateway.worker.pools.prefill.all_backends()
+    return pair.gateway.scoreboard.running_requests(backend.slot)
 
 
 # Both legs go well
@@ -188,7 +188,7 @@ async def test_both_have_the_request_before_either_answers(deploy: Deploy, first
 async def test_prefillers_answer_is_read_to_the_end(deploy: Deploy) -> None:
     """Otherwise its connection would be good for nothing."""
     pair = await start(deploy, decode=meeting.when_let_go)
-    (prefiller,), upstream = pair.gateway.worker.pools.prefill.backends(), pair.gateway.worker.upstream
+    (prefiller,), upstream = pair.gateway.worker.pools.prefill.all_backends(), pair.gateway.worker.upstream
     used: list[object] = []
     for turn in range(3):
         asked = asyncio.create_task(pair.gateway.ask(request(Api.CHAT, stream=True)))
@@ -223,8 +223,8 @@ async def test_defect_in_reading_the_prefill_ends_the_request_and_is_logged(
 
 
 def compute(pair: Pair, role: Role) -> int:
-    (backend,) = pair.gateway.worker.pools.of(role).backends()
-    return pair.gateway.scoreboard.load(backend.slot).compute_tokens
+    (backend,) = pair.gateway.worker.pools.pool_of(role).all_backends()
+    return pair.gateway.scoreboard.load_of(backend.slot).compute_tokens
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -232,10 +232,10 @@ async def test_decoder_is_charged_when_it_allocates_memory(deploy: Deploy, late:
     """A decoder with the policy `prefill_complete` takes memory when the prompt is computed (SGLang PR #40703)."""
     gateway = await deploy(connector="sglang_bootstrap", decoder={"allocates_after_prefill": late})
     (prefiller,), (decoder,) = gateway.prefillers, gateway.decoders
-    (backend,) = gateway.worker.pools.decode.backends()
+    (backend,) = gateway.worker.pools.decode.all_backends()
 
     def kv() -> int:
-        return gateway.scoreboard.load(backend.slot).kv_tokens
+        return gateway.scoreboard.load_of(backend.slot).kv_tokens
 
     with decoder.held():
         with prefiller.held(prefills=True):
@@ -251,8 +251,8 @@ async def test_prefiller_is_free_when_it_has_answered(deploy: Deploy) -> None:
     pair = await start(deploy, decode=meeting.begins_and_hangs)
     async with pair.gateway.asking(request(Api.CHAT, stream=True)) as client:
         await client.has_tokens(1)
-        (backend,) = pair.gateway.worker.pools.prefill.backends()
-        await until(lambda: pair.gateway.scoreboard.load(backend.slot) == Load(), "the prefiller to be free")
+        (backend,) = pair.gateway.worker.pools.prefill.all_backends()
+        await until(lambda: pair.gateway.scoreboard.load_of(backend.slot) == Load(), "the prefiller to be free")
         assert compute(pair, Role.DECODE)
 
 

@@ -247,10 +247,10 @@ def a_call(gateway: Deployment, body: bytes, api: Api, **kv_params: object) -> C
 @asynccontextmanager
 async def opened(gateway: Deployment, call: Call, prefer: Backend | None = None) -> AsyncIterator[Attempt]:
     """Run one attempt of the connector alone, read its answer, and report its KV as arrived."""
-    async with gateway.worker.service._parts.connector.open_attempt(
+    async with gateway.worker.request_service._flow_parts.connector.open_attempt(
         call, call.make_pick_request((), prefer), Timeline()
     ) as attempt:
-        await attempt.response.read()
+        await attempt.response.read_body()
         attempt.record_kv_arrival()
         yield attempt
 
@@ -304,7 +304,7 @@ async def test_attempt_names_its_prefiller(deploy: Deploy) -> None:
 async def test_preferred_prefiller_is_asked_and_the_decoder_chosen_as_ever(deploy: Deploy) -> None:
     gateway = await deploy(3, 2)
     call = a_call(gateway, orjson.dumps(request(Api.CHAT)), Api.CHAT)
-    preferred = gateway.worker.pools.prefill.backends()[2]
+    preferred = gateway.worker.pools.prefill.all_backends()[2]
     for _ in range(2):
         async with opened(gateway, call, preferred) as attempt:
             assert attempt.prefiller == preferred
@@ -352,7 +352,7 @@ async def test_new_attempt_has_a_new_id_and_new_kv(deploy: Deploy) -> None:
 async def test_prefill_waits_for_room_on_a_decoder(deploy: Deploy) -> None:
     gateway = await deploy(2, 1)
     (decoder,) = gateway.decoders
-    gateway.roster.remove(Role.DECODE, decoder.host, decoder.port)
+    gateway.roster.remove_backend(Role.DECODE, decoder.host, decoder.port)
     answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, "no_healthy_decode")
     assert answer.headers["retry-after"] == "1"
@@ -365,7 +365,7 @@ async def test_decoder_is_charged_while_the_prefiller_works(deploy: Deploy) -> N
     prefiller.faults.add("hang_before_headers")
     async with gateway.asking(request(Api.CHAT)):
         await prefiller.wait_until(lambda state: state.live == 1)
-        assert [gateway.scoreboard.requests(slot) for slot in (0, 1)] == [1, 1]
+        assert [gateway.scoreboard.open_leases(slot) for slot in (0, 1)] == [1, 1]
         assert generations(*gateway.decoders) == []
 
 
@@ -376,15 +376,15 @@ async def test_prefillers_load_goes_in_two_steps(deploy: Deploy) -> None:
     decoder.faults.add("slow_load", seconds=3600.0)
     async with gateway.asking(request(Api.CHAT, stream=True)):
         await decoder.wait_until(lambda state: state.live == 1)
-        load = gateway.scoreboard.load(0)
+        load = gateway.scoreboard.load_of(0)
         assert load.compute_tokens == 0
         assert load.kv_tokens > 0
     decoder.faults.clear()
     decoder.faults.add("stall_after_tokens", tokens=1)
     async with gateway.asking(request(Api.CHAT, stream=True)) as client:
         await client.has_tokens(1)
-        assert gateway.scoreboard.load(0).kv_tokens == 0
-        assert gateway.scoreboard.requests(1) == 1
+        assert gateway.scoreboard.load_of(0).kv_tokens == 0
+        assert gateway.scoreboard.open_leases(1) == 1
 
 
 async def test_refused_decoder_costs_no_second_prefill(deploy: Deploy) -> None:
@@ -625,7 +625,7 @@ async def test_answer_to_a_short_prompt_survives_its_decoder(deploy: Deploy, api
 async def test_short_prompts_need_no_prefiller(deploy: Deploy) -> None:
     gateway = await deploy(kv={"prefill_min_tokens": 100})
     (prefiller,) = gateway.prefillers
-    gateway.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
+    gateway.roster.remove_backend(Role.PREFILL, prefiller.host, prefiller.port)
     assert (await gateway.ask(request(Api.CHAT))).is_done
 
 
@@ -678,8 +678,8 @@ async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy) -> Non
     balance = gateway.worker.settings.balance.model_copy(update=RANKS)
     kv = gateway.worker.settings.kv.model_copy(update={"prefill_min_tokens": 100})
     settings = gateway.worker.settings.model_copy(update={"balance": balance})
-    gateway.worker.live.replace_settings(settings)
+    gateway.worker.live_configuration.replace_settings(settings)
     await post(gateway, Api.COMPLETIONS.path, COMPLETION)
-    gateway.worker.live.replace_settings(settings.model_copy(update={"kv": kv}))
+    gateway.worker.live_configuration.replace_settings(settings.model_copy(update={"kv": kv}))
     await post(gateway, Api.COMPLETIONS.path, COMPLETION)
     assert (ranks(prefiller), ranks(decoder)) == (["0"], ["0", "1"])

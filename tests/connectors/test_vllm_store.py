@@ -107,7 +107,7 @@ async def test_prefill_whose_answer_is_lost_keeps_nothing(deploy: Deploy) -> Non
     gateway = await store(deploy, 2, 1)
     gateway.prefillers[0].faults.add("reset_before_headers", times=1)
     assert (await gateway.ask(request(Api.CHAT))).is_done
-    assert gateway.worker.pinned_kv.pins() == []
+    assert gateway.worker.pinned_kv.current_pins() == []
     assert gateway.metrics("pdproxy_instance_pinned_kv") == {}
 
 

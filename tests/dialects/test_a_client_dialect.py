@@ -112,7 +112,7 @@ async def test_errors_have_the_form_of_their_route(
 ) -> None:
     gateway = await deploy(1, 1, listen={"max_body_bytes": 4096})
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest())
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"me": 0}))
     answer = await ask(gateway, body, method, **headers)
     assert (answer.status, answer.json["kind"]) == (status, kind)
     assert [*answer.json] == ["why", "kind"]

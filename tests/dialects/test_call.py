@@ -141,8 +141,8 @@ def test_absurd_limit_weighs_no_more_than_the_longest_answer(limit: int) -> None
 
 def test_loads_follow_from_the_tokens() -> None:
     call = chat("x" * 4000, max_tokens=100)
-    assert call.make_pick_request().prefill == Load(compute_tokens=1000 + PREFILL_OVERHEAD_TOKENS, kv_tokens=1000)
-    assert call.make_pick_request().decode == Load(compute_tokens=DECODE_OVERHEAD_TOKENS, kv_tokens=1100)
+    assert call.make_pick_request().prefill_load == Load(compute_tokens=1000 + PREFILL_OVERHEAD_TOKENS, kv_tokens=1000)
+    assert call.make_pick_request().decode_load == Load(compute_tokens=DECODE_OVERHEAD_TOKENS, kv_tokens=1100)
 
 
 def test_size_of_a_token_is_configurable() -> None:

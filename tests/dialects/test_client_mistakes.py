@@ -57,7 +57,7 @@ async def test_mistake_is_refused_by_its_name(
     answer = await ask(gateway, body, path=path)
     assert answer.status == 400
     assert word in answer.json["error"]["message"]
-    gateway.worker.metrics.settle()
+    gateway.worker.metrics.settle_noted_values()
     assert [record.name for record in caplog.records if record.levelname != "DEBUG"] == ["proxy.access"]
     assert not generations(*gateway.engines)
 

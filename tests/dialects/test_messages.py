@@ -178,7 +178,7 @@ async def test_errors_have_anthropics_form(
 ) -> None:
     gateway = await deploy(1, 1, listen={"max_body_bytes": 4096})
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest())
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"me": 0}))
     answer = await ask(gateway, body, method, **headers)
     assert (answer.status, [*answer.json], answer.json["type"]) == (status, ["type", "error"], "error")
     assert answer.json["error"]["type"] == kind
@@ -189,7 +189,7 @@ async def test_errors_have_anthropics_form(
 async def test_key_is_shown_as_anthropics_clients_do(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest())
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"me": 0}))
     answer = await ask(
         gateway, question(), path="/v1/messages?beta=true", X_Api_Key="mine", Anthropic_Version="2023-06-01"
     )
@@ -228,7 +228,7 @@ async def test_stream_that_cannot_be_saved_ends_with_an_error_event(deploy: Depl
 async def test_limit_of_a_key_is_a_rate_limit(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest(), requests_per_minute=1)
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"me": 0}))
     answers = [await ask(gateway, question(), X_Api_Key="mine") for _ in range(3)]
     assert (answers[-1].status, answers[-1].json["error"]["type"]) == (429, "rate_limit_error")
     assert answers[-1].headers["retry-after"]

@@ -166,10 +166,10 @@ class Bench:
             decoders = gateway.worker.pools.decode
             if self._is_sglang:
                 await until(
-                    lambda: all(decoders.health.of(backend).facts for backend in decoders.backends()),
+                    lambda: all(decoders.health.health_of(backend).engine_facts for backend in decoders.all_backends()),
                     "what the engines say they are",
                 )
-            gateway.worker.observers.add(self._ended)
+            gateway.worker.request_observers.add_listener(self._ended)
             self._gateway.set_result(gateway)
             await self._stop.wait()
 
@@ -211,7 +211,7 @@ class Bench:
         await until(lambda: not gateway.leaks(), "the end of all requests")
         problems, gateway.problems[:] = list(gateway.problems), []
         assert not problems, problems
-        gateway.worker.observers.settle()
+        gateway.worker.request_observers.flush_batch()
         assert self._ended.count == len(answers), "each request has one line in the log"
         return answers
 

@@ -130,7 +130,9 @@ async def test_left_out_members_are_logged_once_for_each_key(deploy: Deploy, cap
     gateway = await deploy(1, 1)
     keys = {name: ClientKey(name=name, key_sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("a", "b")}
     slots = {"a": 0, "b": 1}
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=tuple(keys.values()), slots=slots))
+    gateway.worker.apply_snapshot(
+        replace(gateway.worker.current_snapshot, client_keys=tuple(keys.values()), slots_by_key=slots)
+    )
     tools = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "bad\nname"}]
     for _ in range(2):
         for name in keys:
@@ -201,7 +203,7 @@ async def test_engines_error_is_one_of_this_api(deploy: Deploy, body: bytes, mes
 async def test_key_is_needed_as_everywhere(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest())
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"me": 0}))
     assert (await ask(gateway, question())).error["code"] == "invalid_api_key"
     assert response(await ask(gateway, question(), Authorization="Bearer mine"))["output"]
 

@@ -76,7 +76,7 @@ class Line:
 
 def connected(line: Line) -> EngineConnection:
     """Return a connection to the engine."""
-    connection = EngineConnection(ENGINE, asyncio.get_running_loop(), lambda _: None, _heads.render, lambda: 0.0)
+    connection = EngineConnection(ENGINE, asyncio.get_running_loop(), lambda _: None, _heads.render_head, lambda: 0.0)
     connection.connection_made(cast("asyncio.Transport", line))
     return connection
 
@@ -88,16 +88,16 @@ class Body:
         self.parts: list[bytes] = []
         self.ends: list[UpstreamError | None] = []
 
-    def received(self, data: bytes) -> bool:
+    def on_body_data(self, data: bytes) -> bool:
         assert data
         assert not self.ends
         self.parts.append(data)
         return True
 
-    def can_move(self) -> bool:
+    def can_move_to_other_backend(self) -> bool:
         return True
 
-    def ended(self, error: UpstreamError | None) -> None:
+    def on_body_end(self, error: UpstreamError | None) -> None:
         assert not self.ends
         self.ends.append(error)
 
@@ -146,21 +146,21 @@ def _exchange(pieces: list[bytes], *, attaches_late: bool) -> Outcome:
     connection = connected(line)
     heads: list[UpstreamError | None] = []
     response = Response(connection, heads.append)
-    connection.begin(response, "/", b"", {}, answer_seconds=1.0)
+    connection.begin_exchange(response, "/", b"", {}, answer_seconds=1.0)
     attached = False
     for piece in filter(None, pieces):
         if line.is_lost:
             break
         connection.data_received(piece)
         if not attached and not attaches_late and response.status:
-            response.attach(body)
+            response.attach_sink(body)
             attached = True
     connection.connection_lost(None)
     (error,) = heads
     if error is not None:
         return Outcome(error.failure)
     if not attached:
-        response.attach(body)
+        response.attach_sink(body)
     (end,) = body.ends
     failure = None if end is None else end.failure
     return Outcome(failure, response.status, tuple(response.headers.items()), b"".join(body.parts))

@@ -76,7 +76,7 @@ def _check_towards_engine(headers: Mapping[str, str]) -> None:
     request_id = headers.get("X-Request-Id", "")
     if _is_acceptable_id(request_id):
         passed_on["x-request-id"] = request_id
-    head = _heads.render(ENGINE, "/v1/completions", 0, passed_on)
+    head = _heads.render_head(ENGINE, "/v1/completions", 0, passed_on)
     expected = sorted(_FRAMING | {name for name, value in passed_on.items() if value or name != "authorization"})
     assert sorted(name for name, _ in _read_by_llhttp(head)) == expected
     fields = _read_by_h11(head)
@@ -96,7 +96,7 @@ async def _check_refusal(raw: bytes) -> None:
     connection = connected(Line())
     heads: list[UpstreamError | None] = []
     response = Response(connection, heads.append)
-    connection.begin(response, "/", b"", {}, answer_seconds=1.0)
+    connection.begin_exchange(response, "/", b"", {}, answer_seconds=1.0)
     connection.data_received(raw)
     connection.connection_lost(None)
     if heads != [None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from proxy.fleet.replicas.state import decode, decode_news, encode, encode_news, summed
+from proxy.fleet.replicas.state import decode_news, decode_state, encode_news, encode_state, sum_tables
 from tests.fuzz.cutting import spelled, words
 
 WORDS: Final = words(
@@ -19,10 +19,10 @@ WORDS: Final = words(
 def check_replicas(data: bytes) -> None:
     """Check that a message is read completely and written as it was, or is rejected without an exception."""
     raw = spelled(data, WORDS)
-    message = decode(raw)
+    message = decode_state(raw)
     if message is not None:
-        assert decode(encode(message)) == message
-        assert summed([message.instances, {}]) == message.instances
+        assert decode_state(encode_state(message)) == message
+        assert sum_tables([message.instances, {}]) == message.instances
     news = decode_news(raw)
     if news is not None:
         assert decode_news(encode_news(news)) == news

@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 import orjson
 
 from proxy.connectors.legs import Attempt
-from proxy.gateway.assembly import Assembly
+from proxy.gateway.assembly import StreamAssembly
 from proxy.gateway.client_writer import ClientWriter
 from proxy.gateway.delivery import Delivery
 from proxy.gateway.relay import Relay
@@ -56,7 +56,7 @@ class Owner:
     def on_end(self) -> None:
         """See AnswerOwner."""
 
-    def wake(self) -> None:
+    def on_progress(self) -> None:
         """See AnswerOwner."""
 
 
@@ -106,19 +106,19 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     is_observed, is_whole = "n" not in body and kind % 3 > 0, kind % 5 == 0
     api = Api.CHAT if "messages" in body else Api.COMPLETIONS
     call = parse(api, orjson.dumps(body), Cost())
-    whole = Assembly() if is_observed and is_whole else None
-    delivery = Delivery(call, is_observed=is_observed, whole=whole)
+    whole = StreamAssembly() if is_observed and is_whole else None
+    delivery = Delivery(call, is_observed=is_observed, collector=whole)
     response = Response(connected(Line()), lambda error: None)
     attempt = Attempt(response, Timeline(), None, has_kv_from_prefiller=True, handoff=NoHandoff())
     client = Client()
     relay = Relay(attempt, delivery, Owner(), None if whole else cast("ClientWriter", client))
     for piece in filter(None, pieces):
-        relay.received(piece)
-    relay.ended(None)
-    if relay.error is not None:
-        return b"".join(client.parts), relay.error.code
+        relay.on_body_data(piece)
+    relay.on_body_end(None)
+    if relay.stream_error is not None:
+        return b"".join(client.parts), relay.stream_error.code
     if delivery.is_stopped:
-        client.write(delivery.missing_end(None))
+        client.write(delivery.make_missing_end(None))
     if whole is not None:
-        return orjson.dumps(whole.values(delivery)), ""
+        return orjson.dumps(whole.make_answer_values(delivery)), ""
     return b"".join(client.parts), ""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from proxy.gateway.fast_connection import FastConnection
 from proxy.gateway.request import Request
-from proxy.observe.observers import Observers, RequestListener
+from proxy.observe.observers import RequestListener, RequestObservers
 from proxy.observe.record import RequestRecord
 from proxy.upstream.connection import EngineConnection
 from proxy.upstream.upstream import Upstream
@@ -22,11 +22,15 @@ from tests.asking import request
 from tests.deployment import Deployment
 from tests.talking import Clients, Line, raw
 
-BATCH: Final = Observers.settle.__code__
+BATCH: Final = RequestObservers.flush_batch.__code__
 """Begins what is done for many requests at once. How many depends on the machine."""
-SWEEP: Final = Upstream.sweep.__code__
+SWEEP: Final = Upstream.check_connections.__code__
 """Begins the look at all exchanges that a timer has."""
-ROOTS: Final = {FastConnection.data_received.__code__, EngineConnection.data_received.__code__, Request._look.__code__}
+ROOTS: Final = {
+    FastConnection.data_received.__code__,
+    EngineConnection.data_received.__code__,
+    Request._complete_or_wait.__code__,
+}
 """Begin what is done for one request."""
 
 
@@ -36,7 +40,7 @@ class Ended(RequestListener):
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
+    def handle_batch(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         self.records += ended
 
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from proxy.resume.transcript import Transcript
-from proxy.upstream.fast_forward import FastForward, Tokens
-from proxy.upstream.pump import format_of
+from proxy.upstream.fast_forward import FastForward, TokenFormat
+from proxy.upstream.pump import pump_arguments
 from proxy.wire.sse import TokenShape
 from tests.canned import data
 
@@ -20,7 +20,7 @@ class Client:
     def __init__(self) -> None:
         self.written: list[bytes] = []
         self.has_left = False
-        self.on_full: Callable[[], None] | None = None
+        self.on_write_buffer_full: Callable[[], None] | None = None
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
@@ -36,13 +36,13 @@ class Engine(FastForward):
         super().__init__()
         self.left = b""
 
-    def _read(self, data: bytes) -> None:
+    def _process_read(self, data: bytes) -> None:
         self.left += data
 
-    def take(self, tokens: Tokens, data: bytes) -> bytes:
+    def take(self, tokens: TokenFormat, data: bytes) -> bytes:
         """Take the bytes of a read, and return those that were left."""
         self.left = b""
-        self._tokens = tokens
+        self._passed_tokens = tokens
         self.data_received(data)
         return self.left
 
@@ -59,14 +59,14 @@ class PumpedEngine:
         self._client.setblocking(False)
         self._writes.setblocking(False)
 
-    def take(self, tokens: Tokens, data: bytes) -> bytes:
+    def take(self, tokens: TokenFormat, data: bytes) -> bytes:
         """See Engine."""
         number = self.add(tokens)
         self.given_back = None
         self.run_after(data)
         if sent := self.received():
-            assert tokens.output is not None
-            tokens.output.write(sent)
+            assert tokens.client_output is not None
+            tokens.client_output.write(sent)
         if self.given_back is None:
             self._pump.remove(number)
             return b""
@@ -78,10 +78,10 @@ class PumpedEngine:
         """See EngineConnection."""
         self.given_back = unsent, data, arrivals
 
-    def add(self, tokens: Tokens) -> int:
+    def add(self, tokens: TokenFormat) -> int:
         """Let the pump read the engine's socket, and return the number of the stream."""
-        client = -1 if tokens.output is None or tokens.output.is_closing() else self._writes.fileno()
-        number: int = self._pump.add(self._reads.fileno(), client, self, *format_of(tokens))
+        client = -1 if tokens.client_output is None or tokens.client_output.is_closing() else self._writes.fileno()
+        number: int = self._pump.add(self._reads.fileno(), client, self, *pump_arguments(tokens))
         return number
 
     def run_after(self, data: bytes) -> None:
@@ -109,12 +109,12 @@ class PumpedEngine:
 
 def tokens_like(
     shape: TokenShape, client: Client | None, transcript: Transcript | None = None, *, hides_ids: bool = False
-) -> Tokens:
+) -> TokenFormat:
     """Tokens that are written to `client` and noted for `transcript`; None: they are not."""
     known = Transcript() if transcript is None else transcript
     notes = known.token_lists(is_reasoning=shape.is_reasoning)
     skips = known.grammar.reasoning_end_ids if shape.is_reasoning else ()
-    return Tokens(
+    return TokenFormat(
         shape,
         None if transcript is None else notes,
         known.settle_noted_tokens,

@@ -34,7 +34,7 @@ class Unit:
 
     async def _run(self) -> None:
         gate = self._gate
-        async with gate.admission.admit(self.key, patient=self._patient):
+        async with gate.admission.make_entry(self.key, is_patient=self._patient):
             assert gate.taken < gate.places, "the room that was seen is gone"
             gate.taken += 1
             gate.admitted.append(self)
@@ -75,10 +75,10 @@ class Gate:
             has_room=self.has_room,
             metrics=self.metrics,
             clock=clock,
-            absent=lambda: self.absent,
-            on_wait=self._on_wait,
-            front=front,
-            refusing=lambda: self.refusing,
+            find_absent_role=lambda: self.absent,
+            on_waiting_change=self._on_wait,
+            queue_head=front,
+            find_refusing_role=lambda: self.refusing,
         )
         self.admission = AdmissionQueue(parts, Limits())
         self.units: list[Unit] = []
@@ -95,10 +95,10 @@ class Gate:
     def notify(self) -> None:
         """Announce room if the queue wants announcements."""
         if self.listens:
-            self.admission.notify()
+            self.admission.check_soon()
 
     def limit(self, **limits: float) -> None:
-        self.admission.configure(Limits.model_validate(limits))
+        self.admission.set_limits(Limits.model_validate(limits))
 
     def unit(self, key: str = "-", *, patient: bool = False) -> Unit:
         self.units.append(Unit(self, key, patient))
@@ -117,7 +117,7 @@ class Gate:
 
     def is_waking(self) -> bool:
         """Return whether a unit has its turn and has not run yet."""
-        return any(entry.turn.done() for entry in self.admission._queue)
+        return any(entry.turn_future.done() for entry in self.admission._queue)
 
     def served(self) -> str:
         """Return the keys in the order of their service."""
@@ -135,7 +135,12 @@ class Gate:
 
     def assert_nothing_is_left(self) -> None:
         admission = self.admission
-        assert (admission.waiting, admission.running, admission.buffers.held_bytes, self.taken) == (0, 0, 0, 0)
+        assert (admission.waiting_count, admission.running_count, admission.buffers.held_bytes, self.taken) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert (admission._lines, admission._queue, admission._running) == ({}, {}, {})
         assert admission._timer is None
         assert not self.listens
@@ -174,27 +179,27 @@ async def gate(clock: Clock) -> AsyncIterator[Gate]:
 
 async def test_unit_does_not_wait_when_there_is_room(gate: Gate) -> None:
     gate.places = 1
-    coroutine = gate.admission.admit("-").__aenter__()
+    coroutine = gate.admission.make_entry("-").__aenter__()
     with pytest.raises(StopIteration):
         coroutine.send(None)  # it ends without having waited for anything
-    assert (gate.admission.running, gate.admission.waiting, gate.asked) == (1, 0, 1)
+    assert (gate.admission.running_count, gate.admission.waiting_count, gate.asked) == (1, 0, 1)
     gate.admission._running.clear()
 
 
 async def test_unit_waits_until_there_is_room(gate: Gate) -> None:
     gate.places = 1
     first, second = await gate.arrive("-", "-")
-    assert (first.is_in, second.is_in, gate.admission.waiting) == (True, False, 1)
+    assert (first.is_in, second.is_in, gate.admission.waiting_count) == (True, False, 1)
     await first.leave()
     await settled()
-    assert (second.is_in, gate.admission.waiting) == (True, 0)
+    assert (second.is_in, gate.admission.waiting_count) == (True, 0)
 
 
 async def test_new_unit_does_not_overtake_queued_units(gate: Gate) -> None:
     (first,) = await gate.arrive("-")
     gate.places = 1
     second = gate.unit()  # finds room, but another unit is before it
-    gate.admission.notify()
+    gate.admission.check_soon()
     await settled()
     assert (first.is_in, second.is_in) == (True, False)
 
@@ -204,7 +209,7 @@ async def test_free_place_wakes_one_unit(gate: Gate) -> None:
     await gate.arrive(*["-"] * 100)
     before = gate.asked
     for _ in range(10):
-        gate.admission.notify()
+        gate.admission.check_soon()
     await gate.open()
     assert len(gate.admitted) == 1
     # Before the wake-up, in the woken unit, and after it for another unit.
@@ -227,12 +232,12 @@ async def test_room_without_notification_is_found(gate: Gate) -> None:
 async def test_woken_unit_that_finds_no_room_keeps_its_place(gate: Gate) -> None:
     first, _ = await gate.arrive("-", "-")
     gate.places = 1
-    gate.admission.notify()
+    gate.admission.check_soon()
     await asyncio.sleep(0)
     assert gate.is_waking()
     gate.places = 0  # taken by a unit of another queue before the woken one ran
     await settled()
-    assert (gate.admitted, gate.admission.waiting, gate.is_waking()) == ([], 2, False)
+    assert (gate.admitted, gate.admission.waiting_count, gate.is_waking()) == ([], 2, False)
     await gate.open()
     assert gate.admitted == [first]
 
@@ -243,7 +248,7 @@ async def test_woken_unit_that_finds_no_room_keeps_its_place(gate: Gate) -> None
 async def test_cancelled_unit_passes_its_turn_on(gate: Gate) -> None:
     first, second = await gate.arrive("-", "-")
     gate.places = 1
-    gate.admission.notify()
+    gate.admission.check_soon()
     await asyncio.sleep(0)
     assert gate.is_waking()
     first.task.cancel()  # together with its wake-up
@@ -254,7 +259,7 @@ async def test_cancelled_unit_passes_its_turn_on(gate: Gate) -> None:
 async def test_unit_cancelled_at_its_turn_passes_it_on(gate: Gate) -> None:
     first, second = await gate.arrive("-", "-")
     gate.places = 1
-    gate.admission.notify()
+    gate.admission.check_soon()
     first.task.cancel()  # before the wake-up, but it has not run yet
     await settled()
     assert (first.task.cancelled(), second.is_in) == (True, True)
@@ -268,7 +273,7 @@ async def test_cancelled_unit_leaves_the_queue(gate: Gate, monkeypatch: pytest.M
     (second,) = await gate.arrive("-")
     assert gate.admission._timer is timer
     await first.cancelled()
-    assert (gate.admission.waiting, gate.queued_requests(), timer.cancelled()) == (1, 1, False)
+    assert (gate.admission.waiting_count, gate.queued_requests(), timer.cancelled()) == (1, 1, False)
     await second.cancelled()
     gate.assert_nothing_is_left()
     assert timer.cancelled()
@@ -285,7 +290,7 @@ async def test_unit_that_waited_too_long_is_rejected_with_retry_after(gate: Gate
     assert error.retry_after_seconds is not None
     assert 1 <= error.retry_after_seconds <= 2
     assert "10 s" in error.message
-    assert gate.admission.waiting == 1
+    assert gate.admission.waiting_count == 1
     await gate.open()
     assert late.is_in
 
@@ -315,7 +320,7 @@ async def test_unit_is_rejected_when_instances_reject_for_longer_than_it_may_wai
     assert error.message == "all decode instances reject requests; retry in 7 s"
     assert error.retry_after_seconds is not None
     assert 7 <= error.retry_after_seconds <= 7 * 1.2
-    assert gate.admission.waiting == 2
+    assert gate.admission.waiting_count == 2
     gate.refusing = (Role.DECODE, start + 16)
     assert (await late.refusal()).code == "all_refuse"
     assert not patient.task.done()
@@ -340,7 +345,7 @@ async def test_further_units_of_a_request_wait_without_limit(gate: Gate) -> None
     gate.limit(wait_seconds=1, max_waiting=1)
     (request,) = await gate.arrive("-")
     further = await gate.arrive("-", "-", patient=True)
-    assert (gate.admission.waiting, gate.queued_requests()) == (3, 1)
+    assert (gate.admission.waiting_count, gate.queued_requests()) == (3, 1)
     gate.clock.now += 3600
     await request.refusal()
     await gate.open(2)
@@ -352,8 +357,8 @@ async def test_unit_is_not_counted_after_any_end(gate: Gate, how: str) -> None:
     gate.places = 1
 
     async def work() -> None:
-        async with gate.admission.admit("-"):
-            assert gate.admission.running == 1
+        async with gate.admission.make_entry("-"):
+            assert gate.admission.running_count == 1
             if how == "fail":
                 raise ZeroDivisionError
             await asyncio.sleep(0 if how == "end" else 3600)
@@ -365,7 +370,7 @@ async def test_unit_is_not_counted_after_any_end(gate: Gate, how: str) -> None:
     await asyncio.wait((task,))
     assert task.cancelled() == (how == "cancel")
     assert isinstance(not task.cancelled() and task.exception(), ZeroDivisionError) == (how == "fail")
-    assert gate.admission.running == 0
+    assert gate.admission.running_count == 0
 
 
 # A full queue
@@ -374,31 +379,31 @@ async def test_unit_is_not_counted_after_any_end(gate: Gate, how: str) -> None:
 async def test_full_queue_rejects_before_the_body_is_read(gate: Gate) -> None:
     gate.limit(max_waiting=2)
     await gate.arrive("-")
-    gate.admission.check("-")
+    gate.admission.check_queue_room("-")
     await gate.arrive("-")
     with pytest.raises(Overloaded) as refused:
-        gate.admission.check("-")
+        gate.admission.check_queue_room("-")
     assert (refused.value.status, refused.value.code) == (503, "queue_full")
     (unit,) = await gate.arrive("-")
     assert (await unit.refusal()).code == "queue_full"
     gate.places = 1  # for one of those who wait
     with pytest.raises(Overloaded):
-        gate.admission.check("-")
+        gate.admission.check_queue_room("-")
     gate.limit(max_waiting=3)
-    gate.admission.check("-")
+    gate.admission.check_queue_room("-")
 
 
 async def test_unit_without_room_is_rejected_when_there_is_no_queue(gate: Gate) -> None:
     gate.limit(max_waiting=0)
     gate.places = 1
-    gate.admission.check("-")
+    gate.admission.check_queue_room("-")
     await gate.arrive("-")
     with pytest.raises(Overloaded):
-        gate.admission.check("-")
+        gate.admission.check_queue_room("-")
     (unit,) = await gate.arrive("-")
     await unit.refusal()
     (further,) = await gate.arrive("-", patient=True)
-    assert (further.task.done(), gate.admission.waiting) == (False, 1)
+    assert (further.task.done(), gate.admission.waiting_count) == (False, 1)
 
 
 @pytest.mark.fault(54)
@@ -413,24 +418,24 @@ async def test_full_queue_rejects_the_last_unit_of_the_key_with_most(gate: Gate)
     greedy = await gate.arrive("greedy", "greedy", "greedy")
     further = await gate.arrive("greedy", patient=True)
     await gate.arrive("modest")
-    gate.admission.check("newcomer")
+    gate.admission.check_queue_room("newcomer")
     (newcomer,) = await gate.arrive("newcomer")
     assert (await greedy[2].refusal()).code == "queue_full"
     assert not newcomer.task.done()
     assert not further[0].task.done()
     with pytest.raises(Overloaded):
-        gate.admission.check("greedy")
+        gate.admission.check_queue_room("greedy")
     await gate.arrive("modest")  # now it has as many as the greedy one had
     assert greedy[1].task.done()
     with pytest.raises(Overloaded):
-        gate.admission.check("modest")
+        gate.admission.check_queue_room("modest")
 
 
 async def test_unit_rejected_at_its_turn_passes_it_on(gate: Gate) -> None:
     gate.limit(max_waiting=1)
     (greedy,) = await gate.arrive("greedy")
     gate.places = 1
-    gate.admission.notify()
+    gate.admission.check_soon()
     modest = gate.unit("modest")
     await settled()
     await greedy.refusal()
@@ -444,7 +449,7 @@ async def test_key_with_1000_queued_units_delays_another_by_one_service(gate: Ga
     gate.places = 2
     await gate.arrive(*["greedy"] * 1002)
     (single,) = await gate.arrive("single")
-    assert gate.admission.waiting == 1001
+    assert gate.admission.waiting_count == 1001
     await gate.admitted[0].leave()
     await settled()
     assert single in gate.admitted[2:4]
@@ -498,10 +503,10 @@ async def test_histogram_has_only_units_that_waited(gate: Gate) -> None:
 
 async def test_bodies_are_held_while_all_of_them_fit(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
-    with gate.admission.buffers.hold(60):
-        with gate.admission.buffers.hold(40):
+    with gate.admission.buffers.hold_body(60):
+        with gate.admission.buffers.hold_body(40):
             assert gate.admission.buffers.held_bytes == 100
-            with pytest.raises(Overloaded) as refused, gate.admission.buffers.hold(1):
+            with pytest.raises(Overloaded) as refused, gate.admission.buffers.hold_body(1):
                 pass
         assert (refused.value.status, refused.value.code) == (503, "buffers_full")
         assert gate.admission.buffers.held_bytes == 60
@@ -510,28 +515,28 @@ async def test_bodies_are_held_while_all_of_them_fit(gate: Gate) -> None:
 
 async def test_single_body_of_any_length_fits(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
-    with gate.admission.buffers.hold(1000) as held:
-        held.resize(2000)
-        with pytest.raises(Overloaded), gate.admission.buffers.hold(1):
+    with gate.admission.buffers.hold_body(1000) as held:
+        held.set_body_size(2000)
+        with pytest.raises(Overloaded), gate.admission.buffers.hold_body(1):
             pass
         assert gate.admission.buffers.held_bytes == 2000
 
 
 async def test_body_of_unknown_length_is_counted_as_it_arrives(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
-    with gate.admission.buffers.hold(50), gate.admission.buffers.hold(0) as held:
-        held.resize(50)
+    with gate.admission.buffers.hold_body(50), gate.admission.buffers.hold_body(0) as held:
+        held.set_body_size(50)
         with pytest.raises(Overloaded):
-            held.resize(51)
+            held.set_body_size(51)
         assert gate.admission.buffers.held_bytes == 100
         with pytest.raises(Overloaded):
-            held.add(1)
-        held.resize(4)
-        held.add(6)
-        held.add(0)
+            held.add_bytes(1)
+        held.set_body_size(4)
+        held.add_bytes(6)
+        held.add_bytes(0)
         assert gate.admission.buffers.held_bytes == 60
         gate.limit(max_buffered_bytes=1)
-        held.resize(5)  # becoming smaller is never refused
+        held.set_body_size(5)  # becoming smaller is never refused
     assert gate.admission.buffers.held_bytes == 0
 
 
@@ -540,11 +545,11 @@ def test_all_held_bytes_are_released(changes: list[tuple[int, int]]) -> None:
     gate = Gate(Clock())
     gate.limit(max_buffered_bytes=100)
     with ExitStack() as stack:
-        holds = [stack.enter_context(gate.admission.buffers.hold(0)) for _ in range(4)]
+        holds = [stack.enter_context(gate.admission.buffers.hold_body(0)) for _ in range(4)]
         lengths = [0] * 4
         for number, body_bytes in changes:
             try:
-                holds[number].resize(body_bytes)
+                holds[number].set_body_size(body_bytes)
                 lengths[number] = body_bytes
             except Overloaded:
                 assert sum(lengths) - lengths[number] + body_bytes > 100
@@ -689,7 +694,7 @@ class AnyOrder(RuleBasedStateMachine):
         if is_told:
 
             async def tell() -> None:
-                self.gate.admission.notify()
+                self.gate.admission.check_soon()
 
             self.loop.run_until_complete(tell())
             self.turn_loop()
@@ -701,8 +706,8 @@ class AnyOrder(RuleBasedStateMachine):
     def the_books_are_the_models(self) -> None:
         admission = self.gate.admission
         assert [unit for unit in self.units if unit.is_in] == [unit for unit in self.units if unit in self.running]
-        assert admission.running == len(self.running)
-        assert {name: len(line.waiters) for name, line in admission._lines.items()} == {
+        assert admission.running_count == len(self.running)
+        assert {name: len(line.queued_units) for name, line in admission._lines.items()} == {
             name: len(line) for name, line in self.lines.items()
         }
         assert len(admission._queue) == self.gate.queued_requests()
@@ -710,7 +715,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_while_there_is_room(self) -> None:
-        assert not self.gate.admission.waiting or len(self.running) >= self.gate.places
+        assert not self.gate.admission.waiting_count or len(self.running) >= self.gate.places
 
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
@@ -753,21 +758,21 @@ def test_no_turn_is_lost_by_events_between_wake_up_and_run(events: list[tuple[st
             elif event == "cancel" and unit is not None:
                 unit.task.cancel()
             elif event == "notify":
-                gate.admission.notify()
+                gate.admission.check_soon()
             elif event == "shrink":
                 gate.places = max(0, gate.places - 1)
             elif event == "grow":
                 gate.places = min(3, gate.places + 1)
-                gate.admission.notify()
+                gate.admission.check_soon()
             elif event == "late":
                 gate.clock.now += 4
             for _ in range(turns):
                 await asyncio.sleep(0)
         gate.places = 1
-        gate.admission.notify()
+        gate.admission.check_soon()
         await settled(20)
         while running := [unit for unit in gate.units if unit.is_in]:
-            assert gate.taken == gate.admission.running == len(running)
+            assert gate.taken == gate.admission.running_count == len(running)
             for unit in running:
                 await unit.leave()
             await settled(20)
@@ -785,19 +790,19 @@ def test_no_turn_is_lost_by_events_between_wake_up_and_run(events: list[tuple[st
 
 async def test_queue_with_the_earlier_unit_is_served_first() -> None:
     fronts, clock = QueueHeads(2), Clock()
-    one, other = (Gate(clock, fronts.of_worker(number)) for number in range(2))
+    one, other = (Gate(clock, fronts.view_of_worker(number)) for number in range(2))
     (first,) = await one.arrive("-")
     clock.now += 1
     (second,) = await other.arrive("-")
     other.places = 1
-    other.admission.notify()
+    other.admission.check_soon()
     await settled()
     assert not second.is_in
     one.places = 1
-    one.admission.notify()
+    one.admission.check_soon()
     await settled()
     assert first.is_in
-    other.admission.notify()
+    other.admission.check_soon()
     await settled()
     assert second.is_in
     for unit in (first, second):
@@ -806,19 +811,19 @@ async def test_queue_with_the_earlier_unit_is_served_first() -> None:
 
 async def test_room_unused_by_another_queue_is_taken_after_a_moment() -> None:
     fronts, clock = QueueHeads(2), Clock()
-    one, other = (Gate(clock, fronts.of_worker(number)) for number in range(2))
+    one, other = (Gate(clock, fronts.view_of_worker(number)) for number in range(2))
     (first,) = await one.arrive("-")
     clock.now += 1
     (second,) = await other.arrive("-")
     other.places = 1
     for _ in range(2):
-        other.admission.notify()
+        other.admission.check_soon()
         await settled()
         assert not second.is_in
     clock.now += 0.1
-    other.admission.notify()
+    other.admission.check_soon()
     await settled()
     assert second.is_in
     await second.leave()
     await first.cancelled()
-    assert fronts.first_of_workers() == NO_HEAD
+    assert fronts.first_head_of_workers() == NO_HEAD

@@ -34,16 +34,16 @@ class Host:
         self.slots: dict[str, int] = {}
 
     def configure(self, *keys: ClientKey) -> None:
-        self.slots = assign_slots([key.name for key in keys], self.slots, self.usage.slots)
+        self.slots = assign_slots([key.name for key in keys], self.slots, self.usage.slot_count)
         for api_keys in self.workers:
-            api_keys.configure(keys, self.slots)
+            api_keys.replace_keys(keys, self.slots)
 
     def key(self, name: str, worker: int = 0) -> ApiKey:
-        return self.workers[worker].identify(f"Bearer sk-{name}", None)
+        return self.workers[worker].find_key(f"Bearer sk-{name}", None)
 
     def ask(self, name: str, worker: int = 0) -> None:
         """One short request."""
-        with self.workers[worker].enter(self.key(name, worker)):
+        with self.workers[worker].count_in_flight(self.key(name, worker)):
             pass
 
     def refusal(self, name: str, worker: int = 0) -> LimitExceeded:
@@ -69,11 +69,11 @@ def host(clock: Clock) -> Host:
 
 def test_clients_are_anonymous_and_not_counted_without_keys(host: Host) -> None:
     api_keys = host.workers[0]
-    assert not api_keys.have_keys
+    assert not api_keys.are_keys_required
     for authorization in (None, "Bearer whatever"):
-        assert api_keys.identify(authorization, None) is ANONYMOUS
-    with api_keys.enter(ANONYMOUS), api_keys.enter(ANONYMOUS):
-        assert not any(host.usage._cells)
+        assert api_keys.find_key(authorization, None) is ANONYMOUS
+    with api_keys.count_in_flight(ANONYMOUS), api_keys.count_in_flight(ANONYMOUS):
+        assert not any(host.usage._usage_cells)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_clients_are_anonymous_and_not_counted_without_keys(host: Host) -> None:
 )
 def test_key_may_be_a_bearer_token_or_x_api_key(host: Host, authorization: str | None, x_api_key: str | None) -> None:
     host.configure(key("a"), key("b"))
-    assert host.workers[0].identify(authorization, x_api_key).name == "a"
+    assert host.workers[0].find_key(authorization, x_api_key).key_name == "a"
 
 
 @pytest.mark.parametrize(
@@ -97,27 +97,27 @@ def test_key_may_be_a_bearer_token_or_x_api_key(host: Host, authorization: str |
 def test_client_without_a_valid_key_is_rejected(host: Host, authorization: str | None, x_api_key: str | None) -> None:
     host.configure(key("a"))
     with pytest.raises(Unauthorized) as refused:
-        host.workers[0].identify(authorization, x_api_key)
+        host.workers[0].find_key(authorization, x_api_key)
     assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
     assert "sk-" not in refused.value.message
 
 
 def test_removed_key_is_rejected_while_its_requests_continue(host: Host) -> None:
     host.configure(key("a"), key("b"))
-    with host.workers[0].enter(host.key("a")):
+    with host.workers[0].count_in_flight(host.key("a")):
         host.configure(key("b"))
         with pytest.raises(Unauthorized):
             host.key("a")
-    assert not any(host.usage.in_flight(slot) for slot in range(4))
+    assert not any(host.usage.count_in_flight(slot) for slot in range(4))
 
 
 def test_changed_key_replaces_the_old_one(host: Host) -> None:
     host.configure(key("a", "sk-old"))
-    assert host.workers[0].identify("Bearer sk-old", None).name == "a"
+    assert host.workers[0].find_key("Bearer sk-old", None).key_name == "a"
     host.configure(key("a", "sk-new"))
-    assert host.workers[0].identify("Bearer sk-new", None).name == "a"
+    assert host.workers[0].find_key("Bearer sk-new", None).key_name == "a"
     with pytest.raises(Unauthorized):
-        host.workers[0].identify("Bearer sk-old", None)
+        host.workers[0].find_key("Bearer sk-old", None)
 
 
 # Requests in flight
@@ -125,7 +125,7 @@ def test_changed_key_replaces_the_old_one(host: Host) -> None:
 
 def test_requests_in_flight_are_limited_over_all_workers(host: Host) -> None:
     host.configure(key("a", max_concurrent=2), key("b", max_concurrent=1))
-    with host.workers[0].enter(host.key("a")), host.workers[1].enter(host.key("a")):
+    with host.workers[0].count_in_flight(host.key("a")), host.workers[1].count_in_flight(host.key("a")):
         for worker in (0, 1):
             error = host.refusal("a", worker)
             assert (error.code, error.retry_after_seconds) == ("key_concurrency", 1.0)
@@ -137,26 +137,26 @@ def test_request_is_not_in_flight_after_any_end(host: Host) -> None:
     host.configure(key("a", max_concurrent=1))
 
     def fail() -> None:
-        with host.workers[0].enter(host.key("a")):
-            assert host.usage.in_flight(0) == 1
+        with host.workers[0].count_in_flight(host.key("a")):
+            assert host.usage.count_in_flight(0) == 1
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert host.usage.in_flight(0) == 0
+    assert host.usage.count_in_flight(0) == 0
 
 
 def test_request_that_is_never_entered_counts_nothing(host: Host) -> None:
     host.configure(key("a", requests_per_minute=1))
-    host.workers[0].enter(host.key("a"))
-    assert not any(host.usage._cells)
+    host.workers[0].count_in_flight(host.key("a"))
+    assert not any(host.usage._usage_cells)
 
 
 def test_dead_workers_requests_are_not_in_flight_but_used(host: Host) -> None:
     host.configure(key("a", max_concurrent=1, requests_per_minute=2))
-    host.workers[1].enter(host.key("a", 1)).__enter__()
+    host.workers[1].count_in_flight(host.key("a", 1)).__enter__()
     assert host.refusal("a").code == "key_concurrency"
-    host.usage.erase(1)
+    host.usage.erase_row(1)
     host.ask("a")
     assert host.refusal("a").code == "key_rate"
 
@@ -164,19 +164,19 @@ def test_dead_workers_requests_are_not_in_flight_but_used(host: Host) -> None:
 def test_a_worker_cannot_write_past_its_row() -> None:
     usage = KeyUsage(workers=2, slots=2)
     with pytest.raises(IndexError):
-        usage.row(0).add(2, 1)
+        usage.usage_row(0).add_in_flight(2, 1)
     with pytest.raises(IndexError):
-        usage.row(0).count(2, 1)
+        usage.usage_row(0).count_request(2, 1)
     with pytest.raises(IndexError):
-        usage.row(2)
-    assert not any(usage._cells)
+        usage.usage_row(2)
+    assert not any(usage._usage_cells)
 
 
 def test_workers_share_the_usage_across_a_fork(host: Host) -> None:
     host.configure(key("a", max_concurrent=1))
     pid = os.fork()
     if pid == 0:
-        host.workers[1].enter(host.key("a", 1)).__enter__()
+        host.workers[1].count_in_flight(host.key("a", 1)).__enter__()
         os._exit(0)
     os.waitpid(pid, 0)
     assert host.refusal("a").code == "key_concurrency"
@@ -195,7 +195,7 @@ def test_requests_per_minute_are_limited_over_all_workers(host: Host) -> None:
 
 def test_rejected_request_is_not_counted(host: Host) -> None:
     host.configure(key("a", requests_per_minute=2, max_concurrent=1))
-    with host.workers[0].enter(host.key("a")):
+    with host.workers[0].count_in_flight(host.key("a")):
         host.refusal("a")
     host.ask("a")
     waits = {host.retry_after_ms("a") for _ in range(10)}
@@ -225,7 +225,7 @@ def test_window_slides_as_if_requests_of_the_last_minute_came_evenly(
     host: Host, limit: int, previous: int, current: int, elapsed_seconds: int, wait_ms: int
 ) -> None:
     host.configure(key("a"))
-    host.usage._cells[1 + 99 % 2] = (99 << 32) + previous  # a million requests take long
+    host.usage._usage_cells[1 + 99 % 2] = (99 << 32) + previous  # a million requests take long
     for number in range(current):
         host.ask("a", number % 2)
     host.configure(key("a", requests_per_minute=limit))
@@ -291,7 +291,7 @@ def reserve(host: Host, tokens: int, worker: int = 0) -> TokenReservation:
     host.ask("a", worker)
     limit = host.key("a", worker).token_limit
     assert limit is not None
-    return limit.reserve(tokens)
+    return limit.reserve_tokens(tokens)
 
 
 def token_wait_ms(host: Host, worker: int = 0) -> int:
@@ -316,10 +316,10 @@ def test_tokens_settle_with_the_usage_of_the_request(host: Host) -> None:
     host.configure(key("a", tokens_per_minute=100))
     first, second = reserve(host, 50), reserve(host, 50, worker=1)
     token_wait_ms(host)
-    first.settle(10)
-    assert host.usage.counted_tokens(0, 100) == 60
-    second.settle(90)
-    assert host.usage.counted_tokens(0, 100) == 100
+    first.settle_reservation(10)
+    assert host.usage.recent_tokens(0, 100) == 60
+    second.settle_reservation(90)
+    assert host.usage.recent_tokens(0, 100) == 100
     token_wait_ms(host)
 
 
@@ -328,22 +328,22 @@ def test_tokens_are_returned_only_where_they_still_count(host: Host) -> None:
     early, late = reserve(host, 100), host.key("a", 1).token_limit
     assert late is not None
     host.clock.now += MINUTE
-    late.reserve(30)
-    early.settle(40)
-    assert (host.usage.counted_tokens(0, 100), host.usage.counted_tokens(0, 101)) == (40, 30)
-    another = late.reserve(70)
+    late.reserve_tokens(30)
+    early.settle_reservation(40)
+    assert (host.usage.recent_tokens(0, 100), host.usage.recent_tokens(0, 101)) == (40, 30)
+    another = late.reserve_tokens(70)
     host.clock.now += 2 * MINUTE
-    late.reserve(5)
-    another.settle(0)
-    assert host.usage.counted_tokens(0, 103) == 5
+    late.reserve_tokens(5)
+    another.settle_reservation(0)
+    assert host.usage.recent_tokens(0, 103) == 5
 
 
 def test_tokens_beyond_the_reservation_count_when_they_are_known(host: Host) -> None:
     host.configure(key("a", tokens_per_minute=100))
     long_answer = reserve(host, 10)
     host.clock.now += 5 * MINUTE
-    long_answer.settle(400)
-    assert host.usage.counted_tokens(0, 105) == 390
+    long_answer.settle_reservation(400)
+    assert host.usage.recent_tokens(0, 105) == 390
     assert token_wait_ms(host) == 60_000 + 44_616  # 390 become less than 100 after 44.6 s of the next minute
 
 
@@ -352,8 +352,8 @@ def test_token_count_stays_within_its_bits(host: Host) -> None:
     for _ in range(3):
         reservation = host.key("a").token_limit
         assert reservation is not None
-        reservation.reserve(1 << 31)
-    assert host.usage.counted_tokens(0, 100) == (1 << 32) - 1
+        reservation.reserve_tokens(1 << 31)
+    assert host.usage.recent_tokens(0, 100) == (1 << 32) - 1
 
 
 def test_limits_may_change_while_usage_stays(host: Host) -> None:
@@ -405,18 +405,18 @@ def test_keys_never_share_a_slot(generations: list[set[str]]) -> None:
 
 
 def test_requests_of_other_gateways_count_but_are_not_own_usage() -> None:
-    usage = KeyUsage(workers=2, slots=2, guests=1)
+    usage = KeyUsage(workers=2, slots=2, guest_rows=1)
     for worker in range(2):
-        usage.row(worker).add(1, 1)
+        usage.usage_row(worker).add_in_flight(1, 1)
         for _ in range(worker + 1):
-            usage.row(worker).count(1, 100)
-    guest = usage.row(2)
-    usage.row(1).count_tokens(1, 100, 50)
-    guest.charge(1, 5, 100, (7, 90))
-    assert (usage.in_flight(1), usage.counted(1, 100)) == (7, 10)
-    assert usage.counted_tokens(1, 100) == 140
-    assert usage.own(1, 100 * MINUTE) == (2, 3, 50)
-    assert usage.own(1, 101.5 * MINUTE) == (2, 2, 25)  # half of the minute before, rounded up
-    assert usage.own(1, 102 * MINUTE) == (2, 0, 0)
-    guest.charge(1, 0, 101, (4, 60))
-    assert (usage.in_flight(1), usage.counted(1, 100), usage.counted(1, 101)) == (2, 3, 4)
+            usage.usage_row(worker).count_request(1, 100)
+    guest = usage.usage_row(2)
+    usage.usage_row(1).count_tokens(1, 100, 50)
+    guest.replace_counts(1, 5, 100, (7, 90))
+    assert (usage.count_in_flight(1), usage.recent_requests(1, 100)) == (7, 10)
+    assert usage.recent_tokens(1, 100) == 140
+    assert usage.own_usage(1, 100 * MINUTE) == (2, 3, 50)
+    assert usage.own_usage(1, 101.5 * MINUTE) == (2, 2, 25)  # half of the minute before, rounded up
+    assert usage.own_usage(1, 102 * MINUTE) == (2, 0, 0)
+    guest.replace_counts(1, 0, 101, (4, 60))
+    assert (usage.count_in_flight(1), usage.recent_requests(1, 100), usage.recent_requests(1, 101)) == (2, 3, 4)

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from proxy.common.terms import Action
-from proxy.gateway.assembly import Assembly
+from proxy.gateway.assembly import StreamAssembly
 from proxy.gateway.delivery import Delivery
 from proxy.resume.engines import VLLM, WatchLevel
 from proxy.resume.seam import Seam, SeamPlan
@@ -167,11 +167,11 @@ def _is_watched(body: dict[str, Any]) -> bool:
 
 def put_together(body: dict[str, Any], stream: bytes, profile: str = "v0.33") -> Any:
     """Return the assembled answer to a request that is not streamed."""
-    whole = Assembly(has_routed_experts=ALL_PROFILES[profile].has_routed_experts)
-    delivery = Delivery(call_of(body), is_observed=True, whole=whole)
+    whole = StreamAssembly(has_routed_experts=ALL_PROFILES[profile].has_routed_experts)
+    delivery = Delivery(call_of(body), is_observed=True, collector=whole)
     assert take(delivery, stream)[0] == b""
     assert not delivery.has_output
-    return orjson.loads(orjson.dumps(whole.values(delivery)))
+    return orjson.loads(orjson.dumps(whole.make_answer_values(delivery)))
 
 
 def comparable(answer: Any) -> list[tuple[str, Any]]:
@@ -206,7 +206,10 @@ async def test_assembled_answer_has_the_members_of_an_engines_answer(deploy: Dep
     gateway = await deploy(1, 1, engine={"profile_name": profile}, resume={"repeat_up_to_tokens": 0})
     # Simulated engines report their version after they have passed a health check.
     pool = gateway.worker.pools.decode
-    await until(lambda: all(pool.health.of(backend).facts for backend in pool.backends()), "the engine's version")
+    await until(
+        lambda: all(pool.health.health_of(backend).engine_facts for backend in pool.all_backends()),
+        "the engine's version",
+    )
     answer = await gateway.ask(request(api))
     async with SimulatedEngine(profile_name=profile) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))
@@ -228,10 +231,10 @@ async def test_answer_with_routed_experts_is_not_assembled(deploy: Deploy, is_fa
 
 
 def test_resumed_answer_has_no_metrics_of_its_parts() -> None:
-    whole = Assembly(has_routed_experts=True)
-    delivery = Delivery(call_of(request(Api.CHAT)), is_observed=True, whole=whole)
+    whole = StreamAssembly(has_routed_experts=True)
+    delivery = Delivery(call_of(request(Api.CHAT)), is_observed=True, collector=whole)
     take(delivery, data(_told(7, "a")))
-    delivery.go_on(
+    delivery.prepare_to_continue(
         Resumption(
             Action.CHAT_TOKENS,
             None,
@@ -241,7 +244,7 @@ def test_resumed_answer_has_no_metrics_of_its_parts() -> None:
     )
     usage = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}, "metrics": {"queue_time_ms": 1.5}}
     take(delivery, data(_told(9, "c", "stop")) + data(usage))
-    values = whole.values(delivery)
+    values = whole.make_answer_values(delivery)
     assert (values["metrics"], values["choices"][0]["message"]["content"]) == (None, "ac")
 
 
@@ -271,25 +274,25 @@ async def test_assembled_empty_answer_equals_that_of_an_engine(api: Api) -> None
 
 def test_tokens_generated_twice_appear_once() -> None:
     """Log probabilities as well as ids: those behind the kept ones come again."""
-    whole = Assembly()
+    whole = StreamAssembly()
     body = request(Api.CHAT, logprobs=True)
-    delivery = Delivery(call_of(body), is_observed=True, whole=whole)
+    delivery = Delivery(call_of(body), is_observed=True, collector=whole)
     take(delivery, data(_told(7, "a")) + data(_told(8, "")))
     seam = Seam(SeamPlan(api=Api.CHAT, answer_head=delivery.head, transcript=delivery.transcript, kept_ids=1))
-    delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, 1))
+    delivery.prepare_to_continue(Resumption(Action.CHAT_TOKENS, None, seam, 1))
     take(delivery, data(_told(9, "c", "stop")))
-    choice = whole.values(delivery)["choices"][0]
+    choice = whole.make_answer_values(delivery)["choices"][0]
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["a", "c"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("ac", "stop")
 
 
 def test_restarted_answer_has_nothing_of_the_first_attempt() -> None:
-    whole = Assembly()
-    delivery = Delivery(call_of(request(Api.CHAT, logprobs=True)), is_observed=True, whole=whole)
+    whole = StreamAssembly()
+    delivery = Delivery(call_of(request(Api.CHAT, logprobs=True)), is_observed=True, collector=whole)
     take(delivery, data(_told(7, "a")))
-    delivery.begin_anew()
+    delivery.restart_answer()
     take(delivery, data(_told(8, "b", "stop")))
-    choice = whole.values(delivery)["choices"][0]
+    choice = whole.make_answer_values(delivery)["choices"][0]
     assert choice["message"]["content"] == "b"
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["b"]
 

@@ -64,8 +64,8 @@ async def test_http_10_connection_stays_open_after_a_whole_answer_on_request(
 class Connection:
     """A ClientConnection that keeps what is written. It is its own transport."""
 
-    is_paused = False
-    knows_chunks = True
+    is_writing_paused = False
+    supports_chunked_encoding = True
 
     def __init__(self) -> None:
         self.transport = self
@@ -85,7 +85,7 @@ async def test_writer_writes_no_empty_chunk() -> None:
     for data in (b"", b"a", b"", b"b", b""):
         assert not writer.write(data)
     writer.write_with_next(b"c")
-    writer.end(b"d")
+    writer.end_stream(b"d")
     assert connection.written == [b"head 1\r\na\r\n", b"1\r\nb\r\n", b"2\r\ncd\r\n0\r\n\r\n"]
 
 

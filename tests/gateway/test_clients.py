@@ -136,7 +136,7 @@ async def test_request_with_two_parallel_legs_ends_in_any_phase(
         if how == "leaves":
             line.leave()
         else:
-            gateway.worker.drain.cut_off()
+            gateway.worker.drain_manager.cut_off_all()
             if fields.get("tokens") and body is STREAM:
                 await line.is_closed()
             else:

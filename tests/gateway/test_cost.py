@@ -113,16 +113,16 @@ async def test_work_after_a_request_stays_below_its_bound_of_calls(
         logging.WARNING, "proxy"
     )  # lines are the tests' own handlers' work, if a test before asked for them
     gateway = await deploy()
-    observers, ended = gateway.worker.observers, Ended()
-    observers.add(ended)
+    observers, ended = gateway.worker.request_observers, Ended()
+    observers.add_listener(ended)
     async with connected(gateway, CONNECTIONS) as lines:
         await ask(lines, ROUNDS, stream=True, max_tokens=1)
         # All of them again at one time, so that the load of the machine does not matter.
         records = tuple(ended.records)
-        with observers.in_batches(lambda *_, **__: None), counting({BATCH}, None) as calls:
+        with observers.collect_in_batches(lambda *_, **__: None), counting({BATCH}, None) as calls:
             for record in records:
-                observers.end(record)
-            observers.settle()
+                observers.end_record(record)
+            observers.flush_batch()
     check(SETTLED, Cost.of(calls, len(records)))
 
 
@@ -136,7 +136,7 @@ async def test_plain_request_leaves_no_memory_behind(
 
     async def blocks(lines: list[Line]) -> int:
         await ask(lines, REQUESTS, stream=stream, max_tokens=1)
-        gateway.worker.observers.settle()
+        gateway.worker.request_observers.flush_batch()
         for line in lines:
             line.received.clear()
         for engine in gateway.engines:

@@ -57,17 +57,17 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
             case Meaning.OPENING:
                 delivery.take_role_chunk(segment, event)
             case Meaning.CONTENT:
-                output.append(delivery.content(segment, event))
+                output.append(delivery.take_content(segment, event))
                 if delivery.is_stopped:
-                    output.append(delivery.missing_end(details))
+                    output.append(delivery.make_missing_end(details))
                     return b"".join(output), Meaning.DONE
             case Meaning.USAGE:
-                output.append(delivery.usage_chunk(segment, event, details, handed_over=details is not None))
+                output.append(delivery.take_usage_chunk(segment, event, details, is_handed_over=details is not None))
             case Meaning.RECOMPUTED:
                 output.append(delivery.take_recompute_chunk(segment))
                 if not delivery.is_stopped:
                     return b"".join(output), Meaning.RECOMPUTED
-                output.append(delivery.missing_end(details))
+                output.append(delivery.make_missing_end(details))
                 return b"".join(output), Meaning.DONE
             case Meaning.DONE | Meaning.ERROR:
                 break
@@ -228,13 +228,13 @@ def test_delivery_sends_no_bytes_before_the_first_output() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     assert take(delivery, b": hello\n\n" + data(ROLE) + data(chunk([3])) + data({"x": 1}))[0] == b""
     assert not delivery.has_output
-    assert delivery.is_touched
+    assert delivery.is_answer_changed
     segment, event = Segment(), EventSplitter().split_chunk(data(chunk([4], content="a")))[0]
     segment.read_event(event)
     expected = (
         b": hello\n\n" + data(ROLE | {"prompt_token_ids": None}) + data({"x": 1}) + data(chunk(None, content="a"))
     )
-    assert delivery.content(segment, event) == expected
+    assert delivery.take_content(segment, event) == expected
     assert delivery.has_output
 
 
@@ -250,7 +250,7 @@ def test_unwatched_answer_passes_byte_for_byte() -> None:
     delivery = unobserved(COMPLETION)
     assert take(delivery, stream) == (stream, Meaning.CONTENT)
     assert delivery.has_output
-    assert delivery.is_touched
+    assert delivery.is_answer_changed
 
 
 def test_last_chunk_of_an_unwatched_answer_is_dropped() -> None:
@@ -273,7 +273,10 @@ def test_prompt_ids_are_kept_in_a_merged_stream(body: dict[str, Any], is_observe
     first = chunk([7], content="a") if body is CHAT else chunk([7], text="a")
     if body is not CHAT:
         first["choices"][0]["prompt_token_ids"] = [1, 2]
-    take(Delivery(call, is_observed=is_observed, rewrite=rewrite), (data(ROLE) if body is CHAT else b"") + data(first))
+    take(
+        Delivery(call, is_observed=is_observed, rewrite_chunk=rewrite),
+        (data(ROLE) if body is CHAT else b"") + data(first),
+    )
     owner = written[0] if body is CHAT else written[0]["choices"][0]
     assert owner["prompt_token_ids"] == [1, 2]
 
@@ -307,7 +310,7 @@ def test_first_chunk_of_a_decoder_may_be_its_last() -> None:
     assert ended is Meaning.RECOMPUTED
     assert orjson.loads(output.removeprefix(b"data: ")) == told
     assert delivery.has_output
-    assert delivery.is_touched
+    assert delivery.is_answer_changed
 
 
 def test_empty_last_chunk_is_not_sent() -> None:
@@ -334,7 +337,7 @@ def resumed(body: dict[str, Any], kept: int, **options: Any) -> Delivery:
     seam = Seam(
         SeamPlan(api=api_of(body), answer_head=delivery.head, transcript=delivery.transcript, kept_ids=kept, **options)
     )
-    delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, kept))
+    delivery.prepare_to_continue(Resumption(Action.CHAT_TOKENS, None, seam, kept))
     return delivery
 
 
@@ -387,8 +390,8 @@ def test_delivery_withholds_no_text_twice() -> None:
 def test_restarted_answer_forgets_everything() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + b": x\n\n" + data(chunk([7])))
-    delivery.begin_anew()
-    assert (delivery.transcript.ids.tolist(), delivery.head, delivery.is_touched) == ([], {}, False)
+    delivery.restart_answer()
+    assert (delivery.transcript.ids.tolist(), delivery.head, delivery.is_answer_changed) == ([], {}, False)
     output, _ = take(delivery, data(ROLE | {"id": "y"}) + data(chunk([8], content="b") | {"id": "y"}))
     expected = data(ROLE | {"id": "y", "prompt_token_ids": None}) + data(chunk(None, content="b") | {"id": "y"})
     assert output == expected
@@ -408,16 +411,16 @@ def test_ids_to_be_generated_again_are_forgotten() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
     seam = Seam(SeamPlan(api=Api.CHAT, answer_head=delivery.head, transcript=delivery.transcript, kept_ids=1))
-    delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, 1))
+    delivery.prepare_to_continue(Resumption(Action.CHAT_TOKENS, None, seam, 1))
     assert delivery.transcript.ids.tolist() == [7]
-    assert not delivery.is_touched
+    assert not delivery.is_answer_changed
 
 
 def test_replay_keeps_the_transcript() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
     seam = Seam(SeamPlan(api=Api.CHAT, answer_head=delivery.head, transcript=delivery.transcript, replays_answer=True))
-    delivery.go_on(Resumption(Action.REPLAY, None, seam))
+    delivery.prepare_to_continue(Resumption(Action.REPLAY, None, seam))
     output, _ = take(delivery, data(ROLE) + data(chunk([7, 8, 9], content="ab")))
     assert output == data(chunk(None, content="b"))
     assert delivery.transcript.ids.tolist() == [7, 8, 9]
@@ -430,7 +433,7 @@ def test_replay_keeps_the_transcript() -> None:
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
 def test_decoder_with_another_prompt_is_a_mismatch(body: dict[str, Any], told: Any, is_right: bool) -> None:
     delivery = resumed(body, 1)
-    delivery.go_on(
+    delivery.prepare_to_continue(
         Resumption(
             Action.CHAT_TOKENS,
             None,
@@ -454,7 +457,7 @@ def test_decoder_with_another_prompt_is_a_mismatch(body: dict[str, Any], told: A
 
 def test_resumed_chat_without_a_role_chunk_is_a_mismatch() -> None:
     delivery = resumed(CHAT, 1)
-    delivery.go_on(
+    delivery.prepare_to_continue(
         Resumption(
             Action.CHAT_TOKENS,
             None,
@@ -485,7 +488,7 @@ def test_usage_has_the_prompt_details_of_the_prefiller(fields: dict[str, Any], d
     delivery = Delivery(call_of({**CHAT, **fields}), is_observed=True)
     output, _ = take(delivery, data(chunk([7], "stop")) + data(USAGE), details)
     expected = COUNTS if details is None else COUNTS | {"prompt_tokens_details": details}
-    assert delivery.usage == expected
+    assert delivery.last_usage == expected
     assert output == data(chunk(None, "stop")) + (data(USAGE | {"usage": expected}) if fields else b"")
 
 
@@ -500,7 +503,7 @@ def test_usage_of_a_resumed_answer_covers_the_whole_answer() -> None:
     told = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
     output, _ = take(delivery, data(chunk([8, 9], "stop")) + data(USAGE | {"usage": told}))
     expected = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
-    assert delivery.usage == expected
+    assert delivery.last_usage == expected
     assert output.endswith(data(USAGE | {"id": "x", "created": 1, "usage": expected}))
 
 
@@ -510,7 +513,7 @@ def ending(output: bytes) -> Sequence[Any]:
 
 def test_answer_without_an_end_of_an_engine_is_ended() -> None:
     delivery = resumed({**CHAT, **WITH_USAGE}, 1, pending_delta={"content": "lo"})
-    late, finish, usage = ending(delivery.missing_end({"cached_tokens": 1}))
+    late, finish, usage = ending(delivery.make_missing_end({"cached_tokens": 1}))
     assert late["choices"][0]["delta"] == {"content": "lo"}
     assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
     assert {finish["id"], late["id"], usage["id"]} == {"x"}
@@ -526,7 +529,7 @@ def test_reasoning_tokens_are_counted_when_engines_count_them(counts: bool, deta
     delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], reasoning="a")) + data(chunk([8], content="b")))
     delivery.counts_reasoning = counts
-    delivery.go_on(
+    delivery.prepare_to_continue(
         Resumption(
             Action.FINISH,
             None,
@@ -534,18 +537,18 @@ def test_reasoning_tokens_are_counted_when_engines_count_them(counts: bool, deta
             2,
         )
     )
-    assert ending(delivery.missing_end(None))[-1]["usage"].get("completion_tokens_details") == details
+    assert ending(delivery.make_missing_end(None))[-1]["usage"].get("completion_tokens_details") == details
 
 
 def test_ended_answer_has_usage_only_on_request() -> None:
     delivery = resumed(CHAT, 1)
-    assert [event["choices"][0]["finish_reason"] for event in ending(delivery.missing_end(None))] == ["length"]
-    assert delivery.usage == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}
+    assert [event["choices"][0]["finish_reason"] for event in ending(delivery.make_missing_end(None))] == ["length"]
+    assert delivery.last_usage == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}
 
 
 def test_finish_reason_is_not_sent_twice() -> None:
     """The decoder was lost between the finish and the end of its stream."""
     delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], "stop", content="a")))
-    (usage,) = ending(delivery.missing_end(None))
+    (usage,) = ending(delivery.make_missing_end(None))
     assert usage["usage"] == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}

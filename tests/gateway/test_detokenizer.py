@@ -48,18 +48,26 @@ class Deployment:
     async def text(self, ids: Sequence[int] | bytes = tuple(IDS), model: str | None = "sim") -> str | None:
         """Return the answer, and check that it has left no load and no change of health."""
         before = self.judgements()
-        text = await self.detokenizer.text(model, ids, {})
+        text = await self.detokenizer.text_of_ids(model, ids, {})
         assert self.judgements() == before
         assert self.ends == []
         assert self.upstream.busy_connections == 0
-        slots = range(self.scoreboard.slots)
-        assert {(self.scoreboard.requests(slot), self.scoreboard.load(slot)) for slot in slots} == {(0, Load())}
+        slots = range(self.scoreboard.slot_count)
+        assert {(self.scoreboard.open_leases(slot), self.scoreboard.load_of(slot)) for slot in slots} == {(0, Load())}
         return text
 
     def judgements(self) -> list[tuple[Backend, HealthState, bool, int]]:
         health = self.health
-        backends = (*self.pools.prefill.backends(), *self.pools.decode.backends())
-        return [(b, health.of(b).state, health.of(b).is_changing, health.of(b).consecutive_failures) for b in backends]
+        backends = (*self.pools.prefill.all_backends(), *self.pools.decode.all_backends())
+        return [
+            (
+                b,
+                health.health_of(b).health_state,
+                health.health_of(b).may_change_at_next_probe,
+                health.health_of(b).consecutive_failures,
+            )
+            for b in backends
+        ]
 
 
 class Deploy(Protocol):
@@ -88,8 +96,8 @@ async def deploy() -> AsyncIterator[Deploy]:
             roster = Roster(addresses[0], addresses[1], scoreboard)
             on_end = ends_of(ends)
             pools = Pools(
-                make_pool(Role.PREFILL, roster, scoreboard, health=health, on_end=on_end),
-                make_pool(Role.DECODE, roster, scoreboard, health=health, on_end=on_end),
+                make_pool(Role.PREFILL, roster, scoreboard, health=health, on_backend_gone=on_end),
+                make_pool(Role.DECODE, roster, scoreboard, health=health, on_backend_gone=on_end),
             )
             upstream = await stack.enter_async_context(Upstream(Timeouts(), EngineKeys(None)))
             detokenizer = Detokenizer(pools, upstream, timeout_seconds)
@@ -140,7 +148,7 @@ async def test_query_without_a_model_uses_the_engines_default(deploy: Deploy) ->
 async def test_clients_headers_are_passed_on(deploy: Deploy) -> None:
     engine = SimulatedEngine()
     gateway = await deploy([engine])
-    await gateway.detokenizer.text("sim", IDS, {"authorization": "Bearer client", "traceparent": "00-1-2-01"})
+    await gateway.detokenizer.text_of_ids("sim", IDS, {"authorization": "Bearer client", "traceparent": "00-1-2-01"})
     headers = engine.requests[-1].headers
     assert (headers["authorization"], headers["traceparent"]) == ("Bearer client", "00-1-2-01")
 
@@ -162,7 +170,7 @@ async def test_decoder_is_queried_when_there_is_no_prefiller(deploy: Deploy) -> 
 async def test_decoder_is_queried_when_no_prefiller_is_healthy(deploy: Deploy) -> None:
     prefiller, decoder = SimulatedEngine(role="prefill"), SimulatedEngine(role="decode")
     gateway = await deploy([prefiller], [decoder])
-    gateway.health.on_probe(gateway.pools.prefill.backends()[0], False, "down")
+    gateway.health.on_probe(gateway.pools.prefill.all_backends()[0], False, "down")
     assert await gateway.text() == "naïve"
     assert asked(prefiller, decoder) == [0, 1]
 

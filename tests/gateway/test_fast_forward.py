@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from proxy.dialects import grammars as kimi
 from proxy.dialects.segment import Meaning, Segment
-from proxy.gateway.assembly import Assembly
+from proxy.gateway.assembly import StreamAssembly
 from proxy.gateway.delivery import Delivery
 from proxy.resume.transcript import Transcript
 from proxy.settings import Cost
@@ -35,7 +35,7 @@ def parsed(delivery: Delivery, segment: Segment, event: Event) -> bytes:
     """Return the client's bytes of a parsed event."""
     meaning = segment.read_event(event)
     if meaning is Meaning.CONTENT:
-        return delivery.content(segment, event)
+        return delivery.take_content(segment, event)
     if meaning is Meaning.OPENING:
         delivery.take_role_chunk(segment, event)
         return b""
@@ -52,21 +52,21 @@ def delivered(
 ) -> tuple[bytes, list[Any], int]:
     """Return the client's bytes, the transcript, and the number of events that bypassed the delivery."""
     call = parse(api_of(body), orjson.dumps(body), Cost())
-    whole = None if body["stream"] or not is_observed else Assembly()
-    delivery = Delivery(call, is_observed=is_observed, whole=whole)
+    whole = None if body["stream"] or not is_observed else StreamAssembly()
+    delivery = Delivery(call, is_observed=is_observed, collector=whole)
     delivery.transcript.prompt_ids = orjson.dumps([kimi.ASSISTANT_ID, kimi.MESSAGE_MIDDLE_ID])
     segment, client, told = delivery.begin_stream(), Client(), 0
     engine = engine or Engine()
     tokens, like = None, None
     for raw in events:
-        if forwards and (shape := delivery.shape) is not None:
+        if forwards and (shape := delivery.token_shape) is not None:
             if tokens is None or shape is not like:
                 like = shape
                 tokens = tokens_like(
                     shape,
                     None if whole else client,
                     delivery.transcript if is_observed else None,
-                    hides_ids=is_observed and not delivery.writer.wants_ids,
+                    hides_ids=is_observed and not delivery.writer.wants_token_ids,
                 )
             if not engine.take(tokens, framed(raw)):
                 told += 1
@@ -78,7 +78,7 @@ def delivered(
             break
         if output and whole is None:
             client.written.append(framed(output))
-        if delivery.has_lost_track:  # its transcript is not used any more
+        if delivery.is_transcript_incomplete:  # its transcript is not used any more
             break
     known = delivery.transcript
     state: list[Any] = [
@@ -101,7 +101,7 @@ def delivered(
         delivery.head,
         segment.finish_reasons,
     ]
-    return b"".join(client.written), [*state, whole.values(delivery) if whole else None], told
+    return b"".join(client.written), [*state, whole.make_answer_values(delivery) if whole else None], told
 
 
 TOOL = {"tool_calls": [{"index": 0, "id": "functions.f:0", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
@@ -258,7 +258,7 @@ def test_pump_passes_on_the_chunks_of_one_read(pump: Any, texts: list[str], last
             client, transcript = Client(), Transcript()
             tokens = tokens_like(shape, client, transcript, hides_ids=hides_ids)
             left = engine.take(tokens, read)
-            results.append((left, b"".join(client.written), tokens.notes, tokens.index))
+            results.append((left, b"".join(client.written), tokens.token_notes, tokens.index))
     assert results[0] == results[1]
 
 

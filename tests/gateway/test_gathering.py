@@ -11,7 +11,7 @@ import pytest
 
 from proxy.settings import ClientKey, Streaming
 from proxy.upstream.connection import EngineConnection
-from proxy.upstream.gathering import FIRST_TOKENS, Gathering, next_seconds
+from proxy.upstream.gathering import FIRST_TOKENS, TokenGathering, next_round_seconds
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.conftest import Deploy
@@ -25,7 +25,7 @@ def after(shares: list[float], wanted: float | Literal["auto"] = "auto", above: 
     times = Streaming(gather_seconds=wanted, gather_above_cpu_share=above)
     seconds, found = 0.0, []
     for share in shares:
-        seconds = next_seconds(seconds, share, times)
+        seconds = next_round_seconds(seconds, share, times)
         found.append(seconds)
     return found
 
@@ -52,14 +52,14 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.indices: list[int] = []
-        add = Gathering.add
+        add = TokenGathering.add_stream
 
-        def noted(gathering: Gathering, stream: EngineConnection) -> None:
-            assert stream._tokens is not None
-            self.indices.append(stream._tokens.index)
+        def noted(gathering: TokenGathering, stream: EngineConnection) -> None:
+            assert stream._passed_tokens is not None
+            self.indices.append(stream._passed_tokens.index)
             add(gathering, stream)
 
-        monkeypatch.setattr(Gathering, "add", noted)
+        monkeypatch.setattr(TokenGathering, "add_stream", noted)
 
 
 @pytest.mark.usefixtures("tokens_passed_on_by")
@@ -109,7 +109,7 @@ async def test_tokens_for_a_key_that_declines_never_wait(deploy: Deploy, monkeyp
     monkeypatch.setattr(EngineConnection, "_begin_pumping", lambda connection, tokens: pumped.append(connection))
     gateway = await deploy(1, 1, stream={"gather_seconds": SECONDS}, engine={"decode_step_ms": 1})
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest(), gather_tokens=False)
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"me": 0}))
     answer = await gateway.ask(BODY, Authorization="Bearer mine")
     assert answer.text == await answer_alone(BODY)
     assert (watched.indices, pumped) == ([], [])
@@ -133,9 +133,9 @@ async def test_first_tokens_leave_the_pump_when_waiting_begins(deploy: Deploy, m
         async with gateway.asking(BODY) as third:
             await third.has_tokens(20)
             await until(lambda: pumped() == 3, "three streams in the pump")
-            upstream.gather(1.0, Streaming(gather_seconds=SECONDS))
+            upstream.set_gathering(1.0, Streaming(gather_seconds=SECONDS))
             assert pumped() == 1
-            upstream.gather(0.0, Streaming(gather_seconds=0))
+            upstream.set_gathering(0.0, Streaming(gather_seconds=0))
 
 
 @pytest.mark.usefixtures("tokens_passed_on_by")
@@ -158,13 +158,13 @@ class Stream:
 
 
 async def test_many_streams_are_read_once_in_a_round() -> None:
-    gathering = Gathering(asyncio.get_running_loop(), None)
+    gathering = TokenGathering(asyncio.get_running_loop(), None)
     streams = [Stream() for _ in range(200)]
-    gathering.change(SECONDS)
+    gathering.set_round_seconds(SECONDS)
     for stream in streams:
-        gathering.add(stream)
+        gathering.add_stream(stream)
     await until(lambda: all(stream.reads for stream in streams), "a round")
     assert {stream.reads for stream in streams} == {1}
-    gathering.add(streams[0])
-    gathering.change(0.0)
+    gathering.add_stream(streams[0])
+    gathering.set_round_seconds(0.0)
     assert streams[0].reads == 2

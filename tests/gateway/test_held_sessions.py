@@ -10,11 +10,11 @@ import pytest
 from lab.replay.fleet import Subject
 from lab.replay.trace import Request
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies.working_sets import Session, WorkingSets
+from proxy.balancer.policies.working_sets import CachedSession, WorkingSets
 from proxy.common.backend import Load
 from proxy.common.errors import GatewayError
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
-from proxy.gateway.queue_order import InTurn
+from proxy.gateway.queue_order import ArrivalOrdering
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
@@ -27,22 +27,22 @@ class Sets(WorkingSets):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_active = True
-        self.sessions: dict[int, Session] = {}
-        self.roomy: set[Session] = set()
+        self.are_limits_active = True
+        self.sessions: dict[int, CachedSession] = {}
+        self.roomy: set[CachedSession] = set()
 
-    def find(self, keys: Sequence[int], session_id: str | None, now: float) -> Session | None:
-        return self.sessions.get(keys[0])
+    def find_session(self, prefix_keys: Sequence[int], session_id: str | None, now: float) -> CachedSession | None:
+        return self.sessions.get(prefix_keys[0])
 
-    def new(self, key: int) -> Session:
-        session = self.sessions[key] = Session(0)
+    def new(self, key: int) -> CachedSession:
+        session = self.sessions[key] = CachedSession(0)
         return session
 
-    def _place(self, session: Session, now: float) -> bool:
+    def _place_session(self, session: CachedSession, now: float) -> bool:
         return False
 
-    def next_sessions(self, waiting: object, patience: float, now: float) -> list[Session]:
-        return [*self.roomy] if self.is_active else [*self.sessions.values()]
+    def next_sessions(self, waiting_sessions: object, max_wait_seconds: float, now: float) -> list[CachedSession]:
+        return [*self.roomy] if self.are_limits_active else [*self.sessions.values()]
 
 
 class Gate:
@@ -52,13 +52,13 @@ class Gate:
         self.clock = Clock()
         self.metrics = Metrics()
         self.made = Sets()
-        self.line_up = InTurn()
+        self.line_up = ArrivalOrdering()
         self.line_up.working_sets = self.made
         parts = AdmissionParts(
             has_room=lambda request=None: True,
             metrics=self.metrics,
             clock=self.clock,
-            line_up=self.line_up,
+            queue_order=self.line_up,
         )
         self.admission = AdmissionQueue(parts, limits)
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -69,7 +69,7 @@ class Gate:
         pick = PickRequest(Load(), Load(), subject)
 
         async def unit() -> None:
-            async with self.admission.admit("-", request=lambda: pick):
+            async with self.admission.make_entry("-", request=lambda: pick):
                 self.began.append(key)
 
         self.tasks[key] = asyncio.ensure_future(unit())
@@ -88,7 +88,13 @@ class Gate:
     @property
     def is_empty(self) -> bool:
         admission = self.admission
-        return not (admission.waiting or admission.running or admission._queue or admission._timer or self.made.waiting)
+        return not (
+            admission.waiting_count
+            or admission.running_count
+            or admission._queue
+            or admission._timer
+            or self.made.waiting_turn_count
+        )
 
 
 @pytest.fixture
@@ -100,8 +106,8 @@ async def test_turn_waits_until_its_session_has_room(gate: Gate) -> None:
     session = gate.made.new(1)
     gate.send(1)
     await gate.settle()
-    assert (gate.began, gate.made.waiting, gate.admission.waiting) == ([], 1, 1)
-    assert gate.admission.summarize() == (0, 0.0, "")
+    assert (gate.began, gate.made.waiting_turn_count, gate.admission.waiting_count) == ([], 1, 1)
+    assert gate.admission.summarize_queue() == (0, 0.0, "")
     assert gate.admission.summarize_turns()[0] == 1
     gate.made.roomy.add(session)
     await gate.settle()
@@ -196,7 +202,7 @@ async def test_session_is_idle_after_the_deadline_of_its_turn(gate: Gate) -> Non
     gate.send(1, deadline=20.0)
     await gate.settle()
     gate.clock.now += 30
-    gate.admission._look()
+    gate.admission._wake_next_unit()
     with pytest.raises(GatewayError, match="x-ttft-deadline-ms"):
         await gate.tasks[1]
     assert session.idle_since <= gate.clock()

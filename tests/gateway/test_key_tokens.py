@@ -26,7 +26,7 @@ def give_keys(gateway: Deployment, **limits: dict[str, int]) -> None:
         for name, members in limits.items()
     )
     slots = {key.name: slot for slot, key in enumerate(keys)}
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=keys, slots=slots))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=keys, slots_by_key=slots))
 
 
 @pytest.mark.parametrize("fast_path", [True, False])
@@ -73,5 +73,5 @@ async def test_tokens_that_a_leaving_client_did_not_get_are_returned(deploy: Dep
     async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as response:
         await response.content.readuntil(b'"content":')
         assert (await gateway.ask(body, **headers)).status == 429
-    await until(lambda: gateway.worker.drain.in_flight == 0, "the end of the request")
+    await until(lambda: gateway.worker.drain_manager.in_flight_count == 0, "the end of the request")
     assert (await gateway.ask(request(Api.CHAT), **headers)).status == 200

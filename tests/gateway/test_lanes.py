@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from proxy.balancer.backend_health import HealthState
-from proxy.balancer.engines import EngineFacts, Identity
+from proxy.balancer.engines import EngineFacts, EngineIdentity
 from proxy.common.backend import Backend
 from proxy.common.errors import UnknownModel
-from proxy.observe.metrics import exposition
+from proxy.observe.metrics import render_exposition
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
 from tests.conftest import Deploy
@@ -44,8 +44,8 @@ async def two_models(deploy: Deploy, **sections: Any) -> Deployment:
 
 def is_mixed(gateway: Deployment) -> bool:
     """Return whether instances serve different models, after the pools were updated."""
-    gateway.worker.pools.decode.eligible()
-    return gateway.worker.lanes.models.is_mixed
+    gateway.worker.pools.decode.eligible_backends()
+    return gateway.worker.lanes.served_models.has_several_groups
 
 
 def asked(gateway: Deployment) -> dict[str, list[int]]:
@@ -87,7 +87,7 @@ async def test_unknown_model_is_rejected_in_the_clients_dialect(
     assert error["message"] == "no instance serves a model called 'x'; GET /v1/models lists them: 'a', 'b', 'best'"
     assert error.get("code", error["type"]) in ("model_not_found", "not_found_error")
     assert asked(gateway) == {"a": [0] * 4, "b": [0] * 4}
-    gateway.worker.metrics.settle()
+    gateway.worker.metrics.settle_noted_values()
     assert [record.name for record in caplog.records if record.levelname != "DEBUG"] == ["proxy.access"]
 
 
@@ -135,7 +135,7 @@ async def test_readiness_is_reported_by_model(deploy: Deploy) -> None:
     assert await ready(gateway) == (200, {"a": "ok", "b": "ok"})
     await take_down(gateway, "b")
     assert await ready(gateway) == (200, {"a": "ok", "b": "no healthy decode instance is available"})
-    assert gateway.worker.lanes.is_ready()
+    assert gateway.worker.lanes.is_any_ready()
     for model, status in (("a", 200), ("b", 503), ("x", 404)):
         assert (await ready(gateway, f"?model={model}"))[0] == status
     await take_down(gateway, "a")
@@ -192,12 +192,14 @@ async def test_engine_restarted_with_another_model_serves_it(deploy: Deploy, is_
     old = gateway.decoders[1]
     await old.__aexit__(None, None, None)
     if is_seen_down:
-        await until(lambda: not gateway.worker.health.of(backend_of(gateway, old)).is_healthy, "a failed check")
+        await until(lambda: not gateway.worker.health.health_of(backend_of(gateway, old)).is_healthy, "a failed check")
         assert models_of(gateway, old) == {"b"}
     gateway.decoders[1] = new = SimulatedEngine(role="decode", model="a", port=old.port)
     async with new:
         await until(lambda: models_of(gateway, new) == {"a"}, "what it serves now")
-        await until(lambda: len(gateway.worker.lanes.of("a").pools.decode.eligible()) == 3, "its new pool")
+        await until(
+            lambda: len(gateway.worker.lanes.lane_of_model("a").pools.decode.eligible_backends()) == 3, "its new pool"
+        )
         answers = await asyncio.gather(*(gateway.ask(chat(model)) for model in "aaaaaabb"))
         assert {answer.status for answer in answers} == {200}
         assert generations(new)
@@ -235,7 +237,9 @@ def seen_model(engine: SimulatedEngine, name: str) -> bool:
 async def test_requests_for_unknown_models_share_one_query_of_engines(deploy: Deploy) -> None:
     gateway = await two_models(deploy)
     before = [models_asked(engine) for engine in gateway.engines]
-    found = await asyncio.gather(*(gateway.worker.lanes.find(f"x{at}") for at in range(20)), return_exceptions=True)
+    found = await asyncio.gather(
+        *(gateway.worker.lanes.find_lane(f"x{at}") for at in range(20)), return_exceptions=True
+    )
     assert {type(error) for error in found} == {UnknownModel}
     assert [models_asked(engine) for engine in gateway.engines] == [count + 1 for count in before]
 
@@ -277,7 +281,7 @@ async def test_configured_models_of_instances_take_precedence(deploy: Deploy) ->
         replace(backend_of(gateway, engine), models=(name,))
         for name, engine in zip("abab", gateway.engines, strict=True)
     ]
-    gateway.roster.sync("config", said, restores=True)
+    gateway.roster.sync_origin("config", said, restores_removed=True)
     assert is_mixed(gateway)
     for model, status in (("a", 200), ("b", 200), ("sim", 404)):
         assert (await gateway.ask(chat(model))).status == status
@@ -300,14 +304,14 @@ async def test_lane_of_a_model_without_instances_is_removed(deploy: Deploy) -> N
             await answer.read()
 
     await ask_all("b")
-    gone = weakref.ref(gateway.worker.lanes.of("b"))
+    gone = weakref.ref(gateway.worker.lanes.lane_of_model("b"))
     for engine in gateway.engines:
         if engine.options.model == "b":
             tell(gateway, engine, "c")
     assert is_mixed(gateway)
     await ask_all("c")
     await until(lambda: not gateway.leaks(), "quiet")
-    gateway.worker.observers.settle()
+    gateway.worker.request_observers.flush_batch()
     gc.collect()
     assert gone() is None
 
@@ -318,7 +322,7 @@ async def test_unknown_model_is_passed_on_when_all_engines_serve_the_same(deploy
         if engine.options.model == "b":
             tell(gateway, engine, "a")
     assert not is_mixed(gateway)
-    assert [lane.names for lane in gateway.worker.lanes] == [frozenset()]
+    assert [lane.model_names for lane in gateway.worker.lanes] == [frozenset()]
     answer = await gateway.ask(chat("x"))
     assert answer.status == 404
     assert "does not exist" in answer.error["message"]  # vLLM's words
@@ -346,24 +350,24 @@ async def test_passed_through_requests_are_routed_by_model(deploy: Deploy) -> No
 async def test_reload_reaches_the_queues_of_all_models(deploy: Deploy) -> None:
     gateway = await two_models(deploy)
     await gateway.ask(chat("b"))
-    current = gateway.worker.current
+    current = gateway.worker.current_snapshot
     admission = current.settings.admission.model_copy(update={"max_running_decode": 7})
     settings = current.settings.model_copy(update={"admission": admission})
-    gateway.worker.lanes.configure(settings)
+    gateway.worker.lanes.apply_settings(settings)
     for lane in gateway.worker.lanes:
-        assert {lane.pools.decode.limit(decoder) for decoder in lane.pools.decode.backends()} == {7}
+        assert {lane.pools.decode.running_limit(decoder) for decoder in lane.pools.decode.all_backends()} == {7}
 
 
 async def test_metrics_show_instances_and_requests_by_model(deploy: Deploy) -> None:
     gateway = await two_models(deploy, models={"aliases": ["best=b"]})
     for said in ("a", "a", "best", "x"):
         await gateway.ask(chat(said))
-    gateway.worker.metrics.settle()
+    gateway.worker.metrics.settle_noted_values()
     assert gateway.metrics("pdproxy_model_requests_total") == {("200", "a"): 2, ("200", "b"): 1}
     await take_down(gateway, "b")
     instances = {("a", "prefill"): 2, ("a", "decode"): 2, ("b", "prefill"): 2}
     assert gateway.metrics("pdproxy_model_instances") == instances
-    text = exposition(gateway.worker.metrics.collect(), "")[0].decode()
+    text = render_exposition(gateway.worker.metrics.collect(), "")[0].decode()
     assert {line for line in text.splitlines() if "model_instances{" in line} >= {
         'pdproxy_model_instances{model="b",role="decode"} 0.0'
     }
@@ -372,13 +376,16 @@ async def test_metrics_show_instances_and_requests_by_model(deploy: Deploy) -> N
 async def test_stalled_engine_is_compared_with_engines_of_its_model(deploy: Deploy) -> None:
     gateway = await deploy(engines("prefill", "a", "b"), engines("decode", "a", "b", "a"))
     await until(lambda: is_mixed(gateway), "the engines' models")
-    first, last, _ = gateway.worker.pools.decode.backends()
+    first, last, _ = gateway.worker.pools.decode.all_backends()
     assert not stalls(gateway, gateway.decoders[1])  # the last one of its model
     gateway.worker.prober.probe_suspect(last)
-    assert gateway.worker.health.of(last).is_eligible
+    assert gateway.worker.health.health_of(last).is_eligible
     gateway.worker.prober.probe_suspect(first)
-    assert not gateway.worker.health.of(first).is_eligible
-    await until(lambda: gateway.worker.health.of(first).state is HealthState.PROBATION, "the answer to a health check")
+    assert not gateway.worker.health.health_of(first).is_eligible
+    await until(
+        lambda: gateway.worker.health.health_of(first).health_state is HealthState.PROBATION,
+        "the answer to a health check",
+    )
     assert (await gateway.ask(chat("a"))).status == 200
     assert stalls(gateway, gateway.decoders[0])
 
@@ -403,19 +410,19 @@ async def ready(gateway: Deployment, query: str = "") -> tuple[int, Any]:
 def stalls(gateway: Deployment, engine: SimulatedEngine) -> bool:
     """Whether it is taken out for being silent."""
     backend = backend_of(gateway, engine)
-    pool = gateway.worker.lanes.of_backend(backend).pools.of(backend.role)
+    pool = gateway.worker.lanes.lane_of_backend(backend).pools.pool_of(backend.role)
     return pool.report_stall(backend)
 
 
 def waiting(gateway: Deployment) -> int:
-    return sum(lane.service.admission.waiting for lane in gateway.worker.lanes)
+    return sum(lane.request_service.admission_queue.waiting_count for lane in gateway.worker.lanes)
 
 
 async def take_down(gateway: Deployment, model: str) -> None:
     """All decoders of a model, as the prober would find them."""
     health = gateway.worker.health
-    for decoder in gateway.worker.pools.decode.backends():
-        if gateway.worker.lanes.models.of(decoder) == frozenset(model):
+    for decoder in gateway.worker.pools.decode.all_backends():
+        if gateway.worker.lanes.served_models.names_of(decoder) == frozenset(model):
             for _ in range(10):
                 health.on_probe(decoder, False, "it is down")
     is_mixed(gateway)
@@ -424,19 +431,21 @@ async def take_down(gateway: Deployment, model: str) -> None:
 def models_of(gateway: Deployment, engine: SimulatedEngine) -> set[str]:
     """Return the models that an engine serves, as the gateway sees them."""
     is_mixed(gateway)
-    return set(gateway.worker.lanes.models.of(backend_of(gateway, engine)))
+    return set(gateway.worker.lanes.served_models.names_of(backend_of(gateway, engine)))
 
 
 def backend_of(gateway: Deployment, engine: SimulatedEngine) -> Backend:
     pools = gateway.worker.pools
-    backends = (*pools.prefill.backends(), *pools.decode.backends())
+    backends = (*pools.prefill.all_backends(), *pools.decode.all_backends())
     return next(backend for backend in backends if backend.port == engine.port)
 
 
 def tell(gateway: Deployment, engine: SimulatedEngine, *models: str) -> None:
     """Set the models that a probe of this engine would report."""
     backend = backend_of(gateway, engine)
-    facts = gateway.worker.health.of(backend).facts
+    facts = gateway.worker.health.health_of(backend).engine_facts
     version = (0, 30) if facts is None else facts.version
-    gateway.worker.health.note_facts(backend, EngineFacts(version, identity=Identity("vLLM", frozenset(models))))
+    gateway.worker.health.set_engine_facts(
+        backend, EngineFacts(version, identity=EngineIdentity("vLLM", frozenset(models)))
+    )
     is_mixed(gateway)

@@ -35,8 +35,8 @@ class Engines:
             has_room=lambda request=None: self.taken < self.places,
             metrics=Metrics(),
             clock=self._loop.time,
-            would_take=lambda: self.taken < self.engine_places,
-            hold_seconds=lambda request, waiting: hold_seconds,
+            would_take_now=lambda: self.taken < self.engine_places,
+            max_hold_seconds=lambda request, waiting: hold_seconds,
         )
         self.admission = AdmissionQueue(parts, Limits.model_validate(limits))
 
@@ -44,14 +44,14 @@ class Engines:
         """Send a request at a time, whose answer takes very long."""
         await asyncio.sleep(at - self._loop.time())
         try:
-            self.admission.check("-")
-            async with self.admission.admit("-", request=lambda: PickRequest.of(Load())):
+            self.admission.check_queue_room("-")
+            async with self.admission.make_entry("-", request=lambda: PickRequest.make_for_load(Load())):
                 assert self.taken < self.engine_places
                 self.waits.append(self._loop.time() - at)
                 self.taken += 1
                 await asyncio.sleep(ANSWER_SECONDS)
                 self.taken -= 1
-                self.admission.notify()
+                self.admission.check_soon()
         except GatewayError as error:
             self.rejected.append(error.code)
 
@@ -121,17 +121,17 @@ def test_request_waits_for_a_learned_limit_for_no_longer_than_it_gains() -> None
 def test_request_with_a_deadline_does_not_miss_it_for_a_learned_limit() -> None:
     class Urgent:
         prompt_tokens = output_tokens = 0
-        session = None
+        session_id = None
         first_token_seconds = 10.0
 
-        def priority(self, *, lower_first: bool) -> None:
+        def requested_priority(self, *, is_lower_first: bool) -> None:
             return None
 
     async def course() -> None:
         engines = Engines(0, 100, wait_seconds=60.0)
         loop = asyncio.get_running_loop()
         urgent: Any = Urgent()
-        async with engines.admission.admit("-", request=lambda: PickRequest(Load(), Load(), urgent)):
+        async with engines.admission.make_entry("-", request=lambda: PickRequest(Load(), Load(), urgent)):
             assert loop.time() == pytest.approx(5.0, abs=0.3)
 
     in_virtual_time(course)
@@ -149,9 +149,9 @@ def test_learned_limit_does_not_reject_a_request_for_the_wait_that_is_predicted(
 def test_full_queue_rejects_early_only_when_no_engine_would_take_the_request() -> None:
     async def course() -> None:
         engines = Engines(0, 1, max_waiting=0)
-        engines.admission.check("-")
+        engines.admission.check_queue_room("-")
         engines.engine_places = 0
         with pytest.raises(Overloaded):
-            engines.admission.check("-")
+            engines.admission.check_queue_room("-")
 
     in_virtual_time(course)

@@ -27,7 +27,7 @@ OFF: dict[str, Any] = {"resume": {"mode": "off"}}
 
 def front_connections(clients: Clients) -> list[FastConnection]:
     """Return the connections that the fast reader reads."""
-    return [each for each in clients.gateway.worker.front._open if isinstance(each, FastConnection)]
+    return [each for each in clients.gateway.worker.client_listener._open if isinstance(each, FastConnection)]
 
 
 async def half_sent(clients: Clients, body: bytes) -> Line:
@@ -122,22 +122,22 @@ async def test_client_may_leave_in_the_middle_of_a_long_body(deploy: Deploy) -> 
     gateway = await deploy(1, 1)
     clients = Clients(gateway)
     line = await half_sent(clients, raw(STREAM))
-    assert gateway.worker.drain.in_flight == 1
+    assert gateway.worker.drain_manager.in_flight_count == 1
     line.leave()
-    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
-    assert gateway.worker.service.admission.buffers.held_bytes == 0
+    await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the request")
+    assert gateway.worker.request_service.admission_queue.buffers.held_bytes == 0
 
 
 async def test_long_body_counts_in_a_drain_and_may_be_cut_off(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     clients = Clients(gateway)
     line = await half_sent(clients, raw(STREAM))
-    assert gateway.worker.drain.cut_off() == 1
+    assert gateway.worker.drain_manager.cut_off_all() == 1
     await line.answer()
     head, body, _ = line.received[0]
     assert head.split()[1] == "503"
     assert '"code":"draining"' in body
-    await gateway.worker.drain.idle()
+    await gateway.worker.drain_manager.wait_until_idle()
     clients.leave()
 
 
@@ -145,7 +145,7 @@ async def test_long_body_is_answered_before_a_drain_ends(deploy: Deploy) -> None
     gateway = await deploy(1, 1)
     clients = Clients(gateway)
     line = await half_sent(clients, raw(WHOLE))
-    stopping = asyncio.create_task(gateway.worker.front.stop_accepting())
+    stopping = asyncio.create_task(gateway.worker.client_listener.stop_accepting())
     line.send(raw(WHOLE)[-5:])
     await line.answer()
     await stopping
@@ -161,10 +161,10 @@ async def test_slow_long_body_goes_to_aiohttp(deploy: Deploy, monkeypatch: pytes
     line = await half_sent(clients, raw(STREAM))
     monkeypatch.setattr(long_body, "_FIRST_SECONDS", 0.0)
     monkeypatch.setattr(long_body, "_BYTES_PER_SECOND", 1)
-    gateway.worker.front.sweep()
+    gateway.worker.client_listener.close_overdue_connections()
     assert front_connections(clients)  # it may take longer, because much has arrived
     monkeypatch.setattr(long_body, "_BYTES_PER_SECOND", 1 << 62)
-    gateway.worker.front.sweep()
+    gateway.worker.client_listener.close_overdue_connections()
     assert not front_connections(clients)
     monkeypatch.undo()
     line.send(raw(STREAM)[-5:])

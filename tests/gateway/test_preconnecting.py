@@ -19,7 +19,7 @@ BODY: Final[dict[str, Any]] = request(Api.CHAT, "is computed", stream=True, max_
 async def test_decoder_is_connected_before_its_request(roads: Roads, is_taken: bool) -> None:
     async def talk(clients: Clients) -> None:
         gateway = clients.gateway
-        upstream, (backend,) = gateway.worker.upstream, gateway.worker.pools.decode.backends()
+        upstream, (backend,) = gateway.worker.upstream, gateway.worker.pools.decode.all_backends()
         gateway.prefillers[0].faults.add("slow_headers", times=1, seconds=0.2 if is_taken else 60)
         line = await clients.connect()
         line.send(raw(BODY, X_Request_Id="r-1"))

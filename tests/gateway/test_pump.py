@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from proxy.upstream.connection import EngineConnection
-from proxy.upstream.fast_forward import Tokens
-from proxy.upstream.pump import Pump
+from proxy.upstream.fast_forward import TokenFormat
+from proxy.upstream.pump import NativePump
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.conftest import Deploy
@@ -18,13 +18,13 @@ BODY = request(Api.CHAT, "a question", stream=True, max_tokens=60)
 def numbers(pump_in_use: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the number of each stream that a pump has taken over."""
     found: list[int] = []
-    add = Pump.add
+    add = NativePump.add_stream
 
-    def noted(self: Pump, connection: EngineConnection, tokens: Tokens) -> int:
+    def noted(self: NativePump, connection: EngineConnection, tokens: TokenFormat) -> int:
         found.append(add(self, connection, tokens))
         return found[-1]
 
-    monkeypatch.setattr(Pump, "add", noted)
+    monkeypatch.setattr(NativePump, "add_stream", noted)
     return found
 
 

@@ -27,11 +27,11 @@ class Wishes:
         self._priority = priority
         self.first_token_seconds = first_token_seconds
 
-    def texts(self) -> None:
+    def request_texts(self) -> None:
         return None
 
-    def priority(self, *, lower_first: bool) -> int | None:
-        assert lower_first
+    def requested_priority(self, *, is_lower_first: bool) -> int | None:
+        assert is_lower_first
         return self._priority
 
 
@@ -47,20 +47,23 @@ class Counter:
         self.served: list[str] = []
         self.left: list[PickRequest] = []
         self.tasks: list[asyncio.Task[None]] = []
-        parts = AdmissionParts(has_room=self.has_room, metrics=Metrics(), clock=self.clock, line_up=self)
+        parts = AdmissionParts(has_room=self.has_room, metrics=Metrics(), clock=self.clock, queue_order=self)
         self.admission = AdmissionQueue(parts, Limits())
 
-    def work_seconds(self, request: PickRequest) -> float:
-        return float(request.prefill.compute_tokens)
+    def predict_work_seconds(self, request: PickRequest) -> float:
+        return float(request.prefill_load.compute_tokens)
 
-    def left_queue(self, request: PickRequest) -> None:
+    def on_left_queue(self, request: PickRequest) -> None:
         self.left.append(request)
 
     def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        return bool(self.open) and (request is None or self.first_to_admit([request()]) is not None)
+        return bool(self.open) and (request is None or self.index_to_admit([request()]) is not None)
 
-    def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
-        return next((place for place, request in enumerate(waiting) if request.prefill.kv_tokens in self.open), None)
+    def index_to_admit(self, waiting_requests: Sequence[PickRequest]) -> int | None:
+        return next(
+            (place for place, request in enumerate(waiting_requests) if request.prefill_load.kv_tokens in self.open),
+            None,
+        )
 
     async def arrive(
         self,
@@ -77,7 +80,7 @@ class Counter:
         request = PickRequest(load, load, Wishes(priority, wanted))
 
         async def serve() -> None:
-            async with self.admission.admit(key, request=(lambda: request) if known else None):
+            async with self.admission.make_entry(key, request=(lambda: request) if known else None):
                 self.open.discard(window if known else next(iter(self.open)))
                 self.served.append(name)
 
@@ -86,7 +89,7 @@ class Counter:
 
     async def opens(self, *windows: int) -> None:
         self.open.update(windows)
-        self.admission.notify()
+        self.admission.check_soon()
         await self.settle()
 
     async def settle(self) -> None:
@@ -100,10 +103,10 @@ async def counter() -> Counter:
 
 
 async def drained(counter: Counter) -> list[str]:
-    while counter.admission.waiting:
+    while counter.admission.waiting_count:
         await counter.opens(1, 2)
     await asyncio.gather(*counter.tasks)
-    assert not counter.admission.running
+    assert not counter.admission.running_count
     return counter.served
 
 
@@ -150,7 +153,7 @@ async def test_new_request_skips_queue_when_queued_requests_prefer_other_instanc
 async def test_single_request_waits_for_a_better_instance(counter: Counter) -> None:
     counter.open = {1}
     await counter.arrive("wants the other", window=2)
-    assert counter.admission.waiting == 1
+    assert counter.admission.waiting_count == 1
     await counter.opens(2)
     assert await drained(counter) == ["wants the other"]
 
@@ -182,7 +185,7 @@ async def test_key_keeps_its_service_during_a_short_absence(counter: Counter) ->
     assert counter.served == ["b 0", "a"]
     await counter.arrive("again", 0, key="comes and goes")
     assert await drained(counter) == ["b 0", "a", "b 1", "b 2", "b 3", "again"]
-    assert not counter.admission._order._served
+    assert not counter.admission._order._served_seconds_by_key
 
 
 async def test_absent_key_does_not_save_service(counter: Counter) -> None:
@@ -197,7 +200,7 @@ async def test_absent_key_does_not_save_service(counter: Counter) -> None:
 
 
 async def test_decoder_time_is_charged_to_the_key(counter: Counter) -> None:
-    counter.admission._answer_seconds = lambda request: 10.0 if request.prefill.compute_tokens == 3 else 0.0
+    counter.admission._answer_seconds = lambda request: 10.0 if request.prefill_load.compute_tokens == 3 else 0.0
     for number in range(4):
         await counter.arrive(f"long answer {number}", 3, key="long answers")
     for number in range(4):

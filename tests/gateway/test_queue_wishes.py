@@ -64,7 +64,9 @@ async def busy(deploy: Deploy, keys: dict[str, int] | None = None, **sections: A
                 ClientKey(name=name, key_sha256=digests[name], priority=priority) for name, priority in keys.items()
             )
             slots = {name: slot for slot, name in enumerate(keys)}
-            gateway.worker.apply(replace(gateway.worker.current, client_keys=known, slots=slots))
+            gateway.worker.apply_snapshot(
+                replace(gateway.worker.current_snapshot, client_keys=known, slots_by_key=slots)
+            )
         yield Busy(gateway, client)
     await until(lambda: not gateway.leaks(), "quiet")
 
@@ -176,7 +178,7 @@ async def test_engines_get_no_priority_above_that_of_the_key(
     """However the number is spelled, in the body as in the header, and in the bodies of both legs."""
     gateway = await deploy(1, 1, connector=connector, listen={"fast_path": fast_path})
     key = ClientKey(name="low", key_sha256=hashlib.sha256(b"sk-low").hexdigest(), priority=5)
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"low": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"low": 0}))
     asks: list[tuple[dict[str, Any], dict[str, str], Any, str | None]] = [
         ({}, {}, None, None),
         ({"priority": best}, {}, allowed, None),
@@ -205,7 +207,7 @@ async def test_engines_get_no_priority_above_that_of_the_key(
 async def test_passed_through_request_has_no_priority_above_that_of_the_key(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="low", key_sha256=hashlib.sha256(b"sk-low").hexdigest(), priority=5)
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"low": 0}))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=(key,), slots_by_key={"low": 0}))
     for priority, told in ((-1000, 5), ("-1000", 5), (7, 7), (None, None)):
         body = {"model": "sim", "input": "Hi", "priority": priority}
         shown = {"Authorization": "Bearer sk-low", "x-request-priority": "-1000"}

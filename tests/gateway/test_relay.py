@@ -14,7 +14,7 @@ import pytest
 from yarl import URL
 
 from proxy.gateway.relay import TokenClock
-from proxy.observe.metrics import Metrics, exposition
+from proxy.observe.metrics import Metrics, render_exposition
 from proxy.observe.record import RequestRecord
 from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
@@ -57,9 +57,9 @@ def test_first_token_and_one_of_eight_gaps_are_timed(clock: Clock) -> None:
     tokens = TokenClock(record, metrics)
     for seconds in (8, 1, *[4] * 7, 2, *[4] * 6):
         clock.now += seconds
-        tokens.tick()
+        tokens.record_token()
     assert record.first_token_seconds == 8
-    told = exposition(metrics.collect(), "")[0].decode()
+    told = render_exposition(metrics.collect(), "")[0].decode()
     assert "pdproxy_inter_token_seconds_count 2.0" in told
     assert "pdproxy_inter_token_seconds_sum 3.0" in told
 

@@ -15,8 +15,8 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 from multidict import CIMultiDictProxy
 
-from proxy.gateway.intake import MAX_HEAD_BYTES, Head, is_one_request, read_head
-from proxy.listener.connection import refusal_of
+from proxy.gateway.intake import MAX_HEAD_BYTES, RequestHead, is_one_request, read_head
+from proxy.listener.connection import find_refusal
 from tests.fuzz.cutting import words
 
 PATH = b"/v1/chat/completions"
@@ -110,7 +110,7 @@ def nearly_plain(draw: st.DrawFn) -> bytes:
 
 @dataclass
 class Read:
-    """A whole request as another parser has read it, for `refusal_of`."""
+    """A whole request as another parser has read it, for `find_refusal`."""
 
     method: str
     raw_path: str
@@ -173,30 +173,30 @@ class Llhttp:
         self.parser.feed_data(data)
 
 
-def check(data: bytes) -> Head | None:
+def check(data: bytes) -> RequestHead | None:
     """Whatever is read as a plain head is the same request to everybody else, and so is the one behind it."""
     head = read_head(data)
     if head is None:
         return None
-    assert data[head.size_bytes - 4 : head.size_bytes] == b"\r\n\r\n"
+    assert data[head.head_size_bytes - 4 : head.head_size_bytes] == b"\r\n\r\n"
     if head.body_bytes > LONGEST_TRIED:
         return head
     body = b"{" + b"x" * (head.body_bytes - 2) + b"}" if head.body_bytes > 1 else b"x" * head.body_bytes
-    whole = data[: head.size_bytes] + body + SECOND
+    whole = data[: head.head_size_bytes] + body + SECOND
 
     first, second = read_by_aiohttp(whole)
     assert second.headers["host"] == "second"
-    assert (first.method, first.raw_path, first.version) == ("POST", head.path, HttpVersion11)
+    assert (first.method, first.raw_path, first.version) == ("POST", head.request_path, HttpVersion11)
     assert (first.body, first.keeps_alive) == (body, True)
-    assert {name.lower(): value for name, value in first.headers.items()} == head.fields
-    assert len(first.headers) == len(head.fields)
-    assert refusal_of(cast("web.BaseRequest", first)) is None
+    assert {name.lower(): value for name, value in first.headers.items()} == head.header_fields
+    assert len(first.headers) == len(head.header_fields)
+    assert find_refusal(cast("web.BaseRequest", first)) is None
 
     seen = Llhttp()
     seen.read(whole)
     assert seen.is_whole == 2
-    assert seen.heads[0] == (b"POST", head.path.encode(), "1.1", True)
-    assert {name: value.strip(" \t") for name, value in seen.fields[0].items()} == head.fields
+    assert seen.heads[0] == (b"POST", head.request_path.encode(), "1.1", True)
+    assert {name: value.strip(" \t") for name, value in seen.fields[0].items()} == head.header_fields
     assert seen.bodies == [body, b""]
     return head
 
@@ -217,8 +217,8 @@ def test_mutated_head_is_read_alike_by_all_parsers(data: bytes) -> None:
 def test_head_has_its_exact_length(data: bytes, at: int, behind: bytes) -> None:
     head = read_head(data)
     if head is not None:
-        assert read_head(data[: min(at, head.size_bytes - 1)]) is None
-        assert read_head(data[: head.size_bytes] + behind) == head
+        assert read_head(data[: min(at, head.head_size_bytes - 1)]) is None
+        assert read_head(data[: head.head_size_bytes] + behind) == head
 
 
 @example(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"")
@@ -263,7 +263,7 @@ def test_only_the_length_may_differ_from_the_head_before(value: bytes, first: by
     head = read_head(first)
     if head is not None:
         for rest in (b"", b"{}", b"7\r\n\r\n"):
-            second = head.before + value + head.behind + rest
+            second = head.bytes_before_credential + value + head.bytes_after_credential + rest
             assert read_head(second, head) == read_head(second)
 
 
@@ -273,8 +273,8 @@ def test_head_that_grows_too_long_is_not_plain() -> None:
     longest = with_fields(field, b"X-B: " + b"v" * left + b"\r\n")
     head = read_head(longest)
     assert head is not None
-    assert head.size_bytes == MAX_HEAD_BYTES
-    assert read_head(head.before + b"17" + head.behind, head) is None
+    assert head.head_size_bytes == MAX_HEAD_BYTES
+    assert read_head(head.bytes_before_credential + b"17" + head.bytes_after_credential, head) is None
 
 
 def with_fields(*lines: bytes, host: bytes = b"Host: x\r\n", length: bytes = b"Content-Length: 2\r\n") -> bytes:

@@ -50,7 +50,9 @@ MATRIX = [
 def test_retries_follow_the_matrix_of_failures(failure: Failure, status: int | None, repeats: int, role: Role) -> None:
     max_attempts = 5
     allowed = [
-        may_retry(failed(failure, status, role), sent_to_client=False, attempts=attempts, max_attempts=max_attempts)
+        may_retry(
+            failed(failure, status, role), sent_to_client=False, attempt_count=attempts, max_attempts=max_attempts
+        )
         for attempts in range(1, max_attempts + 2)
     ]
     assert allowed == [attempts <= min(repeats, max_attempts - 1) for attempts in range(1, max_attempts + 2)]
@@ -64,29 +66,29 @@ def test_matrix_has_every_failure() -> None:
 def test_requests_are_not_retried_after_the_client_has_bytes(
     failure: Failure, status: int | None, repeats: int
 ) -> None:
-    assert not may_retry(failed(failure, status), sent_to_client=True, attempts=1, max_attempts=5)
+    assert not may_retry(failed(failure, status), sent_to_client=True, attempt_count=1, max_attempts=5)
 
 
 @pytest.mark.parametrize(("failure", "status", "repeats"), MATRIX)
 @pytest.mark.parametrize("max_attempts", [0, 1])
 def test_one_attempt_means_no_retry(failure: Failure, status: int | None, repeats: int, max_attempts: int) -> None:
-    assert not may_retry(failed(failure, status), sent_to_client=False, attempts=1, max_attempts=max_attempts)
+    assert not may_retry(failed(failure, status), sent_to_client=False, attempt_count=1, max_attempts=max_attempts)
 
 
 def test_wait_doubles_up_to_its_limit() -> None:
     retry = Retry(base_delay_seconds=0.1, max_delay_seconds=0.5)
-    longest = [backoff_seconds(retry, attempts, draw=1.0) for attempts in (1, 2, 3, 4, 5, 100)]
+    longest = [backoff_seconds(retry, attempts, random_draw=1.0) for attempts in (1, 2, 3, 4, 5, 100)]
     assert longest == [0.1, 0.2, 0.4, 0.5, 0.5, 0.5]
 
 
 def test_wait_is_random_between_zero_and_its_limit() -> None:
     retry = Retry(base_delay_seconds=0.1, max_delay_seconds=0.5)
-    assert backoff_seconds(retry, 2, draw=0.0) == 0.0
-    assert backoff_seconds(retry, 2, draw=0.25) == 0.05
+    assert backoff_seconds(retry, 2, random_draw=0.0) == 0.0
+    assert backoff_seconds(retry, 2, random_draw=0.25) == 0.05
     waits = [backoff_seconds(retry, 2) for _ in range(100)]
     assert all(0.0 <= wait < 0.2 for wait in waits)
     assert len(set(waits)) > 1
 
 
 def test_very_high_attempt_number_has_a_wait() -> None:
-    assert backoff_seconds(Retry(base_delay_seconds=0.1, max_delay_seconds=0.5), 5000, draw=1.0) == 0.5
+    assert backoff_seconds(Retry(base_delay_seconds=0.1, max_delay_seconds=0.5), 5000, random_draw=1.0) == 0.5

@@ -33,7 +33,7 @@ class Requests:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        books = (self.budget.in_flight, self.budget.repeating, self.budget.waiting)
+        books = (self.budget.in_flight_count, self.budget.held_permits, self.budget.waiting_count)
         assert books == (0, 0, 0)
 
     def arrive(self, count: int) -> list[RetryPermit]:
@@ -42,10 +42,10 @@ class Requests:
 
 async def waiting(permit: RetryPermit, budget: RetryBudget, timeout_seconds: float = LONG) -> asyncio.Task[bool]:
     """Return a task that waits for a permit."""
-    before = budget.waiting
-    task = asyncio.create_task(permit.acquire(timeout_seconds))
+    before = budget.waiting_count
+    task = asyncio.create_task(permit.acquire_permit(timeout_seconds))
     await asyncio.sleep(0)  # it runs until it waits
-    assert budget.waiting == before + 1
+    assert budget.waiting_count == before + 1
     return task
 
 
@@ -55,33 +55,33 @@ async def waiting(permit: RetryPermit, budget: RetryBudget, timeout_seconds: flo
 def test_fifth_of_the_requests_and_at_least_three_may_be_retried(in_flight: int, capacity: int) -> None:
     with Requests(budget_of()) as requests:
         permits = requests.arrive(in_flight)
-        assert requests.budget.capacity == capacity
-        assert sum(permit.try_acquire() for permit in permits) == min(in_flight, capacity)
+        assert requests.budget.permit_capacity == capacity
+        assert sum(permit.try_acquire_permit() for permit in permits) == min(in_flight, capacity)
 
 
 def test_budget_without_share_and_minimum_retries_nothing() -> None:
     with Requests(budget_of(share=0.0, least=0)) as requests:
-        assert not requests.arrive(10)[0].try_acquire()
+        assert not requests.arrive(10)[0].try_acquire_permit()
 
 
 def test_retry_needs_a_free_permit() -> None:
     with Requests(budget_of(least=1)) as requests:
         first, second = requests.arrive(2)
-        assert first.try_acquire()
-        assert not second.try_acquire()
-        first.release()
-        assert second.try_acquire()
-        assert not first.try_acquire()
+        assert first.try_acquire_permit()
+        assert not second.try_acquire_permit()
+        first.release_permit()
+        assert second.try_acquire_permit()
+        assert not first.try_acquire_permit()
 
 
 def test_request_has_one_permit_at_most() -> None:
     with Requests(budget_of(least=2)) as requests:
         first, second, third = requests.arrive(3)
-        assert [first.try_acquire(), first.try_acquire(), second.try_acquire()] == [True] * 3
-        first.release()
-        first.release()
-        assert third.try_acquire()
-        assert requests.budget.repeating == 2
+        assert [first.try_acquire_permit(), first.try_acquire_permit(), second.try_acquire_permit()] == [True] * 3
+        first.release_permit()
+        first.release_permit()
+        assert third.try_acquire_permit()
+        assert requests.budget.held_permits == 2
 
 
 def test_permit_is_released_after_any_end() -> None:
@@ -89,50 +89,50 @@ def test_permit_is_released_after_any_end() -> None:
 
     def fail() -> None:
         with RetryPermit(budget) as permit:
-            assert permit.try_acquire()
+            assert permit.try_acquire_permit()
             raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
         fail()
-    assert (budget.in_flight, budget.repeating) == (0, 0)
+    assert (budget.in_flight_count, budget.held_permits) == (0, 0)
 
 
 def test_held_permits_stay_valid_when_the_budget_shrinks() -> None:
     with Requests(budget_of(share=0.5, least=0)) as requests, ExitStack() as leaving:
         first, second = requests.arrive(2)
         others = [leaving.enter_context(RetryPermit(requests.budget)) for _ in range(2)]
-        assert first.try_acquire()
-        assert others[0].try_acquire()
+        assert first.try_acquire_permit()
+        assert others[0].try_acquire_permit()
         leaving.close()
-        assert (requests.budget.capacity, first.is_held) == (1, True)
-        assert not second.try_acquire()
+        assert (requests.budget.permit_capacity, first.is_held) == (1, True)
+        assert not second.try_acquire_permit()
 
 
 async def test_resume_does_not_wait_when_a_permit_is_free() -> None:
     with Requests(budget_of()) as requests:
         (permit,) = requests.arrive(1)
-        assert await permit.acquire(0)
-        assert await permit.acquire(0)  # has its place already
-        assert requests.budget.repeating == 1
+        assert await permit.acquire_permit(0)
+        assert await permit.acquire_permit(0)  # has its place already
+        assert requests.budget.held_permits == 1
 
 
 async def test_waiting_resumes_go_in_turn_and_before_later_retries() -> None:
     with Requests(budget_of(least=1)) as requests:
         holder, first, second, late = requests.arrive(4)
-        assert holder.try_acquire()
+        assert holder.try_acquire_permit()
         tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
-        holder.release()
-        assert not late.try_acquire()
+        holder.release_permit()
+        assert not late.try_acquire_permit()
         assert await tasks[0]
         assert not tasks[1].done()
-        first.release()
+        first.release_permit()
         assert await tasks[1]
 
 
 async def test_further_requests_free_permits_for_waiting_resumes() -> None:
     with Requests(budget_of(share=0.2, least=1)) as requests:
         holder, first = requests.arrive(2)
-        assert holder.try_acquire()
+        assert holder.try_acquire_permit()
         task = await waiting(first, requests.budget)
         requests.arrive(7)
         assert not first.is_held
@@ -145,45 +145,45 @@ async def test_budget_shrinks_when_a_request_ends() -> None:
     with Requests(budget) as requests:
         second, waiter, _ = requests.arrive(3)
         with RetryPermit(budget) as first:
-            assert first.try_acquire()
-            assert second.try_acquire()
+            assert first.try_acquire_permit()
+            assert second.try_acquire_permit()
             task = await waiting(waiter, budget)
-        assert (budget.capacity, budget.repeating, waiter.is_held) == (1, 1, False)
-        second.release()
+        assert (budget.permit_capacity, budget.held_permits, waiter.is_held) == (1, 1, False)
+        second.release_permit()
         assert await task
 
 
 async def test_resume_that_waited_too_long_gets_no_permit_and_blocks_none() -> None:
     with Requests(budget_of(least=1)) as requests:
         holder, first, second = requests.arrive(3)
-        assert holder.try_acquire()
+        assert holder.try_acquire_permit()
         hasty = await waiting(first, requests.budget, timeout_seconds=0.001)
         patient = await waiting(second, requests.budget)
         assert not await hasty
         assert not first.is_held
-        assert requests.budget.waiting == 1
-        holder.release()
+        assert requests.budget.waiting_count == 1
+        holder.release_permit()
         assert await patient
 
 
 async def test_cancelled_resume_does_not_block_others() -> None:
     with Requests(budget_of(least=1)) as requests:
         holder, first, second = requests.arrive(3)
-        assert holder.try_acquire()
+        assert holder.try_acquire_permit()
         tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
         tasks[0].cancel()
         await asyncio.wait(tasks[:1])
-        assert requests.budget.waiting == 1
-        holder.release()
+        assert requests.budget.waiting_count == 1
+        holder.release_permit()
         assert await tasks[1]
 
 
 async def test_resume_cancelled_at_its_turn_passes_the_permit_on() -> None:
     with Requests(budget_of(least=1)) as requests:
         holder, first, second = requests.arrive(3)
-        assert holder.try_acquire()
+        assert holder.try_acquire_permit()
         tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
-        holder.release()
+        holder.release_permit()
         assert first.is_held
         tasks[0].cancel()  # it could not notice yet
         assert await tasks[1]
@@ -194,9 +194,11 @@ async def test_resume_cancelled_at_its_turn_passes_the_permit_on() -> None:
 async def test_permit_granted_at_the_deadline_is_taken() -> None:
     with Requests(budget_of(least=1)) as requests:
         holder, first = requests.arrive(2)
-        assert holder.try_acquire()
+        assert holder.try_acquire_permit()
         task = await waiting(first, requests.budget, timeout_seconds=0)
-        asyncio.get_running_loop().call_later(0, holder.release)  # next to the timer, before the task hears of it
+        asyncio.get_running_loop().call_later(
+            0, holder.release_permit
+        )  # next to the timer, before the task hears of it
         assert await task
         assert first.is_held
 
@@ -269,7 +271,7 @@ class AnyOrder(RuleBasedStateMachine):
             return  # a request does one thing at a time
         if permit not in self.holders and len(self.holders) < self.capacity():
             self.holders.add(permit)
-        assert permit.try_acquire() is (permit in self.holders)
+        assert permit.try_acquire_permit() is (permit in self.holders)
 
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0, 1000))
@@ -277,7 +279,7 @@ class AnyOrder(RuleBasedStateMachine):
         permit = self.some(number)
         if (task := self.tasks.get(permit)) is not None and not task.done():
             return
-        self.tasks[permit] = self.loop.create_task(permit.acquire(LONG))
+        self.tasks[permit] = self.loop.create_task(permit.acquire_permit(LONG))
         self.turn_loop()
         if permit not in self.holders:
             self.queue.append(permit)
@@ -290,7 +292,7 @@ class AnyOrder(RuleBasedStateMachine):
         if (task := self.tasks.get(permit)) is not None and not task.done():
             return  # it is still waiting for its turn, or does not know yet that it came
         self.holders.discard(permit)
-        permit.release()
+        permit.release_permit()
         self.admit()
 
     @precondition(lambda self: self.requests)
@@ -306,9 +308,9 @@ class AnyOrder(RuleBasedStateMachine):
     def the_books_are_the_models(self) -> None:
         budget = self.budget
         assert {permit for permit in self.requests if permit.is_held} == self.holders
-        assert (budget.in_flight, budget.repeating) == (len(self.requests), len(self.holders))
-        assert budget.capacity == self.capacity()
-        assert list(budget._waiting) == self.queue
+        assert (budget.in_flight_count, budget.held_permits) == (len(self.requests), len(self.holders))
+        assert budget.permit_capacity == self.capacity()
+        assert list(budget._waiting_permits) == self.queue
 
     @invariant()
     def nobody_waits_while_there_is_room(self) -> None:
@@ -319,7 +321,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         while self.requests:
             self.leave(0)
-        assert (self.budget.in_flight, self.budget.repeating, self.budget.waiting) == (0, 0, 0)
+        assert (self.budget.in_flight_count, self.budget.held_permits, self.budget.waiting_count) == (0, 0, 0)
         assert not asyncio.all_tasks(self.loop)
         self.loop.close()
 

@@ -41,7 +41,9 @@ async def test_connections_with_equal_request_ids_all_end(roads: Roads, body: di
         for number, line in enumerate(lines, 1):
             line.send(raw(body, X_Request_Id="r-0"))
             await gateway.prefillers[0].wait_until(lambda state, number=number: state.live == number)
-        gateway.worker.drain.is_draining = gateway.worker.front.close_after_each_answer = True  # as at its end
+        gateway.worker.drain_manager.is_draining = gateway.worker.client_listener.closes_after_each_answer = (
+            True  # as at its end
+        )
         for line in lines:
             await line.answer()
             await line.is_closed()

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from proxy.common.backend import Backend, Role
-from proxy.gateway.suspicion import Casualty, Death, Suspicion, is_acquitted, is_charged, is_poison, rank_of
+from proxy.gateway.suspicion import (
+    Casualty,
+    EngineCrash,
+    Suspicion,
+    is_acquitted,
+    is_charged,
+    is_poison,
+    suspicion_rank_of,
+)
 
 E1, E2, E3, E4 = (Backend(Role.DECODE, "e", port) for port in (1, 2, 3, 4))
 NOW = 1000.0
@@ -14,7 +22,7 @@ NOW = 1000.0
 def suspicion(*lost: Backend, earlier: int = 0) -> Suspicion:
     """Return the suspicion of a request with one unit that crashed these engines before its first token."""
     made = Suspicion(earlier)
-    made.add_unit().lost.update(dict.fromkeys(lost, 0.0))
+    made.add_unit().lost_engines.update(dict.fromkeys(lost, 0.0))
     return made
 
 
@@ -39,27 +47,27 @@ def test_suspect_is_cleared_after_it_was_served_for_long_enough(
 ) -> None:
     case = Suspicion()
     history = case.add_unit()
-    history.lost[E1] = lost_after
-    history.began_at = None if served_for is None else NOW - served_for
-    assert history.is_cleared(NOW) is is_cleared
-    assert case.engines(NOW) == (0 if is_cleared else 1)
+    history.lost_engines[E1] = lost_after
+    history.attempt_began_at = None if served_for is None else NOW - served_for
+    assert history.has_run_long_enough(NOW) is is_cleared
+    assert case.count_crashed_engines(NOW) == (0 if is_cleared else 1)
 
 
 def test_units_and_repeats_of_a_request_count_together() -> None:
-    case = Suspicion(earlier=1)
+    case = Suspicion(earlier_crashes=1)
     for backend in (E1, E2, E2):
-        case.add_unit().lost[backend] = 0.0
-    assert case.lost(NOW) == {E1, E2}
-    assert case.engines(NOW) == 3
+        case.add_unit().lost_engines[backend] = 0.0
+    assert case.crashed_engines(NOW) == {E1, E2}
+    assert case.count_crashed_engines(NOW) == 3
 
 
 def test_served_unit_is_cleared_but_not_the_other_units() -> None:
     case = Suspicion(is_split=True)
     one, other = case.add_unit(), case.add_unit()
-    one.lost[E1] = other.lost[E2] = 0.0
-    case.was_served(one)
-    assert case.lost(NOW) == {E2}
-    assert not case.is_confined
+    one.lost_engines[E1] = other.lost_engines[E2] = 0.0
+    case.clear_served_unit(one)
+    assert case.crashed_engines(NOW) == {E2}
+    assert not case.are_units_confined
 
 
 @pytest.mark.parametrize(
@@ -69,8 +77,8 @@ def test_only_suspect_on_an_engine_is_the_most_suspicious(
     lost: tuple[Backend, ...], reserved: tuple[Backend, ...], rank: int
 ) -> None:
     case = suspicion(*lost)
-    case.units[0].reserved.extend(reserved)
-    assert rank_of(case, case.units[0], E2, NOW) == rank
+    case.unit_histories[0].reserved_backends.extend(reserved)
+    assert suspicion_rank_of(case, case.unit_histories[0], E2, NOW) == rank
 
 
 @pytest.mark.parametrize(
@@ -121,30 +129,30 @@ def test_request_that_alone_crashed_two_engines_is_poison(
 def test_subset_keeps_eligible_and_failed_engines() -> None:
     case = Suspicion(is_split=True)
     history = case.add_unit()
-    case.subset(Role.DECODE, [E1, E2, E3]).extend([E1, E2])
-    assert case.subset(Role.DECODE, [E1, E2, E3]) == [E1, E2]
-    history.doubtful[E1] = 0.0
-    assert case.subset(Role.DECODE, [E2, E3]) == [E1, E2]
-    history.doubtful.clear()
-    assert case.subset(Role.DECODE, [E2, E3]) == [E2]
+    case.engines_for_units(Role.DECODE, [E1, E2, E3]).extend([E1, E2])
+    assert case.engines_for_units(Role.DECODE, [E1, E2, E3]) == [E1, E2]
+    history.doubtful_engines[E1] = 0.0
+    assert case.engines_for_units(Role.DECODE, [E2, E3]) == [E1, E2]
+    history.doubtful_engines.clear()
+    assert case.engines_for_units(Role.DECODE, [E2, E3]) == [E2]
 
 
 def test_suspect_is_apart_for_about_the_time_of_its_last_engine() -> None:
     history = Suspicion().add_unit()
     assert history.isolation_seconds == 0.0
-    history.lost[E1] = 0.0
+    history.lost_engines[E1] = 0.0
     assert history.isolation_seconds == 0.0  # it never had a token there: its first one clears the place
-    history.lost[E1] = 0.1
+    history.lost_engines[E1] = 0.1
     assert history.isolation_seconds == pytest.approx(0.45)
-    history.lost[E1] = 60.0
+    history.lost_engines[E1] = 60.0
     assert history.isolation_seconds == 1.0
 
 
 # What acquits a suspect that has cost as many engines as it may
 
 
-def death(backend: Backend, *suspicions: Suspicion) -> Death:
-    return Death(backend, [Casualty(each, 1, 0.0) for each in suspicions])
+def death(backend: Backend, *suspicions: Suspicion) -> EngineCrash:
+    return EngineCrash(backend, [Casualty(each, 1, 0.0) for each in suspicions])
 
 
 @pytest.mark.fault(116)
@@ -182,5 +190,5 @@ def test_earlier_crash_by_the_request_does_not_acquit_it() -> None:
 
 def test_acquitted_request_has_crashed_no_engine() -> None:
     suspect = suspicion(E1, E2, earlier=1)
-    suspect.acquit()
-    assert suspect.engines(NOW) == 0
+    suspect.clear_of_crashes()
+    assert suspect.count_crashed_engines(NOW) == 0

@@ -15,7 +15,7 @@ import pytest
 
 import proxy
 from proxy.connectors.legs import Attempt
-from proxy.gateway.assembly import Assembly
+from proxy.gateway.assembly import StreamAssembly
 from proxy.gateway.client_writer import ClientWriter
 from proxy.gateway.delivery import Delivery
 from proxy.gateway.relay import Relay, TokenClock
@@ -40,7 +40,7 @@ class Streamed(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = self.connection = self
+        self.chunk_output = self.connection = self
         self.gathers_tokens = True
 
 
@@ -80,22 +80,22 @@ async def calls_for(
     """Count the calls for these reads from an engine, after a head. `then`: a function to call next."""
     connection = connected(EngineLine())
     response = Response(connection, lambda error: None)
-    connection.begin(response, "/", b"", {}, answer_seconds=1.0)
+    connection.begin_exchange(response, "/", b"", {}, answer_seconds=1.0)
     connection.data_received(STREAM_HEAD)
-    whole = None if body["stream"] else Assembly()
-    delivery = Delivery(parse(api_of(body), orjson.dumps(body), Cost()), is_observed=is_observed, whole=whole)
+    whole = None if body["stream"] else StreamAssembly()
+    delivery = Delivery(parse(api_of(body), orjson.dumps(body), Cost()), is_observed=is_observed, collector=whole)
     attempt = Attempt(response, Timeline(), None, has_kv_from_prefiller=True, handoff=NoHandoff())
     client = None if whole else cast("ClientWriter", Streamed())
     clock = TokenClock(RequestRecord("chat", "r"), Metrics())
     relay = Relay(attempt, delivery, Owner(), client, clock, idle_seconds=1.0)
-    response.attach(relay)
+    response.attach_sink(relay)
     with calls_counted() as calls:
         for read in reads:
             connection.data_received(read)
     if then is not None:
         then(connection, cast("Streamed", client))
     relay.stop_reading()
-    connection.release()
+    connection.release_exchange()
     return calls
 
 
@@ -137,10 +137,10 @@ async def test_slow_client_pauses_the_engine_at_once() -> None:
     tokens = [token("content", number, ids=True) for number in range(9)]
 
     def fill(connection: EngineConnection, client: Streamed) -> None:
-        assert not connection.is_paused
-        assert client.on_full is not None
-        client.on_full()
-        assert connection.is_paused
+        assert not connection.is_reading_paused
+        assert client.on_write_buffer_full is not None
+        client.on_write_buffer_full()
+        assert connection.is_reading_paused
 
     await calls_for(tokens, request(Api.CHAT, stream=True), is_observed=True, then=fill)
 
@@ -154,7 +154,7 @@ async def test_next_answer_on_a_connection_does_not_go_to_the_client_of_the_last
     def begin_another(connection: EngineConnection, client: Streamed) -> None:
         client_of.append(client)
         before = len(client.written)
-        connection.begin(Response(connection, lambda error: None), "/", b"", {}, answer_seconds=1.0)
+        connection.begin_exchange(Response(connection, lambda error: None), "/", b"", {}, answer_seconds=1.0)
         connection.data_received(b"".join([STREAM_HEAD, *tokens]))
         for read in tokens:
             connection.data_received(read)

@@ -211,7 +211,7 @@ def test_pump_and_python_take_the_same_part_of_arbitrary_bytes(
         by_pump = Forwarded(event("first", [5]), hides_ids=True, engine=engine)
         assert by_pump.take(data) == left
     assert b"".join(by_pump.client.written) == b"".join(by_python.client.written)
-    assert by_pump.tokens.notes == by_python.tokens.notes
+    assert by_pump.tokens.token_notes == by_python.tokens.token_notes
 
 
 @given(raw=st.binary(max_size=60), text=TEXT)

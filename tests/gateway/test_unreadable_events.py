@@ -278,7 +278,7 @@ def test_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
     segment, so_far = WatchedGenerateEvents(), GenerateAnswerAssembler()
     for told in native(NATIVE % (b"Do not \\ud83d", b"7,8", 2, b'"finish_reason":null'))[:-1]:
         assert segment.read_event(Event(told[6:-2])) is Meaning.CONTENT
-        so_far.add(segment.payload)
+        so_far.add_chunk(segment.payload)
     values = so_far.values()
     assert (joined(values["text"]), values["output_ids"]) == ("Do not \U0001f600", [7, 8, 9])
 
@@ -308,10 +308,10 @@ def test_native_answer_that_is_aborted_keeps_what_was_read() -> None:
     segment, so_far, (first, *_) = WatchedGenerateEvents(), GenerateAnswerAssembler(), native()
     aborted = b'{"text":null,"meta_info":{"finish_reason":{"type":"abort"}}}'
     assert segment.read_event(Event(first[6:-2])) is Meaning.CONTENT
-    so_far.add(segment.payload)
+    so_far.add_chunk(segment.payload)
     assert segment.read_event(Event(aborted, aborted)) is Meaning.ABORTED
     assert segment.is_empty_event
-    so_far.add(segment.payload)
+    so_far.add_chunk(segment.payload)
     assert (so_far.values()["text"], so_far.values()["output_ids"]) == ("Do ", [7])
 
 

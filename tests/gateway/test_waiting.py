@@ -48,7 +48,7 @@ async def test_queued_request_is_ended_by_a_drain(roads: Roads, body: dict[str, 
     async def talk(clients: Clients) -> None:
         first = await occupied(clients)
         second = await waits(clients, body)
-        clients.gateway.worker.drain.cut_off()
+        clients.gateway.worker.drain_manager.cut_off_all()
         await second.answer()
         first.leave()
 
@@ -64,14 +64,14 @@ async def test_client_disconnects_right_after_its_request_is_queued(
     gateway = await deploy(1, 1, **busy())
     clients = Clients(gateway)
     first = await occupied(clients)
-    start = Request.start
+    start = Request.start_serving
 
     def start_and_leave(request: Request, *what: Any) -> None:
         start(request, *what)
         request.on_disconnect()
         request.on_disconnect()
 
-    monkeypatch.setattr(Request, "start", start_and_leave)
+    monkeypatch.setattr(Request, "start_serving", start_and_leave)
     second = await clients.connect()
     second.send(raw(body))
     await until(lambda: gateway.metrics("pdproxy_request_end_total"), "its end")

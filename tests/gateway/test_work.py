@@ -221,7 +221,7 @@ async def test_client_that_disconnects_between_attempts_ends_them(deploy: Deploy
         await gateway.prefillers[0].wait_until(lambda state: state.finished == 1)
         await until(lambda: not gateway.worker.upstream.busy_connections, "the pause before the second attempt")
         await client.leave()
-    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the request")
     assert len(generations(*gateway.prefillers)) == 1
 
 
@@ -394,7 +394,7 @@ async def test_wait_for_an_instance_ends_when_the_client_disconnects(deploy: Dep
         await client.has_tokens(3)
         await decoder.wait_until(lambda state: state.kills == 1)
         await client.leave()
-    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    await until(lambda: not gateway.worker.drain_manager.in_flight_count, "the end of the request")
 
 
 @pytest.mark.parametrize("stream", [True, False])

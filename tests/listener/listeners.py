@@ -171,7 +171,7 @@ async def serving(tick_seconds: float = 3600.0, **listen: Any) -> AsyncIterator[
     """Serve with these settings. At the end all clients disconnect, and no connection may be left."""
     site = Site(Listen(**listen))
     app = web.Application()
-    replies.install(app, site.metrics)
+    replies.install_replies(app, site.metrics)
     app.add_routes(
         [
             web.post(PATH, site.read),
@@ -185,9 +185,9 @@ async def serving(tick_seconds: float = 3600.0, **listen: Any) -> AsyncIterator[
     listener = socket.create_server(("127.0.0.1", 0))
     site.port = listener.getsockname()[1]
     async with HttpListener(app, site.listen, site.metrics, tick_seconds=tick_seconds, clock=site.clock) as site.front:
-        await site.front.listen(listener)
+        await site.front.listen_on(listener)
         yield site
         for client in site.clients:
             client.leave()
-        await until(lambda: not site.front.connections, "all connections to be closed")
+        await until(lambda: not site.front.connection_count, "all connections to be closed")
         assert site.count("pdproxy_connections") == 0.0

@@ -214,9 +214,9 @@ async def test_slow_body_is_accepted_without_a_minimum_rate(monkeypatch: pytest.
 async def test_client_disconnect_during_the_body_is_not_an_error(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     for leave in ("abort", "write_eof"):
         client = await site.ask(CLEAN[:-1])
-        await until(lambda: site.front.connections == 1, "the connection")
+        await until(lambda: site.front.connection_count == 1, "the connection")
         getattr(client.writer.transport, leave)()
-        await until(lambda: site.front.connections == 0, "the end of the connection")
+        await until(lambda: site.front.connection_count == 0, "the end of the connection")
     assert caplog.records == []
     assert site.seen == []
 

@@ -54,7 +54,7 @@ class Work:
 async def serve(drain: DrainManager, handler: Any) -> web.StreamResponse:
     """Run the middleware for a request in the current task."""
     request: Any = SimpleNamespace(task=asyncio.current_task())
-    return await drain.middleware(request, handler)
+    return await drain.count_while_answering(request, handler)
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def work(drain: DrainManager) -> Work:
 @pytest.fixture
 async def client(drain: DrainManager, work: Work) -> AsyncIterator[Client]:
     app = web.Application()
-    replies.install(app, Metrics())
-    app.middlewares.append(drain.middleware)
+    replies.install_replies(app, Metrics())
+    app.middlewares.append(drain.count_while_answering)
     app.add_routes([web.get("/wait", work.wait), web.get("/stream", work.stream)])
     async with TestClient(TestServer(app, handler_cancellation=True)) as client:
         yield client
@@ -81,15 +81,15 @@ async def test_request_cut_off_before_its_answer_gets_an_error(drain: DrainManag
     async with asyncio.TaskGroup() as group:
         asking = [group.create_task(client.get("/wait")) for _ in range(3)]
         await until(lambda: work.begun == 3, "three requests")
-        assert drain.in_flight == 3
-        assert drain.cut_off() == 3
+        assert drain.in_flight_count == 3
+        assert drain.cut_off_all() == 3
     for task in asking:
         answer = task.result()
         assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
         assert (await answer.json())["error"]["code"] == "draining"
-    await drain.idle()
-    assert drain.in_flight == 0
-    assert drain.cut_off() == 0
+    await drain.wait_until_idle()
+    assert drain.in_flight_count == 0
+    assert drain.cut_off_all() == 0
 
 
 async def test_stream_cut_off_inside_its_answer_can_send_an_error(
@@ -97,7 +97,7 @@ async def test_stream_cut_off_inside_its_answer_can_send_an_error(
 ) -> None:
     async with client.get("/stream") as response:
         await until(lambda: work.begun, "the answer to begin")
-        drain.cut_off()
+        drain.cut_off_all()
         assert await response.read() == b"first draining"
 
 
@@ -110,12 +110,12 @@ async def test_answer_cut_off_without_error_event_is_incomplete(drain: DrainMana
         return response
 
     app = web.Application()
-    replies.install(app, Metrics())
-    app.middlewares.append(drain.middleware)
+    replies.install_replies(app, Metrics())
+    app.middlewares.append(drain.count_while_answering)
     app.add_routes([web.get("/", stream)])
     async with TestClient(TestServer(app, handler_cancellation=True)) as other, other.get("/") as response:
         await response.content.readany()
-        drain.cut_off()
+        drain.cut_off_all()
         assert not (await read(response)).is_whole
 
 
@@ -135,9 +135,9 @@ async def test_second_cut_off_cancels_no_task_twice(drain: DrainManager, times: 
         raise AssertionError("unreachable")
 
     task = asyncio.create_task(serve(drain, handler))
-    await until(lambda: drain.in_flight, "the request")
+    await until(lambda: drain.in_flight_count, "the request")
     for _ in range(times):
-        assert drain.cut_off() == 1
+        assert drain.cut_off_all() == 1
     with pytest.raises(ShuttingDown):
         await task
     assert cancelled == 1
@@ -154,15 +154,15 @@ async def test_drain_does_not_count_requests_of_disconnected_clients(drain: Drai
         async with AsyncExitStack() as stack:
             task = asyncio.create_task(serve(drain, handler))
             stack.callback(task.cancel)
-            await until(lambda: drain.in_flight, "the request")
+            await until(lambda: drain.in_flight_count, "the request")
             for is_ours in (is_ours_first, not is_ours_first):
                 if is_ours:
-                    drain.cut_off()
+                    drain.cut_off_all()
                 else:
                     task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert drain.in_flight == drain.cut_off() == 0
+        assert drain.in_flight_count == drain.cut_off_all() == 0
 
 
 async def test_client_disconnect_during_the_error_stays_a_cancellation(drain: DrainManager) -> None:
@@ -175,8 +175,8 @@ async def test_client_disconnect_during_the_error_stays_a_cancellation(drain: Dr
 
     is_told = asyncio.Event()
     task = asyncio.create_task(serve(drain, handler))
-    await until(lambda: drain.in_flight, "the request")
-    drain.cut_off()
+    await until(lambda: drain.in_flight_count, "the request")
+    drain.cut_off_all()
     await is_told.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -192,4 +192,4 @@ async def test_client_disconnect_cancels_the_handler_during_a_drain(
     await asyncio.gather(task, return_exceptions=True)
     await until(lambda: work.ended, "the end of the work")
     assert work.ended == [asyncio.CancelledError]
-    await drain.idle()
+    await drain.wait_until_idle()

@@ -437,7 +437,7 @@ async def pass_by(site: Site, seconds: float) -> None:
     """Let the front read what was sent, and then some time go by."""
     assert await site.serves()
     site.clock.now += seconds
-    site.front.sweep()
+    site.front.close_overdue_connections()
 
 
 async def test_header_deadline_starts_when_the_connection_opens(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -495,7 +495,7 @@ async def test_header_deadline_does_not_limit_bodies_and_answers(site: Site) -> 
     held = await site.ask(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
     await site.begins(2)
     site.clock.now += 1000.0
-    site.front.sweep()
+    site.front.close_overdue_connections()
     client.send(b"}")
     site.let_go.set()
     assert (await client.reply()).status == 200
@@ -505,9 +505,9 @@ async def test_header_deadline_does_not_limit_bodies_and_answers(site: Site) -> 
 async def test_time_limits_can_be_reconfigured(site: Site) -> None:
     client = await site.ask(GET)
     assert await site.serves()
-    site.front.configure(Listen(header_seconds=2.0))
+    site.front.set_limits(Listen(header_seconds=2.0))
     site.clock.now += 2.0
-    site.front.sweep()
+    site.front.close_overdue_connections()
     assert (await client.reply()).code == "slow_header"
 
 
@@ -525,7 +525,7 @@ async def test_client_that_closes_its_side_counts_as_disconnected(site: Site) ->
     await site.begins(1)
     client.writer.write_eof()
     assert await client.is_closed()
-    await until(lambda: site.front.connections == 0, "the connection to be closed")
+    await until(lambda: site.front.connection_count == 0, "the connection to be closed")
 
 
 # Room
@@ -544,11 +544,11 @@ async def test_connections_above_the_limit_get_an_error(caplog: pytest.LogCaptur
         assert await fourth.is_closed()
         assert await third.is_closed()
         third.leave()
-        assert (site.front.connections, site.rejected("connections")) == (2, 2.0)
+        assert (site.front.connection_count, site.rejected("connections")) == (2, 2.0)
         (line,) = lines(caplog)
         assert line.getMessage() == "listener: new connections rejected: the limit of 2 is reached"
         first.leave()
-        await until(lambda: site.front.connections == 1, "the first to be gone")
+        await until(lambda: site.front.connection_count == 1, "the first to be gone")
         assert await site.serves()
         assert len(site.seen) == 3
 
@@ -560,7 +560,7 @@ async def test_rejected_connection_closes_after_a_while(caplog: pytest.LogCaptur
         second = await site.connect()
         await second.reply()
         site.clock.now += 2.0
-        site.front.sweep()
+        site.front.close_overdue_connections()
         site.clock.now += 10.0
         third = await site.connect()
         assert (await third.reply()).code == "too_many_connections"
@@ -571,13 +571,13 @@ async def test_connection_limit_is_a_share_of_the_file_descriptors(monkeypatch: 
     async with serving() as site:
         for limit, connections in ((5, 2), (resource.RLIM_INFINITY, 3)):
             monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
-            site.front.configure(Listen())
+            site.front.set_limits(Listen())
             clients = [await site.ask(CLEAN) for _ in range(3)]
             statuses = sorted([(await client.reply()).status for client in clients])
             assert statuses.count(200) == connections
             for client in clients:
                 client.leave()
-            await until(lambda: not site.front.connections, "all to be gone")
+            await until(lambda: not site.front.connection_count, "all to be gone")
 
 
 # The end
@@ -589,7 +589,7 @@ async def test_connections_can_be_closed_after_each_answer(site: Site) -> None:
     held = await site.ask(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
     old = await site.ask(b"GET /hold HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
     await site.begins(3)
-    site.front.close_after_each_answer = True
+    site.front.closes_after_each_answer = True
     kept.send(CLEAN)
     site.let_go.set()
     streamed = await site.ask(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -597,7 +597,7 @@ async def test_connections_can_be_closed_after_each_answer(site: Site) -> None:
     for client in (kept, held, old, streamed, refused):
         assert (await client.reply()).closes
         assert await client.is_closed()
-    site.front.close_after_each_answer = False
+    site.front.closes_after_each_answer = False
     kept = await site.ask(CLEAN + CLEAN)
     assert [(await kept.reply()).closes for _ in range(2)] == [False, False]
 

@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import (
     LineTooLong,
 )
 
-from proxy.listener.connection import unreadable
+from proxy.listener.connection import make_unreadable_error
 
 SECRET = "my prompt"
 
@@ -41,6 +41,6 @@ SECRET = "my prompt"
     ],
 )
 def test_errors_of_aiohttp_are_sent_without_quotations(problem: Exception, status: int, reason: str) -> None:
-    error = unreadable(problem)
+    error = make_unreadable_error(problem)
     assert (error.status, error.code) == (status, "malformed_http")
     assert error.message == f"the request is not valid HTTP/1.1: {reason}"

@@ -24,7 +24,7 @@ from proxy.common.errors import (
     Unauthorized,
     UpstreamError,
 )
-from proxy.listener.replies import REQUEST_ID, closing_error_bytes, error_response, rejection, retry_headers
+from proxy.listener.replies import REQUEST_ID, closing_error_bytes, error_response, rejection_reason, retry_headers
 from proxy.observe import logs
 from proxy.observe.metrics import REJECTIONS
 from tests.api.conftest import Gateway
@@ -151,7 +151,7 @@ def with_code(code: str, status: int) -> GatewayError:
     ],
 )
 def test_rejection_is_counted_by_reason(error: GatewayError, reason: str | None) -> None:
-    assert rejection(error) == reason
+    assert rejection_reason(error) == reason
     assert reason is None or reason in REJECTIONS
 
 

@@ -99,9 +99,9 @@ async def test_client_that_only_connects_is_no_failure(deploy: Deploy, certifica
     """Load balancers check ports in this way."""
     gateway = await deploy(listen=_listen(certificates.issue("good")))
     _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(gateway.url).port)
-    await until(lambda: gateway.worker.front.connections == 1, "the connection")
+    await until(lambda: gateway.worker.client_listener.connection_count == 1, "the connection")
     writer.close()
-    await until(lambda: gateway.worker.front.connections == 0, "its end")
+    await until(lambda: gateway.worker.client_listener.connection_count == 0, "its end")
     assert gateway.metrics(FAILURES) == {}
 
 
@@ -116,7 +116,7 @@ async def test_handshake_that_takes_too_long_ends(deploy: Deploy, certificates: 
 async def test_stopping_ends_handshakes(deploy: Deploy, certificates: Certificates) -> None:
     gateway = await deploy(listen=_listen(certificates.issue("good")))
     reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(gateway.url).port)
-    await until(lambda: gateway.worker.front.connections == 1, "the connection")
+    await until(lambda: gateway.worker.client_listener.connection_count == 1, "the connection")
     await gateway.end()
     assert await _is_closed(reader)
     writer.close()
@@ -131,7 +131,7 @@ async def test_connections_beyond_the_limit_get_an_answer_over_tls(deploy: Deplo
     assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
     for each in (writer, *writers):
         each.close()
-    await until(lambda: gateway.worker.front.connections == 0, "the end of all")
+    await until(lambda: gateway.worker.client_listener.connection_count == 0, "the end of all")
 
 
 async def test_error_that_ends_a_connection_arrives_over_tls(deploy: Deploy, certificates: Certificates) -> None:

@@ -35,23 +35,25 @@ class Host:
         """Return a request that has waited 4 s, prefilled 1 s, and decoded 3 s."""
         record = RequestRecord("chat", "id", self.clock, self.clock.now)
         record.key = key
-        timeline = record.timeline()
+        timeline = record.add_timeline()
         for stage, seconds in ((Stage.QUEUE, 4), (Stage.PREFILL, 1), (Stage.HANDOFF, 1), (Stage.STREAM, 2)):
-            timeline.enter(stage)
+            timeline.enter_stage(stage)
             self.clock.now += seconds
-        timeline.leave()
+        timeline.end_attempt()
         usage = timeline.usage
         usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens = prompt, cached, completion
         return record
 
     def end(self, *records: RequestRecord, worker: int = 0) -> None:
         for record in records:
-            record.close()
-        self.listeners[worker].settle((), records)
+            record.close_record()
+        self.listeners[worker].handle_batch((), records)
 
     def usage(self, name: str, hour: int | None = None) -> Mapping[str, float]:
-        slot = self.slots.get(name, self.accounts.slots)
-        account = self.accounts.total(slot, name) if hour is None else self.accounts.of_hour(slot, name, hour)
+        slot = self.slots.get(name, self.accounts.slot_count)
+        account = (
+            self.accounts.total_account(slot, name) if hour is None else self.accounts.account_of_hour(slot, name, hour)
+        )
         return usage_of(account)
 
     def samples(self, max_series: int = 100) -> dict[tuple[str, ...], float]:
@@ -117,7 +119,7 @@ def test_running_request_of_a_removed_key_is_counted(host: Host) -> None:
     host.end(host.record("b"))
     host.slots = {"a": 0}
     host.end(host.record("b"))
-    assert usage_of(host.accounts.total(1, "b"))["requests"] == 2
+    assert usage_of(host.accounts.total_account(1, "b"))["requests"] == 2
 
 
 def test_key_in_a_used_slot_begins_at_zero(host: Host) -> None:

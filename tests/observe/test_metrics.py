@@ -31,7 +31,7 @@ from proxy.dialects import DIALECTS
 from proxy.observe import metrics
 from proxy.observe.key_metrics import collect_keys
 from proxy.observe.key_usage import KeyAccounts
-from proxy.observe.metrics import RESUME_ACTIONS, Metrics, exposition
+from proxy.observe.metrics import RESUME_ACTIONS, Metrics, render_exposition
 from proxy.settings import Kv
 from tests.conftest import IS_COMPILED
 from tests.pools import make_pool
@@ -45,17 +45,19 @@ class Gateway:
         hosts = [(f"10.0.0.{number}", 7100) for number in range(1, prefillers + 1)]
         self.roster = Roster(hosts, [("fd00::1", 7200)], self.scoreboard)
         self.health = Health()
-        row = self.scoreboard.row(0)
+        row = self.scoreboard.load_row(0)
         self.pinned_kv = PinnedKv(row)
         self.pools = {
-            role: make_pool(role, self.roster, self.scoreboard, row=row, health=self.health, pinned_kv=self.pinned_kv)
+            role: make_pool(
+                role, self.roster, self.scoreboard, load_row=row, health=self.health, pinned_kv=self.pinned_kv
+            )
             for role in Role
         }
         self.metrics = Metrics()
         self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, Incompatibilities())
 
     def text(self) -> str:
-        return exposition(self.metrics.collect(), "text/plain")[0].decode()
+        return render_exposition(self.metrics.collect(), "text/plain")[0].decode()
 
     def families(self) -> dict[str, Metric]:
         return {family.name: family for family in text_string_to_metric_families(self.text())}
@@ -90,7 +92,7 @@ def test_metrics_have_conventional_names_and_help_texts(gateway: Gateway) -> Non
 
 def test_scrape_reads_at_most_one_instance_in_a_step() -> None:
     """Streams go on between the steps, so a scrape of many instances must have many."""
-    few, many = (len([*Gateway(prefillers).metrics.steps([])]) for prefillers in (1, 101))
+    few, many = (len([*Gateway(prefillers).metrics.collect_in_steps([])]) for prefillers in (1, 101))
     assert many - few >= 2 * 100  # the series of each instance, and its gauges
 
 
@@ -101,14 +103,14 @@ def test_scrape_reads_at_most_one_client_key_in_a_step(gateway: Gateway) -> None
     def count_steps(keys: int) -> int:
         slots = {f"team-{slot}": slot for slot in range(keys)}
         gateway.metrics.watch_keys(lambda: collect_keys(accounts, slots, 50, lambda slot: 1))
-        return len([*gateway.metrics.steps([])])
+        return len([*gateway.metrics.collect_in_steps([])])
 
     assert count_steps(200) - count_steps(0) >= 200
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_no_problem(gateway: Gateway) -> None:
-    with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load(1, 2))):
+    with gateway.pools[Role.PREFILL].make_lease(PickRequest.make_for_load(Load(1, 2))):
         gateway.metrics.instance_requests_total.labels("prefill", "10.0.0.1:7100", "timeout").inc()
         found = subprocess.run(["promtool", "check", "metrics"], input=gateway.text(), capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
@@ -116,7 +118,7 @@ def test_promtool_finds_no_problem(gateway: Gateway) -> None:
 
 def test_openmetrics_is_served_on_request(gateway: Gateway) -> None:
     accept = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
-    body, content_type = exposition(gateway.metrics.collect(), accept)
+    body, content_type = render_exposition(gateway.metrics.collect(), accept)
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     names = {family.name for family in openmetrics.text_string_to_metric_families(body.decode())}
     assert "pdproxy_requests" in names
@@ -151,12 +153,12 @@ def test_build_info_has_the_version(gateway: Gateway) -> None:
 
 def test_metrics_of_instances_show_current_health_and_load(gateway: Gateway) -> None:
     prefillers = gateway.pools[Role.PREFILL]
-    (prefiller,) = prefillers.backends()
+    (prefiller,) = prefillers.all_backends()
     labels = {"role": "prefill", "address": "10.0.0.1:7100"}
     assert gateway.value("pdproxy_instance_up", **labels) == 0
     gateway.health.on_probe(prefiller, True, "")
-    prefillers.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
-    with prefillers.lease(PickRequest.of(Load(compute_tokens=30, kv_tokens=7))):
+    prefillers.report_outcome(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
+    with prefillers.make_lease(PickRequest.make_for_load(Load(compute_tokens=30, kv_tokens=7))):
         assert gateway.value("pdproxy_instance_up", **labels) == 1
         assert gateway.value("pdproxy_instance_state", **labels) == list(HealthState).index(HealthState.UP)
         assert gateway.value("pdproxy_instance_inflight", **labels) == 1
@@ -167,27 +169,27 @@ def test_metrics_of_instances_show_current_health_and_load(gateway: Gateway) -> 
 
 
 def test_metrics_of_instances_show_pinned_kv(gateway: Gateway) -> None:
-    (prefiller,) = gateway.pools[Role.PREFILL].backends()
+    (prefiller,) = gateway.pools[Role.PREFILL].all_backends()
     labels = {"role": "prefill", "address": "10.0.0.1:7100"}
     names = [f"pdproxy_instance_pinned_kv{name}" for name in ("", "_tokens", "_oldest_seconds")]
     assert [gateway.value(name, **labels) for name in names] == [0, 0, 0]
-    pin = gateway.pinned_kv.pin(prefiller, 30, 480.0)
-    gateway.pinned_kv.pin(prefiller, 4, 480.0, suspected=True)
+    pin = gateway.pinned_kv.add_pin(prefiller, 30, 480.0)
+    gateway.pinned_kv.add_pin(prefiller, 4, 480.0, is_suspected=True)
     count, tokens, oldest = (gateway.value(name, **labels) for name in names)
     assert (count, tokens) == (2, 34)
     assert oldest is not None
-    assert 0 < oldest < time.monotonic() - pin.since
-    gateway.pinned_kv.forget(prefiller)
-    gateway.pinned_kv.pin(prefiller, 30, -1.0)
+    assert 0 < oldest < time.monotonic() - pin.pinned_at
+    gateway.pinned_kv.forget_backend(prefiller)
+    gateway.pinned_kv.add_pin(prefiller, 30, -1.0)
     assert [gateway.value(name, **labels) for name in names] == [0, 0, 0], "expired KV caches are not counted"
 
 
 def test_removed_instance_loses_its_series(gateway: Gateway) -> None:
     gateway.metrics.instance_requests_total.labels("prefill", "10.0.0.1:7100", "ok").inc()
     assert "10.0.0.1:7100" in gateway.text()
-    gateway.roster.remove(Role.PREFILL, "10.0.0.1", 7100)
+    gateway.roster.remove_backend(Role.PREFILL, "10.0.0.1", 7100)
     assert gateway.value("pdproxy_instance_up", role="prefill", address="10.0.0.1:7100") == 0
-    gateway.roster.finalize()
+    gateway.roster.drop_drained_backends()
     assert "10.0.0.1:7100" not in gateway.text()
     assert "[fd00::1]:7200" in gateway.text()
 
@@ -209,14 +211,14 @@ WORKERS = """
     from proxy.balancer.pool import Pool, PoolParts
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.observe.metrics import Metrics, exposition
+    from proxy.observe.metrics import Metrics, render_exposition
 
     scoreboard = Scoreboard(workers=2, slots=4)
     roster, health = Roster([("p", 1)], [], scoreboard), Health()
 
     def work(worker):
-        pinned_kv = PinnedKv(scoreboard.row(worker))
-        pinned_kv.pin(roster.members(Role.PREFILL)[0].backend, 10 + worker, 480.0)
+        pinned_kv = PinnedKv(scoreboard.load_row(worker))
+        pinned_kv.add_pin(roster.members_of_role(Role.PREFILL)[0].backend, 10 + worker, 480.0)
         metrics = Metrics()
         metrics.requests_total.labels("chat", "200").inc()
         metrics.inflight_requests.labels("chat").inc()
@@ -231,11 +233,11 @@ WORKERS = """
     os.wait()
     pool = Pool(PoolParts(
         role=Role.PREFILL, policy=make_policy("random"), scoreboard=scoreboard,
-        row=scoreboard.row(0), roster=roster, health=health,
+        load_row=scoreboard.load_row(0), roster=roster, health=health,
     ))
     metrics = work(0)
     metrics.watch_instances([pool], scoreboard, health, Incompatibilities())
-    print(exposition(metrics.collect(), "")[0].decode())
+    print(render_exposition(metrics.collect(), "")[0].decode())
 """
 
 

@@ -14,7 +14,7 @@ from proxy.common.terms import Stage
 from proxy.observe import logs
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.metrics import Metrics
-from proxy.observe.observers import Observers, RequestListener
+from proxy.observe.observers import RequestListener, RequestObservers
 from proxy.observe.record import RequestRecord
 from proxy.settings import Log
 from proxy.wire.openai import Api
@@ -30,7 +30,7 @@ class Ends(RequestListener):
         self.records: list[RequestRecord] = []
 
     def request_ended(self, record: RequestRecord) -> None:
-        self.ended.append(record.outcome.term)
+        self.ended.append(record.outcome.termination_code)
         self.records.append(record)
 
 
@@ -53,7 +53,7 @@ class Mistaken(RequestListener):
     def request_ended(self, record: RequestRecord) -> None:
         raise RuntimeError("ended")
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
+    def handle_batch(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         raise RuntimeError("settle")
 
 
@@ -74,33 +74,33 @@ class Later:
 
 def test_listener_gets_only_the_events_that_it_overrides() -> None:
     ends, counter = Ends(), Counter()
-    observers = Observers((ends, counter))
-    record = observers.begin("chat", "r1")
+    observers = RequestObservers((ends, counter))
+    record = observers.begin_record("chat", "r1")
     assert (counter.begun, ends.ended) == (1, [])
-    observers.end(record)
+    observers.end_record(record)
     assert (counter.begun, ends.ended) == (1, ["--"])
 
 
 def test_failing_listener_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     ends, counter = Ends(), Counter()
-    observers = Observers((Mistaken(), ends, counter))
-    record = observers.begin("chat", "r1")
-    observers.end(record)
+    observers = RequestObservers((Mistaken(), ends, counter))
+    record = observers.begin_record("chat", "r1")
+    observers.end_record(record)
     assert (counter.begun, ends.ended) == (1, ["--"])
     # One line for each event: `settle` came with the beginning, and with the end.
     methods = [record.getMessage().rpartition(".")[2] for record in caplog.records]
-    assert sorted(methods) == ["request_began", "request_ended", "settle", "settle"]
+    assert sorted(methods) == ["handle_batch", "handle_batch", "request_began", "request_ended"]
 
 
 def test_record_that_cannot_be_closed_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     ends, later = Ends(), Later()
-    observers = Observers((ends,))
-    with observers.in_batches(later):
-        bad, good = observers.begin("chat", "bad"), observers.begin("chat", "good")
-        timeline = bad.timeline()
-        timeline.stages, timeline.times = [Stage.PREFILL, None], ["mistaken", 1.0]  # type: ignore[list-item]
-        observers.end(bad)
-        observers.end(good)
+    observers = RequestObservers((ends,))
+    with observers.collect_in_batches(later):
+        bad, good = observers.begin_record("chat", "bad"), observers.begin_record("chat", "good")
+        timeline = bad.add_timeline()
+        timeline.entered_stages, timeline.stage_times = [Stage.PREFILL, None], ["mistaken", 1.0]  # type: ignore[list-item]
+        observers.end_record(bad)
+        observers.end_record(good)
     assert [record.request_id for record in ends.records] == ["good"]
     assert "bad" in caplog.text
 
@@ -108,41 +108,41 @@ def test_record_that_cannot_be_closed_does_not_affect_others(caplog: pytest.LogC
 async def test_record_of_a_streamed_answer_has_its_stages(deploy: Deploy) -> None:
     deployment = await deploy(1, 1)
     ends = Ends()
-    deployment.worker.observers.add(ends)
+    deployment.worker.request_observers.add_listener(ends)
     answer = await deployment.ask(request(Api.CHAT, "hello", stream=True))
     assert answer.is_done
     (record,) = ends.records
-    stages = [stage for stage, _ in record.timelines[0].marks]
+    stages = [stage for stage, _ in record.timelines[0].stage_marks]
     assert stages == [Stage.PREFILL, Stage.HANDOFF, Stage.FIRST_TOKEN, Stage.STREAM, None]
 
 
 def test_ends_are_reported_in_batches_or_at_a_settle() -> None:
     ends, later = Ends(), Later()
-    observers = Observers((ends,))
-    with observers.in_batches(later):
-        records = [observers.begin("chat", str(number)) for number in range(3)]
-        observers.end(records[0])
-        observers.end(records[1])
+    observers = RequestObservers((ends,))
+    with observers.collect_in_batches(later):
+        records = [observers.begin_record("chat", str(number)) for number in range(3)]
+        observers.end_record(records[0])
+        observers.end_record(records[1])
         assert (ends.ended, len(later.waiting)) == ([], 1)  # one call for all of them
         later.run()
         assert ends.ended == ["--"] * 2
-        observers.end(records[2])
-        observers.settle()
+        observers.end_record(records[2])
+        observers.flush_batch()
         assert ends.ended == ["--"] * 3
-        observers.end(observers.begin("chat", "last"))
+        observers.end_record(observers.begin_record("chat", "last"))
     assert ends.ended == ["--"] * 4  # leaving the context reports the rest
     later.run()
-    observers.end(observers.begin("chat", "after"))
+    observers.end_record(observers.begin_record("chat", "after"))
     assert ends.ended == ["--"] * 5
 
 
 def test_full_batch_is_reported_at_once() -> None:
     ends, later = Ends(), Later()
-    observers = Observers((ends,))
-    with observers.in_batches(later):
+    observers = RequestObservers((ends,))
+    with observers.collect_in_batches(later):
         for number in range(128):
             assert len(later.waiting) == bool(number)
-            observers.end(observers.begin("chat", str(number)))
+            observers.end_record(observers.begin_record("chat", str(number)))
         assert (ends.ended, len(later.waiting)) == ([], 2)
         later.run()
         assert len(ends.ended) == 128
@@ -158,7 +158,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
     before = root.handlers[:], root.level, ours.level
     path = tmp_path / "log"
     with path.open("w") as stream:
-        logs.setup(Log(format="text"), stream)
+        logs.set_up_logging(Log(format="text"), stream)
         yield path
         for handler in set(root.handlers) - set(before[0]):
             handler.close()
@@ -172,15 +172,15 @@ def ids(log: Path) -> list[str]:
 
 
 def test_access_lines_stay_in_order_with_other_lines(log: Path) -> None:
-    observers, later = Observers((AccessLog(),)), Later()
-    logs.call_before_lines(observers.settle)
-    with observers.in_batches(later):
+    observers, later = RequestObservers((AccessLog(),)), Later()
+    logs.call_before_lines(observers.flush_batch)
+    with observers.collect_in_batches(later):
         for number in range(3):
-            observers.end(observers.begin("chat", f"r{number}"))
+            observers.end_record(observers.begin_record("chat", f"r{number}"))
         assert ids(log) == []
         logging.getLogger("proxy.somewhere").info("later", extra={"fields": {"id": "other"}})
         assert ids(log) == ["r0", "r1", "r2", "other"]
-        observers.end(observers.begin("chat", "r3"))
+        observers.end_record(observers.begin_record("chat", "r3"))
         logs.access_line({"id": "passed on", "code": 200})
         assert ids(log)[4:] == ["r3", '"passed']
         later.run()
@@ -189,14 +189,14 @@ def test_access_lines_stay_in_order_with_other_lines(log: Path) -> None:
 
 def test_scrape_includes_all_requests_that_have_ended() -> None:
     metrics, later = Metrics(), Later()
-    observers = Observers((RequestMetrics(metrics, ("chat",)),))
-    metrics.settle_first(observers.settle)
-    with observers.in_batches(later):
-        running = observers.begin("chat", "r1")
-        observers.end(observers.begin("chat", "r2"))
+    observers = RequestObservers((RequestMetrics(metrics, ("chat",)),))
+    metrics.call_before_scrape(observers.flush_batch)
+    with observers.collect_in_batches(later):
+        running = observers.begin_record("chat", "r1")
+        observers.end_record(observers.begin_record("chat", "r2"))
         assert values(metrics, "pdproxy_requests_total") == {("chat", "200"): 1.0}
         assert values(metrics, "pdproxy_inflight_requests") == {("chat",): 1.0}
-        observers.end(running)
+        observers.end_record(running)
         assert values(metrics, "pdproxy_inflight_requests") == {}
 
 
@@ -226,7 +226,7 @@ def test_noted_times_are_counted_once_over_several_settles() -> None:
     metrics = Metrics()
     for seconds in (0.5, 0.25):
         metrics.inter_token_seconds.observe(seconds)
-        metrics.settle()
+        metrics.settle_noted_values()
     metrics.inter_token_seconds.observe(1.0)
     for _ in range(2):
         assert values(metrics, "pdproxy_inter_token_seconds_count") == {(): 3.0}

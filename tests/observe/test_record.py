@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable
 from proxy.common.terms import Stage
-from proxy.observe.record import FACTS, AccessFacts, RequestRecord, access_line, values_of
+from proxy.observe.record import FACTS, AccessFacts, RequestRecord, access_line, fact_values_of
 from proxy.observe.timeline import ATTEMPT_ATTRIBUTES, AttemptRecord, Timeline, stage_seconds
 
 if TYPE_CHECKING:
@@ -31,21 +31,21 @@ def record(clock: Clock) -> RequestRecord:
 def line(record: RequestRecord) -> dict[str, object]:
     """End the request now, and return its access line."""
     record.ended = record.clock()
-    record.close()
+    record.close_record()
     return access_line(record.facts)
 
 
 def walk(timeline: Timeline, clock: Clock, *steps: tuple[Stage | None, float]) -> None:
     for stage, seconds in steps:
         if stage is None:
-            timeline.leave()
+            timeline.end_attempt()
         else:
-            timeline.enter(stage)
+            timeline.enter_stage(stage)
         clock.now += seconds
 
 
 def test_timeline_measures_each_stage(record: RequestRecord, clock: Clock) -> None:
-    timeline = record.timeline()
+    timeline = record.add_timeline()
     walk(
         timeline,
         clock,
@@ -55,19 +55,19 @@ def test_timeline_measures_each_stage(record: RequestRecord, clock: Clock) -> No
         (Stage.STREAM, 8.0),
         (None, 100.0),
     )
-    assert timeline.seconds == {
+    assert timeline.seconds_by_stage == {
         Stage.PREFILL: 2.0,
         Stage.HANDOFF: 0.5,
         Stage.FIRST_TOKEN: 0.25,
         Stage.STREAM: 8.0,
     }
-    assert timeline.stage is Stage.STREAM
+    assert timeline.current_stage is Stage.STREAM
 
 
 def test_time_of_a_repeated_stage_is_summed(record: RequestRecord, clock: Clock) -> None:
-    timeline = record.timeline()
+    timeline = record.add_timeline()
     walk(timeline, clock, (Stage.PREFILL, 1.0), (Stage.PREFILL, 2.0), (None, 0.0))
-    assert timeline.seconds == {Stage.PREFILL: 3.0}
+    assert timeline.seconds_by_stage == {Stage.PREFILL: 3.0}
 
 
 @given(
@@ -83,60 +83,60 @@ def test_seconds_of_a_stage_are_the_sum_of_its_visits(steps: Marks, before: dict
 
 
 def test_new_attempt_is_empty(record: RequestRecord, clock: Clock) -> None:
-    timeline = record.timeline()
+    timeline = record.add_timeline()
     timeline.begin_attempt()
     timeline.prefiller, timeline.decoder = "p:1", "d:1"
     walk(timeline, clock, (Stage.PREFILL, 5.0), (Stage.HANDOFF, 1.0))
     timeline.begin_attempt()
-    assert (timeline.stage, timeline.prefiller, timeline.decoder, timeline.attempts) == (None, "-", "-", 2)
-    (first,) = timeline.past
-    assert (first.prefiller, first.decoder, [stage for stage, _ in first.marks]) == (
+    assert (timeline.current_stage, timeline.prefiller, timeline.decoder, timeline.attempts) == (None, "-", "-", 2)
+    (first,) = timeline.past_attempts
+    assert (first.prefiller, first.decoder, [stage for stage, _ in first.stage_marks]) == (
         *("p:1", "d:1"),
         [Stage.PREFILL, Stage.HANDOFF],
     )
     walk(timeline, clock, (Stage.PREFILL, 1.0), (None, 0.0))
-    assert timeline.seconds == {Stage.PREFILL: 1.0}
+    assert timeline.seconds_by_stage == {Stage.PREFILL: 1.0}
 
 
 def test_attempt_that_resumes_an_answer_adds_to_its_times(record: RequestRecord, clock: Clock) -> None:
-    timeline = record.timeline()
+    timeline = record.add_timeline()
     timeline.begin_attempt()
     walk(timeline, clock, (Stage.PREFILL, 5.0), (Stage.STREAM, 1.0), (None, 0.0))
     timeline.usage.is_resumed = True
     timeline.begin_attempt()
-    assert (timeline.stage, timeline.decoder, timeline.attempts) == (None, "-", 2)
+    assert (timeline.current_stage, timeline.decoder, timeline.attempts) == (None, "-", 2)
     walk(timeline, clock, (Stage.PREFILL, 1.0), (Stage.STREAM, 2.0), (None, 0.0))
-    assert timeline.seconds == {Stage.PREFILL: 6.0, Stage.STREAM: 3.0}
+    assert timeline.seconds_by_stage == {Stage.PREFILL: 6.0, Stage.STREAM: 3.0}
 
 
 def test_queue_time_is_kept_over_attempts(record: RequestRecord, clock: Clock) -> None:
-    timeline = record.timeline()
+    timeline = record.add_timeline()
     walk(timeline, clock, (Stage.QUEUE, 4.0))
-    timeline.leave()
+    timeline.end_attempt()
     timeline.begin_attempt()
     walk(timeline, clock, (Stage.PREFILL, 1.0), (None, 0.0))
     timeline.begin_attempt()
-    assert timeline.seconds == {Stage.QUEUE: 4.0}
+    assert timeline.seconds_by_stage == {Stage.QUEUE: 4.0}
 
 
 def test_encoding_and_prefill_are_one_attempt(record: RequestRecord, clock: Clock) -> None:
-    timeline = record.timeline()
+    timeline = record.add_timeline()
     for attempts in (1, 2):
-        timeline.begin_encoding()
+        timeline.begin_encoding_attempt()
         clock.now += 2.0
         timeline.end_encoding()
         timeline.begin_attempt()
         walk(timeline, clock, (Stage.PREFILL, 1.0), (None, 0.0))
-        assert (timeline.attempts, timeline.seconds) == (attempts, {Stage.ENCODE: 2.0, Stage.PREFILL: 1.0})
+        assert (timeline.attempts, timeline.seconds_by_stage) == (attempts, {Stage.ENCODE: 2.0, Stage.PREFILL: 1.0})
     assert line(record)["t_encode"] == 2.0
 
 
 def test_attempt_may_end_after_encoding(record: RequestRecord) -> None:
-    timeline = record.timeline()
-    timeline.begin_encoding()
+    timeline = record.add_timeline()
+    timeline.begin_encoding_attempt()
     timeline.end_encoding()
-    assert record.stage is Stage.ENCODE
-    timeline.begin_encoding()
+    assert record.current_stage is Stage.ENCODE
+    timeline.begin_encoding_attempt()
     assert timeline.attempts == 2
 
 
@@ -150,8 +150,8 @@ def test_prompt_usage_of_a_resumed_answer_is_ignored() -> None:
 
 
 def test_access_line_sums_the_resumes_of_its_units(record: RequestRecord) -> None:
-    record.timeline().resumes = 2
-    record.timeline().resumes = 1
+    record.add_timeline().resumes = 2
+    record.add_timeline().resumes = 1
     assert line(record)["resumes"] == 3
 
 
@@ -197,39 +197,39 @@ def test_usage_without_numbers_keeps_earlier_values() -> None:
 
 def test_only_the_first_token_counts(record: RequestRecord, clock: Clock) -> None:
     clock.now += 1.5
-    record.first_token()
+    record.record_first_token()
     clock.now += 1.0
-    record.first_token()
+    record.record_first_token()
     assert record.first_token_seconds == 1.5
 
 
 def test_stage_of_a_request_is_that_of_its_slowest_unit(record: RequestRecord, clock: Clock) -> None:
-    assert record.stage is None
-    walk(record.timeline(), clock, (Stage.STREAM, 0.0))
-    walk(record.timeline(), clock, (Stage.HANDOFF, 0.0))
-    record.timeline()
-    assert record.stage is Stage.HANDOFF
+    assert record.current_stage is None
+    walk(record.add_timeline(), clock, (Stage.STREAM, 0.0))
+    walk(record.add_timeline(), clock, (Stage.HANDOFF, 0.0))
+    record.add_timeline()
+    assert record.current_stage is Stage.HANDOFF
 
 
 def test_tokens_are_summed_over_the_units(record: RequestRecord) -> None:
-    first, second = record.timeline(), record.timeline()
+    first, second = record.add_timeline(), record.add_timeline()
     for take in (first.usage.add_prompt_usage, first.usage.add_completion_usage):
         take({"prompt_tokens": 10, "completion_tokens": 3})
     for take in (second.usage.add_prompt_usage, second.usage.add_completion_usage):
         take({"prompt_tokens": 20, "completion_tokens": 4})
     second.usage.add_prompt_usage({"prompt_tokens_details": {"cached_tokens": 16}})
-    record.close()
+    record.close_record()
     facts = record.facts
     assert (facts.prompt_tokens, facts.cached_tokens, facts.completion_tokens) == (30, 16, 7)
 
 
 def test_access_line_of_a_complete_request(record: RequestRecord, clock: Clock) -> None:
-    timeline = record.timeline()
+    timeline = record.add_timeline()
     timeline.begin_attempt()
     timeline.prefiller, timeline.decoder, timeline.kv = "p:1", "d:1", "transferred"
     timeline.prefill_id = timeline.decode_id = "a1"
     walk(timeline, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
-    record.first_token()
+    record.record_first_token()
     walk(timeline, clock, (Stage.STREAM, 8.0), (None, 0.0))
     for take in (timeline.usage.add_prompt_usage, timeline.usage.add_completion_usage):
         take({"prompt_tokens": 10, "completion_tokens": 3})
@@ -266,7 +266,7 @@ def test_access_line_of_a_complete_request(record: RequestRecord, clock: Clock) 
 
 def test_access_line_of_several_units_has_the_longest_stages(record: RequestRecord, clock: Clock) -> None:
     for decoder, seconds in (("d:1", 1.0), ("d:2", 3.0)):
-        timeline = record.timeline()
+        timeline = record.add_timeline()
         timeline.begin_attempt()
         timeline.begin_attempt()
         timeline.decoder = decoder
@@ -296,4 +296,4 @@ def test_moved_attributes_are_all_attributes_of_an_attempt() -> None:
 @pytest.mark.interpreted
 def test_values_of_facts_are_in_the_order_of_their_names() -> None:
     facts: dict[str, Any] = {name: name for name in FACTS}
-    assert values_of(AccessFacts(**facts)) == FACTS
+    assert fact_values_of(AccessFacts(**facts)) == FACTS

@@ -35,11 +35,11 @@ class Process:
 
     def serve(self, key: str, requests: int = 1, tokens: int = 10, worker: int = 0) -> None:
         values = [requests, 0, 0, 0, 0, tokens, 0, 0, 0, 0]
-        self.accounts.add(worker, self.slots.get(key, 4), key, int(self.now) // HOUR_SECONDS, values)
+        self.accounts.add_values(worker, self.slots.get(key, 4), key, int(self.now) // HOUR_SECONDS, values)
 
     def report(self, since: int = 0, worker: int = 0) -> list[tuple[int, str, int, int]]:
         """Return hour, key, requests and prompt tokens of each row."""
-        return _short(self.ledgers[worker].report(since))
+        return _short(self.ledgers[worker].report_usage(since))
 
     def ended(self, worker: int = 0) -> list[tuple[int, str, int, int]]:
         return _short(self.ledgers[worker].save_and_take_ended_hours())
@@ -68,7 +68,7 @@ def test_usage_of_all_workers_is_reported_by_any(path: Path) -> None:
 def test_usage_survives_a_restart_and_adds_up(path: Path) -> None:
     before = Process("one", path)
     before.serve("a", tokens=10)
-    before.ledgers[0].save()
+    before.ledgers[0].save_accounts()
     after = Process("two", path)
     assert after.report() == [(0, "a", 1, 10)]
     after.serve("a", tokens=3)
@@ -79,31 +79,31 @@ def test_older_account_of_another_worker_does_not_replace_a_newer_one(path: Path
     process = Process("one", path)
     process.serve("a", tokens=10)
     slow = UsageLedger(process.accounts, "one", lambda: process.slots, lambda: path, lambda: process.now)
-    accounts = list(slow._by_slot())
+    accounts = list(slow._usage_by_slot())
     process.serve("a", tokens=10)
-    process.ledgers[0].save()
-    slow._by_slot = lambda: iter(accounts)  # type: ignore[method-assign]
-    slow.save()
+    process.ledgers[0].save_accounts()
+    slow._usage_by_slot = lambda: iter(accounts)  # type: ignore[method-assign]
+    slow.save_accounts()
     assert process.report() == [(0, "a", 2, 20)]
 
 
 def test_file_is_not_written_without_new_requests(path: Path) -> None:
     process = Process("one", path)
     process.serve("a")
-    process.ledgers[0].save()
+    process.ledgers[0].save_accounts()
     before = path.read_bytes()  # has a counter of changes
-    process.ledgers[0].save()
-    process.ledgers[1].save()
+    process.ledgers[0].save_accounts()
+    process.ledgers[1].save_accounts()
     assert path.read_bytes() == before
     process.serve("a")
-    process.ledgers[0].save()
+    process.ledgers[0].save_accounts()
     assert path.read_bytes() != before
 
 
 def test_new_file_after_a_reload_has_the_present_hour(path: Path) -> None:
     process = Process("one", path)
     process.serve("a")
-    process.ledgers[0].save()
+    process.ledgers[0].save_accounts()
     process.path = path.with_name("other.db")
     assert process.report() == [(0, "a", 1, 10)]
 
@@ -114,7 +114,7 @@ def test_processes_write_the_same_file_at_the_same_time(path: Path) -> None:
     def work(process: Process) -> None:
         for _ in range(20):
             process.serve("a", tokens=1)
-            process.ledgers[0].save()
+            process.ledgers[0].save_accounts()
 
     threads = [threading.Thread(target=work, args=(process,)) for process in processes]
     for thread in threads:
@@ -128,7 +128,7 @@ def test_report_begins_with_the_hour_of_since(path: Path) -> None:
     process = Process("one", path)
     for _ in range(3):
         process.serve("a")
-        process.ledgers[0].save()
+        process.ledgers[0].save_accounts()
         process.now += HOUR_SECONDS
     assert process.report(HOUR + 1) == [(1, "a", 1, 10), (2, "a", 1, 10)]
 
@@ -149,7 +149,7 @@ def test_each_hour_is_logged_once_with_the_usage_of_all_processes(path: Path) ->
     one, two = Process("one", path), Process("two", path)
     one.serve("a", tokens=10)
     two.serve("a", tokens=20)
-    two.ledgers[1].save()
+    two.ledgers[1].save_accounts()
     assert one.ended() == two.ended() == []
     for process in (one, two):
         process.now += 0.5 * HOUR_SECONDS + 10
@@ -165,7 +165,7 @@ def test_hour_that_ended_while_no_process_ran_is_logged(path: Path) -> None:
     before = Process("one", path)
     assert before.ended() == []
     before.serve("a")
-    before.ledgers[0].save()
+    before.ledgers[0].save_accounts()
     assert Process("two", path, hour=HOUR + 5).ended() == [(0, "a", 1, 10)]
 
 
@@ -184,9 +184,9 @@ def test_two_hours_are_known_without_a_file() -> None:
 def test_key_that_is_removed_keeps_its_usage(path: Path) -> None:
     process = Process("one", path)
     process.serve("b")
-    process.ledgers[0].save()
+    process.ledgers[0].save_accounts()
     process.slots = {"a": 0}
-    process.accounts.add(0, 1, "b", HOUR, [1, 0, 0, 0, 0, 7, 0, 0, 0, 0])
+    process.accounts.add_values(0, 1, "b", HOUR, [1, 0, 0, 0, 0, 7, 0, 0, 0, 0])
     assert process.report() == [(0, "b", 2, 17)]
     process.slots = {"a": 0, "c": 1}
     process.serve("c")
@@ -197,8 +197,8 @@ def test_key_that_is_removed_keeps_its_usage(path: Path) -> None:
 
 def test_row_has_the_hour_as_a_time(path: Path) -> None:
     process = Process("one", path, hour=0)
-    process.accounts.add(0, 0, "a", 0, [3, 1, 0, 0, 1, 10, 4, 5, 1_500_000, 250_000])
-    (row,) = process.ledgers[0].report(0)
+    process.accounts.add_values(0, 0, "a", 0, [3, 1, 0, 0, 1, 10, 4, 5, 1_500_000, 250_000])
+    (row,) = process.ledgers[0].report_usage(0)
     assert row.to_json() == {
         "hour": "1970-01-01T00:00:00Z",
         "key": "a",
@@ -234,7 +234,7 @@ async def test_keeper_logs_one_line_per_key_and_hour(path: Path, caplog: pytest.
     before = Process("one", path)
     for key in ("-", "a", "b"):  # requests without a key are in the report only
         before.serve(key)
-    before.ledgers[0].save()
+    before.ledgers[0].save_accounts()
     after = Process("two", path, hour=HOUR + 1)
     async with UsageKeeper(after.ledgers[0], Metrics().background_restarts_total, LogOnce().is_news, is_logging=True):
         await until(lambda: len(caplog.records) == 2, "two lines")
@@ -258,8 +258,8 @@ async def test_report_does_not_delay_the_event_loop(path: Path, monkeypatch: pyt
     async with UsageKeeper(
         process.ledgers[0], Metrics().background_restarts_total, LogOnce().is_news, is_logging=False
     ) as keeper:
-        assert [row["key"] for row in orjson.loads(await keeper.report(0, "a"))] == ["a"]
-        assert len(orjson.loads(await keeper.report(0, None))) == 2
+        assert [row["key"] for row in orjson.loads(await keeper.report_as_json(0, "a"))] == ["a"]
+        assert len(orjson.loads(await keeper.report_as_json(0, None))) == 2
     assert threading.main_thread() not in threads
 
 
@@ -282,7 +282,7 @@ async def test_unusable_file_is_logged_once_until_it_works(
     async with keeper:
         await until(lambda: calls > 3, "several attempts")
         with pytest.raises(GatewayError) as refused:
-            await keeper.report(0, None)
+            await keeper.report_as_json(0, None)
         assert (refused.value.status, refused.value.code) == (503, "usage_unavailable")
         directory.mkdir()
         process.serve("a")

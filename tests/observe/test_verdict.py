@@ -15,16 +15,16 @@ from proxy.observe.verdict import (
     CODES,
     PACE_WINDOW_SECONDS,
     InstanceFacts,
-    Level,
-    Reason,
     StatusBoard,
     StatusFacts,
-    Verdicts,
+    StatusLevel,
+    StatusReason,
+    StatusVerdicts,
     WorkerFacts,
-    judge,
+    judge_status,
     level_of,
 )
-from proxy.process.worker.status import Growth
+from proxy.process.worker.status import CounterGrowth
 
 UP = {HealthState.UP: 1}
 PREFILL = InstanceFacts(role="prefill", name="p:1", states=UP)
@@ -65,144 +65,180 @@ LATE_PREFILL = replace(
     counts={("instance_requests", "prefill", name, "ok"): 5.0 for name in ("p:1", "p:2")},
 )
 ROWS = [
-    (replace(WELL, instances=(PREFILL,)), "no_instance", "decode", Level.DOWN, "There is no decode instance."),
+    (replace(WELL, instances=(PREFILL,)), "no_instance", "decode", StatusLevel.DOWN, "There is no decode instance."),
     (
         replace(WELL, instances=(PREFILL, replace(DECODE, states={HealthState.DOWN: 1}))),
         "no_instance",
         "decode",
-        Level.DOWN,
+        StatusLevel.DOWN,
         "The only decode instance is not up.",
     ),
     (
         replace(WELL, instances=(PREFILL, *(replace(each, states={HealthState.DOWN: 1}) for each in (DECODE, OTHER)))),
         "no_instance",
         "decode",
-        Level.DOWN,
+        StatusLevel.DOWN,
         "None of the 2 decode instances is up.",
     ),
-    (with_decoder(states={HealthState.DOWN: 1}, cause="refused"), "instance_down", "d:1", Level.DEGRADED, "refused"),
+    (
+        with_decoder(states={HealthState.DOWN: 1}, cause="refused"),
+        "instance_down",
+        "d:1",
+        StatusLevel.DEGRADED,
+        "refused",
+    ),
     (
         with_decoder(states={HealthState.EJECTED: 1, HealthState.UP: 2}),
         "instance_ejected",
         "d:1",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "in 1 of 3 workers",
     ),
-    (with_decoder(quiet_seconds=(9.2,), answers=1), "instance_silent", "d:1", Level.DEGRADED, "for 9 s on 1 of 1 r"),
+    (
+        with_decoder(quiet_seconds=(9.2,), answers=1),
+        "instance_silent",
+        "d:1",
+        StatusLevel.DEGRADED,
+        "for 9 s on 1 of 1 r",
+    ),
     (
         with_decoder(quiet_seconds=(9.0, 6.0, 5.5, 1.0), answers=12),
         "instance_silent",
         "d:1",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "for 9 s on 3 of 12 running answers.",
     ),
     (
         with_decoder(quiet_seconds=(61.0,), answers=1, has_begun=False),
         "instance_silent",
         "d:1",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "for 61 s on 1 of 1 running answer.",
     ),
-    (LATE_PREFILL, "instance_silent", "p:3", Level.DEGRADED, "for 15 s; 4 under way, which should take 2.0 s."),
+    (LATE_PREFILL, "instance_silent", "p:3", StatusLevel.DEGRADED, "for 15 s; 4 under way, which should take 2.0 s."),
     (
         replace(WELL, instances=(replace(PREFILL, quiet_seconds=(61,), answers=1, work_seconds=3.0), DECODE)),
         "instance_silent",
         "p:1",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "for 61 s; 1 under way, which should take 3.0 s.",
     ),
     (
         replace(WELL, counts={("instance_requests", "decode", "d:1", "status"): 4.0}),
         "instance_failing",
         "d:1",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "failed 4 of 4 requests in 30 s: status.",
     ),
-    (with_decoder(is_refusing=True), "instance_refuses", "d:1", Level.DEGRADED, "429"),
-    (replace(WELL, counts=PACES), "instance_slow", "d:1", Level.DEGRADED, "takes 300 ms per token"),
+    (with_decoder(is_refusing=True), "instance_refuses", "d:1", StatusLevel.DEGRADED, "429"),
+    (replace(WELL, counts=PACES), "instance_slow", "d:1", StatusLevel.DEGRADED, "takes 300 ms per token"),
     (
         replace(WELL, counts={("instance_requests", "decode", "d:1", "recomputed"): 2.0}),
         "kv_memory",
         "d:1",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "preempted 2 answers",
     ),
     (
         with_decoder(hints={"model": "serves b", "role": "is a prefiller"}),
         "incompatible",
         "d:1",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "is incompatible: model: serves b; role: is a prefiller",
     ),
-    (replace(WELL, pairs_apart={("p:1", "d:1"): 8.0}), "pair_apart", "p:1 d:1", Level.DEGRADED, "another 8 s"),
-    (with_decoder(computes_from=("p:1",)), "pair_recomputes", "p:1 d:1", Level.DEGRADED, "computes prompts again"),
-    (with_decoder(slow_from={"p:1": (1.5, 0.1)}), "pair_slow", "p:1 d:1", Level.DEGRADED, "take 1.50 s, those of"),
+    (replace(WELL, pairs_apart={("p:1", "d:1"): 8.0}), "pair_apart", "p:1 d:1", StatusLevel.DEGRADED, "another 8 s"),
+    (
+        with_decoder(computes_from=("p:1",)),
+        "pair_recomputes",
+        "p:1 d:1",
+        StatusLevel.DEGRADED,
+        "computes prompts again",
+    ),
+    (
+        with_decoder(slow_from={"p:1": (1.5, 0.1)}),
+        "pair_slow",
+        "p:1 d:1",
+        StatusLevel.DEGRADED,
+        "take 1.50 s, those of",
+    ),
     (
         with_worker(queued=243, oldest_seconds=9.6, waits_for="prefill"),
         "queue",
         "prefill",
-        Level.IMPAIRED,
+        StatusLevel.IMPAIRED,
         "243 requests wait for room at a prefill instance, the longest for 9.6 s.",
     ),
     (
         with_worker(queued=1, oldest_seconds=2.5),
         "queue",
         "prefill",
-        Level.IMPAIRED,
+        StatusLevel.IMPAIRED,
         "1 request waits for a better prefill instance",
     ),
     (
         with_worker(turns=12, oldest_turn_seconds=45.0),
         "sessions",
         "prefill",
-        Level.IMPAIRED,
+        StatusLevel.IMPAIRED,
         "12 turns of sessions wait for room in a prefix cache, the longest for 45 s.",
     ),
     (
         replace(WELL, counts={("rejected", "queue_full"): 3.0}),
         "rejected",
         "queue_full",
-        Level.IMPAIRED,
+        StatusLevel.IMPAIRED,
         "3 requests rejected in 30 s: queue_full.",
     ),
     (
         replace(WELL, counts={("requests", "chat", "502"): 2.0, ("requests", "chat", "200"): 8.0}),
         "errors",
         "requests",
-        Level.IMPAIRED,
+        StatusLevel.IMPAIRED,
         "2 of 10 requests failed in 30 s: 2 with a 5xx status",
     ),
-    (replace(WELL, counts={("streams_broken", "engine", "broken"): 1.0}), "errors", "requests", Level.IMPAIRED, "1 br"),
+    (
+        replace(WELL, counts={("streams_broken", "engine", "broken"): 1.0}),
+        "errors",
+        "requests",
+        StatusLevel.IMPAIRED,
+        "1 br",
+    ),
     (
         replace(WELL, counts={("resumes", "stalled", "ids"): 2.0, ("resumes", "stalled", "replay"): 1.0}),
         "resumed",
         "stalled",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "3 answers continued",
     ),
-    (FLOOD, "key_dominates", "team-b", Level.DEGRADED, "30 of 32 requests in flight (94%)"),
+    (FLOOD, "key_dominates", "team-b", StatusLevel.DEGRADED, "30 of 32 requests in flight (94%)"),
     (
         replace(WELL, counts={("key_limited", "team-b"): 294.0}),
         "key_limited",
         "team-b",
-        Level.DEGRADED,
+        StatusLevel.DEGRADED,
         "294 requests",
     ),
-    (with_worker(overload=2, memory_share=0.96), "memory", "memory", Level.DOWN, "96%"),
-    (with_worker(memory_share=0.91), "memory", "memory", Level.DEGRADED, "91%"),
-    (with_worker(lag_seconds=0.7), "event_loop", "1", Level.DEGRADED, "0.7 s late"),
-    (with_worker(fds_share=0.85), "file_descriptors", "1", Level.DEGRADED, "85%"),
-    (with_worker(age_seconds=7.0), "worker_silent", "1", Level.IMPAIRED, "not reported for 7 s"),
-    (replace(WELL, counts={("worker_replacements", "died"): 1.0}), "worker_replaced", "died", Level.DEGRADED, "died"),
-    (replace(WELL, sources={"dns:x": "no such name"}), "discovery", "dns:x", Level.DEGRADED, "no such name"),
-    (with_worker(is_reload_refused=True), "reload", "configuration", Level.DEGRADED, "refused"),
-    (replace(WELL, exchange_age_seconds=20.0), "replicas", "replicas", Level.DEGRADED, "for 20 s"),
+    (with_worker(overload=2, memory_share=0.96), "memory", "memory", StatusLevel.DOWN, "96%"),
+    (with_worker(memory_share=0.91), "memory", "memory", StatusLevel.DEGRADED, "91%"),
+    (with_worker(lag_seconds=0.7), "event_loop", "1", StatusLevel.DEGRADED, "0.7 s late"),
+    (with_worker(fds_share=0.85), "file_descriptors", "1", StatusLevel.DEGRADED, "85%"),
+    (with_worker(age_seconds=7.0), "worker_silent", "1", StatusLevel.IMPAIRED, "not reported for 7 s"),
+    (
+        replace(WELL, counts={("worker_replacements", "died"): 1.0}),
+        "worker_replaced",
+        "died",
+        StatusLevel.DEGRADED,
+        "died",
+    ),
+    (replace(WELL, sources={"dns:x": "no such name"}), "discovery", "dns:x", StatusLevel.DEGRADED, "no such name"),
+    (with_worker(is_reload_refused=True), "reload", "configuration", StatusLevel.DEGRADED, "refused"),
+    (replace(WELL, exchange_age_seconds=20.0), "replicas", "replicas", StatusLevel.DEGRADED, "for 20 s"),
 ]
 
 
 @pytest.mark.parametrize(("facts", "code", "subject", "level", "words"), ROWS)
-def test_verdict_names_the_problem(facts: StatusFacts, code: str, subject: str, level: Level, words: str) -> None:
-    reasons = judge(facts)
+def test_verdict_names_the_problem(facts: StatusFacts, code: str, subject: str, level: StatusLevel, words: str) -> None:
+    reasons = judge_status(facts)
     assert level_of(reasons) is max(reason.level for reason in reasons)
     (found,) = [reason for reason in reasons if reason.code == code]
     assert (found.subject, found.level) == (subject, level)
@@ -215,7 +251,7 @@ def test_failures_and_pairs_of_an_instance_that_is_down_are_no_further_reasons()
         counts={("instance_requests", "decode", "d:1", "status"): 4.0},
         pairs_apart={("p:1", "d:1"): 8.0},
     )
-    assert [reason.code for reason in judge(facts)] == ["instance_ejected"]
+    assert [reason.code for reason in judge_status(facts)] == ["instance_ejected"]
 
 
 def test_pairs_of_a_decoder_that_fails_with_all_prefillers_are_no_further_reasons() -> None:
@@ -226,9 +262,9 @@ def test_pairs_of_a_decoder_that_fails_with_all_prefillers_are_no_further_reason
         counts={("instance_requests", "decode", "d:1", "status"): 4.0},
         pairs_apart={("p:1", "d:1"): 8.0, ("p:2", "d:1"): 8.0},
     )
-    assert [reason.code for reason in judge(facts)] == ["instance_failing"]
+    assert [reason.code for reason in judge_status(facts)] == ["instance_failing"]
     one = replace(facts, pairs_apart={("p:1", "d:1"): 8.0})
-    assert sorted(reason.code for reason in judge(one)) == ["instance_failing", "pair_apart"]
+    assert sorted(reason.code for reason in judge_status(one)) == ["instance_failing", "pair_apart"]
 
 
 def test_every_code_has_a_row() -> None:
@@ -262,7 +298,7 @@ def test_every_code_has_a_row() -> None:
     ],
 )  # fmt: skip
 def test_verdict_is_healthy_without_a_problem(facts: StatusFacts) -> None:
-    assert judge(facts) == []
+    assert judge_status(facts) == []
 
 
 def test_slow_decoder_is_found_by_its_recent_pace() -> None:
@@ -274,10 +310,10 @@ def test_slow_decoder_is_found_by_its_recent_pace() -> None:
         ("stream_seconds", "d:2"): 18.0,
     }
     recent = {**before, ("stream_parts", "d:1"): 30.0, ("stream_seconds", "d:1"): 9.0}
-    assert judge(replace(WELL, counts=before)) == []
-    (reason,) = judge(replace(WELL, counts=before, recent_paces=recent))
+    assert judge_status(replace(WELL, counts=before)) == []
+    (reason,) = judge_status(replace(WELL, counts=before, recent_paces=recent))
     assert reason.text == "decode d:1 takes 300 ms per token, other decoders take 20 ms."
-    assert judge(replace(WELL, counts=before, recent_paces={**recent, ("stream_parts", "d:1"): 29.0})) == []
+    assert judge_status(replace(WELL, counts=before, recent_paces={**recent, ("stream_parts", "d:1"): 29.0})) == []
 
 
 Pace = tuple[float, float]
@@ -315,7 +351,7 @@ def test_slow_decoder_with_few_tokens_is_named_after_two_verdicts(
     steps: list[Pace], before: Pace, is_slow: bool
 ) -> None:
     """A decoder that has just returned gets few requests, and its earlier tokens hide its pace."""
-    found = [(reason.code, reason.subject) for reason in judge(with_paces(steps, before))]
+    found = [(reason.code, reason.subject) for reason in judge_status(with_paces(steps, before))]
     assert found == ([("instance_slow", "d:1")] if is_slow else [])
 
 
@@ -331,7 +367,7 @@ def test_pause_makes_no_decoder_with_few_tokens_slow(
     steps = [(float(count), count * data.draw(st.sampled_from(gaps))) for count in parts]
     paused = data.draw(st.integers(0, len(steps) - 1))
     steps[paused] = steps[paused][0], steps[paused][1] + pause_seconds
-    assert judge(with_paces(steps, (0.0, 0.0))) == []
+    assert judge_status(with_paces(steps, (0.0, 0.0))) == []
 
 
 @given(
@@ -345,7 +381,7 @@ def test_decoder_that_returns_slow_is_named_within_15_seconds(
     gap: float, first_request_at: float, down_seconds: float, sweep_phase: float, verdict_phase: float
 ) -> None:
     """One stream at a time is enough. The times are seconds after the return."""
-    window, total = Growth(PACE_WINDOW_SECONDS), Growth()
+    window, total = CounterGrowth(PACE_WINDOW_SECONDS), CounterGrowth()
     named_at = None
     for verdict in range(20):
         now = 2.0 * verdict - 24.0 + verdict_phase
@@ -359,8 +395,8 @@ def test_decoder_that_returns_slow_is_named_within_15_seconds(
             ("", "stream_parts", "d:2"): (now + 30.0) * 40,
             ("", "stream_seconds", "d:2"): now + 30.0,
         }
-        counts, recent = total.add(now, row), window.add(now, row)
-        reasons = judge(replace(WELL, counts=counts, recent_paces=recent, pace_steps=window.steps))
+        counts, recent = total.add_values(now, row), window.add_values(now, row)
+        reasons = judge_status(replace(WELL, counts=counts, recent_paces=recent, pace_steps=window.steps))
         if reasons and named_at is None:
             named_at = now
         assert bool(reasons) <= (now > first_request_at)
@@ -369,9 +405,9 @@ def test_decoder_that_returns_slow_is_named_within_15_seconds(
 
 
 def test_reason_keeps_its_first_time_and_is_held_for_six_seconds() -> None:
-    verdicts = Verdicts()
-    reasons = judge(replace(WELL, sources={"dns:x": "no such name"}))
-    first = verdicts.update(reasons, 10.0, 1000.0)
+    verdicts = StatusVerdicts()
+    reasons = judge_status(replace(WELL, sources={"dns:x": "no such name"}))
+    first = verdicts.update_verdict(reasons, 10.0, 1000.0)
     assert first["state"] == "degraded"
     assert first["reasons"] == [
         {
@@ -383,9 +419,9 @@ def test_reason_keeps_its_first_time_and_is_held_for_six_seconds() -> None:
             "look_at": "the source itself: its file, its DNS name or the API of Kubernetes",
         }
     ]
-    assert verdicts.update(reasons, 12.0, 1002.0)["reasons"][0]["since"] == 1000.0
-    assert verdicts.update([], 17.0, 1007.0)["state"] == "degraded"
-    assert verdicts.update([], 19.0, 1009.0) == {
+    assert verdicts.update_verdict(reasons, 12.0, 1002.0)["reasons"][0]["since"] == 1000.0
+    assert verdicts.update_verdict([], 17.0, 1007.0)["state"] == "degraded"
+    assert verdicts.update_verdict([], 19.0, 1009.0) == {
         "state": "healthy",
         "at": 1009.0,
         "reasons": [],
@@ -395,33 +431,36 @@ def test_reason_keeps_its_first_time_and_is_held_for_six_seconds() -> None:
 
 def test_verdict_with_the_longest_reasons_fits_into_its_memory() -> None:
     reasons = [
-        Reason(Level.DOWN, "instance_down", "instance", f"{n}" + "\x01" * 999, "\x01" * 9999) for n in range(1000)
+        StatusReason(StatusLevel.DOWN, "instance_down", "instance", f"{n}" + "\x01" * 999, "\x01" * 9999)
+        for n in range(1000)
     ]
-    verdict = Verdicts().update(reasons, 1.0, 1.0)
+    verdict = StatusVerdicts().update_verdict(reasons, 1.0, 1.0)
     assert (len(verdict["reasons"]), verdict["omitted"]) == (200, 800)
     assert verdict["reasons"][0]["text"].endswith("\x01…")
     board = StatusBoard()
-    board.publish(verdict, 1.0)
-    assert board.verdict(1.0) == verdict
+    board.publish_verdict(verdict, 1.0)
+    assert board.current_verdict(1.0) == verdict
 
 
 def test_report_that_is_too_long_loses_the_end_of_its_longest_lists() -> None:
     board = StatusBoard()
     counts = [["instance_requests", "decode", f"{number:0255}", "ok", 1.0] for number in range(9000)]
     quiet = {f"{number:0255}": [1, 0.0, True] for number in range(9000)}
-    assert not board.report(0, {"at": 1.0, "waits_for": "x" * 9999, "counts": counts, "quiet": quiet, "apart": []})
-    report = board.reports()[0]
+    assert not board.publish_report(
+        0, {"at": 1.0, "waits_for": "x" * 9999, "counts": counts, "quiet": quiet, "apart": []}
+    )
+    report = board.latest_reports()[0]
     assert report["counts"] == counts[: len(report["counts"])]
     assert 1000 < len(report["counts"]) < 9000
     assert list(report["quiet"]) == list(quiet)[: len(report["quiet"])]
-    assert board.report(0, {"at": 1.0, "counts": counts[:100], "quiet": {}, "apart": []})
+    assert board.publish_report(0, {"at": 1.0, "counts": counts[:100], "quiet": {}, "apart": []})
 
 
 def test_verdict_names_the_worker_that_judges_when_it_is_blocked() -> None:
     board = StatusBoard()
-    board.publish(Verdicts().update(judge(WELL), 10.0, 1000.0), 10.0)
-    assert board.verdict(14.0)["state"] == "healthy"
-    late = board.verdict(18.0)
+    board.publish_verdict(StatusVerdicts().update_verdict(judge_status(WELL), 10.0, 1000.0), 10.0)
+    assert board.current_verdict(14.0)["state"] == "healthy"
+    late = board.current_verdict(18.0)
     assert late["state"] == "impaired"
     (reason,) = late["reasons"]
     assert (reason["code"], reason["subject"]) == ("worker_silent", {"kind": "worker", "name": "0"})

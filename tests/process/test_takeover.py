@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from proxy.process import takeover
-from proxy.process.shared import Listeners, share
+from proxy.process.shared import ListeningSockets, create_shared_state
 from proxy.process.supervisor.listening import create_listener, open_listeners, take_systemd_sockets
 from proxy.process.takeover import Predecessor, Successor
 from proxy.settings import Admin, Listen, LoadedSettings, Settings, SettingsError
@@ -30,7 +30,7 @@ def successor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Successor]:
 
 
 def has_taken_over(successor: Successor) -> bool:
-    while (found := successor.look()) is None:
+    while (found := successor.check_takeover()) is None:
         select.select([successor], [], [], 5)
     return found
 
@@ -47,7 +47,7 @@ def test_one_that_does_not_get_ready_is_ended(
 ) -> None:
     monkeypatch.setattr(takeover, "_READY_SECONDS", 0.01)
     slow = successor("exec sleep 60")
-    while (found := slow.look()) is None:
+    while (found := slow.check_takeover()) is None:
         pass
     assert not found
     assert "is not ready after 0.01 s" in caplog.text
@@ -60,8 +60,8 @@ def test_one_that_is_not_wanted_any_more_is_ended(
 ) -> None:
     caplog.set_level("INFO")
     slow = successor("exec sleep 60")
-    assert slow.look() is None
-    slow.stop()
+    assert slow.check_takeover() is None
+    slow.stop_process()
     assert f"takeover: successor stopped, because this process stops: process {slow.pid}" in caplog.text
     _, status = os.waitpid(slow.pid, 0)
     assert os.WTERMSIG(status) == 15
@@ -78,32 +78,34 @@ def test_program_that_is_not_there_leaves_nothing_open(monkeypatch: pytest.Monke
 
 def test_all_workers_have_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, str] = {}
-    monkeypatch.setattr(takeover, "_spawn", lambda text, fds: told.update(PDPROXY_PREDECESSOR=_kept(text)) or 1)
+    monkeypatch.setattr(
+        takeover, "_spawn_successor", lambda text, fds: told.update(PDPROXY_PREDECESSOR=_kept(text)) or 1
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         old = Successor({"clients": listener}, [[], {"config": []}])
-        new = Predecessor.of(told)
+        new = Predecessor.from_environment(told)
         assert new is not None
         assert not told  # the next process is not notified
-        assert new.sockets["clients"].getsockname() == listener.getsockname()
-        assert new.instances == [[], {"config": []}]
-        assert old.look() is None
-        new.tell_accepting(2)
-        assert old.look() is None
-        new.tell_accepting(2)
-        assert old.look() is True
-        assert new.channel.recv(1) == b""
-        new.tell_accepting(2)  # a worker that takes the place of another
-    for sock in (new.channel, *new.sockets.values()):
+        assert new.sockets_by_name["clients"].getsockname() == listener.getsockname()
+        assert new.roster_state == [[], {"config": []}]
+        assert old.check_takeover() is None
+        new.report_accepting(2)
+        assert old.check_takeover() is None
+        new.report_accepting(2)
+        assert old.check_takeover() is True
+        assert new.message_channel.recv(1) == b""
+        new.report_accepting(2)  # a worker that takes the place of another
+    for sock in (new.message_channel, *new.sockets_by_name.values()):
         sock.close()
 
 
 def test_instances_that_cannot_be_read_are_missed_once(caplog: pytest.LogCaptureFixture) -> None:
     loaded = LoadedSettings(Settings.model_validate({"decode": ["127.0.0.1:1"], "connector": "plain"}), {})
     channel, other = socket.socketpair()
-    with channel, other, Listeners(create_listener("127.0.0.1", 0)) as listeners:
-        share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [[], {"config": []}]))
+    with channel, other, ListeningSockets(create_listener("127.0.0.1", 0)) as listeners:
+        create_shared_state(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [[], {"config": []}]))
         assert not caplog.messages
-        share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [["of another version"]]))
+        create_shared_state(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [["of another version"]]))
     [told] = caplog.messages
     assert told.startswith("takeover: changes of instances at run time are lost")
 
@@ -116,7 +118,7 @@ def _kept(text: str) -> str:
 
 
 def test_process_without_takeover_variables_has_no_predecessor() -> None:
-    assert Predecessor.of({}) is None
+    assert Predecessor.from_environment({}) is None
 
 
 def test_script_is_restarted_by_its_path_when_it_names_its_interpreter(

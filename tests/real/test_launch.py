@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from proxy.tools.launch.command import rendered
-from proxy.tools.launch.plan import planned
-from proxy.tools.launch.refusals import refusals
+from proxy.tools.launch.command import render_files
+from proxy.tools.launch.plan import make_plan
+from proxy.tools.launch.refusals import find_refusals
 from proxy.tools.launch.topology import parse_topology
 from tests.real.cluster import Cluster
 from tests.real.programs import HOST, MODEL, Program, stop
@@ -69,9 +69,9 @@ def start(cluster: Cluster, files: Mapping[str, str], role: str, directory: Path
 def test_engines_of_rendered_scripts_hand_over(cluster: Cluster, tmp_path: Path, show: Show) -> None:
     if len(cluster.prefillers) > 1:
         pytest.skip("the smallest cluster suffices, and leaves memory for two more engines")
-    plan = planned(parse_topology(topology(cluster, cluster.engines.directory), "topology"))
-    assert refusals(plan) == []
-    files = rendered(plan)
+    plan = make_plan(parse_topology(topology(cluster, cluster.engines.directory), "topology"))
+    assert find_refusals(plan) == []
+    files = render_files(plan)
     programs: list[Program] = []
     try:
         programs += (start(cluster, files, role, tmp_path) for role in ("prefill", "decode"))

@@ -160,7 +160,7 @@ def two_models() -> tuple[Sequence[SimulatedEngine], Sequence[SimulatedEngine]]:
 
 
 async def models_are_known(gateway: Deployment) -> None:
-    await until(lambda: gateway.worker.lanes.models.is_mixed, "the engines' models")
+    await until(lambda: gateway.worker.lanes.served_models.has_several_groups, "the engines' models")
 
 
 def written(*pieces: bytes) -> Any:

@@ -167,8 +167,8 @@ async def course(
                 for line in clients.lines:
                     line.writer.close()
                 await clients.rest()
-                await until(lambda: not gateway.worker.front.connections, "all connections to be closed")
-                gateway.worker.observers.settle()
+                await until(lambda: not gateway.worker.client_listener.connection_count, "all connections to be closed")
+                gateway.worker.request_observers.flush_batch()
             after = _metrics(gateway)
             sections = {
                 **_answers(clients),
@@ -267,7 +267,7 @@ def _without_length(request: str) -> str:
 
 
 def _metrics(gateway: Deployment) -> dict[str, float]:
-    gateway.worker.observers.settle()
+    gateway.worker.request_observers.flush_batch()
     samples: defaultdict[str, float] = defaultdict(float)
     for family in gateway.worker.metrics.collect():
         for sample in family.samples:

@@ -44,7 +44,7 @@ def ending(body: str, phase: str, how: str) -> Talk:
         if how == "leaves":
             line.leave()
         else:
-            gateway.worker.drain.cut_off()
+            gateway.worker.drain_manager.cut_off_all()
             await line.answer()
         await clients.rest()
 

@@ -74,7 +74,7 @@ MISTAKES: Final = {
 
 def with_keys(gateway: Deployment) -> None:
     slots = {key.name: slot for slot, key in enumerate(KEYS)}
-    gateway.worker.apply(replace(gateway.worker.current, client_keys=KEYS, slots=slots))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, client_keys=KEYS, slots_by_key=slots))
 
 
 def with_slow_decoders(gateway: Deployment) -> None:

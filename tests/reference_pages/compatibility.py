@@ -204,11 +204,11 @@ def locked_version(software: str) -> str:
 def _ability_rows() -> Iterator[str]:
     for name, ability in ABILITIES.items():
         capability = capabilities()[name]
-        in_sglang = capability.in_sglang
+        in_sglang = capability.since_sglang_version
         if callable(in_sglang) != bool(ability.sglang_condition):
             raise ValueError(f"{name}: give the condition of SGLang exactly if it is no version")
         of_sglang = ability.sglang_condition or ("–" if in_sglang is None or callable(in_sglang) else _from(in_sglang))
-        of_vllm = _from(capability.since) if ability.in_vllm else "–"
+        of_vllm = _from(capability.since_vllm_version) if ability.in_vllm else "–"
         yield f"| {ability.text} | {ability.connectors} | {of_vllm} | {of_sglang} |"
 
 
@@ -217,7 +217,7 @@ def _from(version: EngineVersion) -> str:
 
 
 def _kv_rows() -> Iterator[str]:
-    changes = sorted({capability.since for capability in capabilities().values()})
+    changes = sorted({capability.since_vllm_version for capability in capabilities().values()})
     rows: list[tuple[str, KvTransfer, EngineVersion]] = [
         ("NixlConnector", KvTransfer.NIXL, (0, 0)),
         ("NixlPushConnector", KvTransfer.NIXL_PUSH, _FIRST_NIXL_PUSH),

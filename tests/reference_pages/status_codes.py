@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from proxy.observe.verdict import LOOK_AT, Reason, judge
+from proxy.observe.verdict import LOOK_AT, StatusReason, judge_status
 from tests.observe.test_verdict import ROWS
 
 _HEAD: Final = """\
@@ -34,9 +34,9 @@ _IS_CODE: Final = re.compile(
 
 def page() -> str:
     """Return the whole page."""
-    reasons: dict[str, list[Reason]] = {code: [] for code in LOOK_AT}
+    reasons: dict[str, list[StatusReason]] = {code: [] for code in LOOK_AT}
     for facts, code, *_ in ROWS:
-        reasons[code] += [reason for reason in judge(facts) if reason.code == code]
+        reasons[code] += [reason for reason in judge_status(facts) if reason.code == code]
     rows = [
         f"| `{code}` | {_states(own)} | {', '.join(dict.fromkeys(reason.kind for reason in own))} | {own[0].text}"
         f" | {_IS_CODE.sub(lambda found: f'`{found[0]}`', LOOK_AT[code])} |\n"
@@ -45,5 +45,5 @@ def page() -> str:
     return f"{_HEAD}{''.join(rows)}{_TAIL}"
 
 
-def _states(reasons: list[Reason]) -> str:
+def _states(reasons: list[StatusReason]) -> str:
     return ", ".join(f"`{level.name.lower()}`" for level in sorted({reason.level for reason in reasons}, reverse=True))

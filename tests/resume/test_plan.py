@@ -491,7 +491,7 @@ def joined(text: str, cut: int, stops: Sequence[str], least: int, cuts: Sequence
     here = situation(body, [], transcript=delivery.transcript, shows_ids=True)
     resumption, _ = decided(here, lambda ids: "".join(map(chr, ids)))
     assert resumption.seam is not None
-    delivery.go_on(replace(resumption, prompt_ids=None))
+    delivery.prepare_to_continue(replace(resumption, prompt_ids=None))
     kept = resumption.kept_ids
     for told in engine_chunks(text[kept:], stops, max(0, least - kept), cuts, shows_stop=shows_stop):
         output = take(delivery, data({"id": "y", "choices": [told]}))[0]
@@ -561,9 +561,9 @@ async def resumed(
         output += part
         if ended is Meaning.DONE:
             return output
-        if not delivery.is_touched:
+        if not delivery.is_answer_changed:
             if delivery.seam is None:
-                delivery.begin_anew()
+                delivery.restart_answer()
             continue
         situation = Situation(
             engine=VLLM,
@@ -582,11 +582,11 @@ async def resumed(
         )
         resumption, _ = decided(situation)
         if resumption.seam is None:
-            delivery.begin_anew()
+            delivery.restart_answer()
         else:
-            delivery.go_on(resumption)
+            delivery.prepare_to_continue(resumption)
         if resumption.call is None:
-            return output + delivery.missing_end(None)
+            return output + delivery.make_missing_end(None)
         call = resumption.call
     raise Lost
 

@@ -49,7 +49,9 @@ async def test_ambiguous_requests_are_rejected_with_one_log_line(
     for number, payload in enumerate(GROUPS[group]):
         caplog.clear()
         outcome = await try_out(payload, front, engine, number, quiet_seconds=5.0)
-        await gateway.worker.drain.idle()  # the client may read the answer before the request has ended
+        await (
+            gateway.worker.drain_manager.wait_until_idle()
+        )  # the client may read the answer before the request has ended
         problems += [f"{payload.name}: {sentence}" for sentence in disagreements(payload, way, outcome)]
         lines = [
             record for record in caplog.records if record.name.startswith("proxy.") and record.levelno >= logging.INFO

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.tools.flag_numbers import duration_seconds, natural, positive, whole_number
+from proxy.tools.flag_numbers import duration_seconds, positive_number, positive_whole_number, whole_number
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
         (whole_number, "0", 0),
-        (natural, "1", 1),
+        (positive_whole_number, "1", 1),
         (duration_seconds, "0", 0.0),
         (duration_seconds, "1e3", 1000.0),
-        (positive, "0.5", 0.5),
+        (positive_number, "0.5", 0.5),
     ],
 )
 def test_valid_flag_numbers_are_parsed(kind: Callable[[str], float], text: str, value: float) -> None:
@@ -28,13 +28,13 @@ def test_valid_flag_numbers_are_parsed(kind: Callable[[str], float], text: str, 
     ("kind", "texts", "problem"),
     [
         (whole_number, ["-1", "1.5", "some", "", "\u0661"], "must be a whole number, 0 or more"),
-        (natural, ["0", "-1", "1.5", "some"], "must be a whole number, 1 or more"),
+        (positive_whole_number, ["0", "-1", "1.5", "some"], "must be a whole number, 1 or more"),
         (
             duration_seconds,
             ["-0.1", "nan", "inf", "1e9", "soon"],
             "must be a number of seconds, 0 or more and below 1e9",
         ),
-        (positive, ["0", "-1", "nan", "inf", "1e10", "much"], "must be a number above 0 and below 1e9"),
+        (positive_number, ["0", "-1", "nan", "inf", "1e10", "much"], "must be a number above 0 and below 1e9"),
     ],
 )
 def test_invalid_number_is_reported_with_the_expectation(

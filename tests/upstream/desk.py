@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from proxy.observe.metrics import Metrics
-from proxy.upstream import AddressRules, Names
+from proxy.upstream import AddressRules, HostNames
 from tests.clock import Clock
 
 LOOPBACK = AddressRules(["127.0.0.0/8", "::1/128"])
@@ -43,7 +43,7 @@ class NameServer:
 class Desk:
     """Names with a name server, and the metrics they write."""
 
-    def __init__(self, names: Names, server: NameServer, metrics: Metrics) -> None:
+    def __init__(self, names: HostNames, server: NameServer, metrics: Metrics) -> None:
         self.names = names
         self.server = server
         self._metrics = metrics
@@ -60,7 +60,7 @@ class Desk:
 
     async def refreshed(self, host: str) -> None:
         """Until the look-up under way has ended."""
-        pending = self.names._names[host].pending
+        pending = self.names._names_by_host[host].pending_look_up
         assert pending is not None
         await pending
 
@@ -69,7 +69,7 @@ class Desk:
 async def desk(clock: Clock, *configured: str, rules: AddressRules = LOOPBACK) -> AsyncIterator[Desk]:
     server, metrics = NameServer(), Metrics()
     try:
-        async with Names(rules, configured, metrics, clock=clock, look_up=server) as names:
+        async with HostNames(rules, configured, metrics, clock=clock, look_up=server) as names:
             yield Desk(names, server, metrics)
     finally:
         server.close()

@@ -15,7 +15,7 @@ from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
-from proxy.upstream import Names, Response, Upstream, UpstreamOptions
+from proxy.upstream import HostNames, Response, Upstream, UpstreamOptions
 
 LONG = 3600.0
 SHORT = 0.05
@@ -107,7 +107,7 @@ async def engine(
 # Our side
 
 
-def new_upstream(key: str | None = None, names: Names | None = None, **timeouts: float) -> Upstream:
+def new_upstream(key: str | None = None, names: HostNames | None = None, **timeouts: float) -> Upstream:
     return Upstream(Timeouts(**timeouts), EngineKeys(key), names, UpstreamOptions(sweep_seconds=0.01))
 
 
@@ -134,12 +134,14 @@ def deaf(address: str = "127.0.0.1", port: int = 0) -> Iterator[socket.socket]:
 async def exchange(
     upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any
 ) -> AsyncIterator[Response]:
-    with await upstream.open(backend, "/v1/x", body, {}, **{"answer_seconds": LONG, **options}) as response:
+    with await upstream.post_and_await_head(
+        backend, "/v1/x", body, {}, **{"answer_seconds": LONG, **options}
+    ) as response:
         yield response
 
 
 async def fetch(upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any) -> bytes:
-    return (await upstream.fetch(backend, "/v1/x", body, {}, **{"answer_seconds": LONG, **options}))[1]
+    return (await upstream.post_and_read_body(backend, "/v1/x", body, {}, **{"answer_seconds": LONG, **options}))[1]
 
 
 async def failure_of(work: Awaitable[object]) -> Failure:
@@ -164,15 +166,15 @@ class Collector:
     def body(self) -> bytes:
         return b"".join(self.reads)
 
-    def received(self, data: bytes) -> bool:
+    def on_body_data(self, data: bytes) -> bool:
         assert data
         assert not self.finished.done()
         self.reads.append(data)
         self.begun.set()
         return self.is_progress
 
-    def can_move(self) -> bool:
+    def can_move_to_other_backend(self) -> bool:
         return True
 
-    def ended(self, error: UpstreamError | None) -> None:
+    def on_body_end(self, error: UpstreamError | None) -> None:
         self.finished.set_result(error)

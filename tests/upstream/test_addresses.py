@@ -70,23 +70,23 @@ NEVER = {
 
 @pytest.mark.parametrize("address", INSIDE)
 def test_by_default_instances_may_be_in_private_networks(address: str) -> None:
-    assert AddressRules(Settings().admin.networks).allows(address)
+    assert AddressRules(Settings().admin.networks).allows_address(address)
 
 
 @pytest.mark.parametrize("address", OUTSIDE)
 def test_by_default_instances_may_not_be_in_public_networks(address: str) -> None:
-    assert not AddressRules(Settings().admin.networks).allows(address)
-    assert EVERYWHERE.allows(address)
+    assert not AddressRules(Settings().admin.networks).allows_address(address)
+    assert EVERYWHERE.allows_address(address)
 
 
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("address", NEVER.values(), ids=NEVER)
 def test_forbidden_addresses_are_never_allowed(address: str) -> None:
-    assert not EVERYWHERE.allows(address)
+    assert not EVERYWHERE.allows_address(address)
 
 
 def test_without_networks_nothing_is_allowed() -> None:
-    assert not AddressRules([]).allows("127.0.0.1")
+    assert not AddressRules([]).allows_address("127.0.0.1")
 
 
 ODD = ["2130706433", "0x7f000001", "0X7F000001", "127.1", "127.0.1", "0177.0.0.1", "127.0.0.01", "0x7f.1", "0"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.upstream.answer_reader import AnswerReader
-from proxy.upstream.any_answer import AnyAnswer, BadAnswer
+from proxy.upstream.any_answer import BadAnswer, UnusualAnswer
 from tests.upstream.raw import OK, STREAM_HEAD, chunk
 
 # Each list has common, unusual and broken parts.
@@ -126,12 +126,12 @@ def pieces_of(data: bytes, places: set[int]) -> list[bytes]:
     return [piece for begin, end in zip([0, *ends], ends, strict=False) if (piece := data[begin:end])]
 
 
-def told(reader: AnswerReader | AnyAnswer, pieces: Sequence[bytes]) -> list[Any]:
+def told(reader: AnswerReader | UnusualAnswer, pieces: Sequence[bytes]) -> list[Any]:
     """Return the state of an answer after each piece, until it is complete or broken."""
     steps: list[Any] = []
     for piece in pieces:
         try:
-            body: bytes | None = reader.feed(piece)
+            body: bytes | None = reader.add_bytes(piece)
         except BadAnswer:
             body = None
         headers = list(reader.headers.items()) if reader.status else []
@@ -139,14 +139,14 @@ def told(reader: AnswerReader | AnyAnswer, pieces: Sequence[bytes]) -> list[Any]
         steps.append((body, reader.status, headers, reader.is_complete, ending))
         if body is None or reader.is_complete:
             break
-    reader.close()
+    reader.close_parser()
     return steps
 
 
 @settings(max_examples=400)
 @given(cut_answers())
 def test_answer_reader_agrees_with_httptools(pieces: list[bytes]) -> None:
-    assert told(AnswerReader(), pieces) == told(AnyAnswer(), pieces)
+    assert told(AnswerReader(), pieces) == told(UnusualAnswer(), pieces)
 
 
 def with_one_oddity() -> Iterator[bytes]:
@@ -175,7 +175,7 @@ def test_answer_reader_judges_unusual_answers_like_httptools() -> None:
         head = answer.find(b"\r\n\r\n") + 4
         cuts = [set[int](), set(range(len(answer))), *({head, at} for at in range(head, len(answer)))]
         for pieces in (pieces_of(answer, places) for places in cuts):
-            assert told(AnswerReader(), pieces) == told(AnyAnswer(), pieces), pieces
+            assert told(AnswerReader(), pieces) == told(UnusualAnswer(), pieces), pieces
 
 
 UVICORN = b"HTTP/1.1 200 OK\r\ndate: Sun, 22 Nov 2026 17:00:00 GMT\r\nserver: uvicorn\r\n"
@@ -195,9 +195,9 @@ ORDINARY = {
 
 @pytest.mark.parametrize("pieces", ORDINARY.values(), ids=ORDINARY)
 def test_common_answers_need_no_parser(pieces: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = told(AnyAnswer(), pieces)
+    expected = told(UnusualAnswer(), pieces)
     assert expected[-1][3]
-    monkeypatch.setattr("proxy.upstream.answer_reader.AnyAnswer", None)
+    monkeypatch.setattr("proxy.upstream.answer_reader.UnusualAnswer", None)
     assert told(AnswerReader(), pieces) == expected
 
 
@@ -205,4 +205,4 @@ def test_one_reader_reads_the_answers_of_many_exchanges() -> None:
     odd = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\n1"
     reader = AnswerReader()
     for answer in (OK, odd, STREAM_HEAD + chunk(b"a") + b"0\r\n\r\n", OK):
-        assert told(reader, [answer]) == told(AnyAnswer(), [answer])
+        assert told(reader, [answer]) == told(UnusualAnswer(), [answer])

@@ -37,7 +37,9 @@ async def test_request_is_what_engines_expect(upstream: Upstream) -> None:
 
     async with engine(script) as backend:
         headers = {"x-request-id": "r1", "authorization": "Bearer of-the-client"}
-        await upstream.fetch(backend, "/v1/completions", b'{"prompt":"\xc3\xbc"}', headers, answer_seconds=LONG)
+        await upstream.post_and_read_body(
+            backend, "/v1/completions", b'{"prompt":"\xc3\xbc"}', headers, answer_seconds=LONG
+        )
     head, body = seen[0]
     lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     assert lines[0] == b"POST /v1/completions HTTP/1.1"
@@ -61,7 +63,7 @@ async def test_header_reaches_the_engine_with_the_clients_bytes(upstream: Upstre
 
     async with engine(script) as backend:
         received = b"caf\xc3\xa9 \xe9 \xe6\xbc\xa2".decode("utf-8", "surrogateescape")  # as aiohttp reads it
-        await upstream.fetch(backend, "/", b"{}", {"tracestate": received}, answer_seconds=LONG)
+        await upstream.post_and_read_body(backend, "/", b"{}", {"tracestate": received}, answer_seconds=LONG)
     assert b"tracestate: caf\xc3\xa9 \xe9 \xe6\xbc\xa2\r\n" in seen[0]
 
 
@@ -73,7 +75,7 @@ async def test_instance_that_is_not_configured_never_sees_the_engine_key() -> No
         link.send(OK)
 
     async with new_upstream(key="secret") as upstream, engine(script) as backend:
-        await upstream.fetch(backend, "/", b"{}", {"authorization": "Bearer own"}, answer_seconds=LONG)
+        await upstream.post_and_read_body(backend, "/", b"{}", {"authorization": "Bearer own"}, answer_seconds=LONG)
     assert b"uthorization" not in seen[0]
 
 
@@ -87,13 +89,13 @@ async def test_instance_added_again_has_no_former_right_to_the_engine_key() -> N
 
     async with new_upstream(key="secret") as upstream, engine(script) as backend:
         for trusted in (True, False):  # on one connection
-            await upstream.fetch(replace(backend, is_trusted=trusted), "/", b"{}", {}, answer_seconds=LONG)
+            await upstream.post_and_read_body(replace(backend, is_trusted=trusted), "/", b"{}", {}, answer_seconds=LONG)
     assert [b"Authorization: Bearer secret\r\n" in head for head in seen] == [True, False]
 
 
 async def test_connection_notices_when_its_engine_is_gone(upstream: Upstream) -> None:
     async with engine(Link.answer) as backend, exchange(upstream, backend) as response:
-        await response.read()
+        await response.read_body()
         (connection,) = upstream._busy
         sock = connection.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -129,7 +131,7 @@ async def test_answer_is_the_same_wherever_it_is_cut(upstream: Upstream, answer:
 
     async with engine(script) as backend:
         for _ in range(1, len(answer)):
-            response, body = await upstream.fetch(backend, "/", b"{}", {}, answer_seconds=LONG)
+            response, body = await upstream.post_and_read_body(backend, "/", b"{}", {}, answer_seconds=LONG)
             assert (response.status, body) == (200, BODY)
 
 
@@ -159,7 +161,7 @@ async def test_status_and_headers_are_there_before_the_body(upstream: Upstream) 
         assert response.backend is backend
         assert response.headers == {"retry-after": "3", "x-empty": "", "x-two": "2", "content-length": "4"}
         opened.set()
-        assert await response.read() == b"busy"
+        assert await response.read_body() == b"busy"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ async def test_body_that_arrived_before_attach_is_delivered(upstream: Upstream) 
 
     async with engine(script) as backend, exchange(upstream, backend) as response:
         sink = Collector()
-        response.attach(sink)
+        response.attach_sink(sink)
         await sink.begun.wait()
         told.set()
         assert await sink.finished is None
@@ -192,7 +194,7 @@ async def test_whole_body_that_arrived_before_attach_is_delivered(upstream: Upst
     async with engine(lambda link: link.answer()) as backend, exchange(upstream, backend) as response:
         await asyncio.sleep(0)
         sink = Collector()
-        response.attach(sink)
+        response.attach_sink(sink)
         assert await sink.finished is None
         assert sink.body == b"ok"
 
@@ -239,7 +241,7 @@ async def test_arrived_part_of_a_broken_answer_is_delivered(upstream: Upstream) 
 
     async with engine(script) as backend, exchange(upstream, backend) as response:
         sink = Collector()
-        response.attach(sink)
+        response.attach_sink(sink)
         error = await sink.finished
         assert error is not None
         assert error.failure is Failure.BROKEN
@@ -330,7 +332,7 @@ async def test_trailers_are_not_read_as_headers(upstream: Upstream) -> None:
     trailers = b"".join(b"X-%d: 1\r\n" % number for number in range(1000))
     answer = STREAM_HEAD + chunk(b"ok") + b"0\r\nContent-Type: text/evil\r\n" + trailers + b"\r\n"
     async with engine(lambda link: link.answer(answer)) as backend, exchange(upstream, backend) as response:
-        assert await response.read() == b"ok"
+        assert await response.read_body() == b"ok"
         assert response.headers == {"content-type": "text/event-stream", "transfer-encoding": "chunked"}
 
 
@@ -365,38 +367,43 @@ async def test_paused_answer_is_held_back_and_then_arrives_whole(upstream: Upstr
     class Pausing(Collector):
         paused = False
 
-        def received(self, data: bytes) -> bool:
+        def on_body_data(self, data: bytes) -> bool:
             assert not self.paused
             if not self.reads:
                 self.paused = True
-                response.pause()
-            return super().received(data)
+                response.pause_reading()
+            return super().on_body_data(data)
 
     async with engine(floods, Link.answer) as backend, exchange(upstream, backend) as response:
         sink = Pausing()
-        response.attach(sink)
+        response.attach_sink(sink)
         await sink.begun.wait()
         await full.wait()  # the kernel buffers are full, and the engine does not read them
         assert await fetch(upstream, backend) == b"ok"  # the others go on
         assert len(sink.reads) == 1
         sink.paused = False
-        response.resume()
+        response.resume_reading()
         assert await sink.finished is None
         assert sum(map(len, sink.reads)) == blocks * len(block)
 
 
 async def test_pausing_and_resuming_twice_is_the_same_as_once(upstream: Upstream) -> None:
     async with engine(Link.answer) as backend, exchange(upstream, backend) as response:
-        for change in (response.pause, response.pause, response.resume, response.resume):
+        for change in (
+            response.pause_reading,
+            response.pause_reading,
+            response.resume_reading,
+            response.resume_reading,
+        ):
             change()
-        assert await response.read() == b"ok"
+        assert await response.read_body() == b"ok"
 
 
 async def test_lost_connection_can_still_be_paused_and_resumed(upstream: Upstream) -> None:
     async with engine(lambda link: link.answer(STREAM_HEAD)) as backend, exchange(upstream, backend) as response:
-        assert await failure_of(response.read()) is Failure.BROKEN
-        response.pause()
-        response.resume()
+        assert await failure_of(response.read_body()) is Failure.BROKEN
+        response.pause_reading()
+        response.resume_reading()
 
 
 # An answer that comes too soon
@@ -411,7 +418,7 @@ async def test_answer_may_come_while_the_request_is_still_being_written(upstream
         await gone.wait()
 
     async with engine(refuses, Link.answer) as backend:
-        response, body = await upstream.fetch(backend, "/", b"x" * 32_000_000, {}, answer_seconds=LONG)
+        response, body = await upstream.post_and_read_body(backend, "/", b"x" * 32_000_000, {}, answer_seconds=LONG)
         assert (response.status, body) == (413, b"no")
         assert await fetch(upstream, backend) == b"ok"  # on a connection without the rest of the first request in it
         gone.set()

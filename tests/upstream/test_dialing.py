@@ -38,7 +38,7 @@ class Dialing:
 
     async def verdicts(self) -> None:
         """Until the attempts that were not waited for have ended."""
-        while losers := list(self.upstream._dialer._losers):
+        while losers := list(self.upstream._dialer._unneeded_attempts):
             await asyncio.wait(losers)
             await asyncio.sleep(0)
 
@@ -139,7 +139,7 @@ async def test_address_that_worked_last_is_tried_first(clock: Clock, monkeypatch
             await at.ask()
             # An attempt that begins with the wrong address would now wait forever.
             monkeypatch.setattr("proxy.upstream.dialing._STAGGER_SECONDS", 3600.0)
-            at.upstream.configure(Timeouts(connect_seconds=3600.0), 30.0)
+            at.upstream.set_limits(Timeouts(connect_seconds=3600.0), 30.0)
             await at.ask()
 
 
@@ -154,10 +154,10 @@ async def test_dead_addresses_are_tried_last(clock: Clock) -> None:
         return address
 
     dialer, addresses = Dialer(clock, lambda *_: True), (DEAF, GOOD, REFUSED)
-    assert await dialer.dial("engine", 1, addresses, connect, 1.0) == GOOD
+    assert await dialer.connect_to_first("engine", 1, addresses, connect, 1.0) == GOOD
     refusing.add(GOOD)
-    assert await dialer.dial("engine", 1, addresses, connect, 1.0) == REFUSED
-    await dialer.close()
+    assert await dialer.connect_to_first("engine", 1, addresses, connect, 1.0) == REFUSED
+    await dialer.cancel_attempts()
     assert tried == [DEAF, GOOD, GOOD, REFUSED]
 
 
@@ -221,7 +221,7 @@ async def test_request_that_is_given_up_leaves_no_attempt_behind(clock: Clock) -
         Upstream(timeouts, EngineKeys(None), at.names, UpstreamOptions(clock=clock)) as upstream,
     ):
         at.server.say([DEAF, GOOD])
-        await at.names.find("engine")
+        await at.names.find_addresses("engine")
         with deaf(GOOD) as listener, deaf(DEAF, listener.getsockname()[1]):
             asking = asyncio.create_task(fetch(upstream, Backend(Role.DECODE, "engine", listener.getsockname()[1])))
             await asyncio.sleep(0)  # it has begun

@@ -20,26 +20,28 @@ class Recorder:
         self.over = asyncio.Event()
         self._then = then
 
-    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+    def on_answer_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.told.append(("answered", status, dict(headers)))
         self._then("answered")
 
-    def received(self, data: bytes) -> bool:
+    def on_body_data(self, data: bytes) -> bool:
         self.told.append(("received", data))
         self._then("received")
         return True
 
-    def can_move(self) -> bool:
+    def can_move_to_other_backend(self) -> bool:
         return True
 
-    def ended(self, error: UpstreamError | None) -> None:
+    def on_body_end(self, error: UpstreamError | None) -> None:
         self.told.append(("ended", error and error.failure))
         self.over.set()
         self._then("ended")
 
 
 def begin(connection: EngineConnection, exchange: Recorder) -> None:
-    connection.begin(exchange, "/v1/completions", [b"{", b' "', b'":0}'], {"x-request-id": "r"}, answer_seconds=LONG)
+    connection.begin_exchange(
+        exchange, "/v1/completions", [b"{", b' "', b'":0}'], {"x-request-id": "r"}, answer_seconds=LONG
+    )
 
 
 async def test_exchange_receives_its_answer_as_it_arrives(upstream: Upstream) -> None:
@@ -51,7 +53,7 @@ async def test_exchange_receives_its_answer_as_it_arrives(upstream: Upstream) ->
         link.send(chunk(b"two") + b"0\r\n\r\n")
 
     async with engine(script) as backend:
-        connection = await upstream.connect(backend)
+        connection = await upstream.open_connection(backend)
         exchange = Recorder(lambda call: read.set() if call == "received" else None)
         begin(connection, exchange)
         await exchange.over.wait()
@@ -62,9 +64,9 @@ async def test_exchange_receives_its_answer_as_it_arrives(upstream: Upstream) ->
             ("ended", None),
         ]
         assert upstream.busy_connections == 1
-        upstream.give_back(connection)
-        assert upstream.take_idle(backend) is connection
-        upstream.give_back(connection)
+        upstream.return_connection(connection)
+        assert upstream.take_idle_connection(backend) is connection
+        upstream.return_connection(connection)
 
 
 async def test_next_exchange_may_begin_where_one_ends(upstream: Upstream) -> None:
@@ -73,13 +75,13 @@ async def test_next_exchange_may_begin_where_one_ends(upstream: Upstream) -> Non
             await link.answer()
 
     async with engine(script) as backend:
-        connection = await upstream.connect(backend)
+        connection = await upstream.open_connection(backend)
         second = Recorder()
 
         def go_on(call: str) -> None:
             if call == "ended":
-                upstream.give_back(connection)
-                assert upstream.take_idle(backend) is connection
+                upstream.return_connection(connection)
+                assert upstream.take_idle_connection(backend) is connection
                 begin(connection, second)
 
         first = Recorder(go_on)
@@ -88,7 +90,7 @@ async def test_next_exchange_may_begin_where_one_ends(upstream: Upstream) -> Non
         assert (
             [told[0] for told in first.told] == [told[0] for told in second.told] == ["answered", "received", "ended"]
         )
-        upstream.give_back(connection)
+        upstream.return_connection(connection)
 
 
 async def test_exchange_without_an_answer_only_ends(upstream: Upstream) -> None:
@@ -96,12 +98,12 @@ async def test_exchange_without_an_answer_only_ends(upstream: Upstream) -> None:
         await link.request()
 
     async with engine(script) as backend:
-        connection = await upstream.connect(backend)
+        connection = await upstream.open_connection(backend)
         exchange = Recorder()
         begin(connection, exchange)
         await exchange.over.wait()
         assert exchange.told == [("ended", Failure.RESET)]
-        upstream.give_back(connection)
+        upstream.return_connection(connection)
 
 
 @pytest.mark.parametrize("last", ["answered", "received"])
@@ -114,10 +116,10 @@ async def test_released_exchange_gets_no_further_calls(upstream: Upstream, last:
         gone.set()
 
     async with engine(script) as backend:
-        connection = await upstream.connect(backend)
-        exchange = Recorder(lambda call: upstream.give_back(connection) if call == last else None)
+        connection = await upstream.open_connection(backend)
+        exchange = Recorder(lambda call: upstream.return_connection(connection) if call == last else None)
         begin(connection, exchange)
         await gone.wait()
         await asyncio.sleep(0)  # one turn of the loop to report the lost connection
-        assert connection.closed
+        assert connection.is_closed
         assert exchange.told[-1][0] == last

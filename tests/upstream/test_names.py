@@ -15,7 +15,7 @@ from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.observe.metrics import Metrics
 from proxy.settings import Timeouts
-from proxy.upstream import AddressProblem, AddressRules, Names, Upstream, UpstreamOptions
+from proxy.upstream import AddressProblem, AddressRules, HostNames, Upstream, UpstreamOptions
 from tests.clock import Clock
 from tests.upstream.desk import LOOPBACK, NameServer, desk
 from tests.upstream.raw import OK, Link, engine, fetch, free_port, new_upstream
@@ -28,7 +28,7 @@ async def test_literal_is_known_without_a_look_up(clock: Clock, host: str) -> No
     async with desk(clock) as at:
         assert at.names.known_addresses(host) == (host,)
         clock.now += 1e6
-        assert await at.names.find(host) == (host,)
+        assert await at.names.find_addresses(host) == (host,)
         assert at.server.asked == []
 
 
@@ -36,14 +36,14 @@ async def test_name_is_looked_up_once(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.2", "127.0.0.1"])
         assert at.names.known_addresses("engine") == ()
-        assert await at.names.find("engine") == ("127.0.0.2", "127.0.0.1")
+        assert await at.names.find_addresses("engine") == ("127.0.0.2", "127.0.0.1")
         assert at.names.known_addresses("engine") == ("127.0.0.2", "127.0.0.1")
         assert at.server.asked == ["engine"]
 
 
 async def test_concurrent_callers_share_one_look_up(clock: Clock) -> None:
     async with desk(clock) as at:
-        asking = [asyncio.create_task(at.names.find("engine")) for _ in range(3)]
+        asking = [asyncio.create_task(at.names.find_addresses("engine")) for _ in range(3)]
         await asyncio.sleep(0)
         asking[0].cancel()  # which must not take the answer from the others
         at.server.say(["127.0.0.1"])
@@ -55,13 +55,13 @@ async def test_concurrent_callers_share_one_look_up(clock: Clock) -> None:
 async def test_old_address_is_used_while_a_new_one_is_looked_up(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
-        await at.names.find("engine")
+        await at.names.find_addresses("engine")
         clock.now += 9.5
         assert at.names.known_addresses("engine") == ("127.0.0.1",)
         assert at.server.asked == ["engine"]
         clock.now += 0.5
         for _ in range(2):
-            assert await at.names.find("engine") == ("127.0.0.1",)  # the server has not answered yet
+            assert await at.names.find_addresses("engine") == ("127.0.0.1",)  # the server has not answered yet
         at.server.say(["127.0.0.2"])
         await at.refreshed("engine")
         assert at.names.known_addresses("engine") == ("127.0.0.2",)
@@ -72,8 +72,8 @@ async def test_old_address_is_used_while_a_new_one_is_looked_up(clock: Clock) ->
 async def test_slow_name_server_holds_up_no_other_name(clock: Clock) -> None:
     async with desk(clock, "known", "slow") as at:
         at.server.say(["127.0.0.1"])
-        await at.names.find("known")
-        slow = asyncio.create_task(at.names.find("slow"))
+        await at.names.find_addresses("known")
+        slow = asyncio.create_task(at.names.find_addresses("slow"))
         await asyncio.sleep(0)
         clock.now += 100
         assert at.names.known_addresses("known") == ("127.0.0.1",)
@@ -88,7 +88,7 @@ async def test_failed_look_up_is_logged_once_and_keeps_the_last_address(
     caplog.set_level(logging.INFO, "proxy.upstream.names")
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
-        await at.names.find("engine")
+        await at.names.find_addresses("engine")
         for _ in range(3):
             clock.now += 10.1
             at.server.say(UNKNOWN)
@@ -112,29 +112,31 @@ async def test_name_without_address_is_looked_up_again_soon(clock: Clock) -> Non
         at.server.say(UNKNOWN)
         for _ in range(3):
             with pytest.raises(AddressProblem, match=r"^name or service not known$"):
-                await at.names.find("engine")
+                await at.names.find_addresses("engine")
         assert at.server.asked == ["engine"]
         clock.now += 1.1
         at.server.say(["127.0.0.1"])
-        assert await at.names.find("engine") == ("127.0.0.1",)
+        assert await at.names.find_addresses("engine") == ("127.0.0.1",)
 
 
 async def test_first_look_up_is_not_waited_for_for_ever(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.upstream.names._WAIT_SECONDS", 0.01)
     async with desk(clock) as at:
         with pytest.raises(AddressProblem, match=r"^timed out$"):
-            await at.names.find("engine")
+            await at.names.find_addresses("engine")
         monkeypatch.setattr("proxy.upstream.names._WAIT_SECONDS", 60.0)
         at.server.say(["127.0.0.1"])  # what comes later is of use for the next one
-        assert await at.names.find("engine") == ("127.0.0.1",)
+        assert await at.names.find_addresses("engine") == ("127.0.0.1",)
         assert at.server.asked == ["engine"]
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".y"])
 async def test_impossible_name_is_an_address_problem(clock: Clock, host: str) -> None:
-    async with Names(LOOPBACK, [host], Metrics(), clock=clock) as names:  # asks the system, which raises UnicodeError
+    async with HostNames(
+        LOOPBACK, [host], Metrics(), clock=clock
+    ) as names:  # asks the system, which raises UnicodeError
         with pytest.raises(AddressProblem, match=r"^not a host name$"):
-            await names.find(host)
+            await names.find_addresses(host)
 
 
 async def test_unusual_spelling_of_an_address_is_not_looked_up(clock: Clock) -> None:
@@ -144,8 +146,8 @@ async def test_unusual_spelling_of_an_address_is_not_looked_up(clock: Clock) -> 
 
 
 async def test_system_resolver_finds_localhost(clock: Clock) -> None:
-    async with Names(LOOPBACK, [], Metrics(), clock=clock) as names:
-        assert set(await names.find("localhost")) <= {"127.0.0.1", "::1"}
+    async with HostNames(LOOPBACK, [], Metrics(), clock=clock) as names:
+        assert set(await names.find_addresses("localhost")) <= {"127.0.0.1", "::1"}
 
 
 # Where instances may be
@@ -157,23 +159,23 @@ async def test_added_instance_must_be_where_the_rules_allow(clock: Clock) -> Non
     async with desk(clock, "configured") as at:
         at.server.say(["169.254.169.254"])
         with pytest.raises(AddressProblem, match=FORBIDDEN):
-            await at.names.find("added")
+            await at.names.find_addresses("added")
         with pytest.raises(AddressProblem, match=FORBIDDEN):
             at.names.known_addresses("8.8.8.8")
         at.server.say(["8.8.8.8"])
-        assert await at.names.find("configured") == ("8.8.8.8",)
+        assert await at.names.find_addresses("configured") == ("8.8.8.8",)
 
 
 async def test_of_several_addresses_only_the_allowed_are_used(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["169.254.169.254", "127.0.0.1", "8.8.8.8"])
-        assert await at.names.find("added") == ("127.0.0.1",)
+        assert await at.names.find_addresses("added") == ("127.0.0.1",)
 
 
 async def test_name_that_moves_to_a_forbidden_address_is_not_followed(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
-        await at.names.find("added")
+        await at.names.find_addresses("added")
         clock.now += 10.1
         at.server.say(["169.254.169.254"])
         at.names.known_addresses("added")
@@ -185,11 +187,11 @@ async def test_name_that_moves_to_a_forbidden_address_is_not_followed(clock: Clo
 async def test_new_rules_apply_to_known_names(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
-        await at.names.find("added")
-        at.names.configure(AddressRules([]), ["other"])
+        await at.names.find_addresses("added")
+        at.names.set_rules(AddressRules([]), ["other"])
         with pytest.raises(AddressProblem, match=FORBIDDEN):
             at.names.known_addresses("added")
-        at.names.configure(AddressRules([]), ["added"])
+        at.names.set_rules(AddressRules([]), ["added"])
         assert at.names.known_addresses("added") == ("127.0.0.1",)
 
 
@@ -197,12 +199,12 @@ async def test_rules_check_an_address_once(clock: Clock) -> None:
     asked: list[str] = []
 
     class Rules(AddressRules):
-        def allows(self, address: str) -> bool:
+        def allows_address(self, address: str) -> bool:
             asked.append(address)
-            return super().allows(address)
+            return super().allows_address(address)
 
     async with desk(clock) as at:
-        at.names.configure(Rules(["127.0.0.0/8"]), [])
+        at.names.set_rules(Rules(["127.0.0.0/8"]), [])
         for _ in range(3):
             assert at.names.known_addresses("127.0.0.3") == ("127.0.0.3",)
     assert asked == ["127.0.0.3"]
@@ -213,7 +215,7 @@ async def test_number_of_remembered_names_is_limited(clock: Clock, monkeypatch: 
     async with desk(clock) as at:
         for host in ("a", "b", "c", "a"):
             at.server.say(["127.0.0.1"])
-            assert await at.names.find(host) == ("127.0.0.1",)
+            assert await at.names.find_addresses(host) == ("127.0.0.1",)
         assert at.server.asked == ["a", "b", "c", "a"]
 
 
@@ -224,7 +226,7 @@ async def test_names_end_their_threads_at_the_end(clock: Clock) -> None:
     async with desk(clock) as at:
         for host in ("a", "b", "c"):
             at.server.say(["127.0.0.1"])
-            await at.names.find(host)
+            await at.names.find_addresses(host)
         threads = at.names._threads
         assert [thread.name for thread in threads] == ["names-0", "names-1"]
     for thread in threads:
@@ -234,8 +236,8 @@ async def test_names_end_their_threads_at_the_end(clock: Clock) -> None:
 
 async def test_leaving_does_not_wait_for_a_name_server(clock: Clock) -> None:
     server = NameServer()
-    async with Names(LOOPBACK, [], Metrics(), clock=clock, look_up=server) as names:
-        waiting = asyncio.create_task(names.find("stuck"))
+    async with HostNames(LOOPBACK, [], Metrics(), clock=clock, look_up=server) as names:
+        waiting = asyncio.create_task(names.find_addresses("stuck"))
         names.known_addresses("another")
         for _ in range(2):
             await asyncio.to_thread(server.is_asked.acquire, timeout=60)

@@ -23,7 +23,7 @@ def upstream_at(clock: Callable[[], float]) -> Upstream:
 
 async def preconnected(upstream: Upstream, backend: Backend) -> EngineConnection:
     """Open a connection in advance, and return it."""
-    upstream.preconnect(backend)
+    upstream.open_in_advance(backend)
     await until(lambda: upstream._idle.get(backend.key), "a connection")
     (connection,) = upstream._idle[backend.key]
     return connection
@@ -46,7 +46,7 @@ async def test_preconnected_connection_is_used_by_the_next_request() -> None:
 async def test_preconnect_opens_no_second_idle_connection() -> None:
     async with upstream_at(Clock()) as upstream, engine(answers) as backend:
         await preconnected(upstream, backend)
-        upstream.preconnect(backend)
+        upstream.open_in_advance(backend)
         await asyncio.sleep(0)
         assert await fetch(upstream, backend) == b"ok"
 
@@ -59,15 +59,15 @@ async def test_preconnected_connection_lasts_for_the_time_of_a_prompt(seconds: f
     async with upstream_at(clock) as upstream, engine(*scripts) as backend:
         connection = await preconnected(upstream, backend)
         clock.now += seconds
-        upstream.sweep()
-        assert connection.closed is not is_used
+        upstream.check_connections()
+        assert connection.is_closed is not is_used
         assert await fetch(upstream, backend) == b"ok"
 
 
 async def test_preconnected_connection_is_used_after_another_was_stale() -> None:
     async with upstream_at(Clock()) as upstream, engine(answers) as backend:
         await preconnected(upstream, backend)
-        upstream.distrust(backend)
+        upstream.stop_reuse_briefly(backend)
         assert await fetch(upstream, backend) == b"ok"
 
 
@@ -83,13 +83,13 @@ async def test_preconnected_connection_closed_without_answer_is_a_failure() -> N
 async def test_failed_preconnect_is_found_by_the_next_request() -> None:
     backend = Backend(Role.DECODE, "127.0.0.1", free_port())
     async with upstream_at(Clock()) as upstream:
-        upstream.preconnect(backend)
+        upstream.open_in_advance(backend)
         assert await failure_of(fetch(upstream, backend)) is Failure.CONNECT
 
 
 async def test_running_preconnect_ends_with_the_gateway() -> None:
     with deaf() as listener:
         async with upstream_at(Clock()) as upstream:
-            upstream.preconnect(Backend(Role.DECODE, *listener.getsockname()))
+            upstream.open_in_advance(Backend(Role.DECODE, *listener.getsockname()))
             await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -29,7 +29,7 @@ def expected(keys: EngineKeys, backend: Backend, path: str, headers: dict[str, s
         "Accept-Encoding: identity",
         "Content-Length: 7",
         *(f"{name}: {value}" for name, value in headers.items() if name != "authorization"),
-        *(f"{name}: {value}" for name, value in keys.headers(backend, headers.get("authorization")).items()),
+        *(f"{name}: {value}" for name, value in keys.credential_headers(backend, headers.get("authorization")).items()),
     ]
     return sorted(line.encode("utf-8", "surrogateescape") for line in lines)
 
@@ -38,8 +38,8 @@ def test_head_does_not_depend_on_earlier_heads() -> None:
     keys = EngineKeys(None)
     heads = RequestHeads(keys)
     for key, _ in product((None, "k%d", "another", None), range(2)):
-        keys.configure(key)
+        keys.use_key(key)
         for backend, path, headers in product(BACKENDS, ("/v1/completions", "/odd%20path"), HEADERS):
-            head = heads.render(backend, path, 7, headers)
+            head = heads.render_head(backend, path, 7, headers)
             assert head.endswith(b"\r\n\r\n")
             assert sorted(head[:-4].split(b"\r\n")) == expected(keys, backend, path, headers)

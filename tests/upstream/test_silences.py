@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from proxy.balancer.engines import EngineKeys
-from proxy.balancer.stalls import Pace
+from proxy.balancer.stalls import StreamPace
 from proxy.common.backend import Backend
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
@@ -46,10 +46,10 @@ class Checks:
     @property
     def given(self) -> SilenceChecks:
         return SilenceChecks(
-            is_down=lambda backend: backend in self.down,
-            on_refused=self.refused.append,
+            is_backend_down=lambda backend: backend in self.down,
+            on_refused_connection=self.refused.append,
             makes_progress=self.makes_progress,
-            on_hang=self.on_hang,
+            on_engine_hang=self.on_hang,
         )
 
 
@@ -73,7 +73,7 @@ class Stream:
         self.link = link
         self.response = response
         self.sink = Collector()
-        response.attach(self.sink)
+        response.attach_sink(self.sink)
 
     async def say(self) -> None:
         before = len(self.sink.body)
@@ -119,7 +119,7 @@ class World:
             self._clock.now += 1
             for stream in speaking * parts:
                 await stream.say()
-            self.upstream.sweep()
+            self.upstream.check_connections()
             await self.settles()
 
     async def settles(self) -> None:
@@ -245,13 +245,13 @@ async def test_answer_that_begins_after_a_long_wait_is_not_silent(clock: Clock) 
     async with world(clock) as at:
         one = await at.engine(3, has_begun=False)
         await at.passes(8)
-        assert at.upstream.quiet_seconds() == {one.backend: (False, [7.0] * 3)}
+        assert at.upstream.quiet_seconds_by_backend() == {one.backend: (False, [7.0] * 3)}
         for stream in one.streams:
             stream.response.limit_silence(LONG, True)
-        assert at.upstream.quiet_seconds() == {one.backend: (True, [0.0] * 3)}
+        assert at.upstream.quiet_seconds_by_backend() == {one.backend: (True, [0.0] * 3)}
         await at.passes(1)
         await at.passes(6, one.streams[0])
-        assert sorted(at.upstream.quiet_seconds()[one.backend][1]) == [0.0, 6.0, 6.0]
+        assert sorted(at.upstream.quiet_seconds_by_backend()[one.backend][1]) == [0.0, 6.0, 6.0]
 
 
 async def test_answers_are_not_silent_because_the_gateway_was_stopped(clock: Clock) -> None:
@@ -259,9 +259,9 @@ async def test_answers_are_not_silent_because_the_gateway_was_stopped(clock: Clo
         one = await at.engine()
         await at.passes(2, *one.streams)
         clock.now += 30
-        assert at.upstream.quiet_seconds() == {one.backend: (True, [0.0])}
-        at.upstream.sweep()
-        assert at.upstream.quiet_seconds()[one.backend][1][0] < 2.0
+        assert at.upstream.quiet_seconds_by_backend() == {one.backend: (True, [0.0])}
+        at.upstream.check_connections()
+        assert at.upstream.quiet_seconds_by_backend()[one.backend][1][0] < 2.0
 
 
 async def test_complete_answer_is_no_running_answer(clock: Clock) -> None:
@@ -270,7 +270,7 @@ async def test_complete_answer_is_no_running_answer(clock: Clock) -> None:
         await at.passes(2, *one.streams)
         one.links[0].send(b"0\r\n\r\n")
         await one.streams[0].sink.finished
-        assert at.upstream.quiet_seconds() == {}
+        assert at.upstream.quiet_seconds_by_backend() == {}
         one.links[0].writer.close()
 
 
@@ -347,7 +347,7 @@ async def test_answer_that_moves_during_the_check_stays(clock: Clock) -> None:
 async def test_silence_checks_can_be_disabled(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine()
-        at.upstream.configure(Timeouts(), 3600.0, 0.0)
+        at.upstream.set_limits(Timeouts(), 3600.0, 0.0)
         await at.passes(3, *one.streams)
         one.stop_listening()
         await at.passes(3 * SILENCE)
@@ -360,7 +360,7 @@ async def test_silence_while_this_process_was_stopped_is_not_checked(clock: Cloc
         await at.passes(3, *one.streams)
         one.stop_listening()
         clock.now += 100
-        at.upstream.sweep()
+        at.upstream.check_connections()
         await at.settles()
         assert (one.streams[0].error, at.checks.refused) == (None, [])
 
@@ -369,17 +369,17 @@ async def test_silence_while_this_process_was_stopped_is_not_checked(clock: Cloc
 
 
 def test_pace_is_the_mean_time_between_parts() -> None:
-    pace = Pace()
-    assert pace.gap_seconds == 0
-    pace.add(10, 1.0)
-    pace.add(30, 3.0)
-    assert pace.gap_seconds == pytest.approx(0.1)
+    pace = StreamPace()
+    assert pace.mean_gap_seconds == 0
+    pace.add_parts(10, 1.0)
+    pace.add_parts(30, 3.0)
+    assert pace.mean_gap_seconds == pytest.approx(0.1)
 
 
 def test_pace_follows_an_engine_that_becomes_slower() -> None:
-    pace = Pace()
+    pace = StreamPace()
     for _ in range(10_000):
-        pace.add(10, 1.0)
+        pace.add_parts(10, 1.0)
     for _ in range(10_000):
-        pace.add(1, 1.0)
-    assert pace.gap_seconds == pytest.approx(1.0, rel=0.5)
+        pace.add_parts(1, 1.0)
+    assert pace.mean_gap_seconds == pytest.approx(1.0, rel=0.5)

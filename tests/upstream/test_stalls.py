@@ -27,7 +27,7 @@ class Speaker:
         self.backend = backend
         self.response = response
         self.sink = Collector()
-        response.attach(self.sink)
+        response.attach_sink(self.sink)
         self._link = link
 
     async def say(self) -> None:
@@ -78,7 +78,7 @@ class Watch:
             self._clock.now += 1
             for one in speaking:
                 await one.say()
-            self._upstream.sweep()
+            self._upstream.check_connections()
 
 
 @asynccontextmanager
@@ -136,8 +136,8 @@ async def test_all_streams_of_a_stalled_backend_fail(clock: Clock) -> None:
         sinks = [Collector() for _ in responses]
         for response, sink in zip(responses, sinks, strict=True):
             response.limit_silence(LONG)
-            response.attach(sink)
-        responses[0].pause()  # its client is slow: it fails, too, as soon as the engine is known to be stuck
+            response.attach_sink(sink)
+        responses[0].pause_reading()  # its client is slow: it fails, too, as soon as the engine is known to be stuck
         await watch.passes(35, b)
         assert found == [backend]
         errors = [await sink.finished for sink in sinks]
@@ -220,9 +220,9 @@ async def test_unstreamed_answer_does_not_count_as_silent(clock: Clock) -> None:
 
 async def test_paused_stream_does_not_count_as_silent(clock: Clock) -> None:
     async with watching(clock) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
-        a.response.pause()
+        a.response.pause_reading()
         await watch.passes(100, b)
-        a.response.resume()
+        a.response.resume_reading()
         await watch.passes(30, b)
         assert found == []
         await watch.passes(2, b)
@@ -231,7 +231,7 @@ async def test_paused_stream_does_not_count_as_silent(clock: Clock) -> None:
 
 async def test_time_to_a_stall_can_be_changed(clock: Clock) -> None:
     async with watching(clock) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
-        upstream.configure(Timeouts(), 5.0)
+        upstream.set_limits(Timeouts(), 5.0)
         await watch.passes(8, b)
         assert found == [a.backend]
 
@@ -248,7 +248,7 @@ async def test_silence_while_this_process_was_stopped_does_not_count(clock: Cloc
     ):
         await watch.passes(20, a, b)
         clock.now += 1000
-        upstream.sweep()
+        upstream.check_connections()
         assert a.error is None
         await watch.passes(25, b)
         assert (a.error, found) == (None, [])
@@ -260,7 +260,7 @@ async def test_silence_counts_again_after_this_process_was_stopped(clock: Clock)
     async with watching(clock) as (upstream, watch, _), speaker(upstream, answer_seconds=60.0) as a:
         await watch.passes(20)
         clock.now += 1000
-        upstream.sweep()
+        upstream.check_connections()
         await watch.passes(39)
         assert a.error is None
         await watch.passes(3)
@@ -271,11 +271,11 @@ async def test_silence_counts_again_after_this_process_was_stopped(clock: Clock)
 @pytest.mark.parametrize("late_seconds", [0.5, 2.0])
 async def test_slightly_late_check_changes_nothing(clock: Clock, late_seconds: float) -> None:
     async with watching(clock) as (upstream, _, _), speaker(upstream, answer_seconds=60.0) as a:
-        upstream.sweep()
+        upstream.check_connections()
         looks = 0
         while a.error is None:
             clock.now += 1.0 + late_seconds
-            upstream.sweep()
+            upstream.check_connections()
             looks += 1
         assert looks == 60 // (1.0 + late_seconds) + 1
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from proxy.settings import Endpoint, Settings, parse_dns_name, parse_endpoints
 from proxy.settings.tls import EngineTls, TlsFiles, load_tls
 from proxy.sim.engine import SimulatedEngine
 from proxy.upstream import EngineClient, EngineRequestError
-from proxy.upstream.pump import _descriptor
+from proxy.upstream.pump import _tcp_descriptor
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.certificates import Certificates, TlsFront
@@ -117,7 +117,7 @@ async def test_certificate_that_is_not_accepted_is_named(
         EngineClient(tls=EngineTls(lambda: (settings.engines, files))) as client,
     ):
         with pytest.raises(EngineRequestError) as failed:
-            await client.get(f"https://127.0.0.1:{front.port}", "/health", 20)
+            await client.get_body(f"https://127.0.0.1:{front.port}", "/health", 20)
     assert str(failed.value).startswith("cannot connect (TLS: certificate not accepted: ")
     assert reason in str(failed.value)
 
@@ -129,7 +129,7 @@ async def test_engine_that_speaks_no_tls_is_named() -> None:
         EngineClient(tls=EngineTls(lambda: (settings.engines, TlsFiles()))) as client,
     ):
         with pytest.raises(EngineRequestError, match=r"cannot connect \(TLS: the other side does not speak TLS\)"):
-            await client.get(f"https://127.0.0.1:{engine.port}", "/health", 20)
+            await client.get_body(f"https://127.0.0.1:{engine.port}", "/health", 20)
 
 
 async def test_new_context_is_made_after_a_change_only(certificates: Certificates) -> None:
@@ -151,8 +151,8 @@ async def test_transport_with_tls_is_left_to_the_event_loop(certificates: Certif
     async with SimulatedEngine(role="decode") as engine, TlsFront(engine, certificates.issue("engine")) as front:
         _, plain = await asyncio.open_connection("127.0.0.1", engine.port)
         _, secured = await asyncio.open_connection("127.0.0.1", front.port, ssl=certificates.client())
-        assert _descriptor(plain.transport) >= 0
-        assert _descriptor(secured.transport) == -1
+        assert _tcp_descriptor(plain.transport) >= 0
+        assert _tcp_descriptor(secured.transport) == -1
         plain.close()
         secured.close()
 

@@ -100,8 +100,8 @@ async def serves_twice(link: Link) -> None:
 async def test_connection_paused_at_the_end_of_its_answer_is_reused(upstream: Upstream) -> None:
     async with engine(serves_twice) as backend:
         async with exchange(upstream, backend) as response:
-            assert await response.read() == b"ok"
-            response.pause()
+            assert await response.read_body() == b"ok"
+            response.pause_reading()
         assert await fetch(upstream, backend) == b"ok"
 
 
@@ -316,7 +316,7 @@ async def test_bound_on_silence_can_change_with_the_stage(upstream: Upstream) ->
 
     async with engine(script) as backend, exchange(upstream, backend, answer_seconds=LONG) as response:
         response.limit_silence(SHORT)
-        assert await failure_of(response.read()) is Failure.TIMEOUT
+        assert await failure_of(response.read_body()) is Failure.TIMEOUT
 
 
 async def test_request_that_the_engine_does_not_read_times_out(upstream: Upstream) -> None:
@@ -344,7 +344,7 @@ async def test_stream_that_goes_on_does_not_time_out(upstream: Upstream) -> None
     ):
         response.limit_silence(2 * SHORT)
         sink = Collector()
-        response.attach(sink)
+        response.attach_sink(sink)
         for _ in range(2):
             assert await failure_of(fetch(upstream, backend, answer_seconds=2 * SHORT)) is Failure.TIMEOUT
         assert not sink.finished.done()
@@ -362,7 +362,7 @@ async def test_stream_of_heartbeats_times_out(upstream: Upstream) -> None:
         response.limit_silence(SHORT)
         sink = Collector()
         sink.is_progress = False
-        response.attach(sink)
+        response.attach_sink(sink)
         error = await sink.finished
         assert error is not None
         assert error.failure is Failure.TIMEOUT
@@ -380,14 +380,14 @@ async def test_silence_while_reading_is_paused_does_not_count(upstream: Upstream
         engine(script, says_nothing, says_nothing) as backend,
         exchange(upstream, backend, answer_seconds=SHORT) as response,
     ):
-        response.pause()
+        response.pause_reading()
         # Exchanges that begin later and time out show that the time has passed.
         for _ in range(2):
             assert await failure_of(fetch(upstream, backend, answer_seconds=SHORT)) is Failure.TIMEOUT
         response.limit_silence(LONG)
-        response.resume()
+        response.resume_reading()
         resumed.set()
-        assert await response.read() == b"ok"
+        assert await response.read_body() == b"ok"
 
 
 # Leaving
@@ -435,7 +435,7 @@ async def test_leaving_the_upstream_closes_every_connection() -> None:
                 await asked.wait()
                 assert await fetch(upstream, backend) == b"ok"
                 await stack.aclose()
-                assert await failure_of(streaming.read()) is Failure.BROKEN
+                assert await failure_of(streaming.read_body()) is Failure.BROKEN
                 assert await waiting is Failure.RESET
         assert upstream.busy_connections == 0
 
@@ -493,9 +493,9 @@ async def test_cancelled_while_the_body_arrives(upstream: Upstream, is_paused: b
     async def reads() -> None:
         async with exchange(upstream, backend) as response:
             if is_paused:
-                response.pause()
+                response.pause_reading()
             begun.set()
-            await response.read()
+            await response.read_body()
 
     async with engine(streams_until_it_is_left) as backend:
         task = asyncio.create_task(reads())
@@ -508,7 +508,7 @@ async def test_connection_is_reused_when_cancelled_after_the_whole_answer(upstre
 
     async def lingers() -> None:
         async with exchange(upstream, backend) as response:
-            await response.read()
+            await response.read_body()
             read.set()
             await asyncio.Event().wait()
 

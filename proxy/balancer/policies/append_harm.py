@@ -23,16 +23,18 @@ _MAX_DEVIATION: Final = 0.15
 class AppendHarm:
     """Harm to running answers as one worker has learned it, the same for all decoders."""
 
-    __slots__ = ("share", "_answers", "_means", "_xx", "_xy", "_yy")
+    __slots__ = ("harm_per_second", "_answer_weight", "_means_by_bucket", "_sum_xx", "_sum_xy", "_sum_yy")
 
     def __init__(self) -> None:
-        self.share: float | None = None
+        self.harm_per_second: float | None = None
         """Seconds that a running answer loses for each second of a prompt, at most 1.0. None: not known yet."""
-        self._means: dict[int, tuple[float, float, float]] = {}
+        self._means_by_bucket: dict[int, tuple[float, float, float]] = {}
         """Answers, and the means of both shares, by bucket of numbers of answers."""
-        self._answers = self._xx = self._xy = self._yy = 0.0  # sums over answers, around the means of their buckets
+        self._answer_weight = self._sum_xx = self._sum_xy = self._sum_yy = (
+            0.0  # sums over answers, around the means of their buckets
+        )
 
-    def note(self, bucket: int, computing: float, missed: float) -> None:
+    def learn_from_answer(self, bucket: int, computing_share: float, missed_share: float) -> None:
         """Learn from an answer that ended.
 
         Args:
@@ -40,24 +42,24 @@ class AppendHarm:
             computing: Share of its time in which its decoder computed prompts.
             missed: Share of its expected tokens that it missed. Negative: it got more.
         """
-        count, mean_x, mean_y = self._means.get(bucket, (0.0, 0.0, 0.0))
-        x, y = computing - mean_x, missed - mean_y
+        count, mean_x, mean_y = self._means_by_bucket.get(bucket, (0.0, 0.0, 0.0))
+        x, y = computing_share - mean_x, missed_share - mean_y
         step = max(_MEAN_STEP, 1 / (count + 1))
-        self._means[bucket] = count + 1, mean_x + step * x, mean_y + step * y
+        self._means_by_bucket[bucket] = count + 1, mean_x + step * x, mean_y + step * y
         if not count:
             return
         weight = 1 - step
-        self._answers = _KEPT * self._answers + 1
-        self._xx = _KEPT * self._xx + weight * x * x
-        self._xy = _KEPT * self._xy + weight * x * y
-        self._yy = _KEPT * self._yy + weight * y * y
-        self._fit()
+        self._answer_weight = _KEPT * self._answer_weight + 1
+        self._sum_xx = _KEPT * self._sum_xx + weight * x * x
+        self._sum_xy = _KEPT * self._sum_xy + weight * x * y
+        self._sum_yy = _KEPT * self._sum_yy + weight * y * y
+        self._fit_harm()
 
-    def _fit(self) -> None:
-        self.share = None
-        if self._answers < _MIN_ANSWERS or self._xx <= 0.0:
+    def _fit_harm(self) -> None:
+        self.harm_per_second = None
+        if self._answer_weight < _MIN_ANSWERS or self._sum_xx <= 0.0:
             return
-        slope = self._xy / self._xx
-        deviation = sqrt(max(0.0, self._yy - slope * self._xy) / (self._answers - 2) / self._xx)
+        slope = self._sum_xy / self._sum_xx
+        deviation = sqrt(max(0.0, self._sum_yy - slope * self._sum_xy) / (self._answer_weight - 2) / self._sum_xx)
         if deviation <= _MAX_DEVIATION:
-            self.share = max(0.0, min(1.0, slope + deviation))
+            self.harm_per_second = max(0.0, min(1.0, slope + deviation))

@@ -21,7 +21,7 @@ from heapq import heapify, heapreplace
 from math import inf, log, sqrt
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.policies.prefill_cost import misfit
+from proxy.balancer.policies.prefill_cost import mean_fit_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,33 +83,38 @@ class _Throughput:
     Answers of one step are in one group, because only the first of them takes time.
     """
 
-    __slots__ = ("_group", "_groups")
+    __slots__ = ("_current_group", "_complete_groups")
 
     def __init__(self) -> None:
-        self._groups: deque[tuple[float, float, float, float]] = deque(maxlen=_GROUPS)
+        self._complete_groups: deque[tuple[float, float, float, float]] = deque(maxlen=_GROUPS)
         """Groups: number of answers, uncached tokens, attention factors, and seconds."""
-        self._group = (0.0, 0.0, 0.0, 0.0)
+        self._current_group = (0.0, 0.0, 0.0, 0.0)
 
     @property
-    def is_known(self) -> bool:
+    def has_enough_groups(self) -> bool:
         """Whether there are enough groups for a comparison."""
-        return len(self._groups) >= _ENOUGH_GROUPS
+        return len(self._complete_groups) >= _ENOUGH_GROUPS
 
-    def add(self, sample: PrefillSample, size: int) -> bool:
+    def add_answer(self, sample: PrefillSample, group_size: int) -> bool:
         """Add an answer to the current group of this size, or begin the next. Return whether a group is complete."""
-        count, uncached, attention, seconds = self._group
-        is_complete = count >= size and not _is_same_step(sample)
+        count, uncached, attention, seconds = self._current_group
+        is_complete = count >= group_size and not _is_same_step(sample)
         if is_complete:
-            self._groups.append(self._group)
+            self._complete_groups.append(self._current_group)
             count = uncached = attention = seconds = 0.0
-        self._group = count + 1, uncached + sample.uncached, attention + sample.attention, seconds + sample.seconds
+        self._current_group = (
+            count + 1,
+            uncached + sample.uncached_tokens,
+            attention + sample.attention_factor,
+            seconds + sample.prefill_seconds,
+        )
         return is_complete
 
-    def rate(self, shape: Sequence[float]) -> tuple[float, float]:
+    def predict_rate(self, cost_shape: Sequence[float]) -> tuple[float, float]:
         """Return the predicted seconds of work per second, and the variance of its logarithm."""
-        first, token, attention = shape
-        works = [first * count + token * tokens + attention * each for count, tokens, each, _ in self._groups]
-        seconds = [each for *_, each in self._groups]
+        first, token, attention = cost_shape
+        works = [first * count + token * tokens + attention * each for count, tokens, each, _ in self._complete_groups]
+        seconds = [each for *_, each in self._complete_groups]
         work, number = sum(works), len(works)
         rate = work / max(sum(seconds), 1e-9)
         squares = sum([(each - rate * its_seconds) ** 2 for each, its_seconds in zip(works, seconds, strict=True)])
@@ -120,30 +125,38 @@ class ConcurrencyEstimate:
     """The learned number of prompts that a prefiller computes at the same time."""
 
     __slots__ = (
-        *("lanes", "ranks", "is_orderly", "doubted_until"),
-        *("_answers", "_valid_for", "_valid_left", "_next_test", "_overtaking", "_steps", "_until_test"),
-        *("_at", "_beyond", "_late", "_timely", "_tried"),
+        *("lane_count", "rank_count", "computes_in_order", "doubted_until"),
+        *(
+            "_recent_answers",
+            "_result_validity",
+            "_remaining_validity",
+            "_next_test",
+            "_overtaking_shares",
+            "_recent_steps",
+            "_until_test",
+        ),
+        *("_at", "_beyond", "_late", "_timely", "_tested_answers"),
     )
 
-    def __init__(self, ranks: int | None = None) -> None:
+    def __init__(self, rank_count: int | None = None) -> None:
         """Create an estimate without learned values.
 
-        `ranks`: see EngineFacts. There may be several engines even if it is 1 or None, behind a load balancer.
+        `rank_count`: see EngineFacts. There may be several engines even if it is 1 or None, behind a load balancer.
         """
-        self.ranks = ranks
-        self.lanes = min(ranks or 1, _MAX_LANES)
+        self.rank_count = rank_count
+        self.lane_count = min(rank_count or 1, _MAX_LANES)
         """Assumed number of prompts that it computes side by side."""
-        self.is_orderly: bool | None = None
+        self.computes_in_order: bool | None = None
         """Whether answers confirm this number, so that its next free time can be predicted. None: unknown yet."""
-        self._valid_for = self._valid_left = 0
+        self._result_validity = self._remaining_validity = 0
         # The last answers: tokens, attention factor, and seconds since the previous answer (of steps) or since the
         # prompt was sent.
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
-        self._answers: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
-        self._overtaking: deque[float] = deque(maxlen=_LAST)  # PrefillSample.overtook of queued prompts
+        self._recent_steps: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
+        self._recent_answers: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
+        self._overtaking_shares: deque[float] = deque(maxlen=_LAST)  # PrefillSample.overtaken_prompts of queued prompts
         self._until_test, self._next_test = _FIRST_TEST, _NEXT_TEST
         self._at, self._beyond = _Throughput(), _Throughput()  # within the limit, and beyond it
-        self._tried = 0  # groups beyond the limit since the last result
+        self._tested_answers = 0  # groups beyond the limit since the last result
         self.doubted_until = -inf
         """Nothing is held back before this time, because throughput was higher with more prompts."""
         self._late = self._timely = 0  # answers since the last result
@@ -154,77 +167,81 @@ class ConcurrencyEstimate:
 
         It is larger than the number of lanes while a result is tested again.
         """
-        if not self.is_orderly:
+        if not self.computes_in_order:
             return inf
-        return self.lanes if self._valid_left or (self.lanes > 1 and self._tried >= _ENOUGH_GROUPS) else 3 * self.lanes
+        return (
+            self.lane_count
+            if self._remaining_validity or (self.lane_count > 1 and self._tested_answers >= _ENOUGH_GROUPS)
+            else 3 * self.lane_count
+        )
 
     def forget_limit(self) -> None:
         """Forget the throughput within the limit, because the limit has changed."""
         self._at = _Throughput()
 
-    def learn(self, sample: PrefillSample, shape: Sequence[float] = (), now: float = 0.0) -> None:
+    def learn_from_sample(self, sample: PrefillSample, cost_shape: Sequence[float] = (), now: float = 0.0) -> None:
         """Update the estimate by a prompt that has been computed.
 
         Args:
             sample: The prompt.
-            shape: Coefficients of `PrefillCost.shape`. Empty: throughput is not compared.
+            shape: Coefficients of `PrefillCost.cost_shape`. Empty: throughput is not compared.
             now: Time at which the prompt had been computed.
         """
         self._timely += 1
-        if shape:
-            self._compare(sample, shape, now)
-        if self._valid_left:
-            self._valid_left -= 1
+        if cost_shape:
+            self._compare_throughput(sample, cost_shape, now)
+        if self._remaining_validity:
+            self._remaining_validity -= 1
             return
-        if sample.whole < _MIN_SECONDS:
+        if sample.seconds_since_send < _MIN_SECONDS:
             return
-        if self.lanes > 1 and sample.ahead >= self.lanes:
+        if self.lane_count > 1 and sample.prompts_ahead >= self.lane_count:
             return
-        uncached, attention = sample.uncached, sample.attention
-        if self._steps and _is_same_step(sample):
-            tokens, attentions, seconds = self._steps.pop()
-            self._steps.append((tokens + uncached, attentions + attention, seconds + sample.seconds))
-            if self._overtaking:
-                self._overtaking[-1] = 0.0  # the order of answers within a step has no meaning
+        uncached, attention = sample.uncached_tokens, sample.attention_factor
+        if self._recent_steps and _is_same_step(sample):
+            tokens, attentions, seconds = self._recent_steps.pop()
+            self._recent_steps.append((tokens + uncached, attentions + attention, seconds + sample.prefill_seconds))
+            if self._overtaking_shares:
+                self._overtaking_shares[-1] = 0.0  # the order of answers within a step has no meaning
         else:
-            self._steps.append((uncached, attention, sample.seconds))
-        self._answers.append((uncached, attention, sample.whole))
-        if sample.ahead:
-            self._overtaking.append(sample.overtook)
+            self._recent_steps.append((uncached, attention, sample.prefill_seconds))
+        self._recent_answers.append((uncached, attention, sample.seconds_since_send))
+        if sample.prompts_ahead:
+            self._overtaking_shares.append(sample.overtaken_prompts)
             self._until_test -= 1
             if not self._until_test:
-                self._test(shape)
+                self._test_concurrency(cost_shape)
 
-    def note_late(self) -> None:
+    def record_late_answer(self) -> None:
         """Note a late answer, which teaches nothing. A result that cannot be tested again is dropped."""
         self._late += 1
         if self._late > max(_MAX_LATE, self._timely):
-            self._set_result(False)
-            self.is_orderly = None
-            self._valid_left = self._valid_for = 0
+            self._set_test_result(False)
+            self.computes_in_order = None
+            self._remaining_validity = self._result_validity = 0
 
-    def _compare(self, sample: PrefillSample, shape: Sequence[float], now: float) -> None:
+    def _compare_throughput(self, sample: PrefillSample, shape: Sequence[float], now: float) -> None:
         """Compare the throughput within the limit with the throughput beyond it."""
-        if sample.fill > _AHEAD:
-            self._tried += self._beyond.add(sample, _GROUP * self.lanes)
-        elif sample.fill >= 1:
-            self._at.add(sample, _GROUP * self.lanes)
-        if now >= self.doubted_until and self.is_orderly and self._is_lower(shape):
+        if sample.fill_share > _AHEAD:
+            self._tested_answers += self._beyond.add_answer(sample, _GROUP * self.lane_count)
+        elif sample.fill_share >= 1:
+            self._at.add_answer(sample, _GROUP * self.lane_count)
+        if now >= self.doubted_until and self.computes_in_order and self._is_throughput_lower(shape):
             self.doubted_until = now + DOUBT_SECONDS
-            self._set_result(False)
+            self._set_test_result(False)
         elif now >= self.doubted_until > -inf:
             self.doubted_until = -inf
             self._at, self._beyond = _Throughput(), _Throughput()
 
-    def _is_lower(self, shape: Sequence[float]) -> bool:
+    def _is_throughput_lower(self, shape: Sequence[float]) -> bool:
         """Return whether throughput within the limit is significantly lower than beyond it.
 
         Without groups within the limit, several lanes are assumed to do one second of work per second each.
         """
-        if not self._beyond.is_known or not (self._at.is_known or self.lanes > 1):
+        if not self._beyond.has_enough_groups or not (self._at.has_enough_groups or self.lane_count > 1):
             return False
-        at, at_variance = self._at.rate(shape) if self._at.is_known else (float(self.lanes), 0.0)
-        beyond, beyond_variance = self._beyond.rate(shape)
+        at, at_variance = self._at.predict_rate(shape) if self._at.has_enough_groups else (float(self.lane_count), 0.0)
+        beyond, beyond_variance = self._beyond.predict_rate(shape)
         return log(beyond / at) > _HIGHER + _SURE * sqrt(at_variance + beyond_variance)
 
     def _ranks_compute_in_order(self, shape: Sequence[float]) -> bool:
@@ -232,63 +249,65 @@ class ConcurrencyEstimate:
 
         Ranks that compute several prompts in a step do more, and would lose throughput with one prompt each.
         """
-        if not self._beyond.is_known:
+        if not self._beyond.has_enough_groups:
             return False
-        rate, variance = self._beyond.rate(shape)
-        return log(rate / self.lanes) + _SURE * sqrt(variance) < _EQUAL
+        rate, variance = self._beyond.predict_rate(shape)
+        return log(rate / self.lane_count) + _SURE * sqrt(variance) < _EQUAL
 
-    def _test(self, shape: Sequence[float]) -> None:
+    def _test_concurrency(self, shape: Sequence[float]) -> None:
         self._until_test = self._next_test
         self._next_test *= 2
-        side_by_side = misfit(self._answers)
-        if self.lanes > 1:
-            self._set_result(side_by_side < _MAX_RANKS_ERROR and bool(shape) and self._ranks_compute_in_order(shape))
+        side_by_side = mean_fit_error(self._recent_answers)
+        if self.lane_count > 1:
+            self._set_test_result(
+                side_by_side < _MAX_RANKS_ERROR and bool(shape) and self._ranks_compute_in_order(shape)
+            )
             return
-        in_turn = misfit(self._steps)
-        if sum(self._overtaking) >= _OVERTAKING:
+        in_turn = mean_fit_error(self._recent_steps)
+        if sum(self._overtaking_shares) >= _OVERTAKING:
             if in_turn > side_by_side:
-                self._set_result(False)
+                self._set_test_result(False)
         elif in_turn < min(_SERIAL_FIT_RATIO * side_by_side, _MAX_SERIAL_ERROR) or (
-            len(self._overtaking) >= _IN_ORDER and self._lengths_differ and not any(self._overtaking)
+            len(self._overtaking_shares) >= _IN_ORDER and self._lengths_differ and not any(self._overtaking_shares)
         ):
-            self._set_result(True)
+            self._set_test_result(True)
 
     @property
     def _lengths_differ(self) -> bool:
         """Whether the lengths of prompts differ enough."""
-        lengths = [uncached for uncached, *_ in self._answers]
+        lengths = [uncached for uncached, *_ in self._recent_answers]
         mean = sum(lengths) / len(lengths)
         return sum(abs(length - mean) for length in lengths) > _MIN_LENGTH_SPREAD * mean * len(lengths)
 
-    def _set_result(self, is_orderly: bool) -> None:
+    def _set_test_result(self, is_orderly: bool) -> None:
         is_orderly = is_orderly and self.doubted_until == -inf
-        self._tried = self._late = self._timely = 0
-        if self._valid_for and is_orderly is self.is_orderly:
-            self._valid_for = min(2 * self._valid_for, _MAX_VALID)
+        self._tested_answers = self._late = self._timely = 0
+        if self._result_validity and is_orderly is self.computes_in_order:
+            self._result_validity = min(2 * self._result_validity, _MAX_VALID)
         else:
-            self._valid_for = _VALID_SERIAL if is_orderly and self.lanes == 1 else _VALID
-        self._valid_left = self._valid_for
-        self.is_orderly = is_orderly
-        self._steps.clear()
-        self._answers.clear()
-        self._overtaking.clear()
+            self._result_validity = _VALID_SERIAL if is_orderly and self.lane_count == 1 else _VALID
+        self._remaining_validity = self._result_validity
+        self.computes_in_order = is_orderly
+        self._recent_steps.clear()
+        self._recent_answers.clear()
+        self._overtaking_shares.clear()
         self._until_test, self._next_test = _FIRST_TEST, _NEXT_TEST
 
 
 def _is_same_step(sample: PrefillSample) -> bool:
     """Return whether a prompt was answered in the same step as the one before it."""
-    return sample.seconds <= min(_STEP_SECONDS, _STEP_SHARE * sample.whole)
+    return sample.prefill_seconds <= min(_STEP_SECONDS, _STEP_SHARE * sample.seconds_since_send)
 
 
-def soonest_free(lefts: Sequence[float], behind: Sequence[float]) -> float:
+def seconds_until_lane_free(remaining_seconds: Sequence[float], queued_seconds: Sequence[float]) -> float:
     """Return the time until a lane is free.
 
     Args:
         lefts: Remaining time of the prompt in each lane.
         behind: Times of the queued prompts, in order.
     """
-    free = list(lefts)
+    free = list(remaining_seconds)
     heapify(free)
-    for seconds in behind:
+    for seconds in queued_seconds:
         heapreplace(free, free[0] + seconds)
     return free[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.pick import Tracker
+from proxy.balancer.pick import LeaseTracker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,44 +42,44 @@ _remaining = itemgetter(0)
 
 
 @dataclass(slots=True)
-class Lengths:
+class AnswerLengths:
     """Learned lengths of answers whose requests have similar limits."""
 
-    mean: float = 0.0
+    mean_length: float = 0.0
     """Mean of the last answers."""
-    number: int = 0
-    long_mean: float = 0.0
+    answer_count: int = 0
+    long_mean_length: float = 0.0
     """Mean of many answers."""
-    long_number: int = 0
-    reached: float = 0.0
+    long_answer_count: int = 0
+    reached_length_sum: float = 0.0
     """Lower bound of the mean, from running answers as well; 0.0: none is known."""
-    running: int = 0
-    written: float = 0.0
+    running_count: int = 0
+    written_token_sum: float = 0.0
     """Number and tokens of running answers, while they are being counted."""
 
 
-class HeldKv(Tracker):
+class HeldKv(LeaseTracker):
     """KV of one answer on its decoder, from its lease to its end. Its `kv` is the charge in tokens."""
 
-    __slots__ = ("began", "holder", "lengths", "limit", "prompt_tokens")
+    __slots__ = ("began", "decoder_kv", "length_statistics", "max_answer_tokens", "prompt_tokens")
 
     prompt_tokens: int
-    limit: int
+    max_answer_tokens: int
     """Maximum length of the answer, or the estimate that replaces it. 0: nothing is known of the request."""
     began: float
     """Reading of the decoder's token count at the first token. Negative: the answer has not begun."""
-    holder: DecoderKv
-    lengths: Lengths
+    decoder_kv: DecoderKv
+    length_statistics: AnswerLengths
     """Lengths of answers with similar limits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class KvFill:
     """KV of all answers of a decoder, relative to the sum of their charges."""
 
-    needed: float
+    needed_share: float
     """Their peak, with a discount for growth. Prompts that prefillers still compute count as well."""
-    prompts: float
+    prompts_share: float
     """The KV of their prompts."""
 
 
@@ -87,8 +87,8 @@ class Fill:
 class DecoderKv:
     """The KV memory that the answers of one decoder take."""
 
-    answers: dict[HeldKv, None] = field(default_factory=dict)
-    tokens: float = 0.0
+    held_answers: dict[HeldKv, None] = field(default_factory=dict)
+    charged_tokens: float = 0.0
     """Tokens that an answer would have got that is written since the start. The owner counts them."""
 
 
@@ -96,112 +96,112 @@ class DecodeMemory:
     """KV memory of the decoders of one role, as one worker knows it."""
 
     def __init__(self) -> None:
-        self._lengths: dict[int, Lengths] = {}  # by the bit length of the limit
-        self._held = 0.0  # KV tokens of one answer, over the last ones
-        self.decoders: dict[str, DecoderKv] = {}
+        self._lengths_by_limit: dict[int, AnswerLengths] = {}  # by the bit length of the limit
+        self._mean_held_tokens = 0.0  # KV tokens of one answer, over the last ones
+        self.kv_by_decoder: dict[str, DecoderKv] = {}
         """Decoders with their answers, by name."""
 
     @property
-    def mean_charge(self) -> float:
+    def mean_charged_tokens(self) -> float:
         """The mean KV memory charged for the last answers, in tokens."""
-        return self._held
+        return self._mean_held_tokens
 
-    def likely_tokens(self, request: PickRequest | None) -> float:
+    def likely_answer_tokens(self, request: PickRequest | None) -> float:
         """Return the probable length of an answer. None: the longest of all mean lengths."""
         if request is None:
-            return max([lengths.mean for lengths in self._lengths.values()], default=0.0)
-        return self._likely(request.output_tokens)
+            return max([lengths.mean_length for lengths in self._lengths_by_limit.values()], default=0.0)
+        return self._likely_tokens_for(request.output_tokens)
 
-    def charge(self, request: PickRequest) -> int:
+    def predict_kv_tokens(self, request: PickRequest) -> int:
         """Return the KV that the answer to a request will probably hold at its end, in tokens."""
         limit = request.output_tokens
-        return request.decode.kv_tokens + int(self._likely(limit)) - limit
+        return request.decode_load.kv_tokens + int(self._likely_tokens_for(limit)) - limit
 
-    def lease(self, held: HeldKv, decoder: str, request: PickRequest) -> None:
-        """Charge a decoder with an answer that is leased now, until `leave`."""
+    def add_answer(self, held: HeldKv, decoder: str, request: PickRequest) -> None:
+        """Charge a decoder with an answer that is leased now, until `remove_answer`."""
         # Each request passes here, so what other methods do is repeated, which saves their calls.
-        subject = request.subject
-        held.limit = limit = 0 if subject is None else subject.output_tokens
-        held.compute, kv = request.decode
+        subject = request.request_subject
+        held.max_answer_tokens = limit = 0 if subject is None else subject.output_tokens
+        held.compute_charge, kv = request.decode_load
         held.prompt_tokens = max(0, kv - limit)
         held.began = -1.0
         place = limit.bit_length()
-        lengths = self._lengths.get(place)
+        lengths = self._lengths_by_limit.get(place)
         if lengths is None:
-            lengths = self._lengths[place] = Lengths()
-        held.lengths = lengths
-        likely = lengths.mean if lengths.number >= _ENOUGH_LENGTHS else limit
-        kv += int(max(likely, lengths.reached)) - limit
-        held.kv = kv
-        self._held += _HELD_STEP * (kv - self._held) if self._held else kv
-        holder = self.decoders.get(decoder)
+            lengths = self._lengths_by_limit[place] = AnswerLengths()
+        held.length_statistics = lengths
+        likely = lengths.mean_length if lengths.answer_count >= _ENOUGH_LENGTHS else limit
+        kv += int(max(likely, lengths.reached_length_sum)) - limit
+        held.kv_charge = kv
+        self._mean_held_tokens += _HELD_STEP * (kv - self._mean_held_tokens) if self._mean_held_tokens else kv
+        holder = self.kv_by_decoder.get(decoder)
         if holder is None:
-            holder = self.decoders[decoder] = DecoderKv()
-        held.holder = holder
-        holder.answers[held] = None
+            holder = self.kv_by_decoder[decoder] = DecoderKv()
+        held.decoder_kv = holder
+        holder.held_answers[held] = None
 
-    def leave(self, held: HeldKv, answer_tokens: int | None) -> None:
+    def remove_answer(self, held: HeldKv, answer_tokens: int | None) -> None:
         """Note the end of an answer. `answer_tokens` None: it is not complete, or its length is unknown."""
-        del held.holder.answers[held]
-        if not answer_tokens or not held.limit:
+        del held.decoder_kv.held_answers[held]
+        if not answer_tokens or not held.max_answer_tokens:
             return
-        lengths = held.lengths
-        if lengths.number < _LENGTHS:
-            lengths.number += 1
-        if lengths.long_number < _LONG_MEMORY:
-            lengths.long_number += 1
-        lengths.mean += (answer_tokens - lengths.mean) / lengths.number
-        lengths.long_mean += (answer_tokens - lengths.long_mean) / lengths.long_number
+        lengths = held.length_statistics
+        if lengths.answer_count < _LENGTHS:
+            lengths.answer_count += 1
+        if lengths.long_answer_count < _LONG_MEMORY:
+            lengths.long_answer_count += 1
+        lengths.mean_length += (answer_tokens - lengths.mean_length) / lengths.answer_count
+        lengths.long_mean_length += (answer_tokens - lengths.long_mean_length) / lengths.long_answer_count
 
-    def look(self, decoders: Iterable[str]) -> dict[str, Fill]:
+    def measure_fill(self, decoders: Iterable[str]) -> dict[str, KvFill]:
         """Return what the answers of these decoders hold and will hold."""
-        counted = self._lengths.values()
+        counted = self._lengths_by_limit.values()
         for lengths in counted:
-            lengths.running, lengths.written = 0, 0.0
-        for decoder in self.decoders.values():
-            for held in decoder.answers:
-                if held.began >= 0.0 and held.limit:
-                    lengths = held.lengths
-                    lengths.running += 1
-                    lengths.written += decoder.tokens - held.began
+            lengths.running_count, lengths.written_token_sum = 0, 0.0
+        for decoder in self.kv_by_decoder.values():
+            for held in decoder.held_answers:
+                if held.began >= 0.0 and held.max_answer_tokens:
+                    lengths = held.length_statistics
+                    lengths.running_count += 1
+                    lengths.written_token_sum += decoder.charged_tokens - held.began
         for lengths in counted:
-            number = lengths.long_number + lengths.running
-            all_tokens = lengths.long_number * lengths.long_mean + lengths.written
-            lengths.reached = all_tokens / number if number >= _ENOUGH_LENGTHS else 0.0
-        return {name: self._fill(self.decoders[name]) for name in decoders if name in self.decoders}
+            number = lengths.long_answer_count + lengths.running_count
+            all_tokens = lengths.long_answer_count * lengths.long_mean_length + lengths.written_token_sum
+            lengths.reached_length_sum = all_tokens / number if number >= _ENOUGH_LENGTHS else 0.0
+        return {name: self._fill_of(self.kv_by_decoder[name]) for name in decoders if name in self.kv_by_decoder}
 
-    def forget(self, decoder: str) -> None:
+    def forget_decoder(self, decoder: str) -> None:
         """Drop a decoder that has left, if it has no answers."""
-        known = self.decoders.get(decoder)
-        if known is not None and not known.answers:
-            del self.decoders[decoder]
+        known = self.kv_by_decoder.get(decoder)
+        if known is not None and not known.held_answers:
+            del self.kv_by_decoder[decoder]
 
-    def _likely(self, limit: int) -> float:
-        lengths = self._lengths.get(limit.bit_length())
+    def _likely_tokens_for(self, limit: int) -> float:
+        lengths = self._lengths_by_limit.get(limit.bit_length())
         if lengths is None:
             return limit
-        likely = lengths.mean if lengths.number >= _ENOUGH_LENGTHS else float(limit)
-        return max(likely, lengths.reached)
+        likely = lengths.mean_length if lengths.answer_count >= _ENOUGH_LENGTHS else float(limit)
+        return max(likely, lengths.reached_length_sum)
 
-    def _fill(self, decoder: DecoderKv) -> Fill:
+    def _fill_of(self, decoder: DecoderKv) -> KvFill:
         rest: list[tuple[float, float]] = []  # tokens until the end of each answer, and tokens that it holds now
         charged = prompts = 0
-        for held in decoder.answers:
-            written = decoder.tokens - held.began if held.began >= 0.0 else 0.0
-            final = max(self._likely(held.limit), _LONGER * written)
+        for held in decoder.held_answers:
+            written = decoder.charged_tokens - held.began if held.began >= 0.0 else 0.0
+            final = max(self._likely_tokens_for(held.max_answer_tokens), _LONGER * written)
             rest.append((final - written, held.prompt_tokens + written))
-            charged += held.kv
+            charged += held.kv_charge
             prompts += held.prompt_tokens
         if not charged:
-            return Fill(1.0, 1.0)
+            return KvFill(1.0, 1.0)
         rest.sort(key=_remaining, reverse=True)
         peak = total = 0.0
         for number, (left, now) in enumerate(rest, 1):
             total += now
             peak = max(peak, total + number * left)
         needed = peak / (1 + _DISCOUNT * (1 - total / peak))
-        return Fill(_bounded(needed / charged), _bounded(prompts / charged))
+        return KvFill(_limit_share(needed / charged), _limit_share(prompts / charged))
 
 
-def _bounded(share: float) -> float:
+def _limit_share(share: float) -> float:
     return max(_MIN_SHARE, min(_MAX_SHARE, share))

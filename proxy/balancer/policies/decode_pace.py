@@ -116,90 +116,98 @@ class RateFilter:
     def __init__(self, sizes: Sequence[float]) -> None:
         """Create a filter. `sizes[i]`: answers at a time in bucket i, greater than 0 and increasing."""
         count = len(sizes)
-        self.rates = [0.0] * count
+        self.rates_by_bucket = [0.0] * count
         """Tokens per second of one answer, by bucket. All are 0.0 before the first answer."""
-        self._distances = [math.log(sizes[place + 1] / sizes[place]) for place in range(count - 1)]
-        self._information = [[0.0] * (place + 1) for place in range(count)]  # lower triangle
-        self._target = [0.0] * count
+        self._bucket_distances = [math.log(sizes[place + 1] / sizes[place]) for place in range(count - 1)]
+        self._information_matrix = [[0.0] * (place + 1) for place in range(count)]  # lower triangle
+        self._information_vector = [0.0] * count
         self._first, self._last = count, -1  # the range of buckets with data
-        self._factor: list[list[float]] = []  # Cholesky factor of that range, as last solved
-        self._solved_first = 0
+        self._cholesky_factor: list[list[float]] = []  # Cholesky factor of that range, as last solved
+        self._first_solved_bucket = 0
 
-    def begin(self, rate: float) -> None:
+    def start_with_rate(self, first_rate: float) -> None:
         """Start with this rate in all buckets, which only scales the first answers."""
-        self.rates = [rate] * len(self.rates)
+        self.rates_by_bucket = [first_rate] * len(self.rates_by_bucket)
 
-    def expected(self, spent: Sequence[tuple[int, float]]) -> float:
+    def expected_tokens(self, seconds_by_bucket: Sequence[tuple[int, float]]) -> float:
         """Return the tokens that an answer gets that spends these seconds in these buckets."""
-        rates = self.rates
-        return sum(rates[place] * seconds for place, seconds in spent)
+        rates = self.rates_by_bucket
+        return sum(rates[place] * seconds for place, seconds in seconds_by_bucket)
 
-    def add(self, spent: Sequence[tuple[int, float]], expected: float, ratio: float, weight: float) -> None:
+    def add_answer(
+        self,
+        seconds_by_bucket: Sequence[tuple[int, float]],
+        expected_tokens: float,
+        token_ratio: float,
+        sample_weight: float,
+    ) -> None:
         """Update the learned rates by one answer.
 
         Args:
             spent: Bucket and seconds, in the order of the buckets, for each bucket in which it spent time.
             expected: The tokens that were expected of it.
             ratio: The tokens that it got, as a multiple of these.
-            weight: The inverse of the variance of `ratio`.
+            weight: The inverse of the variance of `token_ratio`.
         """
-        if not spent:
+        if not seconds_by_bucket:
             return
-        information, target = self._information, self._target
-        for at, (place, seconds) in enumerate(spent):
-            share = seconds / expected
-            weighted = weight * share
-            target[place] += weighted * ratio
+        information, target = self._information_matrix, self._information_vector
+        for at, (place, seconds) in enumerate(seconds_by_bucket):
+            share = seconds / expected_tokens
+            weighted = sample_weight * share
+            target[place] += weighted * token_ratio
             row = information[place]
-            for other, its_seconds in spent[: at + 1]:
-                row[other] += weighted * its_seconds / expected
-        self._first = min(self._first, spent[0][0])
-        self._last = max(self._last, spent[-1][0])
+            for other, its_seconds in seconds_by_bucket[: at + 1]:
+                row[other] += weighted * its_seconds / expected_tokens
+        self._first = min(self._first, seconds_by_bucket[0][0])
+        self._last = max(self._last, seconds_by_bucket[-1][0])
 
-    def forget(self, kept: float) -> None:
+    def reduce_weight(self, kept_share: float) -> None:
         """Reduce the weight of everything learned to a share."""
         for place in range(self._first, self._last + 1):
-            self._target[place] *= kept
-            self._information[place] = [kept * each for each in self._information[place]]
+            self._information_vector[place] *= kept_share
+            self._information_matrix[place] = [kept_share * each for each in self._information_matrix[place]]
 
-    def scale(self, factor: float) -> None:
+    def scale_rates(self, speed_factor: float) -> None:
         """All engines have become this many times as fast."""
-        self.rates = [factor * rate for rate in self.rates]
+        self.rates_by_bucket = [speed_factor * rate for rate in self.rates_by_bucket]
         for place in range(self._first, self._last + 1):
-            self._target[place] /= factor
-            self._information[place] = [each / (factor * factor) for each in self._information[place]]
+            self._information_vector[place] /= speed_factor
+            self._information_matrix[place] = [
+                each / (speed_factor * speed_factor) for each in self._information_matrix[place]
+            ]
 
-    def solve(self) -> None:
+    def solve_rates(self) -> None:
         """Take all answers into the rates. Buckets outside the range that was seen have the rate of its nearest end."""
         first, last = self._first, self._last
         if last < first:
             return
-        self._factor, self._solved_first = self._factored(), first
-        solution = self._back(self._forward(self._target[first : last + 1]))
+        self._cholesky_factor, self._first_solved_bucket = self._compute_factor(), first
+        solution = self._solve_backward(self._solve_forward(self._information_vector[first : last + 1]))
         least = _MIN_RATE * sum(solution) / len(solution)
         if least <= 0.0:
             return  # nonsense in, nonsense out: keep the rates before
         rates = [max(least, rate) for rate in solution]
-        self.rates = [rates[0]] * first + rates + [rates[-1]] * (len(self.rates) - last - 1)
+        self.rates_by_bucket = [rates[0]] * first + rates + [rates[-1]] * (len(self.rates_by_bucket) - last - 1)
 
-    def variance(self, one: int, other: int) -> float:
+    def ratio_variance(self, bucket: int, other_bucket: int) -> float:
         """Return the variance of the logarithm of the ratio of two buckets' rates; infinite outside the range seen."""
-        first, count = self._solved_first, len(self._factor)
-        if not (first <= one < first + count and first <= other < first + count):
+        first, count = self._first_solved_bucket, len(self._cholesky_factor)
+        if not (first <= bucket < first + count and first <= other_bucket < first + count):
             return math.inf
         gradient = [0.0] * count
-        gradient[one - first] = 1 / self.rates[one]
-        gradient[other - first] -= 1 / self.rates[other]
-        return sum(each * each for each in self._forward(gradient))
+        gradient[bucket - first] = 1 / self.rates_by_bucket[bucket]
+        gradient[other_bucket - first] -= 1 / self.rates_by_bucket[other_bucket]
+        return sum(each * each for each in self._solve_forward(gradient))
 
-    def _factored(self) -> list[list[float]]:
+    def _compute_factor(self) -> list[list[float]]:
         """Return the Cholesky factor of the data's information plus the prior's, for the range with data."""
-        first, last, rates = self._first, self._last, self.rates
+        first, last, rates = self._first, self._last, self.rates_by_bucket
         count = last - first + 1
-        matrix = [self._information[first + at][first : first + at + 1] for at in range(count)]
+        matrix = [self._information_matrix[first + at][first : first + at + 1] for at in range(count)]
         for at in range(count - 1):
             place = first + at
-            precision = 1 / (_WALK_VARIANCE * self._distances[place] * rates[place] * rates[place + 1])
+            precision = 1 / (_WALK_VARIANCE * self._bucket_distances[place] * rates[place] * rates[place + 1])
             matrix[at][at] += precision
             matrix[at + 1][at + 1] += precision
             matrix[at + 1][at] -= precision
@@ -220,21 +228,21 @@ class RateFilter:
             factor.append(done)
         return factor
 
-    def _forward(self, values: Sequence[float]) -> list[float]:
+    def _solve_forward(self, values: Sequence[float]) -> list[float]:
         """Solve factor · x = values."""
         solution: list[float] = []
-        for row, value in zip(self._factor, values, strict=True):
+        for row, value in zip(self._cholesky_factor, values, strict=True):
             rest = value
             for at, each in enumerate(solution):
                 rest -= row[at] * each
             solution.append(rest / row[-1])
         return solution
 
-    def _back(self, values: Sequence[float]) -> list[float]:
+    def _solve_backward(self, values: Sequence[float]) -> list[float]:
         """Solve transposed factor · x = values."""
         solution = list(values)
         for at in range(len(solution) - 1, -1, -1):
-            row = self._factor[at]
+            row = self._cholesky_factor[at]
             solution[at] /= row[-1]
             for other in range(at):
                 solution[other] -= row[other] * solution[at]
@@ -245,29 +253,29 @@ class DecodePace:
     """The pace of one role's decoders, as one worker knows it."""
 
     def __init__(self) -> None:
-        self.most = math.inf
+        self.saturation_answers = math.inf
         """The answers at a time that a decoder should have at most: its saturation point. Infinite: none is known."""
-        self.scout_most = math.inf
+        self.scout_max_answers = math.inf
         """The same for the one decoder that finds out whether the saturation point still holds."""
-        self.scout_prefers = math.inf
+        self.scout_preferred_answers = math.inf
         """The answers at a time that one decoder should rather have, because no decoder has had this few lately. Never
         a reason for a request to wait. Infinite: there is nothing to find out."""
-        self.most_seen = math.inf
+        self.max_answers_seen = math.inf
         """The most answers at a time of which enough was seen."""
-        self.gain_seconds = 0.0
+        self.idle_gain_seconds = 0.0
         """Decoder seconds that a token takes more right beyond the saturation point than at it; 0.0: none is known."""
         self.step, self.slope = _FIRST_STEPS, 1.0
         """Seconds that a token takes: without other answers, and more for each answer. A straight line below the
         saturation point. Only the ratio counts as long as nothing is known."""
-        self.is_fitted = False
+        self.is_line_fitted = False
         """Whether `step` and `slope` are in seconds."""
-        self.token_seconds = 0.0
+        self.first_token_seconds = 0.0
         """Seconds per token of a decoder at its highest throughput; 0.0: not known."""
-        self.samples = 0
-        self.harm = AppendHarm()
+        self.sample_count = 0
+        self.append_harm = AppendHarm()
         """How much answers slow down while their decoder computes a prompt."""
-        self._filter = RateFilter([max(0.5, each) for each in _CENTERS])
-        self._seen = [0.0] * len(SIZES)  # answers' worth of time in each bucket
+        self._rate_filter = RateFilter([max(0.5, each) for each in _CENTERS])
+        self._seconds_by_bucket = [0.0] * len(SIZES)  # answers' worth of time in each bucket
         self._solved = [0.0] * len(SIZES)  # the same that are in the rates
         self._seen_at = [-math.inf] * len(SIZES)
         self._noise = 1.0  # variance of the answers relative to the assumed one
@@ -285,30 +293,38 @@ class DecodePace:
         self._unsolved = 0  # answers that are not in the rates yet
 
     @property
-    def rates(self) -> Sequence[float]:
+    def rates_by_bucket(self) -> Sequence[float]:
         """Tokens per second of one answer, by bucket; 0.0: nothing is known of any."""
-        return self._filter.rates
+        return self._rate_filter.rates_by_bucket
 
     @property
-    def is_doubted(self) -> bool:
+    def is_saturation_doubted(self) -> bool:
         """Whether a saturation point was dropped that did not prove itself, and none is believed for a while."""
         return self._doubted_until > -math.inf
 
-    def gain_at(self, answers: float) -> float:
+    def greatest_gain_at(self, answers: float) -> float:
         """Return the greatest gain on the way to a decoder that writes this number of answers at a time."""
         place = PLACES[int(answers)] if answers < len(PLACES) else len(SIZES) - 1
-        return self._gains[max(0, place - self._beyond)] if self.gain_seconds else 0.0
+        return self._gains[max(0, place - self._beyond)] if self.idle_gain_seconds else 0.0
 
-    def slowness(self, backend: Hashable) -> float:
+    def slowness_of(self, backend: Hashable) -> float:
         """Return how many times as long a backend takes as the others; 1.0 if that is not known."""
         slowness = self._slowness.get(backend, 0.0)
         return 1.0 if abs(slowness) < _EQUAL_SPEED else math.exp(slowness)
 
-    def forget(self, backend: Hashable) -> None:
+    def forget_backend(self, backend: Hashable) -> None:
         """Forget the pace of a backend that has left."""
         self._slowness.pop(backend, None)
 
-    def learn(self, backend: Hashable, spent: _Spent, tokens: int, now: float, *, computing: float = 0.0) -> None:
+    def learn_from_answer(
+        self,
+        backend: Hashable,
+        seconds_by_bucket: _Spent,
+        answer_tokens: int,
+        now: float,
+        *,
+        computing_seconds: float = 0.0,
+    ) -> None:
         """Update the pace of a decoder by one answer.
 
         Args:
@@ -318,78 +334,80 @@ class DecodePace:
             now: When it ended.
             computing: Seconds of this time in which the decoder computed prompts.
         """
-        seconds = sum(each for _, each in spent)
-        if tokens < 1 or seconds < _MIN_SECONDS:
+        seconds = sum(each for _, each in seconds_by_bucket)
+        if answer_tokens < 1 or seconds < _MIN_SECONDS:
             return
-        if not self.samples:
-            self._filter.begin(tokens / seconds)
+        if not self.sample_count:
+            self._rate_filter.start_with_rate(answer_tokens / seconds)
         slowness = self._slowness.get(backend, 0.0)
-        expected = self._filter.expected(spent)
-        ratio = tokens * math.exp(slowness) / expected
-        is_known = all(self._solved[place] >= _ENOUGH for place, each in spent if each > 0.1 * seconds)
+        expected = self._rate_filter.expected_tokens(seconds_by_bucket)
+        ratio = answer_tokens * math.exp(slowness) / expected
+        is_known = all(self._solved[place] >= _ENOUGH for place, each in seconds_by_bucket if each > 0.1 * seconds)
         most = _MAX_RATIO if is_known else _MAX_RATIO_UNKNOWN
         ratio = max(1 / most, min(most, ratio))
-        answers = sum(_CENTERS[place] * each for place, each in spent) / seconds
+        answers = sum(_CENTERS[place] * each for place, each in seconds_by_bucket) / seconds
         variance = _OWN_VARIANCE + _COMMON_VARIANCE * answers
-        self._filter.add(spent, expected, ratio, 1 / variance)
-        self._witnesses.append((spent, seconds, answers * ratio * expected / seconds, now))
-        for place, each in spent:
-            self._seen[place] += each / seconds
+        self._rate_filter.add_answer(seconds_by_bucket, expected, ratio, 1 / variance)
+        self._witnesses.append((seconds_by_bucket, seconds, answers * ratio * expected / seconds, now))
+        for place, each in seconds_by_bucket:
+            self._seconds_by_bucket[place] += each / seconds
             if each > 0.05 * seconds:
                 self._seen_at[place] = now
         if is_known:
-            self.harm.note(max(spent, key=lambda each: each[1])[0], computing / seconds, 1 - ratio)
+            self.append_harm.learn_from_answer(
+                max(seconds_by_bucket, key=lambda each: each[1])[0], computing_seconds / seconds, 1 - ratio
+            )
             error = math.log(ratio)
             self._noted += 1
             self._noise += max(_NOISE_STEP, 1 / self._noted) * (error * error / _OWN_VARIANCE - self._noise)
             slower = slowness - _SLOWNESS_STEP * error
             self._slowness[backend] = max(-_MAX_SLOWNESS, min(_MAX_SLOWNESS, slower))
-        self.samples += 1
+        self.sample_count += 1
         self._unsolved += 1
-        if self._unsolved >= max(_ENOUGH, self.samples / 2):
-            self._solve(now)  # what is expected of the next answers is wrong otherwise
+        if self._unsolved >= max(_ENOUGH, self.sample_count / 2):
+            self._solve_rates(now)  # what is expected of the next answers is wrong otherwise
 
-    def look(self, now: float) -> None:
+    def update_saturation(self, now: float) -> None:
         """Take what was learned by now into the saturation point and the line. To be called about once a second."""
         if self._unsolved:
-            self._solve(now)
-        rates = self.rates
-        least = _KNOWN if self.most == math.inf else _STILL_KNOWN
-        known = [place for place in range(1, len(SIZES)) if self._seen[place] >= least]
+            self._solve_rates(now)
+        rates = self.rates_by_bucket
+        least = _KNOWN if self.saturation_answers == math.inf else _STILL_KNOWN
+        known = [place for place in range(1, len(SIZES)) if self._seconds_by_bucket[place] >= least]
         made = [center * rate for center, rate in zip(_CENTERS, rates, strict=True)]
         best = max(known, key=made.__getitem__, default=0)
-        self.token_seconds = 1 / made[best] if known else 0.0
-        self._limit(known, made, best, now)
-        if self.most < math.inf:
-            known = [place for place in known if SIZES[place] <= self.most]
-        self.most_seen = float(SIZES[known[-1]]) if known else math.inf
-        self.scout_prefers = self._choose_smaller_limit(known, now) if known else math.inf
+        self.first_token_seconds = 1 / made[best] if known else 0.0
+        self._update_limit(known, made, best, now)
+        if self.saturation_answers < math.inf:
+            known = [place for place in known if SIZES[place] <= self.saturation_answers]
+        self.max_answers_seen = float(SIZES[known[-1]]) if known else math.inf
+        self.scout_preferred_answers = self._choose_smaller_limit(known, now) if known else math.inf
         if len(known) > 1:
-            self._fit(known)
+            self._fit_line(known)
 
-    def _solve(self, now: float) -> None:
+    def _solve_rates(self, now: float) -> None:
         """Forget a little, level out what all backends have in common, and solve."""
         if self._forgot_at > -math.inf:
             kept = math.exp(-max(0.0, now - self._forgot_at) / _MEMORY_SECONDS)
-            self._filter.forget(kept)
-            self._seen = [kept * each for each in self._seen]
+            self._rate_filter.reduce_weight(kept)
+            self._seconds_by_bucket = [kept * each for each in self._seconds_by_bucket]
         self._forgot_at = now
         self._unsolved = 0
-        self._solved = self._seen.copy()
+        self._solved = self._seconds_by_bucket.copy()
         if self._slowness:
             common = sum(self._slowness.values()) / len(self._slowness)
             self._slowness = {backend: each - common for backend, each in self._slowness.items()}
-            self._filter.scale(math.exp(-common))
-        self._filter.solve()
+            self._rate_filter.scale_rates(math.exp(-common))
+        self._rate_filter.solve_rates()
 
     # The saturation point
 
-    def _limit(self, known: Sequence[int], made: Sequence[float], best: int, now: float) -> None:
+    def _update_limit(self, known: Sequence[int], made: Sequence[float], best: int, now: float) -> None:
         """Believe a saturation point, keep it, or drop it."""
-        was = self.most
-        surely = [place for place in known if place > best and self._declines(made, best, place)]
-        self.most = self.scout_most = math.inf
-        self.gain_seconds = 0.0
+        was = self.saturation_answers
+        surely = [place for place in known if place > best and self._is_throughput_declining(made, best, place)]
+        self.saturation_answers = self.scout_max_answers = math.inf
+        self.idle_gain_seconds = 0.0
         if now < self._doubted_until:
             return
         self._doubted_until = -math.inf
@@ -399,7 +417,7 @@ class DecodePace:
         first = next(place for place in range(best + 1, surely[0] + 1) if made[place] < 0.85 * made[best])
         good = first - 1
         if was == math.inf:
-            if self.samples < _MIN_SAMPLES:
+            if self.sample_count < _MIN_SAMPLES:
                 return
             at, beyond = (
                 self._mean_token_rate(lambda place: place <= good, now),
@@ -412,20 +430,20 @@ class DecodePace:
             self._doubted_until = now + DOUBT_SECONDS
             self._since = math.inf
             return
-        self.most = self.scout_most = float(SIZES[good])
+        self.saturation_answers = self.scout_max_answers = float(SIZES[good])
         lost = (1 / made[place] - 1 / made[good] if place in known else 0.0 for place in range(first, len(SIZES)))
         self._beyond, self._gains = first, list(accumulate(lost, max, initial=0.0))[1:]
-        self.gain_seconds = self._gains[0]
+        self.idle_gain_seconds = self._gains[0]
         if now - max(self._seen_at[first:]) > TRUSTED_SECONDS:
-            self.scout_most = float(SIZES[first])
+            self.scout_max_answers = float(SIZES[first])
 
-    def _declines(self, made: Sequence[float], best: int, place: int) -> bool:
+    def _is_throughput_declining(self, made: Sequence[float], best: int, place: int) -> bool:
         """Return whether surely fewer tokens per second are written in a bucket than in the best one."""
         decline = math.log(made[best] / made[place]) - _MIN_DECLINE
         if decline <= 0.0:
             return False
-        variance = max(1.0, self._noise) * self._filter.variance(best, place) + _FLOOR * _FLOOR
-        return decline > (_SURE if self.most == math.inf else _STILL_SURE) * math.sqrt(variance)
+        variance = max(1.0, self._noise) * self._rate_filter.ratio_variance(best, place) + _FLOOR * _FLOOR
+        return decline > (_SURE if self.saturation_answers == math.inf else _STILL_SURE) * math.sqrt(variance)
 
     def _is_saturation_confirmed(self, good: int, now: float) -> bool:
         """Return whether throughput at the saturation point is higher than it was beyond it, as far as answers show.
@@ -473,12 +491,12 @@ class DecodePace:
             return math.inf
         return int(0.7 * most)
 
-    def _fit(self, known: Sequence[int]) -> None:
+    def _fit_line(self, known: Sequence[int]) -> None:
         """Fit the straight line by least squares. Each bucket counts as often as it was seen, up to a bound."""
-        weights = [min(self._seen[place], 50.0) for place in known]
+        weights = [min(self._seconds_by_bucket[place], 50.0) for place in known]
         total = sum(weights)
         answers = [_CENTERS[place] for place in known]
-        seconds = [1 / self.rates[place] for place in known]
+        seconds = [1 / self.rates_by_bucket[place] for place in known]
         mean_answers = sum(map(float.__mul__, weights, answers)) / total
         mean_seconds = sum(map(float.__mul__, weights, seconds)) / total
         both = zip(weights, answers, seconds, strict=True)
@@ -486,4 +504,4 @@ class DecodePace:
         spread = sum(weight * (at - mean_answers) ** 2 for weight, at in zip(weights, answers, strict=True))
         slope = max(slope / spread, _MIN_SLOPE * mean_seconds)
         self.step, self.slope = max(mean_seconds - slope * mean_answers, slope), slope
-        self.is_fitted = True
+        self.is_line_fitted = True

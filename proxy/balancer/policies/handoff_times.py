@@ -65,41 +65,46 @@ _ORDINARY_SHARE: Final = 0.25
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _TimeLine:
     """Weighted sums of samples for a straight line through seconds over thousands of tokens."""
 
-    count: float = 0.0
-    x: float = 0.0
-    xx: float = 0.0
-    y: float = 0.0
-    xy: float = 0.0
-    at: float = 0.0
+    sample_weight: float = 0.0
+    sum_x: float = 0.0
+    sum_xx: float = 0.0
+    sum_y: float = 0.0
+    sum_xy: float = 0.0
+    last_sample_at: float = 0.0
     """Time of the last sample."""
-    a: float = 0.0
+    intercept_seconds: float = 0.0
     """Seconds of a handoff without tokens."""
-    b: float = 0.0
+    seconds_per_thousand: float = 0.0
     """Seconds per thousand tokens."""
 
-    def add(self, x: float, y: float, weight: float, at: float) -> None:
+    def add_sample(self, x: float, y: float, weight: float, at: float) -> None:
         """Add a sample, and forget a part of the earlier ones."""
-        kept = _KEPT**weight * math.exp(min(0.0, self.at - at) / _MEMORY_SECONDS)
-        self.count = kept * self.count + weight
-        self.x = kept * self.x + weight * x
-        self.xx = kept * self.xx + weight * x * x
-        self.y = kept * self.y + weight * y
-        self.xy = kept * self.xy + weight * x * y
-        self.at = at
+        kept = _KEPT**weight * math.exp(min(0.0, self.last_sample_at - at) / _MEMORY_SECONDS)
+        self.sample_weight = kept * self.sample_weight + weight
+        self.sum_x = kept * self.sum_x + weight * x
+        self.sum_xx = kept * self.sum_xx + weight * x * x
+        self.sum_y = kept * self.sum_y + weight * y
+        self.sum_xy = kept * self.sum_xy + weight * x * y
+        self.last_sample_at = at
 
-    def solve(self, prior: _Line | None) -> None:
-        """Fit the line. `prior`: a line that counts as a few samples of this one. None: there is none."""
-        count, x, xx, y, xy = self.count, self.x, self.xx, self.y, self.xy
-        if prior is not None and prior.count:
-            share = _PRIOR_SAMPLES / prior.count
+    def fit_line(self, prior_line: _TimeLine | None) -> None:
+        """Fit the line. `prior_line`: a line that counts as a few samples of this one. None: there is none."""
+        count, x, xx, y, xy = self.sample_weight, self.sum_x, self.sum_xx, self.sum_y, self.sum_xy
+        if prior_line is not None and prior_line.sample_weight:
+            share = _PRIOR_SAMPLES / prior_line.sample_weight
             count += _PRIOR_SAMPLES
-            x += share * prior.x
-            xx += share * prior.xx
-            y += share * (prior.a * prior.count + prior.b * prior.x)
-            xy += share * (prior.a * prior.x + prior.b * prior.xx)
+            x += share * prior_line.sum_x
+            xx += share * prior_line.sum_xx
+            y += share * (
+                prior_line.intercept_seconds * prior_line.sample_weight
+                + prior_line.seconds_per_thousand * prior_line.sum_x
+            )
+            xy += share * (
+                prior_line.intercept_seconds * prior_line.sum_x + prior_line.seconds_per_thousand * prior_line.sum_xx
+            )
         spread = count * xx - x * x
         b = (count * xy - x * y) / spread if spread > 1e-6 * count * xx else y / x if x else 0.0
         a = (y - b * x) / count
@@ -107,23 +112,23 @@ class _Line:
             a, b = y / count, 0.0
         elif a < 0.0:
             a, b = 0.0, xy / xx
-        self.a, self.b = a, b
+        self.intercept_seconds, self.seconds_per_thousand = a, b
 
-    def seconds(self, x: float) -> float:
+    def predict_seconds(self, x: float) -> float:
         """Return the time of a handoff of `x` thousand tokens."""
-        return self.a + self.b * x
+        return self.intercept_seconds + self.seconds_per_thousand * x
 
 
 @dataclass(slots=True, eq=False)
-class _Pair:
+class _EnginePair:
     prefiller: Backend
     decoder: Backend
-    line: _Line = field(default_factory=_Line)
-    skipped: int = 0
+    time_line: _TimeLine = field(default_factory=_TimeLine)
+    skipped_requests: int = 0
     """Handoffs since the last one that was learned."""
-    slow_row: list[tuple[float, float]] = field(default_factory=list)
+    latest_slow_handoffs: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of the latest handoffs, and of an ordinary pair's. Empty after a handoff that was not slow."""
-    tried_at: float = -math.inf
+    last_tried_at: float = -math.inf
     """Time of the last request while the pair was slow."""
 
 
@@ -132,9 +137,12 @@ def lacks_memory(scoreboard: Scoreboard, decoder: Backend, facts: EngineFacts | 
     if facts is None:
         return False
     slot, most = decoder.slot, facts.max_num_seqs
-    if most is not None and scoreboard.running(slot) >= most:
+    if most is not None and scoreboard.running_requests(slot) >= most:
         return True
-    return facts.kv_tokens is not None and scoreboard.load(slot).kv_tokens >= _FULL_SHARE * facts.kv_tokens
+    return (
+        facts.kv_memory_tokens is not None
+        and scoreboard.load_of(slot).kv_tokens >= _FULL_SHARE * facts.kv_memory_tokens
+    )
 
 
 class HandoffTimes:
@@ -153,99 +161,110 @@ class HandoffTimes:
                 learned.
         """
         context = context or PolicyContext()
-        self.clock = context.clock
-        self.slow: dict[str, dict[str, _Pair]] = {}
+        self.now = context.clock
+        self.slow_pairs_by_decoder: dict[str, dict[str, _EnginePair]] = {}
         """Slow pairs by the keys of prefiller and decoder. Empty unless there are some."""
-        self.far: dict[str, _Pair] = {}
+        self.far_prefillers: dict[str, _EnginePair] = {}
         """The fastest pair of each prefiller that has only slow pairs, by its key."""
         self._is_full = is_full
-        self._pairs: dict[tuple[str, str], _Pair] = {}  # in the order of their last handoffs
-        self._hosts: dict[tuple[str, str], _Line] = {}
-        self._all = _Line()
-        self._ordinary = _Line()
-        self._tokens = 0.0  # thousands of tokens of an ordinary handoff
+        self._pairs_by_names: dict[tuple[str, str], _EnginePair] = {}  # in the order of their last handoffs
+        self._lines_by_hosts: dict[tuple[str, str], _TimeLine] = {}
+        self._line_of_all = _TimeLine()
+        self._ordinary_line = _TimeLine()
+        self._mean_tokens = 0.0  # thousands of tokens of an ordinary handoff
         self._look_due = -math.inf
         self._learn_due = -math.inf
-        self._pending: PendingSamples[tuple[_Pair, float, float]] = PendingSamples(context)
+        self._pending: PendingSamples[tuple[_EnginePair, float, float]] = PendingSamples(context)
         self._answers: dict[str, deque[tuple[str, float, float]]] = {}
         """The key of the decoder, and when the prompt was sent and answered, by the prefiller's key."""
 
-    def note_answer(self, prefiller: Backend, decoder: Backend, sent: float, answered: float) -> None:
+    def record_prefill_answer(self, prefiller: Backend, decoder: Backend, sent_at: float, answered_at: float) -> None:
         """Note the answer of a prefiller that answers after the transfer to a decoder.
 
-        `sent` and `answered` are the times at which it got the prompt and answered.
+        `sent_at` and `answered_at` are the times at which it got the prompt and answered.
         """
         answers = self._answers.setdefault(prefiller.key, deque(maxlen=_MAX_ANSWERS))
-        answers.append((decoder.key, sent, answered))
+        answers.append((decoder.key, sent_at, answered_at))
 
-    def last_answer_ahead(self, prefiller: Backend, decoder: Backend, sent: float) -> float:
-        """Return the time of the last answer to a prompt that a prefiller got before `sent`, or -inf.
+    def last_answer_ahead(self, prefiller: Backend, decoder: Backend, sent_at: float) -> float:
+        """Return the time of the last answer to a prompt that a prefiller got before `sent_at`, or -inf.
 
         A later prompt is usually computed after that time. Answers to prompts sent later show nothing, and neither do
         those after a transfer to the same decoder, whose link may be slow.
         """
         answers = self._answers.get(prefiller.key, ())
-        ahead = [answered for other, before, answered in answers if before < sent and other != decoder.key]
+        ahead = [answered for other, before, answered in answers if before < sent_at and other != decoder.key]
         return max(ahead, default=-math.inf)
 
-    def note(self, prefiller: Backend, decoder: Backend, tokens: int, began: float, ended: float) -> None:
-        """Note a handoff of a prompt of `tokens` tokens, with the times of its beginning and end."""
+    def record_handoff(
+        self, prefiller: Backend, decoder: Backend, prompt_tokens: int, began_at: float, ended_at: float
+    ) -> None:
+        """Note a handoff of a prompt of `prompt_tokens` tokens, with the times of its beginning and end."""
         key = prefiller.key, decoder.key
-        pair = self._pairs.get(key)
+        pair = self._pairs_by_names.get(key)
         if pair is None:
-            pair = self._pairs[key] = _Pair(prefiller, decoder)
-            if len(self._pairs) > _MAX_PAIRS:
-                del self._pairs[next(iter(self._pairs))]
-        elif pair.line.count >= _RELIABLE and not self.slow:
-            pair.skipped += 1
-            if pair.skipped < _THINNED:
+            pair = self._pairs_by_names[key] = _EnginePair(prefiller, decoder)
+            if len(self._pairs_by_names) > _MAX_PAIRS:
+                del self._pairs_by_names[next(iter(self._pairs_by_names))]
+        elif pair.time_line.sample_weight >= _RELIABLE and not self.slow_pairs_by_decoder:
+            pair.skipped_requests += 1
+            if pair.skipped_requests < _THINNED:
                 return
-            pair.skipped = 0
-        self._pending.add((pair, tokens / 1000, ended - began), began, ended)
-        if len(self._pending) % _BATCH == 0 or pair.line.count < 1 or self.clock() >= self._learn_due:
-            self._learn()
+            pair.skipped_requests = 0
+        self._pending.add_sample((pair, prompt_tokens / 1000, ended_at - began_at), began_at, ended_at)
+        if len(self._pending) % _BATCH == 0 or pair.time_line.sample_weight < 1 or self.now() >= self._learn_due:
+            self._learn_pending()
 
-    def note_pick(self, prefiller: Backend, decoder: Backend) -> None:
+    def record_pick(self, prefiller: Backend, decoder: Backend) -> None:
         """Note that a pair has got a request. Only needed while pairs are slow."""
-        pair = self.slow.get(prefiller.key, {}).get(decoder.key)
+        pair = self.slow_pairs_by_decoder.get(prefiller.key, {}).get(decoder.key)
         if pair is not None:
-            pair.tried_at = self.clock()
+            pair.last_tried_at = self.now()
 
-    def extra_seconds(self, prefiller: Backend, candidates: Sequence[Candidate], tokens: int) -> list[float] | None:
-        slow = self.slow.get(prefiller.key)
+    def extra_handoff_seconds(
+        self, prefiller: Backend, candidates: Sequence[Candidate], prompt_tokens: int
+    ) -> list[float] | None:
+        slow = self.slow_pairs_by_decoder.get(prefiller.key)
         if slow is None:
             return None
-        now = self.clock()
-        return [self._extra(slow.get(candidate.backend.key), tokens, now) for candidate in candidates]
+        now = self.now()
+        return [
+            self._extra_seconds_of_pair(slow.get(candidate.backend.key), prompt_tokens, now) for candidate in candidates
+        ]
 
-    def least_extra_seconds(self, prefillers: Sequence[Backend], tokens: int) -> list[float]:
-        now = self.clock()
-        return [self._extra(self.far.get(prefiller.key), tokens, now) for prefiller in prefillers]
+    def least_extra_handoff_seconds(self, prefillers: Sequence[Backend], prompt_tokens: int) -> list[float]:
+        now = self.now()
+        return [
+            self._extra_seconds_of_pair(self.far_prefillers.get(prefiller.key), prompt_tokens, now)
+            for prefiller in prefillers
+        ]
 
-    def _extra(self, pair: _Pair | None, tokens: int, now: float) -> float:
-        if pair is None or now - max(pair.tried_at, pair.line.at) > _RETRY_SECONDS:
+    def _extra_seconds_of_pair(self, pair: _EnginePair | None, tokens: int, now: float) -> float:
+        if pair is None or now - max(pair.last_tried_at, pair.time_line.last_sample_at) > _RETRY_SECONDS:
             return 0.0
-        return max(0.0, pair.line.seconds(tokens / 1000) - self._ordinary.seconds(tokens / 1000))
+        return max(
+            0.0, pair.time_line.predict_seconds(tokens / 1000) - self._ordinary_line.predict_seconds(tokens / 1000)
+        )
 
-    def forget(self, backend: Backend) -> None:
+    def forget_backend(self, backend: Backend) -> None:
         """Drop the handoff times of a backend that has left."""
         self._answers.pop(backend.key, None)
-        gone = [key for key in self._pairs if backend.key in key]
+        gone = [key for key in self._pairs_by_names if backend.key in key]
         for key in gone:
-            del self._pairs[key]
+            del self._pairs_by_names[key]
         if gone:
-            self._look(self.clock())
+            self._find_slow_pairs(self.now())
 
     def slow_pairs_of(self, decoder: Backend) -> Mapping[str, Mapping[str, Any]]:
         """Return the slow pairs of a decoder for administrators, by the prefiller's address."""
-        tokens = self._tokens
+        tokens = self._mean_tokens
         return {
             pair.prefiller.name: {
                 "tokens": round(1000 * tokens),
-                "seconds": round(pair.line.seconds(tokens), 4),
-                "ordinary_seconds": round(self._ordinary.seconds(tokens), 4),
+                "seconds": round(pair.time_line.predict_seconds(tokens), 4),
+                "ordinary_seconds": round(self._ordinary_line.predict_seconds(tokens), 4),
             }
-            for partners in self.slow.values()
+            for partners in self.slow_pairs_by_decoder.values()
             for pair in partners.values()
             if pair.decoder == decoder
         }
@@ -258,85 +277,91 @@ class HandoffTimes:
             them with earlier handoffs, and a pair that is avoided gets no further ones.
         """
         return {
-            pair.prefiller.name: min(pair.slow_row)
-            for partners in self.slow.values()
+            pair.prefiller.name: min(pair.latest_slow_handoffs)
+            for partners in self.slow_pairs_by_decoder.values()
             for pair in partners.values()
-            if pair.decoder == decoder and len(pair.slow_row) >= _MIN_SLOW_IN_ROW
+            if pair.decoder == decoder and len(pair.latest_slow_handoffs) >= _MIN_SLOW_IN_ROW
         }
 
-    def _learn(self) -> None:
+    def _learn_pending(self) -> None:
         """Learn from the handoffs for which the lag of the event loop is known."""
-        now = self.clock()
+        now = self.now()
         self._learn_due = now + _LEARN_SECONDS
-        for (pair, x, seconds), _, is_timely in self._pending.settled():
+        for (pair, x, seconds), _, is_timely in self._pending.take_settled():
             key = pair.prefiller.key, pair.decoder.key
-            if not is_timely or self._pairs.get(key) is not pair:
+            if not is_timely or self._pairs_by_names.get(key) is not pair:
                 continue
-            line = pair.line
-            if self._ordinary.count:
-                ordinary_seconds = self._ordinary.seconds(x)
+            line = pair.time_line
+            if self._ordinary_line.sample_weight:
+                ordinary_seconds = self._ordinary_line.predict_seconds(x)
                 if seconds < max(_SLOW * ordinary_seconds, _MIN_SECONDS):
-                    pair.slow_row.clear()
+                    pair.latest_slow_handoffs.clear()
                 else:
-                    pair.slow_row = [*pair.slow_row[1 - _MIN_SLOW_IN_ROW :], (seconds, ordinary_seconds)]
-            is_long = seconds > line.seconds(x) and line.count > 0
+                    pair.latest_slow_handoffs = [
+                        *pair.latest_slow_handoffs[1 - _MIN_SLOW_IN_ROW :],
+                        (seconds, ordinary_seconds),
+                    ]
+            is_long = seconds > line.predict_seconds(x) and line.sample_weight > 0
             if is_long and self._is_full(pair.decoder):
                 continue
-            weight = _ABOVE_WEIGHT if is_long and line.count >= _RELIABLE else 1.0
+            weight = _ABOVE_WEIGHT if is_long and line.sample_weight >= _RELIABLE else 1.0
             hosts = pair.prefiller.host, pair.decoder.host
-            group = self._hosts.get(hosts)
+            group = self._lines_by_hosts.get(hosts)
             if group is None:
-                group = self._hosts[hosts] = _Line()
-            for each in (self._all, group, line):
-                each.add(x, seconds, weight, now)
-            self._all.solve(None)
-            group.solve(self._all)
-            line.solve(group)
-            self._pairs[key] = self._pairs.pop(key)
+                group = self._lines_by_hosts[hosts] = _TimeLine()
+            for each in (self._line_of_all, group, line):
+                each.add_sample(x, seconds, weight, now)
+            self._line_of_all.fit_line(None)
+            group.fit_line(self._line_of_all)
+            line.fit_line(group)
+            self._pairs_by_names[key] = self._pairs_by_names.pop(key)
         if now >= self._look_due:
-            self._look(now)
+            self._find_slow_pairs(now)
 
-    def _look(self, now: float) -> None:
+    def _find_slow_pairs(self, now: float) -> None:
         """Determine the pairs of engines with slow handoffs."""
-        self._look_due = now + _LOOK_SECONDS * max(1.0, len(self._pairs) / 256)
-        pairs = [pair for pair in self._pairs.values() if pair.line.count >= _STILL_ENOUGH]
+        self._look_due = now + _LOOK_SECONDS * max(1.0, len(self._pairs_by_names) / 256)
+        pairs = [pair for pair in self._pairs_by_names.values() if pair.time_line.sample_weight >= _STILL_ENOUGH]
         hosts = {(pair.prefiller.host, pair.decoder.host) for pair in pairs}
-        self._hosts = {key: line for key, line in self._hosts.items() if key in hosts}
-        before, self.slow, self.far = self.slow, {}, {}
+        self._lines_by_hosts = {key: line for key, line in self._lines_by_hosts.items() if key in hosts}
+        before, self.slow_pairs_by_decoder, self.far_prefillers = self.slow_pairs_by_decoder, {}, {}
         decoders = {pair.decoder.key for pair in pairs}
-        if len(pairs) < 2 or not self._all.count:
+        if len(pairs) < 2 or not self._line_of_all.sample_weight:
             return
-        tokens = self._tokens = self._all.x / self._all.count
-        times = sorted(pair.line.seconds(tokens) for pair in pairs)
+        tokens = self._mean_tokens = self._line_of_all.sum_x / self._line_of_all.sample_weight
+        times = sorted(pair.time_line.predict_seconds(tokens) for pair in pairs)
         least = times[int(_ORDINARY_SHARE * (len(times) - 1))]
-        self._ordinary = min(
-            (pair.line for pair in pairs if pair.line.seconds(tokens) >= least), key=lambda line: line.seconds(tokens)
+        self._ordinary_line = min(
+            (pair.time_line for pair in pairs if pair.time_line.predict_seconds(tokens) >= least),
+            key=lambda line: line.predict_seconds(tokens),
         )
         for pair in pairs:
             prefiller, decoder = pair.prefiller.key, pair.decoder.key
             was_slow = decoder in before.get(prefiller, {})
-            seconds = pair.line.seconds(tokens)
+            seconds = pair.time_line.predict_seconds(tokens)
             most, enough = (_STILL_SLOW, _STILL_ENOUGH) if was_slow else (_SLOW, _ENOUGH)
-            if pair.line.count >= enough and seconds >= max(most * least, least + _MIN_SECONDS):
-                self.slow.setdefault(prefiller, {})[decoder] = pair
+            if pair.time_line.sample_weight >= enough and seconds >= max(most * least, least + _MIN_SECONDS):
+                self.slow_pairs_by_decoder.setdefault(prefiller, {})[decoder] = pair
                 if not was_slow:
-                    self._log(pair, "is slow", seconds, least)
+                    self._log_pair(pair, "is slow", seconds, least)
             elif was_slow:
-                self._log(pair, "is no longer slow", seconds, least)
-        for key, partners in self.slow.items():
+                self._log_pair(pair, "is no longer slow", seconds, least)
+        for key, partners in self.slow_pairs_by_decoder.items():
             if len(partners) == len(decoders):
-                self.far[key] = min(partners.values(), key=lambda pair: pair.line.seconds(tokens))
+                self.far_prefillers[key] = min(
+                    partners.values(), key=lambda pair: pair.time_line.predict_seconds(tokens)
+                )
 
-    def _log(self, pair: _Pair, what: str, seconds: float, ordinary: float) -> None:
+    def _log_pair(self, pair: _EnginePair, event_text: str, seconds: float, ordinary: float) -> None:
         logger.log(
-            logging.WARNING if what == "is slow" else logging.INFO,
+            logging.WARNING if event_text == "is slow" else logging.INFO,
             "handoff times: a pair of instances %s",
-            what,
+            event_text,
             extra={
                 "fields": {
                     "prefiller": pair.prefiller.name,
                     "decoder": pair.decoder.name,
-                    "tokens": round(1000 * self._tokens),
+                    "tokens": round(1000 * self._mean_tokens),
                     "seconds": round(seconds, 3),
                     "ordinary_seconds": round(ordinary, 3),
                 }

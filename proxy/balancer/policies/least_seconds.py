@@ -13,9 +13,14 @@ from operator import add
 from typing import TYPE_CHECKING, Final, NamedTuple
 from zlib import crc32
 
-from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, WORKING_SET, Prediction
+from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, WORKING_SET, PickPrediction
 from proxy.balancer.policies.least_tokens import LeastTokens
-from proxy.balancer.policies.prefill_cost import MIN_CACHED_PROMPT_TOKENS, SECONDS_PER_LOAD, PromptCosts, prompt_costs
+from proxy.balancer.policies.prefill_cost import (
+    MIN_CACHED_PROMPT_TOKENS,
+    SECONDS_PER_LOAD,
+    PromptCosts,
+    make_prompt_costs,
+)
 from proxy.balancer.policies.prefiller import Prefiller, Prefillers
 from proxy.balancer.shared.memory import AGEING
 from proxy.common.backend import Load
@@ -23,8 +28,8 @@ from proxy.common.backend import Load
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Set
 
-    from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext, Subject
-    from proxy.balancer.policies.prefill_cost import Sent
+    from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext, RoutingSubject
+    from proxy.balancer.policies.prefill_cost import SentPrompt
     from proxy.common.backend import Backend
 
 # Scores are equal if they differ by less than this share and this time, which is the precision of predictions.
@@ -48,72 +53,82 @@ _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / _WEIGHTS[0]
 # Number of idle prefillers in the figures of a choice.
 _SHOWN_IDLE: Final = 8
 # Request, chosen prefiller, costs of the prompt, number of cached pieces, and prefill time in seconds.
-_Choice = tuple["PickRequest", Prefiller, PromptCosts, int, float]
+_PrefillChoice = tuple["PickRequest", Prefiller, PromptCosts, int, float]
 
 
-class _Scores:
+class _PrefillScores:
     """Scores of prefillers for one prompt. The lists have the same order.
 
     The prefillers that have work or may have the prefix are scored one by one. All others differ only in their speed,
     so the fastest of them stand for these at the end of the lists.
     """
 
-    __slots__ = ("admitted", "count", "counts", "near", "places", "plain", "scores", "waits", "work")
+    __slots__ = (
+        "admitted_scores",
+        "score_count",
+        "cached_pieces",
+        "near_score",
+        "scored_places",
+        "plain_seconds",
+        "total_scores",
+        "wait_seconds",
+        "work_seconds",
+    )
 
     def __init__(self, places: list[int], waits: list[float], plain: float, counts: float) -> None:
-        self.places = places
+        self.scored_places = places
         """Places of the prefillers."""
-        self.waits = waits
+        self.wait_seconds = waits
         """Seconds until each of them is free."""
-        self.work: list[float] = []
+        self.work_seconds: list[float] = []
         """Prefill times in seconds."""
-        self.scores: list[float] = []
-        self.count = len(places)
+        self.total_scores: list[float] = []
+        self.score_count = len(places)
         """Number of prefillers that are scored one by one."""
-        self.plain = plain
+        self.plain_seconds = plain
         """Prefill time without the prefix on a prefiller of normal speed."""
-        self.counts = counts
+        self.cached_pieces = counts
         """Weight of the prefill time in a score."""
-        self.near = 0.0
+        self.near_score = 0.0
         """The highest score that counts as equal to the lowest."""
-        self.admitted: _Scores | None = None
+        self.admitted_scores: _PrefillScores | None = None
         """Scores by which the request has left the queue: only the prefillers that were near may be chosen. None: it
         was not in the queue."""
 
     @property
-    def has_idle(self) -> bool:
+    def has_unscored_idle(self) -> bool:
         """Whether a prefiller that is not scored one by one is as good as the best one."""
-        return len(self.scores) > self.count and self.scores[self.count] <= self.near
+        return len(self.total_scores) > self.score_count and self.total_scores[self.score_count] <= self.near_score
 
-    def takes_idle(self, slowness: float) -> bool:
+    def is_unscored_as_good(self, slowness: float) -> bool:
         """Return whether a prefiller of this slowness that is not scored one by one is as good as the best one."""
-        is_near = self.counts * (self.plain * slowness) <= self.near
-        return is_near and (self.admitted is None or self.admitted.takes_idle(slowness))
+        is_near = self.cached_pieces * (self.plain_seconds * slowness) <= self.near_score
+        return is_near and (self.admitted_scores is None or self.admitted_scores.is_unscored_as_good(slowness))
 
-    def index_of_least(self) -> int:
+    def index_of_lowest_score(self) -> int:
         """Return the index of the lowest score; of equal ones, that of the first place."""
-        least = min(self.scores)
-        found = self.scores.index(least)
-        for index in range(found + 1, len(self.scores)):
-            if self.scores[index] == least and self.places[index] < self.places[found]:
+        least = min(self.total_scores)
+        found = self.total_scores.index(least)
+        for index in range(found + 1, len(self.total_scores)):
+            if self.total_scores[index] == least and self.scored_places[index] < self.scored_places[found]:
                 found = index
         return found
 
 
-class _Admitted(NamedTuple):
+class _AdmittedRequest(NamedTuple):
     """A request that left the queue for its best prefillers."""
 
-    subject: object
+    request_subject: object
     prefillers: Sequence[Prefiller]
     """The prefillers by place."""
-    best: Set[int]
+    best_places: Set[int]
     """Places of the best ones of those that were scored one by one."""
-    scores: _Scores
+    scores: _PrefillScores
 
 
 # The scores, the index of the chosen prefiller in them, whether several were equal, the probably cached tokens of each
 # (None: the cache was not looked up), and whether the request has waited for its session.
-_Snapshot = tuple[_Scores, int, bool, "Sequence[float] | None", bool]
+_ChoiceSnapshot = tuple[_PrefillScores, int, bool, "Sequence[float] | None", bool]
 
 
 class LeastSeconds(LeastTokens):
@@ -123,33 +138,35 @@ class LeastSeconds(LeastTokens):
     a larger fleet, except between equal prefillers for a long prompt without a hit.
     """
 
-    label = "least_load"
+    policy_name = "least_load"
     keeps_weights = False
-    weights = _WEIGHTS
-    crowding = 1.0
+    load_weights = _WEIGHTS
+    crowding_factor = 1.0
     """Weight of the delay of later prompts. 0: it does not count."""
-    ahead_seconds = 0.05
+    send_ahead_seconds = 0.05
     """Send the next prompt once less than this, plus the recent lag of the event loop, is left to compute. That hides
     the round trip."""
-    batch_tokens = 16_384
+    max_batch_tokens = 16_384
     """Maximum uncached tokens on a backend while pdproxy tests whether it computes several prompts at a time."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self._prefillers = Prefillers(self.context, _WEIGHTS)
-        self.working_sets = self._sets = self._prefillers.working_sets
-        self._busy = 0.0
-        self._lag = 0.0  # maximum recent lag of the event loop, in seconds
-        self._lag_due = -inf  # time of the next update of `_lag`
-        self._waiting: dict[int, PromptCosts] = {}  # costs of waiting prompts, by the ID of the subject
-        self._waiting_seconds: dict[int, float] = {}  # prefill times of waiting prompts, by the same ID
-        self._admitted: _Admitted | None = None  # the request that was admitted last, until it is sent
-        self._chosen: _Choice | None = None
-        self._waited: Subject | None = None  # subject that left the queue last
+        self.working_sets = self._session_limits = self._prefillers.working_sets
+        self._busy_share = 0.0
+        self._loop_lag_seconds = 0.0  # maximum recent lag of the event loop, in seconds
+        self._next_lag_look_at = -inf  # time of the next update of `_loop_lag_seconds`
+        self._waiting_costs: dict[int, PromptCosts] = {}  # costs of waiting prompts, by the ID of the subject
+        self._waiting_work_seconds: dict[int, float] = {}  # prefill times of waiting prompts, by the same ID
+        self._admitted: _AdmittedRequest | None = None  # the request that was admitted last, until it is sent
+        self._chosen: _PrefillChoice | None = None
+        self._waited: RoutingSubject | None = None  # subject that left the queue last
 
     # Choice
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         """Return the candidate that completes the prompt first.
 
         Among equal candidates, a hash of the session or of the beginning of the prompt selects one. So gateways choose
@@ -157,56 +174,61 @@ class LeastSeconds(LeastTokens):
         and prompts without a session and keys go to the least loaded candidate.
         """
         known = self._prefillers
-        prefillers = known.look_up(candidates)
-        prompt = self._waiting.get(id(request.subject or request)) if self._waiting else None
+        prefillers = known.prefillers_of(candidates)
+        prompt = self._waiting_costs.get(id(request.request_subject or request)) if self._waiting_costs else None
         if prompt is None:
-            prompt = prompt_costs(request)
+            prompt = make_prompt_costs(request)
         # Raised weights are those of all candidates, so all are scored one by one.
-        places, reader = known.reader.places, known.reader
-        if weights is reader.weights and not reader.are_few:
+        places, reader = known.slot_reader.all_places, known.slot_reader
+        if weights is reader.weights_by_place and not reader.are_slots_few:
             places = reader.places_to_score()
         now, unit = self.context.clock(), _SECONDS_PER_WEIGHT
-        waits = [prefillers[each].left(weights[each] * unit, now) if weights[each] else 0.0 for each in places]
-        scores = self._scores(prompt, places, waits)
+        waits = [
+            prefillers[each].remaining_seconds(weights[each] * unit, now) if weights[each] else 0.0 for each in places
+        ]
+        scores = self._score_candidates(prompt, places, waits)
         place, is_equal, has_waited = 0, False, False
-        home = self._home(prompt, request) if self._sets.is_active else None
+        home = self._home_of_session(prompt, request) if self._session_limits.are_limits_active else None
         if home is not None:
             place, has_waited = home
         elif len(candidates) > 1:
-            if self._admitted is not None and self._admitted.subject is (request.subject or request):
-                scores = self._restricted(scores, self._admitted)
-            place, is_equal = self._soonest(candidates, weights, request, prompt, scores)
+            if self._admitted is not None and self._admitted.request_subject is (request.request_subject or request):
+                scores = self._restrict_scores(scores, self._admitted)
+            place, is_equal = self._place_of_soonest(candidates, weights, request, prompt, scores)
         self._admitted = None
-        if place not in scores.places:
-            scores.places.append(place)
-            scores.waits.append(0.0)
-            scores.work.append(scores.plain * prefillers[place].slowness)
-        index, hit = scores.places.index(place), 0
+        if place not in scores.scored_places:
+            scores.scored_places.append(place)
+            scores.wait_seconds.append(0.0)
+            scores.work_seconds.append(scores.plain_seconds * prefillers[place].slowness)
+        index, hit = scores.scored_places.index(place), 0
         cached: list[float] | None = None
-        if prompt.keys:
-            hits = [known.own(prefillers[each], prompt)[0] for each in scores.places[: scores.count]]
-            hits += [0] * (len(scores.places) - scores.count)
-            hit, cached = hits[index], [prompt.ends[each - 1] if each else 0.0 for each in hits]
-        self._chosen = request, prefillers[place], prompt, hit, scores.work[index]
-        self.snapshot = scores, index, is_equal, cached, has_waited
+        if prompt.prefix_keys:
+            hits = [
+                known.predict_cost_on(prefillers[each], prompt)[0]
+                for each in scores.scored_places[: scores.score_count]
+            ]
+            hits += [0] * (len(scores.scored_places) - scores.score_count)
+            hit, cached = hits[index], [prompt.piece_ends[each - 1] if each else 0.0 for each in hits]
+        self._chosen = request, prefillers[place], prompt, hit, scores.work_seconds[index]
+        self.choice_snapshot = scores, index, is_equal, cached, has_waited
         return candidates[place]
 
-    def _soonest(
+    def _place_of_soonest(
         self,
         candidates: Sequence[Candidate],
         weights: Sequence[int],
         request: PickRequest,
         prompt: PromptCosts,
-        scores: _Scores,
+        scores: _PrefillScores,
     ) -> tuple[int, bool]:
         """Return the place of the chosen prefiller, and whether others are equal."""
-        known, near = self._prefillers, scores.near
-        prefillers, places, count = known.prefillers, scores.places, scores.count
-        equal = [place for place, score in zip(places, scores.scores, strict=True) if score <= near]
+        known, near = self._prefillers, scores.near_score
+        prefillers, places, count = known.prefillers, scores.scored_places, scores.score_count
+        equal = [place for place, score in zip(places, scores.total_scores, strict=True) if score <= near]
         if len(equal) == 1:
             return equal[0], False
-        has_idle = scores.has_idle
-        if not prompt.keys and (prompt.tokens < MIN_CACHED_PROMPT_TOKENS or request.session is None):
+        has_idle = scores.has_unscored_idle
+        if not prompt.prefix_keys and (prompt.prompt_tokens < MIN_CACHED_PROMPT_TOKENS or request.session is None):
             tied: list[int] = []
             lowest = 0 if has_idle else weights[equal[0]]
             for place in equal:
@@ -216,148 +238,156 @@ class LeastSeconds(LeastTokens):
                     tied.append(place)
             if not has_idle:
                 tied.sort()
-                return self._next_place(known.reader.slots, tied), True
+                return self._next_equal_place(known.slot_reader.slots, tied), True
             scored = set(places[:count])
-            return self._next_place_of(
-                known.reader.slots,
-                lambda place: place in tied if place in scored else scores.takes_idle(prefillers[place].slowness),
+            return self._next_flagged_place(
+                known.slot_reader.slots,
+                lambda place: (
+                    place in tied if place in scored else scores.is_unscored_as_good(prefillers[place].slowness)
+                ),
             ), True
-        if prompt.keys and any(known.own(prefillers[place], prompt)[0] for place in equal):
-            return places[scores.index_of_least()], True
+        if prompt.prefix_keys and any(known.predict_cost_on(prefillers[place], prompt)[0] for place in equal):
+            return places[scores.index_of_lowest_score()], True
         session = request.session
         if session is not None:
             kind = crc32(session.encode(errors="surrogatepass"))
         else:
-            kind = prompt.keys[min(len(prompt.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
+            kind = prompt.prefix_keys[min(len(prompt.prefix_keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
         if has_idle:
             scored = set(places[:count])
             equal = [place for place in equal if place in scored]
-            for place in known.idle(scored, len(candidates)):
-                if not scores.takes_idle(prefillers[place].slowness):
+            for place in known.fastest_idle_places(scored, len(candidates)):
+                if not scores.is_unscored_as_good(prefillers[place].slowness):
                     break
                 equal.append(place)
         equal.sort()
         return max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind)), True
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
         """Return the predicted prefill time, converted to tokens, and the KV of the prompt."""
-        return Load(round(self._choice(backend, request)[4] / SECONDS_PER_LOAD), request.prefill.kv_tokens)
+        return Load(
+            round(self._last_choice_for(backend, request)[4] / SECONDS_PER_LOAD), request.prefill_load.kv_tokens
+        )
 
-    def _choice(self, backend: Backend, request: PickRequest) -> _Choice:
+    def _last_choice_for(self, backend: Backend, request: PickRequest) -> _PrefillChoice:
         """Return the last choice, or compute it if the pool has chosen this backend without the policy."""
         chosen = self._chosen
         if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
-            prefiller, prompt = self._prefillers.of(backend), prompt_costs(request)
-            chosen = self._chosen = request, prefiller, prompt, *self._prefillers.own(prefiller, prompt)
+            prefiller, prompt = self._prefillers.prefiller_of(backend), make_prompt_costs(request)
+            chosen = self._chosen = request, prefiller, prompt, *self._prefillers.predict_cost_on(prefiller, prompt)
         return chosen
 
     # Outcome
 
-    def track(self, backend: Backend, request: PickRequest) -> Sent:
+    def start_tracker(self, backend: Backend, request: PickRequest) -> SentPrompt:
         """Note that the prompt was sent. It counts as cached at once, or a burst of equal prompts would scatter."""
-        _, prefiller, prompt, hit, seconds = self._choice(backend, request)
+        _, prefiller, prompt, hit, seconds = self._last_choice_for(backend, request)
         self._chosen = None
         compute = round(seconds / SECONDS_PER_LOAD)
         now = self.context.clock()
-        sent = prefiller.send(prompt, hit, seconds, compute, request.prefill.kv_tokens, now)
-        if prompt.keys:
-            has_waited, self._waited = self._waited is not None and self._waited is request.subject, None
-            sent.resident_tokens = self._sets.note_sent(prefiller.cached, prompt, request.session, sent, has_waited)
+        sent = prefiller.add_prompt(prompt, hit, seconds, compute, request.prefill_load.kv_tokens, now)
+        if prompt.prefix_keys:
+            has_waited, self._waited = self._waited is not None and self._waited is request.request_subject, None
+            sent.resident_tokens = self._session_limits.record_sent_prompt(
+                prefiller.cached_prefixes, prompt, request.session, sent, has_waited
+            )
         # The charge allows for expected cache hits that fail. The reported prediction does not.
-        cached = sent.cached
-        expected = self._prefillers.cost.seconds(prompt.tokens - cached, cached) * prefiller.slowness
-        sent.prediction = Prediction(sent.wait + expected, round(cached))
+        cached = sent.predicted_cached_tokens
+        expected = (
+            self._prefillers.prefill_cost.predict_seconds(prompt.prompt_tokens - cached, cached) * prefiller.slowness
+        )
+        sent.policy_prediction = PickPrediction(sent.predicted_wait_seconds + expected, round(cached))
         return sent
 
-    def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
+    def choice_reason(self, snapshot: _ChoiceSnapshot, backend: Backend) -> str:
         scores, index, is_equal, cached, has_waited = snapshot
         if has_waited:
             return WORKING_SET
         if cached is not None:
-            soon, hit = scores.waits[index] + _TIE_SECONDS, cached[index]
-            if any(wait <= soon and tokens < hit for wait, tokens in zip(scores.waits, cached, strict=True)):
+            soon, hit = scores.wait_seconds[index] + _TIE_SECONDS, cached[index]
+            if any(wait <= soon and tokens < hit for wait, tokens in zip(scores.wait_seconds, cached, strict=True)):
                 return CACHED_PREFIX
         return EQUAL if is_equal else LEAST_SECONDS
 
-    def examined(self, snapshot: _Snapshot, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def examined_candidates(self, snapshot: _ChoiceSnapshot, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the candidates with work or with the prefix, and the fastest idle ones."""
-        return [candidates[place] for place in snapshot[0].places]
+        return [candidates[place] for place in snapshot[0].scored_places]
 
-    def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
+    def choice_figures(self, snapshot: _ChoiceSnapshot, weights: Sequence[int]) -> Columns:
         scores, _, _, cached, _ = snapshot
-        columns: dict[str, Sequence[float]] = {"wait_seconds": scores.waits, "work_seconds": scores.work}
+        columns: dict[str, Sequence[float]] = {"wait_seconds": scores.wait_seconds, "work_seconds": scores.work_seconds}
         if cached is not None:
             columns["cached_tokens"] = cached
-        return columns, [*map(add, scores.waits, scores.work)]
+        return columns, [*map(add, scores.wait_seconds, scores.work_seconds)]
 
     def forget_cache(self, backend: Backend) -> None:
-        prefiller = self._prefillers.of(backend)
+        prefiller = self._prefillers.prefiller_of(backend)
         prefiller.forget_cache()
-        self._sets.forget(prefiller.cached)
+        self._session_limits.forget_cache(prefiller.cached_prefixes)
 
-    def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
+    def soonest_completion_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
         """Return the least sum of a prefiller's wait and its prefill time for the prompt."""
         known = self._prefillers
-        known.look_up(candidates)
-        prompt = prompt_costs(request)
-        known.reader.refresh()
-        places = known.reader.places_to_score()
-        waits = self._waits(places, known.reader.compute, self.context.clock())
-        scores = self._scores(prompt, places, waits)
-        return min(map(float.__add__, scores.waits, scores.work))
+        known.prefillers_of(candidates)
+        prompt = make_prompt_costs(request)
+        known.slot_reader.update_loads()
+        places = known.slot_reader.places_to_score()
+        waits = self._wait_seconds_of(places, known.slot_reader.compute_by_place, self.context.clock())
+        scores = self._score_candidates(prompt, places, waits)
+        return min(map(float.__add__, scores.wait_seconds, scores.work_seconds))
 
-    def relief_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        if not self._waiting:
+    def queue_relief_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        if not self._waiting_costs:
             return 0.0
-        self._prefillers.look_up(candidates)
-        return len(self._waiting) * self._least_work(prompt_costs(request)) / len(candidates)
+        self._prefillers.prefillers_of(candidates)
+        return len(self._waiting_costs) * self._shortest_prefill_seconds(make_prompt_costs(request)) / len(candidates)
 
-    def prefill_seconds(self, uncached: float, cached: float) -> float:
-        return self._prefillers.cost.seconds(uncached, cached)
+    def predicted_prefill_seconds(self, uncached_tokens: float, cached_tokens: float) -> float:
+        return self._prefillers.prefill_cost.predict_seconds(uncached_tokens, cached_tokens)
 
-    def working_set(self, backend: Backend) -> Mapping[str, float]:
-        home = self._sets.sets.get(self._prefillers.of(backend).cached)
+    def working_set_tokens(self, backend: Backend) -> Mapping[str, float]:
+        home = self._session_limits.sets_by_cache.get(self._prefillers.prefiller_of(backend).cached_prefixes)
         if home is None:
             return {}
-        return {"used": home.used_tokens} | ({"limit": home.limit} if home.limit < inf else {})
+        return {"used": home.used_tokens} | ({"limit": home.limit_tokens} if home.limit_tokens < inf else {})
 
     @property
     def remembered_prefixes(self) -> int:
-        return sum(len(prefiller.cached) for prefiller in self._prefillers.by_key.values())
+        return sum(len(prefiller.cached_prefixes) for prefiller in self._prefillers.prefillers_by_key.values())
 
     # Queue
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Return whether a candidate would begin with a prompt almost at once."""
-        return self._has_room(candidates) is not False
+        return self._have_all_room(candidates) is not False
 
-    def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
+    def should_admit_first(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
         """Return whether the first request of the queue should go now, and not wait for a better backend.
 
         If all candidates have room, there is nothing to wait for.
         """
-        has_room = self._has_room(candidates)
+        has_room = self._have_all_room(candidates)
         if has_room is None:
-            return self.first_to_admit(candidates, [request()]) is not None
+            return self.index_to_admit(candidates, [request()]) is not None
         return has_room
 
-    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        subject = id(request.subject or request)
-        prompt = self._waiting[subject] = prompt_costs(request)
-        self._sets.note_waiting(prompt.keys, request.session, self.context.clock())
-        self._prefillers.look_up(candidates)
-        seconds = self._waiting_seconds[subject] = self._least_work(prompt)
+    def shortest_work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        subject = id(request.request_subject or request)
+        prompt = self._waiting_costs[subject] = make_prompt_costs(request)
+        self._session_limits.record_arrival(prompt.prefix_keys, request.session, self.context.clock())
+        self._prefillers.prefillers_of(candidates)
+        seconds = self._waiting_work_seconds[subject] = self._shortest_prefill_seconds(prompt)
         return seconds
 
-    def left_queue(self, request: PickRequest) -> None:
+    def on_left_queue(self, request: PickRequest) -> None:
         """Drop the predicted costs of a prompt that has left the queue."""
-        self._waited = request.subject
-        prompt = self._waiting.pop(id(request.subject or request), None)
+        self._waited = request.request_subject
+        prompt = self._waiting_costs.pop(id(request.request_subject or request), None)
         if prompt is not None:
-            self._sets.note_left(prompt.keys, request.session, self.context.clock())
-        self._waiting_seconds.pop(id(request.subject or request), None)
+            self._session_limits.record_left_queue(prompt.prefix_keys, request.session, self.context.clock())
+        self._waiting_work_seconds.pop(id(request.request_subject or request), None)
 
-    def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
+    def max_hold_seconds(self, request: PickRequest | None, waiting_count: int) -> float:
         """Return twice the predicted wait, if engines were learned to compute prompts in order.
 
         The wait is the time until a prefiller is free, plus the work of all waiting prompts and of later, shorter ones.
@@ -366,87 +396,95 @@ class LeastSeconds(LeastTokens):
         prefillers = known.prefillers
         if request is None or not prefillers:
             return inf
-        known.reader.refresh()
-        if known.reader.computing < len(prefillers):
+        known.slot_reader.update_loads()
+        if known.slot_reader.computing_count < len(prefillers):
             return inf  # the request waits for decoders
-        places, loads = known.reader.places, known.reader.compute
-        waits = self._waits(places, loads, self.context.clock())
-        if any(map(self._is_free, known.candidates, prefillers, waits, loads)):
+        places, loads = known.slot_reader.all_places, known.slot_reader.compute_by_place
+        waits = self._wait_seconds_of(places, loads, self.context.clock())
+        if any(map(self._may_get_next_prompt, known.candidates, prefillers, waits, loads)):
             return inf
-        work = self._least_work(prompt_costs(request))
-        return _HOLD_WAITS * (min(waits) + sum(self._waiting_seconds.values()) / len(prefillers) + work / AGEING)
+        work = self._shortest_prefill_seconds(make_prompt_costs(request))
+        return _HOLD_WAITS * (min(waits) + sum(self._waiting_work_seconds.values()) / len(prefillers) + work / AGEING)
 
-    def _least_work(self, prompt: PromptCosts) -> float:
+    def _shortest_prefill_seconds(self, prompt: PromptCosts) -> float:
         """Return the shortest prefill time of a prompt."""
-        return min(self._scores(prompt, [], []).work)
+        return min(self._score_candidates(prompt, [], []).work_seconds)
 
-    def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+    def index_to_admit(self, candidates: Sequence[Candidate], waiting_requests: Sequence[PickRequest]) -> int | None:
         """Return the index of the first request whose best prefiller has room.
 
         The requests before it wait for other prefillers. The work of each counts for those that wait behind it.
         """
         known = self._prefillers
-        prefillers = known.look_up(candidates)
-        known.reader.refresh()
-        now, loads, places = self.context.clock(), known.reader.compute, known.reader.places_to_score().copy()
-        waits = self._waits(places, loads, now)
+        prefillers = known.prefillers_of(candidates)
+        known.slot_reader.update_loads()
+        now, loads, places = (
+            self.context.clock(),
+            known.slot_reader.compute_by_place,
+            known.slot_reader.places_to_score().copy(),
+        )
+        waits = self._wait_seconds_of(places, loads, now)
         held_back = {
             place
             for place, wait in zip(places, waits, strict=True)
-            if not self._is_free(candidates[place], prefillers[place], wait, loads[place])
+            if not self._may_get_next_prompt(candidates[place], prefillers[place], wait, loads[place])
         }
-        for number, request in enumerate(waiting):
-            prompt = self._waiting.get(id(request.subject or request)) or prompt_costs(request)
-            scores = self._scores(prompt, places, waits)
-            home = self._home(prompt, request) if self._sets.is_active else None
+        for number, request in enumerate(waiting_requests):
+            prompt = self._waiting_costs.get(id(request.request_subject or request)) or make_prompt_costs(request)
+            scores = self._score_candidates(prompt, places, waits)
+            home = self._home_of_session(prompt, request) if self._session_limits.are_limits_active else None
             best: set[int] = set()
-            for index in range(scores.count):
-                place = scores.places[index]
-                if (scores.scores[index] <= scores.near if home is None else place == home[0]) and (
-                    place not in held_back or self._joins(index, scores, prompt, now)
+            for index in range(scores.score_count):
+                place = scores.scored_places[index]
+                if (scores.total_scores[index] <= scores.near_score if home is None else place == home[0]) and (
+                    place not in held_back or self._should_join_step(index, scores, prompt, now)
                 ):
                     best.add(place)
-            if best or (scores.has_idle if home is None else home[0] not in scores.places[: scores.count]):
-                self._admitted = _Admitted(request.subject or request, prefillers, best, scores)
+            if best or (
+                scores.has_unscored_idle if home is None else home[0] not in scores.scored_places[: scores.score_count]
+            ):
+                self._admitted = _AdmittedRequest(request.request_subject or request, prefillers, best, scores)
                 return number
-            soonest = scores.index_of_least()
+            soonest = scores.index_of_lowest_score()
             if soonest < len(places):
-                waits[soonest] += scores.work[soonest]
+                waits[soonest] += scores.work_seconds[soonest]
             else:
-                places.append(scores.places[soonest])
-                waits.append(scores.work[soonest])
+                places.append(scores.scored_places[soonest])
+                waits.append(scores.work_seconds[soonest])
         return None
 
-    def _joins(self, index: int, scores: _Scores, prompt: PromptCosts, now: float) -> bool:
+    def _should_join_step(self, index: int, scores: _PrefillScores, prompt: PromptCosts, now: float) -> bool:
         """Return whether a prompt should join the next step of a prefiller, if it has room in it."""
-        prefiller = self._prefillers.prefillers[scores.places[index]]
+        prefiller = self._prefillers.prefillers[scores.scored_places[index]]
         if not self._has_room_in_step(prefiller):
             return False
         # If the prompt takes equally long everywhere, waiting for another prefiller gains nothing.
-        if prefiller.fits_in_step(prompt.tokens) and self._is_same(scores):
+        if prefiller.fits_in_step(prompt.prompt_tokens) and self._are_times_equal(scores):
             return True
-        return prefiller.is_ending(now) and self._should_join_next_step(prefiller, scores.work[index])
+        return prefiller.is_step_ending(now) and self._should_join_next_step(prefiller, scores.work_seconds[index])
 
-    def _is_same(self, scores: _Scores) -> bool:
+    def _are_times_equal(self, scores: _PrefillScores) -> bool:
         """Return whether a prompt takes equally long on all prefillers."""
-        seconds, prefillers = scores.work.copy(), self._prefillers.prefillers
-        if len(scores.places) > scores.count:
-            for place in self._prefillers.idle(set(scores.places[: scores.count]), len(prefillers)):
-                seconds.append(scores.plain * prefillers[place].slowness)
+        seconds, prefillers = scores.work_seconds.copy(), self._prefillers.prefillers
+        if len(scores.scored_places) > scores.score_count:
+            for place in self._prefillers.fastest_idle_places(
+                set(scores.scored_places[: scores.score_count]), len(prefillers)
+            ):
+                seconds.append(scores.plain_seconds * prefillers[place].slowness)
         return max(seconds) <= min(seconds) * (1 + _TIE_SHARE)
 
-    def _home(self, prompt: PromptCosts, request: PickRequest) -> tuple[int, bool] | None:
+    def _home_of_session(self, prompt: PromptCosts, request: PickRequest) -> tuple[int, bool] | None:
         """Return the place of the prefiller where the session of a prompt is a resident, or None if there is none.
 
         The second value is whether the request has waited for that place.
         """
-        session = self._sets.find(prompt.keys, request.session, self.context.clock())
-        if session is None or not session.is_resident or session.cache is None:
+        session = self._session_limits.find_session(prompt.prefix_keys, request.session, self.context.clock())
+        if session is None or not session.is_resident or session.prefiller_cache is None:
             return None
-        place = self._prefillers.place_of.get(session.cache)
+        place = self._prefillers.place_of.get(session.prefiller_cache)
         return None if place is None else (place, session.is_placed)
 
-    def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
+    def _may_get_next_prompt(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
         """Return whether a prefiller may get the next prompt.
 
         It may if its work is nearly done, if its order of prompts is unknown, so that nothing is held back from it, or
@@ -454,29 +492,30 @@ class LeastSeconds(LeastTokens):
         """
         if not load:
             return True
-        limit = candidate.limit
+        limit = candidate.max_running
         if limit is not None and not candidate.has_room:
             return False
-        if wait < self.ahead_seconds + self._lag:
+        if wait < self.send_ahead_seconds + self._loop_lag_seconds:
             return True
         if limit == 1:
             return False
-        concurrency = prefiller.concurrency
-        if not concurrency.is_orderly:
+        concurrency = prefiller.concurrency_estimate
+        if not concurrency.computes_in_order:
             return True
         # The test would be expensive behind long prompts. The tokens of passed-through requests are unknown.
-        return prefiller.uncached_tokens < self.batch_tokens * concurrency.lanes and (
-            prefiller.in_flight < concurrency.target_in_flight or (prefiller.is_busy and not prefiller.uncached_tokens)
+        return prefiller.uncached_tokens < self.max_batch_tokens * concurrency.lane_count and (
+            prefiller.in_flight_count < concurrency.target_in_flight
+            or (prefiller.has_prompts_in_flight and not prefiller.uncached_tokens)
         )
 
     def _has_room_in_step(self, prefiller: Prefiller) -> bool:
         """Return whether a prefiller computes in steps of several prompts, in order, and the next one has room."""
-        concurrency = prefiller.concurrency
+        concurrency = prefiller.concurrency_estimate
         return (
-            prefiller.shared_seconds > 0
-            and bool(concurrency.is_orderly)
-            and prefiller.behind_tokens < prefiller.step_tokens * concurrency.target_in_flight
-            and concurrency.lanes == 1
+            prefiller.shared_step_seconds > 0
+            and bool(concurrency.computes_in_order)
+            and prefiller.tokens_behind_step < prefiller.step_capacity_tokens * concurrency.target_in_flight
+            and concurrency.lane_count == 1
         )
 
     def _should_join_next_step(self, prefiller: Prefiller, seconds: float) -> bool:
@@ -485,33 +524,33 @@ class LeastSeconds(LeastTokens):
         The cost: the prompts of the next step wait for this prompt's own time. The gain: one step less, whose shared
         time is saved for this prompt, for its share of waiting prompts, and for the prompts that arrive meanwhile.
         """
-        shared, share = prefiller.shared_seconds, len(self._waiting) / len(self._prefillers.prefillers)
-        return prefiller.behind * (seconds - shared) < shared * (1 + share + self._expected_arrivals)
+        shared, share = prefiller.shared_step_seconds, len(self._waiting_costs) / len(self._prefillers.prefillers)
+        return prefiller.prompts_behind_step * (seconds - shared) < shared * (1 + share + self._expected_arrivals)
 
     # Scores
 
-    def _has_room(self, candidates: Sequence[Candidate]) -> bool | None:
+    def _have_all_room(self, candidates: Sequence[Candidate]) -> bool | None:
         """Return whether all candidates have room. None: some of them have."""
         known = self._prefillers
-        prefillers = known.look_up(candidates)
-        reader, count = known.reader, len(prefillers)
-        reader.refresh()
-        idle = (count - reader.computing) / count
-        self._busy += _BUSY_STEP * (1 - idle - self._busy)
+        prefillers = known.prefillers_of(candidates)
+        reader, count = known.slot_reader, len(prefillers)
+        reader.update_loads()
+        idle = (count - reader.computing_count) / count
+        self._busy_share += _BUSY_STEP * (1 - idle - self._busy_share)
         if idle == 1:
             return True
         now = self.context.clock()
-        if now >= self._lag_due:
-            self._lag_due = now + _LAG_LOOK_SECONDS
-            lag = self.context.lag_within(now - _LAG_SECONDS, now - _LAG_LOOK_SECONDS)
-            self._lag = self._lag if lag is None else lag
+        if now >= self._next_lag_look_at:
+            self._next_lag_look_at = now + _LAG_LOOK_SECONDS
+            lag = self.context.loop_lag_within(now - _LAG_SECONDS, now - _LAG_LOOK_SECONDS)
+            self._loop_lag_seconds = self._loop_lag_seconds if lag is None else lag
         is_any_free, are_all_free, places = idle > 0, True, reader.places_to_score()
         for place in places:
-            prefiller, candidate, load = prefillers[place], candidates[place], reader.compute[place]
+            prefiller, candidate, load = prefillers[place], candidates[place], reader.compute_by_place[place]
             # Without a limit and a known order the wait does not count.
-            is_unlimited = candidate.limit is None and not prefiller.concurrency.is_orderly
-            wait = 0.0 if is_unlimited or not load else prefiller.left(load * SECONDS_PER_LOAD, now)
-            if is_unlimited or self._is_free(candidate, prefiller, wait, load):
+            is_unlimited = candidate.max_running is None and not prefiller.concurrency_estimate.computes_in_order
+            wait = 0.0 if is_unlimited or not load else prefiller.remaining_seconds(load * SECONDS_PER_LOAD, now)
+            if is_unlimited or self._may_get_next_prompt(candidate, prefiller, wait, load):
                 is_any_free = True
             else:
                 are_all_free = False
@@ -524,9 +563,9 @@ class LeastSeconds(LeastTokens):
     @property
     def _expected_arrivals(self) -> float:
         """Expected number of prompts that arrive before a busy prefiller is idle again."""
-        return self._busy / (1 - self._busy) if self._busy < _MAX_BUSY else _MAX_CROWDING
+        return self._busy_share / (1 - self._busy_share) if self._busy_share < _MAX_BUSY else _MAX_CROWDING
 
-    def _scores(self, prompt: PromptCosts, places: Sequence[int], waits: Sequence[float]) -> _Scores:
+    def _score_candidates(self, prompt: PromptCosts, places: Sequence[int], waits: Sequence[float]) -> _PrefillScores:
         """Return the scores of the candidates for a prompt.
 
         Args:
@@ -534,76 +573,91 @@ class LeastSeconds(LeastTokens):
             places: Places of the prefillers that may not be idle.
             waits: Seconds until each of them is free.
         """
-        known, counts = self._prefillers, 1 + self.crowding * self._expected_arrivals
-        prefillers, is_unknown = known.prefillers, prompt.request.subject is None
+        known, counts = self._prefillers, 1 + self.crowding_factor * self._expected_arrivals
+        prefillers, is_unknown = known.prefillers, prompt.pick_request.request_subject is None
         if is_unknown:
-            plain = prompt.request.prefill.compute_tokens * SECONDS_PER_LOAD
+            plain = prompt.pick_request.prefill_load.compute_tokens * SECONDS_PER_LOAD
         else:
-            plain = known.cost.seconds(prompt.tokens, 0.0)
-        found, handoffs = _Scores([*places], [*waits], plain, counts), self.context.handoffs
-        places, waits = found.places, found.waits
+            plain = known.prefill_cost.predict_seconds(prompt.prompt_tokens, 0.0)
+        found, handoffs = _PrefillScores([*places], [*waits], plain, counts), self.context.handoff_predictions
+        places, waits = found.scored_places, found.wait_seconds
         far: Sequence[int] = ()
-        if handoffs is not None and handoffs.far:
-            far = [known.place_of[key] for key in handoffs.far if key in known.place_of]
+        if handoffs is not None and handoffs.far_prefillers:
+            far = [known.place_of[key] for key in handoffs.far_prefillers if key in known.place_of]
         if len(places) < len(prefillers):
             scored = set(places)
             # A passed-through request takes the same time everywhere, whatever the speed.
-            for place in range(len(prefillers)) if is_unknown else (*known.holders(prompt), *far):
+            for place in range(len(prefillers)) if is_unknown else (*known.places_with_prefix(prompt), *far):
                 if place not in scored:
                     scored.add(place)
                     places.append(place)
                     waits.append(0.0)
-            found.count = len(places)
-            places += known.idle(scored, _SHOWN_IDLE)
-            waits += [0.0] * (len(places) - found.count)
+            found.score_count = len(places)
+            places += known.fastest_idle_places(scored, _SHOWN_IDLE)
+            waits += [0.0] * (len(places) - found.score_count)
         work = [plain] * len(places) if is_unknown else [plain * prefillers[place].slowness for place in places]
-        if prompt.keys:
-            for index in range(found.count):
-                work[index] = known.own(prefillers[places[index]], prompt)[1]
-        found.work = work
-        found.scores = scores = [wait + counts * seconds for wait, seconds in zip(waits, work, strict=True)]
+        if prompt.prefix_keys:
+            for index in range(found.score_count):
+                work[index] = known.predict_cost_on(prefillers[places[index]], prompt)[1]
+        found.work_seconds = work
+        found.total_scores = scores = [wait + counts * seconds for wait, seconds in zip(waits, work, strict=True)]
         if far and handoffs is not None:
             backends = [known.candidates[place].backend for place in far]
-            for place, seconds in zip(far, handoffs.least_extra_seconds(backends, round(prompt.tokens)), strict=True):
+            for place, seconds in zip(
+                far, handoffs.least_extra_handoff_seconds(backends, round(prompt.prompt_tokens)), strict=True
+            ):
                 index = places.index(place)
                 scores[index] = waits[index] + seconds + counts * work[index]
         least = min(scores)
-        found.near = least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
+        found.near_score = least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
         return found
 
-    def _restricted(self, scores: _Scores, admitted: _Admitted) -> _Scores:
+    def _restrict_scores(self, scores: _PrefillScores, admitted: _AdmittedRequest) -> _PrefillScores:
         """Return the scores of only the prefillers for which the request has left the queue, if there are any."""
         prefillers, before = self._prefillers.prefillers, admitted.scores
-        was_scored, best = set(before.places[: before.count]), admitted.best
+        was_scored, best = set(before.scored_places[: before.score_count]), admitted.best_places
         if admitted.prefillers is not prefillers:  # the candidates have changed
             places = {prefiller: place for place, prefiller in enumerate(prefillers)}
             now = {place: places.get(prefiller, -1) for place, prefiller in enumerate(admitted.prefillers)}
             was_scored, best = {now[place] for place in was_scored} - {-1}, {now[place] for place in best}
-        left = _Scores(scores.places[: scores.count], scores.waits[: scores.count], scores.plain, scores.counts)
-        left.work, left.scores, left.admitted = scores.work[: scores.count], scores.scores[: scores.count], before
-        for place in was_scored.difference(left.places):  # these are idle now
-            left.places.append(place)
-            left.waits.append(0.0)
-            left.work.append(scores.plain * prefillers[place].slowness)
-            left.scores.append(scores.counts * left.work[-1])
-        left.count = len(left.places)
-        for index, place in enumerate(left.places):
-            if not (place in best if place in was_scored else before.takes_idle(prefillers[place].slowness)):
-                left.scores[index] = inf
-        for index in range(scores.count, len(scores.places)):
-            place = scores.places[index]
+        left = _PrefillScores(
+            scores.scored_places[: scores.score_count],
+            scores.wait_seconds[: scores.score_count],
+            scores.plain_seconds,
+            scores.cached_pieces,
+        )
+        left.work_seconds, left.total_scores, left.admitted_scores = (
+            scores.work_seconds[: scores.score_count],
+            scores.total_scores[: scores.score_count],
+            before,
+        )
+        for place in was_scored.difference(left.scored_places):  # these are idle now
+            left.scored_places.append(place)
+            left.wait_seconds.append(0.0)
+            left.work_seconds.append(scores.plain_seconds * prefillers[place].slowness)
+            left.total_scores.append(scores.cached_pieces * left.work_seconds[-1])
+        left.score_count = len(left.scored_places)
+        for index, place in enumerate(left.scored_places):
+            if not (place in best if place in was_scored else before.is_unscored_as_good(prefillers[place].slowness)):
+                left.total_scores[index] = inf
+        for index in range(scores.score_count, len(scores.scored_places)):
+            place = scores.scored_places[index]
             if place not in was_scored:
-                left.places.append(place)
-                left.waits.append(0.0)
-                left.work.append(scores.work[index])
-                left.scores.append(scores.scores[index] if before.takes_idle(prefillers[place].slowness) else inf)
-        if not left.scores or min(left.scores) == inf:
+                left.scored_places.append(place)
+                left.wait_seconds.append(0.0)
+                left.work_seconds.append(scores.work_seconds[index])
+                left.total_scores.append(
+                    scores.total_scores[index] if before.is_unscored_as_good(prefillers[place].slowness) else inf
+                )
+        if not left.total_scores or min(left.total_scores) == inf:
             return scores
-        least = min(left.scores)
-        left.near = least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
+        least = min(left.total_scores)
+        left.near_score = least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
         return left
 
-    def _waits(self, places: Sequence[int], loads: Sequence[int], now: float) -> list[float]:
+    def _wait_seconds_of(self, places: Sequence[int], loads: Sequence[int], now: float) -> list[float]:
         """Return the time until each of some prefillers is free, in seconds. `loads`: compute load by place."""
         prefillers, unit = self._prefillers.prefillers, SECONDS_PER_LOAD
-        return [prefillers[place].left(loads[place] * unit, now) if loads[place] else 0.0 for place in places]
+        return [
+            prefillers[place].remaining_seconds(loads[place] * unit, now) if loads[place] else 0.0 for place in places
+        ]

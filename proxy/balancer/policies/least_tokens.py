@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (1, 1), Role.ENCODE: (1, 1)}
 
 
-def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
+def make_policy(policy_name: str, policy_context: PolicyContext | None = None) -> Policy:
     """Create the policy with this name for the role of its context.
 
     Call it after forking: with an inherited random generator all workers would choose alike.
     """
-    is_decode = context is not None and context.role is Role.DECODE
+    is_decode = policy_context is not None and policy_context.role is Role.DECODE
     table = DECODE_POLICIES if is_decode else POLICIES
-    kind: Callable[[PolicyContext | None], Policy] = pkgutil.resolve_name(table[name])
-    return kind(context)
+    kind: Callable[[PolicyContext | None], Policy] = pkgutil.resolve_name(table[policy_name])
+    return kind(policy_context)
 
 
-class _Turns(Policy):
+class _TurnTakingPolicy(Policy):
     """Base of policies that let equal backends take turns, by slot, because positions change with the candidates.
 
     Workers that pick at the same time see equal loads. If all chose the same backend, a burst would hit one backend
@@ -50,11 +50,11 @@ class _Turns(Policy):
         super().__init__(context)
         self._last_slot = -1
 
-    def _take_turn(self, candidates: Sequence[Candidate]) -> Candidate:
+    def _choose_in_turn(self, candidates: Sequence[Candidate]) -> Candidate:
         slots = [candidate.backend.slot for candidate in candidates]
-        return candidates[self._next_place(slots, range(len(slots)))]
+        return candidates[self._next_equal_place(slots, range(len(slots)))]
 
-    def _next_place(self, slots: Sequence[int], equal: Sequence[int]) -> int:
+    def _next_equal_place(self, slots: Sequence[int], equal: Sequence[int]) -> int:
         """Return the place of the next one of equal backends.
 
         `slots`: those of all backends, in ascending order. `equal`: places of the equal ones in it, in ascending order.
@@ -64,14 +64,14 @@ class _Turns(Policy):
             while slots[equal[index]] <= last:
                 index += 1
         self._last_slot = slots[equal[index]]
-        return equal[(index + self.context.worker) % len(equal)]
+        return equal[(index + self.context.worker_number) % len(equal)]
 
-    def _next_place_of(self, slots: Sequence[int], is_equal: Callable[[int], bool]) -> int:
+    def _next_flagged_place(self, slots: Sequence[int], is_equal: Callable[[int], bool]) -> int:
         """Return the place of the next one of equal backends, of which there is at least one.
 
         `is_equal` returns whether a place is that of an equal one, so that many of them need no list.
         """
-        turns, is_first = self.context.worker, True
+        turns, is_first = self.context.worker_number, True
         place = bisect_right(slots, self._last_slot)
         while True:
             if place >= len(slots):
@@ -85,40 +85,46 @@ class _Turns(Policy):
             place += 1
 
 
-class LeastTokens(_Turns):
+class LeastTokens(_TurnTakingPolicy):
     """Chooses the least loaded backend. Equal ones take turns, so that an idle pool shares its requests."""
 
-    label = "least_tokens"
+    policy_name = "least_tokens"
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         """Choose the candidate with the least load."""
         lowest = min(weights)
         equal = [candidate for place, candidate in enumerate(candidates) if weights[place] == lowest]
         if len(equal) > 1:
-            return self._take_turn(equal)
+            return self._choose_in_turn(equal)
         self._last_slot = equal[0].backend.slot
         return equal[0]
 
 
-class RoundRobin(_Turns):
+class RoundRobin(_TurnTakingPolicy):
     """Chooses the backends in turn, whatever their load."""
 
-    label = "round_robin"
-    weighs_load = False
+    policy_name = "round_robin"
+    uses_load_weights = False
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         """Choose the next candidate in turn."""
-        return self._take_turn(candidates)
+        return self._choose_in_turn(candidates)
 
 
 class PowerOfTwo(Policy):
     """Chooses the less loaded of two random backends. This prevents herding on stale loads of several gateways."""
 
-    label = "power_of_two"
+    policy_name = "power_of_two"
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         """Choose between two random candidates by load."""
-        count, draw = len(candidates), self.context.rng.randrange
+        count, draw = len(candidates), self.context.random_source.randrange
         if count == 1:
             return candidates[0]
         place = draw(count)
@@ -126,15 +132,17 @@ class PowerOfTwo(Policy):
         return candidates[other if weights[other] < weights[place] else place]
 
 
-class Random(Policy):
+class RandomChoice(Policy):
     """The policy that chooses any backend with equal probability."""
 
-    label = "random"
-    weighs_load = False
+    policy_name = "random"
+    uses_load_weights = False
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         """Choose a candidate at random."""
-        return self.context.rng.choice(candidates)
+        return self.context.random_source.choice(candidates)
 
 
 _AFFINITY_STRENGTH: Final = 0.1
@@ -150,13 +158,15 @@ class LengthGroups(LeastTokens):
     candidate is for all.
     """
 
-    label = "length_groups"
+    policy_name = "length_groups"
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         """Choose a candidate by load and by the length of the prompt."""
         if len(candidates) == 1:
             return candidates[0]
-        settings = _DEFAULTS if self.context.balance is None else self.context.balance()
+        settings = _DEFAULTS if self.context.get_balance_options is None else self.context.get_balance_options()
         long_tokens, longest_tokens = settings.long_prompt_tokens, settings.longest_prompt_tokens
         half = (len(candidates) + 1) // 2
         own, other = slice(half), slice(half, None)
@@ -165,16 +175,16 @@ class LengthGroups(LeastTokens):
         first, last = (0, long_tokens) if is_long else (long_tokens, longest_tokens)
         # The example adds the loads up, which is the same for halves of one size.
         freer = 1.0 - fmean(weights[other]) / mine if (mine := fmean(weights[own])) > 0 else 0.0
-        if freer * nearness(request.prompt_tokens, first, last) > _OVERFLOW_SCORE:
+        if freer * nearness_to_range(request.prompt_tokens, first, last) > _OVERFLOW_SCORE:
             own = other
-        return super().choose(candidates[own], weights[own], request)
+        return super().choose_candidate(candidates[own], weights[own], request)
 
 
-def nearness(length: int, first: int, last: int) -> float:
+def nearness_to_range(prompt_length: int, shortest_length: int, longest_length: int) -> float:
     """Return how near a length is to a range outside of which it lies.
 
     The result is 1 at the edge of the range and falls exponentially with the distance in halves of the range.
     """
-    half = (last - first) / 2
-    beyond = (abs(length - (first + last) / 2) - half) / half
+    half = (longest_length - shortest_length) / 2
+    beyond = (abs(prompt_length - (shortest_length + longest_length) / 2) - half) / half
     return min(1.0, math.exp(-_AFFINITY_STRENGTH * beyond))

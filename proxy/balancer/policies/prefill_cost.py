@@ -21,12 +21,12 @@ from itertools import combinations
 from math import isfinite
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from proxy.balancer.pick import Tracker
+from proxy.balancer.pick import LeaseTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from proxy.balancer.pick import PickRequest, Prediction
+    from proxy.balancer.pick import PickPrediction, PickRequest
 
 SECONDS_PER_LOAD: Final = 0.0345e-3
 """Seconds per token of `Load.compute_tokens`. vllm-ascend's example estimates a prefill as 0.0345 ms per token plus 120
@@ -46,7 +46,8 @@ _MAX_SPEED: Final = math.log(4)
 # Upper bound of a sample's error. It limits outliers, such as a prefill during a garbage collection.
 _MAX_ERROR: Final = math.log(3)
 _TRUSTED_SAMPLES: Final = 16
-# Lower bound of a sample's time in `misfit`, as a share of the mean. Relative errors of shorter times are too large.
+# Lower bound of a sample's time in `mean_fit_error`, as a share of the mean. Relative errors of shorter times are too
+# large.
 _MIN_SHARE: Final = 0.05
 
 
@@ -54,112 +55,124 @@ class PrefillCost:
     """Prefill times of the backends of one role, as one worker has learned them."""
 
     def __init__(self) -> None:
-        self.shape: tuple[float, ...] = _PRIOR
+        self.cost_shape: tuple[float, ...] = _PRIOR
         """Coefficients t0, a and b, in seconds."""
-        self.samples = 0
+        self.sample_count = 0
         """Number of samples that were learned."""
-        self._slowness: dict[Hashable, float] = {}  # logarithms of `_factors`
-        self._factors: dict[Hashable, float] = {}  # time relative to the other backends
+        self._slowness_by_backend: dict[Hashable, float] = {}  # logarithms of `_speed_factors`
+        self._speed_factors: dict[Hashable, float] = {}  # time relative to the other backends
         # Normal equations of samples, each weighted by the inverse of its square.
-        self._matrix = [[0.0] * 3 for _ in range(3)]
-        self._vector = [0.0] * 3
-        self._weight = 1.0  # of the next sample; it grows instead of all older ones shrinking
-        self._level = 0.0  # logarithm of the ratio of prefill times to the prior
+        self._equation_matrix = [[0.0] * 3 for _ in range(3)]
+        self._equation_vector = [0.0] * 3
+        self._sample_weight = 1.0  # of the next sample; it grows instead of all older ones shrinking
+        self._mean_log_error = 0.0  # logarithm of the ratio of prefill times to the prior
 
-    def seconds(self, uncached: float, cached: float) -> float:
+    def predict_seconds(self, uncached_tokens: float, cached_tokens: float) -> float:
         """Return the predicted time of a prefill on a backend of normal speed."""
-        first, token, attention = self.shape
-        return first + uncached * (token + attention * (cached + uncached / 2))
+        first, token, attention = self.cost_shape
+        return first + uncached_tokens * (token + attention * (cached_tokens + uncached_tokens / 2))
 
     @property
-    def overhead(self) -> float:
+    def overhead_seconds(self) -> float:
         """Seconds that each prompt adds to the time of its tokens where loads are only counted, as in vllm-ascend.
 
         Several engines behind one address distribute prompts by their number and not by their cost.
         """
-        return _PRIOR[0] * math.exp(self._level)
+        return _PRIOR[0] * math.exp(self._mean_log_error)
 
-    def slowness(self, backend: Hashable) -> float:
+    def slowness_of(self, backend: Hashable) -> float:
         """Return the time that a backend takes relative to the others."""
-        return self._factors.get(backend, 1.0)
+        return self._speed_factors.get(backend, 1.0)
 
-    def learn(self, backend: Hashable, uncached: float, cached: float, seconds: float) -> None:
+    def learn_prefill(
+        self, backend: Hashable, uncached_tokens: float, cached_tokens: float, prefill_seconds: float
+    ) -> None:
         """Learn the time of a prefill that did not wait for other prompts."""
-        if seconds <= 0 or uncached <= 0:
+        if prefill_seconds <= 0 or uncached_tokens <= 0:
             return
-        slowness = self._slowness.get(backend, 0.0)
-        error = math.log(seconds / self.seconds(uncached, cached)) - slowness
-        if self.samples >= _TRUSTED_SAMPLES:
+        slowness = self._slowness_by_backend.get(backend, 0.0)
+        error = math.log(prefill_seconds / self.predict_seconds(uncached_tokens, cached_tokens)) - slowness
+        if self.sample_count >= _TRUSTED_SAMPLES:
             clipped = max(-_MAX_ERROR, min(_MAX_ERROR, error))
-            seconds *= math.exp(clipped - error)
+            prefill_seconds *= math.exp(clipped - error)
             error = clipped
             slower = max(-_MAX_SPEED, min(_MAX_SPEED, slowness + _SPEED_STEP * error))
-            self._slowness[backend], self._factors[backend] = slower, math.exp(slower)
-        self.samples += 1
-        self._weight /= _FORGETTING
-        seconds /= math.exp(slowness)
+            self._slowness_by_backend[backend], self._speed_factors[backend] = slower, math.exp(slower)
+        self.sample_count += 1
+        self._sample_weight /= _FORGETTING
+        prefill_seconds /= math.exp(slowness)
         # Errors are relative, but a sample that seems to have taken no time must not outweigh all others.
-        scale = max(seconds, _seconds(self.shape, uncached, cached))
-        _add(self._matrix, self._vector, _terms(uncached, cached), seconds, self._weight / scale**2)
-        above = math.log(seconds / _seconds(_PRIOR, uncached, cached))
-        self._level += max(_LEVEL_STEP, 1 / self.samples) * (above - self._level)
-        if self.samples < _TRUSTED_SAMPLES or self.samples % _SAMPLES_PER_FIT == 0:
-            self._fit()
+        scale = max(prefill_seconds, _seconds_of_shape(self.cost_shape, uncached_tokens, cached_tokens))
+        _add_equation(
+            self._equation_matrix,
+            self._equation_vector,
+            _cost_terms(uncached_tokens, cached_tokens),
+            prefill_seconds,
+            self._sample_weight / scale**2,
+        )
+        above = math.log(prefill_seconds / _seconds_of_shape(_PRIOR, uncached_tokens, cached_tokens))
+        self._mean_log_error += max(_LEVEL_STEP, 1 / self.sample_count) * (above - self._mean_log_error)
+        if self.sample_count < _TRUSTED_SAMPLES or self.sample_count % _SAMPLES_PER_FIT == 0:
+            self._fit_costs()
 
-    def forget(self, backend: Hashable) -> None:
+    def forget_backend(self, backend: Hashable) -> None:
         """Forget the prefill speed of a backend that has left."""
-        self._slowness.pop(backend, None)
-        self._factors.pop(backend, None)
+        self._slowness_by_backend.pop(backend, None)
+        self._speed_factors.pop(backend, None)
 
-    def _fit(self) -> None:
-        if self._weight > _MAX_WEIGHT:
-            self._matrix = [[value / self._weight for value in row] for row in self._matrix]
-            self._vector = [value / self._weight for value in self._vector]
-            self._weight = 1.0
-        matrix, vector = [list(row) for row in self._matrix], list(self._vector)
+    def _fit_costs(self) -> None:
+        if self._sample_weight > _MAX_WEIGHT:
+            self._equation_matrix = [[value / self._sample_weight for value in row] for row in self._equation_matrix]
+            self._equation_vector = [value / self._sample_weight for value in self._equation_vector]
+            self._sample_weight = 1.0
+        matrix, vector = [list(row) for row in self._equation_matrix], list(self._equation_vector)
         for tokens in _PRIOR_TOKENS:
-            seconds = _seconds(_PRIOR, tokens, 0) * math.exp(self._level)
-            _add(matrix, vector, _terms(tokens, 0), seconds, self._weight * _PRIOR_WEIGHT / seconds**2)
-        self.shape = _least_squares(matrix, vector) or self.shape
+            seconds = _seconds_of_shape(_PRIOR, tokens, 0) * math.exp(self._mean_log_error)
+            _add_equation(
+                matrix, vector, _cost_terms(tokens, 0), seconds, self._sample_weight * _PRIOR_WEIGHT / seconds**2
+            )
+        self.cost_shape = _least_squares(matrix, vector) or self.cost_shape
 
 
-def misfit(samples: Sequence[tuple[float, float, float]]) -> float:
+def mean_fit_error(prefill_samples: Sequence[tuple[float, float, float]]) -> float:
     """Return the mean absolute logarithmic error of the best fit of costs to samples.
 
     Each sample has its uncached tokens, the factor of its attention costs, and its time in seconds.
     """
     matrix, vector = [[0.0] * 3 for _ in range(3)], [0.0] * 3
-    least = _MIN_SHARE * sum(seconds for *_, seconds in samples) / len(samples)
+    least = _MIN_SHARE * sum(seconds for *_, seconds in prefill_samples) / len(prefill_samples)
     if least <= 0:  # all answers came at the same time
         return math.inf
-    rows = [((1.0, uncached, attention), max(seconds, least)) for uncached, attention, seconds in samples]
+    rows = [((1.0, uncached, attention), max(seconds, least)) for uncached, attention, seconds in prefill_samples]
     for terms, seconds in rows:
-        _add(matrix, vector, terms, seconds, 1 / seconds**2)
+        _add_equation(matrix, vector, terms, seconds, 1 / seconds**2)
     shape = _least_squares(matrix, vector)
     if shape is None:
         return math.inf
-    errors = (abs(math.log(_product(shape, terms) / seconds)) for terms, seconds in rows)
+    errors = (abs(math.log(_dot_product(shape, terms) / seconds)) for terms, seconds in rows)
     return sum(errors) / len(rows)
 
 
-def _add(matrix: list[list[float]], vector: list[float], terms: Sequence[float], seconds: float, weight: float) -> None:
+def _add_equation(
+    matrix: list[list[float]], vector: list[float], cost_terms: Sequence[float], seconds: float, equation_weight: float
+) -> None:
     """Add an equation with a weight."""
-    for place, (row, term) in enumerate(zip(matrix, terms, strict=True)):
-        for column, other in enumerate(terms):
-            row[column] += weight * term * other
-        vector[place] += weight * term * seconds
+    for place, (row, term) in enumerate(zip(matrix, cost_terms, strict=True)):
+        for column, other in enumerate(cost_terms):
+            row[column] += equation_weight * term * other
+        vector[place] += equation_weight * term * seconds
 
 
-def _terms(uncached: float, cached: float) -> tuple[float, float, float]:
-    return 1.0, uncached, uncached * (cached + uncached / 2)
+def _cost_terms(uncached_tokens: float, cached_tokens: float) -> tuple[float, float, float]:
+    return 1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens / 2)
 
 
-def _seconds(shape: Sequence[float], uncached: float, cached: float) -> float:
-    return _product(shape, _terms(uncached, cached))
+def _seconds_of_shape(cost_shape: Sequence[float], uncached_tokens: float, cached_tokens: float) -> float:
+    return _dot_product(cost_shape, _cost_terms(uncached_tokens, cached_tokens))
 
 
-def _product(shape: Sequence[float], terms: Sequence[float]) -> float:
-    return sum(factor * term for factor, term in zip(shape, terms, strict=True))
+def _dot_product(cost_shape: Sequence[float], cost_terms: Sequence[float]) -> float:
+    return sum(factor * term for factor, term in zip(cost_shape, cost_terms, strict=True))
 
 
 def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> tuple[float, ...] | None:
@@ -215,19 +228,19 @@ MIN_CACHED_PROMPT_TOKENS: Final = 256
 class PromptCosts:
     """Prompt of a request that waits or is being placed, with its costs on the prefillers."""
 
-    request: PickRequest
-    keys: Sequence[int]
-    ends: Sequence[float]
+    pick_request: PickRequest
+    prefix_keys: Sequence[int]
+    piece_ends: Sequence[float]
     """Number of tokens up to the end of each piece."""
-    tokens: int
+    prompt_tokens: int
     """Length of the prompt."""
-    by_prefiller: dict[Hashable, tuple[int, int, float]] = field(default_factory=dict)
+    costs_by_prefiller: dict[Hashable, tuple[int, int, float]] = field(default_factory=dict)
     """Costs by Prefiller: its version at that time, the number of cached pieces, and the prefill time in seconds."""
 
 
-def prompt_costs(request: PickRequest) -> PromptCosts:
+def make_prompt_costs(request: PickRequest) -> PromptCosts:
     """Return the prompt of a request, without costs. Short prompts have no keys."""
-    subject = request.subject
+    subject = request.request_subject
     tokens = 0 if subject is None else subject.prompt_tokens
     if subject is None or tokens < MIN_CACHED_PROMPT_TOKENS or not (prefix := subject.prefix_keys).keys:
         return PromptCosts(request, (), (), tokens)
@@ -236,90 +249,97 @@ def prompt_costs(request: PickRequest) -> PromptCosts:
 
 
 @dataclass(slots=True, eq=False)
-class Sent(Tracker):
-    """Prompt in flight. `readings` and `odometer` are the arguments that `CachedPrefixes.learn` needs at its end."""
+class SentPrompt(LeaseTracker):
+    """Prompt in flight.
 
-    on_end: Callable[[Sent, bool], None]
+    `odometer_readings` and `odometer_at_send` are the arguments that `CachedPrefixes.learn_from_report` needs at its
+    end.
+    """
+
+    on_end: Callable[[SentPrompt, bool], None]
     """Called when the prompt has been computed (True) or has failed (False)."""
-    compute: int
-    kv: int
-    prompt: PromptCosts
-    at: float
-    seconds: float
+    compute_charge: int
+    kv_charge: int
+    prompt_costs: PromptCosts
+    sent_at: float
+    predicted_seconds: float
     """Predicted prefill time."""
-    cached: float
+    predicted_cached_tokens: float
     """Expected cached tokens of the prompt."""
-    readings: Sequence[float | None]
-    odometer: float
-    ahead: int
+    odometer_readings: Sequence[float | None]
+    odometer_at_send: float
+    prompts_ahead: int
     """Number of prompts in flight when it was sent."""
-    wait: float
+    predicted_wait_seconds: float
     """Predicted wait for these, in seconds."""
-    prediction: Prediction | None = None
-    answer: tuple[int, int] | None = None
+    policy_prediction: PickPrediction | None = None
+    reported_usage: tuple[int, int] | None = None
     """Tokens of the prompt and cached tokens among these, as reported. None: they are not reported."""
     resident_tokens: float = 0.0
     """Tokens that are in the cache if its session kept its prefix; see WorkingSets. 0: unknown."""
 
-    def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+    def record_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         if cached_tokens is not None:
-            self.answer = prompt_tokens, cached_tokens
+            self.reported_usage = prompt_tokens, cached_tokens
 
-    def note_end(self, served: bool, answer_tokens: int | None) -> None:
-        self.on_end(self, served)
+    def record_end(self, is_served: bool, answer_tokens: int | None) -> None:
+        self.on_end(self, is_served)
 
 
 class PrefillSample(NamedTuple):
     """Observation of a prompt that has been computed."""
 
-    uncached: float
+    uncached_tokens: float
     """Tokens that were not cached."""
-    cached: float
+    cached_tokens: float
     """Tokens that were cached."""
-    seconds: float
+    prefill_seconds: float
     """Time since the previous answer, or since it was sent if that was later."""
-    whole: float
+    seconds_since_send: float
     """Time since it was sent."""
-    ahead: float
+    prompts_ahead: float
     """Number of prompts in flight when it was sent."""
-    was_behind: float
+    seconds_behind_previous: float
     """Not 0: two or more prompts were in flight when it was sent, so it could be batched with the second one."""
-    overtook: float
+    overtaken_prompts: float
     """Not 0: a prompt that was sent earlier is still in flight."""
-    fill: float = 0.0
+    fill_share: float = 0.0
     """Work in flight at its end, including this prompt, as a multiple of the prefiller's capacity. That is prompts per
     rank, or tokens per step."""
 
     @property
-    def attention(self) -> float:
+    def attention_factor(self) -> float:
         """Factor of its attention costs."""
-        return self.uncached * (self.cached + self.uncached / 2)
+        return self.uncached_tokens * (self.cached_tokens + self.uncached_tokens / 2)
 
 
-class Step(NamedTuple):
+class PrefillStep(NamedTuple):
     """Prompts that were answered at the same time, because they were computed in one step."""
 
-    uncached: float
+    uncached_tokens: float
     """Sum of the uncached tokens."""
-    attention: float
+    attention_factor: float
     """Sum of the factors of attention costs."""
-    seconds: float
+    step_seconds: float
     """Duration of the step."""
-    began: float
+    began_at: float
     """Start of the step on the clock."""
-    largest: float
+    largest_prompt_tokens: float
     """Uncached tokens of its largest prompt."""
 
-    def with_prompt(self, sample: PrefillSample) -> Step:
+    def copy_with_prompt(self, sample: PrefillSample) -> PrefillStep:
         """Return the step with another prompt, which was answered directly after the others."""
-        uncached, attention = self.uncached + sample.uncached, self.attention + sample.attention
-        largest = max(self.largest, sample.uncached)
-        return Step(uncached, attention, self.seconds + sample.seconds, self.began, largest)
+        uncached, attention = (
+            self.uncached_tokens + sample.uncached_tokens,
+            self.attention_factor + sample.attention_factor,
+        )
+        largest = max(self.largest_prompt_tokens, sample.uncached_tokens)
+        return PrefillStep(uncached, attention, self.step_seconds + sample.prefill_seconds, self.began_at, largest)
 
     @property
-    def cached(self) -> float:
+    def equivalent_cached_tokens(self) -> float:
         """Number of cached tokens before one prompt with the same cost. It may be negative."""
-        return self.attention / self.uncached - self.uncached / 2
+        return self.attention_factor / self.uncached_tokens - self.uncached_tokens / 2
 
 
 class RecordKind(IntEnum):
@@ -350,18 +370,18 @@ class InvalidRecord(ValueError):
     """The data is not a record of this version."""
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     """Record of the journal.
 
-    `numbers[0]` is a time of the reader's clock, except in a COUNTED record. `ends` are tokens; a SENT record has one
-    for each key, and the others have none.
+    `numbers[0]` is a time of the reader's clock, except in a COUNTED record. `piece_ends` are tokens; a SENT record has
+    one for each key, and the others have none.
     """
 
-    kind: int
+    record_kind: int
     slot: int
-    keys: Sequence[int]
-    ends: Sequence[float]
-    numbers: Sequence[float]
+    prefix_keys: Sequence[int]
+    piece_ends: Sequence[float]
+    record_numbers: Sequence[float]
 
 
 NO_AGE: Final = -1.0
@@ -383,49 +403,49 @@ _END_BYTES: Final = 4
 
 
 @lru_cache(maxsize=16)
-def _doubles(count: int) -> struct.Struct:
+def _doubles_struct(count: int) -> struct.Struct:
     return struct.Struct(f"={count}d")
 
 
-def packed(record: Record) -> bytes:
+def pack_record(journal_record: JournalRecord) -> bytes:
     """Return a record as bytes. Ends are rounded to single precision."""
-    kind, slot, keys, ends, numbers = record
+    kind, slot, keys, ends, numbers = journal_record
     data = _HEAD.pack(kind, slot, len(keys), len(ends), len(numbers))
     if keys:  # short prompts have none
         data += array("Q", keys).tobytes() + array("f", ends).tobytes()
-    return data + _doubles(len(numbers)).pack(*numbers)
+    return data + _doubles_struct(len(numbers)).pack(*numbers)
 
 
-def unpacked(data: bytes) -> Record:
+def unpack_record(packed_data: bytes) -> JournalRecord:
     """Return the record in packed data. Raises InvalidRecord."""
     try:
-        kind, slot, key_count, end_count, number_count = _HEAD.unpack_from(data)
+        kind, slot, key_count, end_count, number_count = _HEAD.unpack_from(packed_data)
     except struct.error as problem:
         raise InvalidRecord(str(problem)) from None
     ends_at = _HEAD.size + _KEY_BYTES * key_count
     numbers_at = ends_at + _END_BYTES * end_count
     if number_count != _NUMBERS.get(kind) or end_count != (kind == RecordKind.SENT) * key_count:
         raise InvalidRecord("counts of keys, ends and numbers do not match the kind of the record")
-    written = _doubles(number_count)
-    if len(data) != numbers_at + written.size:
+    written = _doubles_struct(number_count)
+    if len(packed_data) != numbers_at + written.size:
         raise InvalidRecord("length of the data does not match its counts")
     keys: Sequence[int] = ()
     ends: Sequence[float] = ()
     if key_count:
-        keys, ends = array("Q", data[_HEAD.size : ends_at]), array("f", data[ends_at:numbers_at])
-    return Record(kind, slot, keys, ends, written.unpack_from(data, numbers_at))
+        keys, ends = array("Q", packed_data[_HEAD.size : ends_at]), array("f", packed_data[ends_at:numbers_at])
+    return JournalRecord(kind, slot, keys, ends, written.unpack_from(packed_data, numbers_at))
 
 
-def kind_and_slot(data: bytes) -> tuple[int, int]:
+def kind_and_slot(packed_data: bytes) -> tuple[int, int]:
     """Return the kind and the slot of a packed record without unpacking the rest. Raises InvalidRecord."""
     try:
-        kind, slot = _KIND_AND_SLOT.unpack_from(data)
+        kind, slot = _KIND_AND_SLOT.unpack_from(packed_data)
     except struct.error as problem:
         raise InvalidRecord(str(problem)) from None
     return kind, slot
 
 
-def translated(record: Record, slot: int, seconds: float) -> Record:
+def translate_record(journal_record: JournalRecord, own_slot: int, clock_offset_seconds: float) -> JournalRecord:
     """Return another gateway's record with this gateway's slot and clock.
 
     Args:
@@ -436,17 +456,17 @@ def translated(record: Record, slot: int, seconds: float) -> Record:
     Raises:
         InvalidRecord: It has numbers that are not finite, or is not meant for other gateways.
     """
-    if record.kind == RecordKind.COUNTED:
+    if journal_record.record_kind == RecordKind.COUNTED:
         raise InvalidRecord("cache counts are not accepted from other gateways")
-    if not all(map(isfinite, record.numbers)) or not all(map(isfinite, record.ends)):
+    if not all(map(isfinite, journal_record.record_numbers)) or not all(map(isfinite, journal_record.piece_ends)):
         raise InvalidRecord("numbers are not finite")
-    at, *others = record.numbers
-    return record._replace(slot=slot, numbers=[at + seconds, *others])
+    at, *others = journal_record.record_numbers
+    return journal_record._replace(slot=own_slot, record_numbers=[at + clock_offset_seconds, *others])
 
 
-def without_keys(record: Record) -> Record:
+def drop_record_keys(journal_record: JournalRecord) -> JournalRecord:
     """Return the record without its keys and ends, which are most of its bytes.
 
     It still teaches prefill times, but not the contents of caches.
     """
-    return record._replace(keys=(), ends=())
+    return journal_record._replace(prefix_keys=(), piece_ends=())

@@ -48,76 +48,76 @@ class CacheReach:
     be found below it than beyond it. Otherwise there is none.
     """
 
-    __slots__ = ("tokens", "_found", "_missed", "_unfitted", "_weight")
+    __slots__ = ("reach_tokens", "_found_weights", "_missed_weights", "_unfitted_samples", "_sample_weight")
 
     def __init__(self) -> None:
-        self.tokens: float | None = None
+        self.reach_tokens: float | None = None
         """The age up to which prefixes are found. None: no reach explains the misses."""
-        self._found = [0.0] * _BUCKETS
-        self._missed = [0.0] * _BUCKETS
-        self._weight = 1.0  # of the next observation, which grows instead of all older ones shrinking
-        self._unfitted = 0
+        self._found_weights = [0.0] * _BUCKETS
+        self._missed_weights = [0.0] * _BUCKETS
+        self._sample_weight = 1.0  # of the next observation, which grows instead of all older ones shrinking
+        self._unfitted_samples = 0
 
-    def note(self, found_age: float | None, missed_age: float | None) -> None:
+    def learn_from_ages(self, found_age: float | None, missed_age: float | None) -> None:
         """Learn from an answer: the greatest age of a found prefix, and the least age of a missing one.
 
         None: there was no such prefix.
         """
         if found_age is not None:
-            bucket = _bucket(found_age)
-            self._found[bucket] += self._weight
-            if self.tokens is not None and found_age > _SURELY_BEYOND * self.tokens:
-                for below in range(_bucket(self.tokens), bucket):
-                    self._missed[below] *= _REFUTED
+            bucket = _bucket_of_age(found_age)
+            self._found_weights[bucket] += self._sample_weight
+            if self.reach_tokens is not None and found_age > _SURELY_BEYOND * self.reach_tokens:
+                for below in range(_bucket_of_age(self.reach_tokens), bucket):
+                    self._missed_weights[below] *= _REFUTED
         if missed_age is not None:
-            self._missed[_bucket(missed_age)] += self._weight
-        self._weight /= 1 - _FORGETTING
-        self._unfitted += 1
-        if self._unfitted >= _FIT_EVERY:
-            self._fit()
+            self._missed_weights[_bucket_of_age(missed_age)] += self._sample_weight
+        self._sample_weight /= 1 - _FORGETTING
+        self._unfitted_samples += 1
+        if self._unfitted_samples >= _FIT_EVERY:
+            self._fit_reach()
 
     @property
-    def longest_found(self) -> float:
+    def longest_found_age(self) -> float:
         """Greatest recent age of a found prefix, with the precision of the buckets. 0: none was found."""
-        least = 0.5 * self._weight
+        least = 0.5 * self._sample_weight
         for bucket in range(_BUCKETS - 1, -1, -1):
-            if self._found[bucket] >= least:
+            if self._found_weights[bucket] >= least:
                 return _BOUNDS[bucket]
         return 0.0
 
-    def _fit(self) -> None:
-        self._unfitted = 0
-        if self._weight > _MAX_WEIGHT:
-            self._found = [weight / self._weight for weight in self._found]
-            self._missed = [weight / self._weight for weight in self._missed]
-            self._weight = 1.0
-        found_beyond, missed_beyond = sum(self._found), sum(self._missed)
+    def _fit_reach(self) -> None:
+        self._unfitted_samples = 0
+        if self._sample_weight > _MAX_WEIGHT:
+            self._found_weights = [weight / self._sample_weight for weight in self._found_weights]
+            self._missed_weights = [weight / self._sample_weight for weight in self._missed_weights]
+            self._sample_weight = 1.0
+        found_beyond, missed_beyond = sum(self._found_weights), sum(self._missed_weights)
         none = _log_likelihood(found_beyond, missed_beyond)
-        best, gain = None, (_PROOF if self.tokens is None else _DOUBT) * self._weight
+        best, gain = None, (_PROOF if self.reach_tokens is None else _DOUBT) * self._sample_weight
         found = missed = 0.0
         for bucket in range(_BUCKETS - 1):
-            found += self._found[bucket]
-            missed += self._missed[bucket]
-            found_beyond -= self._found[bucket]
-            missed_beyond -= self._missed[bucket]
-            if missed_beyond < _MISSES * self._weight:
+            found += self._found_weights[bucket]
+            missed += self._missed_weights[bucket]
+            found_beyond -= self._found_weights[bucket]
+            missed_beyond -= self._missed_weights[bucket]
+            if missed_beyond < _MISSES * self._sample_weight:
                 break
             if found_beyond * (found + missed) > _MAX_FOUND_BEYOND * found * (found_beyond + missed_beyond):
                 continue
             gained = _log_likelihood(found, missed) + _log_likelihood(found_beyond, missed_beyond) - none
             if gained > gain:
                 best, gain = bucket, gained
-        self.tokens = None if best is None else self._boundary(best)
+        self.reach_tokens = None if best is None else self._boundary_age(best)
 
-    def _boundary(self, bucket: int) -> float:
+    def _boundary_age(self, bucket: int) -> float:
         """Return the age between this bucket, with the last hits, and the first bucket with misses behind it."""
         beyond = bucket + 1
-        while beyond < _BUCKETS - 1 and not self._missed[beyond]:
+        while beyond < _BUCKETS - 1 and not self._missed_weights[beyond]:
             beyond += 1
         return sqrt(_BOUNDS[bucket + 1] * _BOUNDS[beyond])
 
 
-def _bucket(age: float) -> int:
+def _bucket_of_age(age: float) -> int:
     if age < _MIN_TOKENS:
         return 0
     return min(_BUCKETS - 1, int(_BUCKETS_PER_DOUBLING * log2(age / _MIN_TOKENS)))
@@ -137,13 +137,13 @@ class CacheCount(NamedTuple):
     least recently used blocks, so the age of the blocks that are evicted now is enough.
     """
 
-    stored: float
+    stored_tokens: float
     """Tokens whose KV was stored in the cache. A decrease means that counting has begun again."""
-    reach: float
+    reach_tokens: float
     """Age of evicted blocks: the tokens stored between their last use and their eviction."""
-    evicts: float
-    """Not 0: `reach` was measured at evictions. 0: it is a lower bound."""
-    cleared: float
+    has_evicted: float
+    """Not 0: `reach_tokens` was measured at evictions. 0: it is a lower bound."""
+    cleared_at_tokens: float
     """Number of times that the cache was cleared."""
 
 
@@ -177,22 +177,22 @@ class PrefixHolders:
     were examined least recently. This bounds the pieces without a cache.
     """
 
-    __slots__ = ("_by_key",)
+    __slots__ = ("_caches_by_key",)
 
     def __init__(self) -> None:
-        self._by_key: dict[int, dict[CachedPrefixes, None]] = {}
+        self._caches_by_key: dict[int, dict[CachedPrefixes, None]] = {}
 
     def __len__(self) -> int:
         """Return the number of pieces."""
-        return len(self._by_key)
+        return len(self._caches_by_key)
 
-    def of(self, key: int) -> Iterable[CachedPrefixes]:
+    def caches_with(self, key: int) -> Iterable[CachedPrefixes]:
         """Return the caches that may have a first piece."""
-        return self._by_key.get(key, ())
+        return self._caches_by_key.get(key, ())
 
-    def add(self, key: int, cache: CachedPrefixes) -> None:
+    def add_cache(self, key: int, cache: CachedPrefixes) -> None:
         """Note that a cache has a first piece."""
-        by_key = self._by_key
+        by_key = self._caches_by_key
         known = by_key.get(key)
         if known is not None:
             known[cache] = None
@@ -201,7 +201,7 @@ class PrefixHolders:
         for _ in range(2):
             oldest = next(iter(by_key))
             holders = by_key.pop(oldest)
-            if kept := {holder: None for holder in holders if holder.has(oldest)}:
+            if kept := {holder: None for holder in holders if holder.has_key(oldest)}:
                 by_key[oldest] = kept
 
 
@@ -209,62 +209,72 @@ class CachedPrefixes:
     """Cached prefixes of one backend. Prompts are cut into pieces; `ends[i]` is the number of tokens up to piece i."""
 
     __slots__ = (
-        *("capacity", "odometer", "trust"),
-        *("_block", "_count", "_holders", "_old", "_reach", "_reports", "_turned", "_uncounted", "_young"),
+        *("capacity_tokens", "token_odometer", "hit_trust"),
+        *(
+            "_learned_block_tokens",
+            "_cache_count",
+            "_prefix_holders",
+            "_old_keys",
+            "_cache_reach",
+            "_reported_block_tokens",
+            "_turned",
+            "_uncounted_tokens",
+            "_young_keys",
+        ),
     )
 
     def __init__(self, holders: PrefixHolders | None = None) -> None:
         """Create an empty cache. `holders`: gets the first pieces of its prompts. None: nothing does."""
-        self._holders = holders
-        self.capacity = float(_FIRST_CAPACITY)
+        self._prefix_holders = holders
+        self.capacity_tokens = float(_FIRST_CAPACITY)
         """Capacity of the cache in tokens."""
-        self.odometer = 0.0
+        self.token_odometer = 0.0
         """Number of tokens that the backend has computed."""
-        self.trust = _UNREPORTED_TRUST
+        self.hit_trust = _UNREPORTED_TRUST
         """Share of the expected tokens that recent answers found."""
-        self._reach = CacheReach()
-        self._count: CacheCount | None = None  # the last one, of an engine with KV events
-        self._uncounted = 0.0  # the odometer's reading when the engine's counting began
-        self._block = 0  # the greatest common divisor of the cached tokens that were reported
-        self._reports: set[int] = set()  # the first different ones
+        self._cache_reach = CacheReach()
+        self._cache_count: CacheCount | None = None  # the last one, of an engine with KV events
+        self._uncounted_tokens = 0.0  # the odometer's reading when the engine's counting began
+        self._learned_block_tokens = 0  # the greatest common divisor of the cached tokens that were reported
+        self._reported_block_tokens: set[int] = set()  # the first different ones
         # The readings of keys in two generations. A key that was used since the odometer stood at `_turned` is young.
         # The old generation is kept as long again, or it could not be learned that the cache is larger.
-        self._young: dict[int, float] = {}
-        self._old: dict[int, float] = {}
+        self._young_keys: dict[int, float] = {}
+        self._old_keys: dict[int, float] = {}
         self._turned = 0.0
 
     def __len__(self) -> int:
         """Return the number of keys that are remembered; a key in both generations counts twice."""
-        return len(self._young) + len(self._old)
+        return len(self._young_keys) + len(self._old_keys)
 
-    def has(self, key: int) -> bool:
+    def has_key(self, key: int) -> bool:
         """Return whether a key is remembered."""
-        return key in self._young or key in self._old
+        return key in self._young_keys or key in self._old_keys
 
-    def hit(self, keys: Sequence[int]) -> int:
+    def count_cached_pieces(self, prefix_keys: Sequence[int]) -> int:
         """Return the number of leading pieces of a prompt that are probably cached."""
-        if not keys or self._is_gone(keys[0]):
+        if not prefix_keys or self._is_key_evicted(prefix_keys[0]):
             return 0
-        if not self._is_gone(keys[-1]):
-            return len(keys)
-        return bisect_left(keys, True, key=self._is_gone)
+        if not self._is_key_evicted(prefix_keys[-1]):
+            return len(prefix_keys)
+        return bisect_left(prefix_keys, True, key=self._is_key_evicted)
 
-    def _is_gone(self, key: int) -> bool:
-        reading = self._young.get(key)
+    def _is_key_evicted(self, key: int) -> bool:
+        reading = self._young_keys.get(key)
         if reading is None:
-            reading = self._old.get(key)
+            reading = self._old_keys.get(key)
             if reading is None:
                 return True
-        return reading < self.odometer - self.capacity
+        return reading < self.token_odometer - self.capacity_tokens
 
-    def found(self, ends: Sequence[float], hit: int, tokens: int) -> float:
-        """Return the tokens that the engine finds of a prompt of `tokens`, of which `hit` pieces are cached.
+    def predict_found_tokens(self, piece_ends: Sequence[float], cached_pieces: int, tokens: int) -> float:
+        """Return the tokens that the engine finds of a prompt of `tokens`, of which `cached_pieces` pieces are cached.
 
         Engines find whole blocks, and never a whole prompt: the last token is computed for the first one of the answer.
         """
-        if not hit:
+        if not cached_pieces:
             return 0.0
-        cached = min(ends[hit - 1], tokens - 1.0)
+        cached = min(piece_ends[cached_pieces - 1], tokens - 1.0)
         block = self._block_tokens
         if block:
             cached -= cached % block
@@ -273,45 +283,52 @@ class CachedPrefixes:
     @property
     def _block_tokens(self) -> int:
         """Block size of the engine in tokens, from its reports. 0: unknown."""
-        most = _MAX_BLOCK_TOKENS if len(self._reports) >= _REPORTS else _USUAL_BLOCK_TOKENS
-        return self._block if self._block <= most else 0
+        most = _MAX_BLOCK_TOKENS if len(self._reported_block_tokens) >= _REPORTS else _USUAL_BLOCK_TOKENS
+        return self._learned_block_tokens if self._learned_block_tokens <= most else 0
 
-    def tell(self, cached_tokens: int) -> None:
+    def learn_block_size(self, cached_tokens: int) -> None:
         """Learn the block size from the cached tokens that an answer reports."""
-        if self._block != 1 and cached_tokens:
-            self._block = gcd(self._block, cached_tokens)
-            if len(self._reports) < _REPORTS:
-                self._reports.add(cached_tokens)
+        if self._learned_block_tokens != 1 and cached_tokens:
+            self._learned_block_tokens = gcd(self._learned_block_tokens, cached_tokens)
+            if len(self._reported_block_tokens) < _REPORTS:
+                self._reported_block_tokens.add(cached_tokens)
 
-    def use(self, keys: Sequence[int], ends: Sequence[float], computed: float) -> list[float | None]:
-        """Note that a prompt was sent, of which `computed` tokens are not cached.
+    def record_prompt(
+        self, keys: Sequence[int], piece_ends: Sequence[float], computed_tokens: float
+    ) -> list[float | None]:
+        """Note that a prompt was sent, of which `computed_tokens` tokens are not cached.
 
         Returns the previous readings of its pieces; None for new pieces.
         """
-        readings: list[float | None] = list(map(self._young.get, keys))
-        if None in readings and self._old:
-            old = self._old.get
+        readings: list[float | None] = list(map(self._young_keys.get, keys))
+        if None in readings and self._old_keys:
+            old = self._old_keys.get
             readings = [old(key) if reading is None else reading for key, reading in zip(keys, readings, strict=True)]
-        odometer = self.odometer = self.odometer + computed
-        self._young.update(zip(keys, map(odometer.__sub__, ends), strict=True))
-        if keys and self._holders is not None:
-            self._holders.add(keys[0], self)
-        if len(self._young) > MAX_KEYS or odometer - self._turned > self.capacity:
-            self._young, self._old, self._turned = {}, self._young, odometer
+        odometer = self.token_odometer = self.token_odometer + computed_tokens
+        self._young_keys.update(zip(keys, map(odometer.__sub__, piece_ends), strict=True))
+        if keys and self._prefix_holders is not None:
+            self._prefix_holders.add_cache(keys[0], self)
+        if len(self._young_keys) > MAX_KEYS or odometer - self._turned > self.capacity_tokens:
+            self._young_keys, self._old_keys, self._turned = {}, self._young_keys, odometer
         return readings
 
-    def drop(self, keys: Sequence[int]) -> None:
+    def drop_keys(self, keys: Sequence[int]) -> None:
         """Forget the pieces of a failed request, which are not cached."""
         for key in keys:
-            self._young.pop(key, None)
-            self._old.pop(key, None)
+            self._young_keys.pop(key, None)
+            self._old_keys.pop(key, None)
 
-    def clear(self) -> None:
+    def forget_all(self) -> None:
         """Forget all prefixes: the cache is empty."""
-        self._young, self._old = {}, {}
+        self._young_keys, self._old_keys = {}, {}
 
-    def learn(
-        self, readings: Sequence[float | None], odometer: float, ends: Sequence[float], expected: float, reported: float
+    def learn_from_report(
+        self,
+        readings: Sequence[float | None],
+        odometer: float,
+        piece_ends: Sequence[float],
+        expected_tokens: float,
+        reported_tokens: float,
     ) -> tuple[float | None, float | None]:
         """Learn from the cached tokens of an answer.
 
@@ -323,15 +340,15 @@ class CachedPrefixes:
             reported: Reported cached tokens.
 
         Returns:
-            The observation for `note`, which other workers also apply.
+            The observation for `learn_from_ages`, which other workers also apply.
         """
-        if expected:
-            self.trust += _TRUST_STEP * (min(1.0, reported / expected) - self.trust)
-        pieces = bisect_right(ends, reported + 1.0) if reported else 0
+        if expected_tokens:
+            self.hit_trust += _TRUST_STEP * (min(1.0, reported_tokens / expected_tokens) - self.hit_trust)
+        pieces = bisect_right(piece_ends, reported_tokens + 1.0) if reported_tokens else 0
         oldest = min((reading for reading in readings[:pieces] if reading is not None), default=None)
         found_age = None if oldest is None else odometer - oldest
-        missed_age = self._find_evicted_age(readings, odometer, ends, pieces, reported)
-        self.note(found_age, missed_age)
+        missed_age = self._find_evicted_age(readings, odometer, piece_ends, pieces, reported_tokens)
+        self.learn_from_ages(found_age, missed_age)
         return found_age, missed_age
 
     def _find_evicted_age(
@@ -364,35 +381,39 @@ class CachedPrefixes:
         tolerated = max(_TOLERATED_TOKENS, self._block_tokens)
         return odometer - reading if ends[last] - reported > tolerated else None
 
-    def note(self, found_age: float | None, missed_age: float | None) -> None:
-        """Learn the capacity from an observation of this worker or another one; see CacheReach.note."""
+    def learn_from_ages(self, found_age: float | None, missed_age: float | None) -> None:
+        """Learn the capacity from an observation of this worker or another one; see CacheReach.learn_from_ages."""
         if self.knows_capacity or (found_age is None and missed_age is None):
             return
-        reach = self._reach
-        reach.note(found_age, missed_age)
-        self.capacity = (
-            max(_FIRST_CAPACITY, _BEYOND_FOUND * reach.longest_found) if reach.tokens is None else reach.tokens
+        reach = self._cache_reach
+        reach.learn_from_ages(found_age, missed_age)
+        self.capacity_tokens = (
+            max(_FIRST_CAPACITY, _BEYOND_FOUND * reach.longest_found_age)
+            if reach.reach_tokens is None
+            else reach.reach_tokens
         )
 
     @property
     def knows_capacity(self) -> bool:
         """Whether KV events of the engine have shown evictions and so the capacity."""
-        return self._count is not None and self._count.evicts > 0
+        return self._cache_count is not None and self._cache_count.has_evicted > 0
 
     @property
     def is_capacity_learned(self) -> bool:
         """Whether evictions have shown the capacity, by KV events or by answers."""
-        return self.knows_capacity or self._reach.tokens is not None
+        return self.knows_capacity or self._cache_reach.reach_tokens is not None
 
-    def follow(self, count: CacheCount, computing: float) -> bool:
+    def apply_count(self, cache_count: CacheCount, computing_tokens: float) -> bool:
         """Apply a count of the engine's KV events, which include the tokens computed for other clients.
 
-        `computing`: tokens on the odometer that are not computed yet. Returns whether the cache was cleared since the
-        last count.
+        `computing_tokens`: tokens on the odometer that are not computed yet. Returns whether the cache was cleared
+        since the last count.
         """
-        before, self._count = self._count, count
-        if before is None or count.stored < before.stored:
-            self._uncounted = self.odometer - computing - count.stored
-        self.odometer = self._uncounted + count.stored + computing
-        self.capacity = count.reach if count.evicts else max(self.capacity, count.reach)
-        return before is not None and count.cleared > before.cleared
+        before, self._cache_count = self._cache_count, cache_count
+        if before is None or cache_count.stored_tokens < before.stored_tokens:
+            self._uncounted_tokens = self.token_odometer - computing_tokens - cache_count.stored_tokens
+        self.token_odometer = self._uncounted_tokens + cache_count.stored_tokens + computing_tokens
+        self.capacity_tokens = (
+            cache_count.reach_tokens if cache_count.has_evicted else max(self.capacity_tokens, cache_count.reach_tokens)
+        )
+        return before is not None and cache_count.cleared_at_tokens > before.cleared_at_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from proxy.balancer.policies.prefill_cost import Record, packed
+from proxy.balancer.policies.prefill_cost import JournalRecord, pack_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,38 +24,38 @@ NO_LIMIT: Final = -1.0
 class SessionChange(NamedTuple):
     """Numbers of a SESSION record. Its keys are the key of the session ID, then the ends of the last prompts."""
 
-    at: float
-    tokens: float
+    changed_at: float
+    context_tokens: float
     """Tokens of its last prompt."""
     shared_tokens: float
     """Tokens at its beginning that another session had sent before."""
-    key: float
+    last_prefix_key: float
     """Number of its client key. 0: unknown."""
-    place: float
+    place_state: float
     """0: it is no resident of the prefiller. 1: it is. 2: it is, and its prompt is still to come."""
-    turns: float
+    turn_count: float
     """Turns since it became a resident."""
-    idle_in: float
+    idle_in_seconds: float
     """Seconds until it is idle. Negative: it has been idle for this time."""
-    sent_before: float
+    seconds_since_send: float
     """Seconds since its last prompt was sent."""
-    computed: float = 0.0
+    computed_tokens: float = 0.0
     """Tokens of a prompt that has been computed now. 0: none has."""
-    expected: float = 0.0
+    expected_tokens: float = 0.0
     """Tokens that this prompt should have found in the cache."""
-    lost: float = 0.0
+    lost_tokens: float = 0.0
     """Share of these that it did not find."""
 
 
 class LimitChange(NamedTuple):
     """Numbers of a LIMIT record."""
 
-    at: float
-    limit: float
+    changed_at: float
+    limit_tokens: float
     """Maximum tokens of residents. NO_LIMIT: there is none for any prefiller."""
-    ceiling: float
+    ceiling_tokens: float
     """See WorkingSet."""
-    is_lower: float
+    is_lowered: float
     """Not 0: it was lowered, so that residents may have lost their place."""
     lifted_seconds: float
     """Time for which no limit begins, because the limit did not pay. 0: it may begin."""
@@ -64,10 +64,10 @@ class LimitChange(NamedTuple):
 class WaitingTurns(NamedTuple):
     """Numbers of a WAITING record."""
 
-    at: float
-    worker: float
+    reported_at: float
+    worker_id: float
     """Random number of the worker."""
-    turns: float
+    turn_count: float
     """Number of turns that wait there."""
 
 
@@ -86,12 +86,20 @@ class SessionRecords:
         """
         self._journal = journal
         self._slot_of = slot_of
-        self._read = read
+        self._read_records = read
 
-    def read(self) -> None:
+    def read_others_records(self) -> None:
         """Apply the new records of other workers."""
-        self._read()
+        self._read_records()
 
-    def write(self, kind: RecordKind, cache: CachedPrefixes, keys: Sequence[int], numbers: Sequence[float]) -> None:
+    def write_record(
+        self,
+        record_kind: RecordKind,
+        prefiller_cache: CachedPrefixes,
+        keys: Sequence[int],
+        record_numbers: Sequence[float],
+    ) -> None:
         """Write a record about the prefiller with this cache."""
-        self._journal.write(packed(Record(kind, self._slot_of(cache), keys, (), numbers)))
+        self._journal.write_record(
+            pack_record(JournalRecord(record_kind, self._slot_of(prefiller_cache), keys, (), record_numbers))
+        )

@@ -28,7 +28,7 @@ from proxy.balancer.policies.session_records import NO_LIMIT, LimitChange, Sessi
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from proxy.balancer.policies.prefill_cost import PromptCosts, Record, Sent
+    from proxy.balancer.policies.prefill_cost import JournalRecord, PromptCosts, SentPrompt
     from proxy.balancer.policies.prefixes import CachedPrefixes
     from proxy.balancer.policies.session_records import SessionRecords
 
@@ -105,62 +105,80 @@ _REPORT_COUNTS_SECONDS: Final = 2.0
 _MAX_REPORTS: Final = 256
 
 
-class Session:
+class CachedSession:
     """One conversation."""
 
     __slots__ = (
-        *("key", "tokens", "shared_tokens", "cache", "is_resident", "is_placed", "idle_since"),
-        *("turns", "sent_at", "id_key", "tails"),
+        *(
+            "last_prefix_key",
+            "context_tokens",
+            "shared_tokens",
+            "prefiller_cache",
+            "is_resident",
+            "is_placed",
+            "idle_since",
+        ),
+        *("turn_count", "sent_at", "session_id_key", "tail_keys"),
     )
 
     def __init__(self, id_key: int) -> None:
-        self.key = 0
+        self.last_prefix_key = 0
         """Number of its client key. 0: unknown."""
-        self.tokens = 0.0
+        self.context_tokens = 0.0
         """Tokens of its last prompt."""
         self.shared_tokens = 0.0
         """Tokens at its beginning that another session had sent before. They count for that session."""
-        self.cache: CachedPrefixes | None = None
+        self.prefiller_cache: CachedPrefixes | None = None
         """Prefiller of its last prompt, or where it was placed. None: there is none."""
         self.is_resident = False
         self.is_placed = False
-        """Whether its next prompt should go to `cache`, where room was made for it."""
+        """Whether its next prompt should go to `prefiller_cache`, where room was made for it."""
         self.idle_since = 0.0
         """Time at which its last prompt was computed. In the future while a prompt of it waits or is computed."""
-        self.turns = 0
+        self.turn_count = 0
         """Turns since it became a resident."""
         self.sent_at = -inf
         """Time at which its last prompt was sent."""
-        self.id_key = id_key
+        self.session_id_key = id_key
         """Key of its session ID. 0: it has none."""
-        self.tails: list[int] = []
+        self.tail_keys: list[int] = []
         """Keys of the ends of its last prompts, oldest first."""
 
     @property
     def own_tokens(self) -> float:
         """Tokens that only this session needs."""
-        return max(1.0, self.tokens - self.shared_tokens)
+        return max(1.0, self.context_tokens - self.shared_tokens)
 
 
 class WorkingSet:
     """Residents of one prefiller."""
 
     __slots__ = (
-        *("cache", "residents", "used_tokens", "limit", "ceiling", "placed", "losses", "changed_at", "grown_at"),
+        *(
+            "prefiller_cache",
+            "resident_tokens",
+            "used_tokens",
+            "limit_tokens",
+            "ceiling_tokens",
+            "placed_session",
+            "loss_share",
+            "changed_at",
+            "grown_at",
+        ),
     )
 
     def __init__(self, cache: CachedPrefixes) -> None:
-        self.cache = cache
-        self.residents: dict[Session, float] = {}
+        self.prefiller_cache = cache
+        self.resident_tokens: dict[CachedSession, float] = {}
         """Residents and the tokens that they are charged with, the least recently used first."""
         self.used_tokens = 0.0
-        self.limit = inf
+        self.limit_tokens = inf
         """Maximum of `used_tokens`."""
-        self.ceiling = inf
+        self.ceiling_tokens = inf
         """The limit grows slowly beyond this number of tokens."""
-        self.placed: Session | None = None
+        self.placed_session: CachedSession | None = None
         """The session that was placed last. None: none was."""
-        self.losses = 0.0
+        self.loss_share = 0.0
         """Mean recent share of residents that have lost their prefix."""
         self.changed_at = 0.0
         """Time at which the limit was lowered."""
@@ -170,25 +188,25 @@ class WorkingSet:
     @property
     def free_tokens(self) -> float:
         """Tokens for further residents."""
-        return self.limit - self.used_tokens
+        return self.limit_tokens - self.used_tokens
 
-    def charge(self, session: Session) -> None:
+    def charge_session(self, session: CachedSession) -> None:
         """Make a session a resident, or update its tokens. It becomes the most recently used one."""
         tokens = session.own_tokens
-        self.used_tokens += tokens - self.residents.pop(session, 0.0)
-        self.residents[session] = tokens
+        self.used_tokens += tokens - self.resident_tokens.pop(session, 0.0)
+        self.resident_tokens[session] = tokens
         session.is_resident = True
 
-    def discharge(self, session: Session) -> None:
+    def discharge_session(self, session: CachedSession) -> None:
         """Remove a resident."""
-        self.used_tokens -= self.residents.pop(session, 0.0)
+        self.used_tokens -= self.resident_tokens.pop(session, 0.0)
         session.is_resident = False
         session.is_placed = False
-        session.turns = 0
+        session.turn_count = 0
 
     def awaits_prompt(self, now: float) -> bool:
         """Return whether the prompt of a placed session is still to come. Then no other session is placed."""
-        placed = self.placed
+        placed = self.placed_session
         return placed is not None and placed.is_placed and placed.idle_since > now
 
 
@@ -208,26 +226,26 @@ class WorkingSets:
             caches: Returns the caches of the prefillers that get prompts now. None: all prefillers get prompts.
             records: Records of changes, for the other workers. None: there are none.
         """
-        self._is_enabled = is_enabled
-        self._caches = caches
-        self._records = records
-        self._worker = random.random()  # stands for this worker in reports of waiting turns
+        self._are_limits_enabled = is_enabled
+        self._list_caches = caches
+        self._session_records = records
+        self._worker_id = random.random()  # stands for this worker in reports of waiting turns
         self._reported_at = -inf  # when the waiting turns were reported last
-        self._reports: dict[float, tuple[float, float]] = {}  # times and waiting turns of other workers
-        self.is_active = False
+        self._reports_by_worker: dict[float, tuple[float, float]] = {}  # times and waiting turns of other workers
+        self.are_limits_active = False
         """Whether sessions may have to wait now."""
-        self.sets: dict[CachedPrefixes, WorkingSet] = {}
-        self.waiting = 0
+        self.sets_by_cache: dict[CachedPrefixes, WorkingSet] = {}
+        self.waiting_turn_count = 0
         """Number of turns that wait now. The queue updates it."""
-        self.lifted = 0
+        self.lifted_count = 0
         """Number of times that the limit was lifted, because it did not pay."""
-        self._expected_tokens = self._lost_tokens = 0.0  # since the last call of `take_counts`
-        self.shed = 0
+        self._expected_tokens = self._lost_tokens = 0.0  # since the last call of `take_token_counts`
+        self.shed_turn_count = 0
         """Number of times that a limit was lowered, so that residents may have lost their place."""
         self._pause = _FIRST_PAUSE  # time within which most pauses end
-        self._by_tail: dict[int, Session] = {}
-        self._by_id: dict[int, Session] = {}
-        self._sessions: dict[Session, None] = {}  # the least recently used first
+        self._by_tail: dict[int, CachedSession] = {}
+        self._by_id: dict[int, CachedSession] = {}
+        self._sessions: dict[CachedSession, None] = {}  # the least recently used first
         self._tokens = 0.0  # decayed tokens of computed prompts
         self._tokens_at = 0.0
         self._busy = 0.0  # decayed seconds of prefill work
@@ -251,11 +269,11 @@ class WorkingSets:
         return _IDLE_PAUSES * self._pause
 
     @property
-    def residents(self) -> int:
+    def resident_count(self) -> int:
         """Number of residents of all prefillers."""
-        return sum(len(home.residents) for home in self.sets.values())
+        return sum(len(home.resident_tokens) for home in self.sets_by_cache.values())
 
-    def take_counts(self) -> tuple[float, float]:
+    def take_token_counts(self) -> tuple[float, float]:
         """Return the tokens that residents should have found and the part that was evicted, since the last call."""
         counts = self._expected_tokens, self._lost_tokens
         self._expected_tokens = self._lost_tokens = 0.0
@@ -263,41 +281,46 @@ class WorkingSets:
 
     # Sessions
 
-    def find(self, keys: Sequence[int], session_id: str | None, now: float) -> Session | None:
+    def find_session(self, prefix_keys: Sequence[int], session_id: str | None, now: float) -> CachedSession | None:
         """Return the session that a prompt continues, or None if it is the first of a session."""
         tails = self._by_tail
-        for key in reversed(keys):
+        for key in reversed(prefix_keys):
             session = tails.get(key)
             if session is not None:
                 return session
         if session_id is not None:
-            session = self._by_id.get(_id_key(session_id))
+            session = self._by_id.get(_key_of_session_id(session_id))
             # A chain that runs at the same time is another conversation, for example of a sub-agent.
             if session is not None and session.idle_since <= now:
                 return session
         return None
 
-    def note_waiting(self, keys: Sequence[int], session_id: str | None, now: float) -> None:
+    def record_arrival(self, prefix_keys: Sequence[int], session_id: str | None, now: float) -> None:
         """Note that a prompt has arrived and waits in the queue, so that its session is not idle."""
-        session = self.find(keys, session_id, now)
+        session = self.find_session(prefix_keys, session_id, now)
         if session is not None:
-            self._arrive(session, now)
+            self._record_turn(session, now)
 
-    def note_left(self, keys: Sequence[int], session_id: str | None, now: float) -> None:
+    def record_left_queue(self, prefix_keys: Sequence[int], session_id: str | None, now: float) -> None:
         """Note that a prompt has left the queue, to be sent or not."""
-        session = self.find(keys, session_id, now)
+        session = self.find_session(prefix_keys, session_id, now)
         if session is not None and session.idle_since > now:
             session.idle_since = now
             if session.is_resident:
-                self._announce(session, now)
+                self._announce_session(session, now)
 
-    def note_gone(self, session: Session, now: float) -> None:
+    def record_client_gone(self, session: CachedSession, now: float) -> None:
         """Note that the client of a waiting turn has left."""
         session.idle_since = now
-        self._announce(session, now)
+        self._announce_session(session, now)
 
-    def note_sent(
-        self, cache: CachedPrefixes, prompt: PromptCosts, session_id: str | None, sent: Sent, has_waited: bool
+    def record_sent_prompt(
+        self,
+        cache: CachedPrefixes,
+        prompt: PromptCosts,
+        session_id: str | None,
+        sent_prompt: SentPrompt,
+        has_waited: bool,
     ) -> float:
         """Note that a prompt goes to a prefiller.
 
@@ -311,126 +334,128 @@ class WorkingSets:
         Returns:
             Tokens that a resident should find in the cache. 0: the session is not a resident there.
         """
-        cached, now = sent.cached, sent.at
-        self.note_work(sent.seconds, now)
-        if prompt.tokens < _MIN_TOKENS:
+        cached, now = sent_prompt.predicted_cached_tokens, sent_prompt.sent_at
+        self.record_prefill_work(sent_prompt.predicted_seconds, now)
+        if prompt.prompt_tokens < _MIN_TOKENS:
             return 0.0
-        session = self.find(prompt.keys, session_id, now)
+        session = self.find_session(prompt.prefix_keys, session_id, now)
         expected = 0.0
         if session is None:
-            session = self._new(0 if session_id is None else _id_key(session_id))
+            session = self._make_session(0 if session_id is None else _key_of_session_id(session_id))
             session.shared_tokens = cached
         else:
             if not has_waited and not session.is_placed:
                 self._learn_pause(now - session.idle_since)
-            if session.tokens > prompt.tokens:  # its history was replaced
+            if session.context_tokens > prompt.prompt_tokens:  # its history was replaced
                 session.shared_tokens = min(session.shared_tokens, cached)
-            elif session.is_resident and session.cache is not None:
-                if session.cache is not cache:  # it may go anywhere if its prefix is gone
-                    expected = session.tokens if _has_lost(session.cache, session, prompt) else 0.0
-                elif session.sent_at > self._set_of(cache).changed_at:
-                    expected = session.tokens
-        before = session.cache
+            elif session.is_resident and session.prefiller_cache is not None:
+                if session.prefiller_cache is not cache:  # it may go anywhere if its prefix is gone
+                    expected = (
+                        session.context_tokens if _has_lost_prefix(session.prefiller_cache, session, prompt) else 0.0
+                    )
+                elif session.sent_at > self._working_set_of(cache).changed_at:
+                    expected = session.context_tokens
+        before = session.prefiller_cache
         if session.is_resident and before is not None and before is not cache:
-            self._set_of(before).discharge(session)
+            self._working_set_of(before).discharge_session(session)
         session.is_placed = False
-        session.tokens = float(prompt.tokens)
-        session.cache = cache
-        session.turns += 1
+        session.context_tokens = float(prompt.prompt_tokens)
+        session.prefiller_cache = cache
+        session.turn_count += 1
         session.sent_at = now
         session.idle_since = now + _LONGEST_WAIT
-        home = self._set_of(cache)
-        if not self.is_active:
-            self._expire(home, now)
-        if session.is_resident or not self.is_active or session.own_tokens <= home.free_tokens:
-            home.charge(session)
-        self._remember(session, prompt.keys)
-        self._announce(session, now)
+        home = self._working_set_of(cache)
+        if not self.are_limits_active:
+            self._remove_idle_residents(home, now)
+        if session.is_resident or not self.are_limits_active or session.own_tokens <= home.free_tokens:
+            home.charge_session(session)
+        self._remember_prompt_end(session, prompt.prefix_keys)
+        self._announce_session(session, now)
         return expected
 
-    def note_end(self, cache: CachedPrefixes, sent: Sent, now: float) -> None:
+    def record_prompt_end(self, cache: CachedPrefixes, sent_prompt: SentPrompt, now: float) -> None:
         """Note that a prompt has been computed, or has failed."""
-        session = self.find(sent.prompt.keys, None, now)
+        session = self.find_session(sent_prompt.prompt_costs.prefix_keys, None, now)
         if session is not None:
             session.idle_since = now
         computed: tuple[float, float, float] | None = None
-        if sent.answer is not None:
-            (tokens, cached), expected = sent.answer, sent.resident_tokens
-            self._note_computed(tokens, now)
+        if sent_prompt.reported_usage is not None:
+            (tokens, cached), expected = sent_prompt.reported_usage, sent_prompt.resident_tokens
+            self._record_computed_tokens(tokens, now)
             lost = 0.0
-            home = self.sets.get(cache)  # None: the cache was emptied meanwhile
+            home = self.sets_by_cache.get(cache)  # None: the cache was emptied meanwhile
             if expected >= _MIN_TOKENS and home is not None:
                 lost = max(0.0, 1 - (cached + _TOLERATED_TOKENS) / expected)
-                self._note_loss(home, lost)
+                self._record_loss(home, lost)
                 self._expected_tokens += expected
                 self._lost_tokens += lost * expected
-                self._control(home, now)
+                self._adjust_limits(home, now)
             computed = float(tokens), expected, lost
         if session is not None:
-            self._announce(session, now, computed)
+            self._announce_session(session, now, computed)
 
-    def note_work(self, seconds: float, now: float) -> None:
+    def record_prefill_work(self, seconds: float, now: float) -> None:
         """Note that a prompt with this prefill time was sent to a prefiller, by this worker or another one."""
-        self._busy = self._decayed(now) + seconds
+        self._busy = self._decayed_work_seconds(now) + seconds
         self._busy_at = now
 
-    def _note_computed(self, tokens: float, now: float) -> None:
+    def _record_computed_tokens(self, tokens: float, now: float) -> None:
         self._tokens = self._tokens * exp((self._tokens_at - now) / _RATE_SECONDS) + tokens
         self._tokens_at = now
 
-    def _note_loss(self, home: WorkingSet, lost: float) -> None:
+    def _record_loss(self, working_set: WorkingSet, lost_share: float) -> None:
         """Note the share of its prefix that a resident has lost."""
-        home.losses += _LOSS_STEP * (lost - home.losses)
-        self._losses += _LOSS_STEP * (lost - self._losses)
+        working_set.loss_share += _LOSS_STEP * (lost_share - working_set.loss_share)
+        self._losses += _LOSS_STEP * (lost_share - self._losses)
 
-    def forget(self, cache: CachedPrefixes) -> None:
+    def forget_cache(self, cache: CachedPrefixes) -> None:
         """Forget the residents of a prefiller whose cache is empty."""
-        lost = self.sets.pop(cache, None)
+        lost = self.sets_by_cache.pop(cache, None)
         if lost is not None:
-            for session in list(lost.residents):
-                lost.discharge(session)
+            for session in list(lost.resident_tokens):
+                lost.discharge_session(session)
 
-    def _new(self, id_key: int) -> Session:
-        session = Session(id_key)
+    def _make_session(self, id_key: int) -> CachedSession:
+        session = CachedSession(id_key)
         if len(self._sessions) >= MAX_SESSIONS:
-            self._drop(next(iter(self._sessions)))
+            self._drop_session(next(iter(self._sessions)))
         self._sessions[session] = None
         if id_key:
             self._by_id[id_key] = session
         return session
 
-    def _drop(self, session: Session) -> None:
+    def _drop_session(self, session: CachedSession) -> None:
         del self._sessions[session]
-        if session.is_resident and session.cache is not None:
-            self._set_of(session.cache).discharge(session)
-        for key in session.tails:
+        if session.is_resident and session.prefiller_cache is not None:
+            self._working_set_of(session.prefiller_cache).discharge_session(session)
+        for key in session.tail_keys:
             if self._by_tail.get(key) is session:
                 del self._by_tail[key]
-        if self._by_id.get(session.id_key) is session:
-            del self._by_id[session.id_key]
+        if self._by_id.get(session.session_id_key) is session:
+            del self._by_id[session.session_id_key]
 
-    def _remember(self, session: Session, keys: Sequence[int]) -> None:
+    def _remember_prompt_end(self, session: CachedSession, keys: Sequence[int]) -> None:
         """Remember the end of a prompt. Its last piece may be partial, so the piece before it counts, too."""
         self._remember_tails(session, keys[-2:])
 
-    def _remember_tails(self, session: Session, keys: Sequence[int]) -> None:
+    def _remember_tails(self, session: CachedSession, keys: Sequence[int]) -> None:
         self._sessions[session] = self._sessions.pop(session)
         tails = self._by_tail
         for key in keys:
             if tails.get(key) is not session:
                 tails[key] = session
-                session.tails.append(key)
-        while len(session.tails) > _MAX_TAILS:
-            key = session.tails.pop(0)
+                session.tail_keys.append(key)
+        while len(session.tail_keys) > _MAX_TAILS:
+            key = session.tail_keys.pop(0)
             if tails.get(key) is session:
                 del tails[key]
 
-    def _arrive(self, session: Session, now: float) -> None:
+    def _record_turn(self, session: CachedSession, now: float) -> None:
         """Note that a turn of a session has arrived and is not sent yet."""
         self._learn_pause(now - session.idle_since)
         session.idle_since = now + _LONGEST_WAIT
         if session.is_resident:
-            self._announce(session, now)
+            self._announce_session(session, now)
 
     def _learn_pause(self, seconds: float) -> None:
         """Follow the upper tail of pauses by stochastic approximation of a quantile."""
@@ -439,271 +464,301 @@ class WorkingSets:
             self._pause += step * (_PAUSE_QUANTILE if seconds > self._pause else _PAUSE_QUANTILE - 1)
             self._pause = min(_MAX_PAUSE, max(_MIN_PAUSE, self._pause))
 
-    def _set_of(self, cache: CachedPrefixes) -> WorkingSet:
-        known = self.sets.get(cache)
+    def _working_set_of(self, cache: CachedPrefixes) -> WorkingSet:
+        known = self.sets_by_cache.get(cache)
         if known is None:
-            known = self.sets[cache] = WorkingSet(cache)
-            if self.is_active:
-                known.limit = max((each.limit for each in self.sets.values() if each is not known), default=inf)
+            known = self.sets_by_cache[cache] = WorkingSet(cache)
+            if self.are_limits_active:
+                known.limit_tokens = max(
+                    (each.limit_tokens for each in self.sets_by_cache.values() if each is not known), default=inf
+                )
         return known
 
     @property
     def _open_sets(self) -> Collection[WorkingSet]:
         """Working sets of the prefillers that get prompts now."""
-        if self._caches is None:
-            return self.sets.values()
-        return [self.sets[cache] for cache in self._caches() if cache in self.sets]
+        if self._list_caches is None:
+            return self.sets_by_cache.values()
+        return [self.sets_by_cache[cache] for cache in self._list_caches() if cache in self.sets_by_cache]
 
     # Limits
 
     def utilisation(self, now: float) -> float:
         """Return the recent prefill work relative to the time of all prefillers."""
-        return self._decayed(now) / (_UTILISATION_SECONDS * max(1, len(self._open_sets)))
+        return self._decayed_work_seconds(now) / (_UTILISATION_SECONDS * max(1, len(self._open_sets)))
 
-    def _decayed(self, now: float) -> float:
+    def _decayed_work_seconds(self, now: float) -> float:
         return self._busy * exp((self._busy_at - now) / _UTILISATION_SECONDS)
 
     def _awaits_turn(self, now: float) -> bool:
         """Return whether a turn of a session waits at this worker or another one."""
-        if self.waiting:
+        if self.waiting_turn_count:
             return True
-        return any(turns > 0 and now - at < _REPORT_COUNTS_SECONDS for at, turns in self._reports.values())
+        return any(turns > 0 and now - at < _REPORT_COUNTS_SECONDS for at, turns in self._reports_by_worker.values())
 
-    def _rate(self, now: float) -> float:
+    def _computed_tokens_per_second(self, now: float) -> float:
         """Return the recent tokens per second of computed prompts."""
         return self._tokens * exp((self._tokens_at - now) / _RATE_SECONDS) / _RATE_SECONDS
 
-    def _control(self, home: WorkingSet, now: float) -> None:
+    def _adjust_limits(self, working_set: WorkingSet, now: float) -> None:
         """Begin, change or end the limits, after an observation of a resident."""
-        if not self.is_active:
+        if not self.are_limits_active:
             # If less is computed without the limit, it has paid.
-            may_begin = now >= self._believed_from or self._rate(now) < _LEAST_RATE * self._rate_limited
-            if may_begin and max(home.losses, self._losses) > _THRASHING and self.utilisation(now) > _BUSY:
-                self._begin(now)
+            may_begin = (
+                now >= self._believed_from or self._computed_tokens_per_second(now) < _LEAST_RATE * self._rate_limited
+            )
+            if may_begin and max(working_set.loss_share, self._losses) > _THRASHING and self.utilisation(now) > _BUSY:
+                self._begin_limits(now)
             return
-        since, is_awaited = now - home.changed_at, self._awaits_turn(now)
-        if home.losses > _LOSSES_TO_SHRINK:
+        since, is_awaited = now - working_set.changed_at, self._awaits_turn(now)
+        if working_set.loss_share > _LOSSES_TO_SHRINK:
             if since > _SHRINK_SECONDS:
-                home.ceiling = _CAREFUL_SHARE * home.limit
-                self._change(home, home.limit * (1 - max(_LEAST_SHRINK, _SHRINK * home.losses)), now)
-                home.losses = 0.0
+                working_set.ceiling_tokens = _CAREFUL_SHARE * working_set.limit_tokens
+                self._change_limit(
+                    working_set,
+                    working_set.limit_tokens * (1 - max(_LEAST_SHRINK, _SHRINK * working_set.loss_share)),
+                    now,
+                )
+                working_set.loss_share = 0.0
         elif (
-            home.losses < _LOSSES_TO_GROW
+            working_set.loss_share < _LOSSES_TO_GROW
             and is_awaited
-            and now - home.grown_at > _GROW_SECONDS
-            and home.free_tokens < (1 - _FULL) * home.limit
+            and now - working_set.grown_at > _GROW_SECONDS
+            and working_set.free_tokens < (1 - _FULL) * working_set.limit_tokens
         ):
-            home.limit *= _GROW if home.limit < home.ceiling else _GROW_CAREFULLY
-            home.grown_at = now
-            self._announce_limit(home, now)
+            working_set.limit_tokens *= (
+                _GROW if working_set.limit_tokens < working_set.ceiling_tokens else _GROW_CAREFULLY
+            )
+            working_set.grown_at = now
+            self._announce_limit(working_set, now)
         if is_awaited:
             self._waited_at = now
         elif now - self._waited_at > _UNUSED_SECONDS:
-            self._end(now)
+            self._end_limits(now)
             return
         if now - self._began > _TRIAL_SECONDS and is_awaited:
-            self._judge(now)
+            self._judge_limits(now)
 
-    def _judge(self, now: float) -> None:
+    def _judge_limits(self, now: float) -> None:
         """Lift the limit for some time if it has not paid for a while.
 
         It pays if residents find their prefixes, and if prefillers are busy or compute as much as before.
         """
-        is_idle = self.utilisation(now) < _IDLE_UTILISATION and self._rate(now) < _LEAST_RATE * self._rate_before
+        is_idle = (
+            self.utilisation(now) < _IDLE_UTILISATION
+            and self._computed_tokens_per_second(now) < _LEAST_RATE * self._rate_before
+        )
         if self._losses < _THRASHING and not is_idle:
             self._lifted_seconds, self._failing_since = _LIFTED_SECONDS, inf
             return
         self._failing_since = min(self._failing_since, now)
         if now - self._failing_since < _FAILING_SECONDS:
             return
-        self.lifted += 1
+        self.lifted_count += 1
         lifted = self._lifted_seconds
-        self._lift(lifted, now)
-        self._end(now, lifted)
+        self._lift_limits(lifted, now)
+        self._end_limits(now, lifted)
 
-    def _lift(self, seconds: float, now: float) -> None:
+    def _lift_limits(self, seconds: float, now: float) -> None:
         """Let no limit begin for this time."""
         self._believed_from = now + seconds
-        self._rate_limited = self._rate(now)
+        self._rate_limited = self._computed_tokens_per_second(now)
         self._lifted_seconds = min(_LONGEST_LIFTED_SECONDS, 2 * seconds)
 
-    def _begin(self, now: float) -> None:
+    def _begin_limits(self, now: float) -> None:
         """Begin to limit, if evictions have shown the reach of a cache."""
-        if not self._is_enabled() or not any(each.cache.is_capacity_learned for each in self.sets.values()):
+        if not self._are_limits_enabled() or not any(
+            each.prefiller_cache.is_capacity_learned for each in self.sets_by_cache.values()
+        ):
             return
-        self._activate(now)
-        for each in self.sets.values():
-            self._expire(each, now)
-            self._change(each, _FIRST_SHARE * each.used_tokens, now)
-            each.losses = 0.0
+        self._activate_limits(now)
+        for each in self.sets_by_cache.values():
+            self._remove_idle_residents(each, now)
+            self._change_limit(each, _FIRST_SHARE * each.used_tokens, now)
+            each.loss_share = 0.0
 
-    def _activate(self, now: float) -> None:
-        self.is_active = True
+    def _activate_limits(self, now: float) -> None:
+        self.are_limits_active = True
         self._began = self._waited_at = now
-        self._rate_before = self._rate(now)
+        self._rate_before = self._computed_tokens_per_second(now)
         self._losses, self._failing_since = 0.0, inf
 
-    def _change(self, home: WorkingSet, limit: float, now: float) -> None:
+    def _change_limit(self, working_set: WorkingSet, limit: float, now: float) -> None:
         """Lower the limit. Residents wait until the others fit: those with most turns first."""
-        home.limit, home.changed_at, home.grown_at = max(limit, _LEAST_LIMIT), now, now
-        self.shed += 1
-        self._announce_limit(home, now, is_lower=True)
-        if home.used_tokens > home.limit:
-            for session in sorted(home.residents, key=_turns, reverse=True):
-                self._discharge(home, session, now)
-                if home.used_tokens <= home.limit:
+        working_set.limit_tokens, working_set.changed_at, working_set.grown_at = max(limit, _LEAST_LIMIT), now, now
+        self.shed_turn_count += 1
+        self._announce_limit(working_set, now, is_lower=True)
+        if working_set.used_tokens > working_set.limit_tokens:
+            for session in sorted(working_set.resident_tokens, key=_turn_count_of, reverse=True):
+                self._discharge_resident(working_set, session, now)
+                if working_set.used_tokens <= working_set.limit_tokens:
                     break
 
-    def _end(self, now: float, lifted_seconds: float = 0.0) -> None:
-        self._deactivate()
-        if self._records is not None and self.sets:
+    def _end_limits(self, now: float, lifted_seconds: float = 0.0) -> None:
+        self._deactivate_limits()
+        if self._session_records is not None and self.sets_by_cache:
             change = LimitChange(now, NO_LIMIT, NO_LIMIT, 0.0, lifted_seconds)
-            self._records.write(RecordKind.LIMIT, next(iter(self.sets)), (), change)
+            self._session_records.write_record(RecordKind.LIMIT, next(iter(self.sets_by_cache)), (), change)
 
-    def _deactivate(self) -> None:
-        self.is_active = False
-        for each in self.sets.values():
-            each.limit = each.ceiling = inf
-            each.losses = 0.0
+    def _deactivate_limits(self) -> None:
+        self.are_limits_active = False
+        for each in self.sets_by_cache.values():
+            each.limit_tokens = each.ceiling_tokens = inf
+            each.loss_share = 0.0
 
-    def _discharge(self, home: WorkingSet, session: Session, now: float) -> None:
+    def _discharge_resident(self, working_set: WorkingSet, session: CachedSession, now: float) -> None:
         """Remove a resident, for all workers."""
-        home.discharge(session)
-        self._announce(session, now)
+        working_set.discharge_session(session)
+        self._announce_session(session, now)
 
-    def _expire(self, home: WorkingSet, now: float) -> None:
+    def _remove_idle_residents(self, working_set: WorkingSet, now: float) -> None:
         """Remove the residents that have been idle for too long."""
-        for session in list(home.residents):
+        for session in list(working_set.resident_tokens):
             if now - session.idle_since <= self.idle_seconds:
                 break
-            self._discharge(home, session, now)
+            self._discharge_resident(working_set, session, now)
 
     # Other workers
 
-    def _announce(self, session: Session, now: float, computed: tuple[float, float, float] | None = None) -> None:
+    def _announce_session(
+        self, session: CachedSession, now: float, computed: tuple[float, float, float] | None = None
+    ) -> None:
         """Tell the other workers the state of a session.
 
         `computed`: the last three numbers of the SessionChange; None: nothing was computed.
         """
-        if self._records is None or session.cache is None:
+        if self._session_records is None or session.prefiller_cache is None:
             return
         place = 2.0 if session.is_placed else 1.0 if session.is_resident else 0.0
         sent_before = max(0.0, min(now - session.sent_at, _LONGEST_LIFTED_SECONDS))
         change = SessionChange(
-            *(now, session.tokens, session.shared_tokens, float(session.key), place, float(session.turns)),
+            *(
+                now,
+                session.context_tokens,
+                session.shared_tokens,
+                float(session.last_prefix_key),
+                place,
+                float(session.turn_count),
+            ),
             *(session.idle_since - now, sent_before, *(computed or (0.0, 0.0, 0.0))),
         )
-        self._records.write(RecordKind.SESSION, session.cache, [session.id_key, *session.tails], change)
+        self._session_records.write_record(
+            RecordKind.SESSION, session.prefiller_cache, [session.session_id_key, *session.tail_keys], change
+        )
 
-    def _announce_limit(self, home: WorkingSet, now: float, is_lower: bool = False) -> None:
-        if self._records is not None and home.limit < inf:
-            ceiling = home.ceiling if home.ceiling < inf else NO_LIMIT
-            change = LimitChange(now, home.limit, ceiling, float(is_lower), 0.0)
-            self._records.write(RecordKind.LIMIT, home.cache, (), change)
+    def _announce_limit(self, working_set: WorkingSet, now: float, is_lower: bool = False) -> None:
+        if self._session_records is not None and working_set.limit_tokens < inf:
+            ceiling = working_set.ceiling_tokens if working_set.ceiling_tokens < inf else NO_LIMIT
+            change = LimitChange(now, working_set.limit_tokens, ceiling, float(is_lower), 0.0)
+            self._session_records.write_record(RecordKind.LIMIT, working_set.prefiller_cache, (), change)
 
     def _announce_waiting(self, turns: int, now: float) -> None:
-        if self._records is not None and self.sets and now - self._reported_at > _REPORT_SECONDS:
+        if self._session_records is not None and self.sets_by_cache and now - self._reported_at > _REPORT_SECONDS:
             self._reported_at = now
-            change = WaitingTurns(now, self._worker, float(turns))
-            self._records.write(RecordKind.WAITING, next(iter(self.sets)), (), change)
+            change = WaitingTurns(now, self._worker_id, float(turns))
+            self._session_records.write_record(RecordKind.WAITING, next(iter(self.sets_by_cache)), (), change)
 
-    def take(self, record: Record, cache: CachedPrefixes) -> None:
+    def apply_record(self, journal_record: JournalRecord, cache: CachedPrefixes) -> None:
         """Apply a record of another worker or gateway about the prefiller with this cache."""
-        if record.kind == RecordKind.SESSION:
-            self._take_session(record.keys, SessionChange(*record.numbers), cache)
-        elif record.kind == RecordKind.LIMIT:
-            self._take_limit(LimitChange(*record.numbers), cache)
+        if journal_record.record_kind == RecordKind.SESSION:
+            self._apply_session_change(journal_record.prefix_keys, SessionChange(*journal_record.record_numbers), cache)
+        elif journal_record.record_kind == RecordKind.LIMIT:
+            self._apply_limit_change(LimitChange(*journal_record.record_numbers), cache)
         else:
-            report = WaitingTurns(*record.numbers)
-            self._reports.pop(report.worker, None)
-            self._reports[report.worker] = report.at, report.turns
-            if len(self._reports) > _MAX_REPORTS:
-                del self._reports[next(iter(self._reports))]
+            report = WaitingTurns(*journal_record.record_numbers)
+            self._reports_by_worker.pop(report.worker_id, None)
+            self._reports_by_worker[report.worker_id] = report.reported_at, report.turn_count
+            if len(self._reports_by_worker) > _MAX_REPORTS:
+                del self._reports_by_worker[next(iter(self._reports_by_worker))]
 
-    def _take_session(self, keys: Sequence[int], change: SessionChange, cache: CachedPrefixes) -> None:
+    def _apply_session_change(self, keys: Sequence[int], session_change: SessionChange, cache: CachedPrefixes) -> None:
         tails = keys[1 : 1 + _MAX_TAILS]
         known = [found for tail in tails if (found := self._by_tail.get(tail)) is not None]
-        session = known[-1] if known else self._new(keys[0] if keys else 0)
-        before = session.cache
-        if session.is_resident and before is not None and (before is not cache or not change.place):
-            self._set_of(before).discharge(session)
+        session = known[-1] if known else self._make_session(keys[0] if keys else 0)
+        before = session.prefiller_cache
+        if session.is_resident and before is not None and (before is not cache or not session_change.place_state):
+            self._working_set_of(before).discharge_session(session)
         self._remember_tails(session, tails)
-        session.cache = cache
-        session.tokens = max(0.0, change.tokens)
-        session.shared_tokens = min(session.tokens, max(0.0, change.shared_tokens))
-        session.key = int(change.key) or session.key
-        session.idle_since = change.at + min(change.idle_in, _LONGEST_WAIT)
-        session.sent_at = change.at - change.sent_before
-        home = self._set_of(cache)
-        session.is_placed = change.place > 1
-        if change.place:
-            home.charge(session)
-            session.turns = int(change.turns)
+        session.prefiller_cache = cache
+        session.context_tokens = max(0.0, session_change.context_tokens)
+        session.shared_tokens = min(session.context_tokens, max(0.0, session_change.shared_tokens))
+        session.last_prefix_key = int(session_change.last_prefix_key) or session.last_prefix_key
+        session.idle_since = session_change.changed_at + min(session_change.idle_in_seconds, _LONGEST_WAIT)
+        session.sent_at = session_change.changed_at - session_change.seconds_since_send
+        home = self._working_set_of(cache)
+        session.is_placed = session_change.place_state > 1
+        if session_change.place_state:
+            home.charge_session(session)
+            session.turn_count = int(session_change.turn_count)
             if session.is_placed:
-                home.placed = session
-        if change.computed > 0:
-            self._note_computed(change.computed, change.at)
-        if change.expected >= _MIN_TOKENS:
-            self._note_loss(home, min(1.0, max(0.0, change.lost)))
+                home.placed_session = session
+        if session_change.computed_tokens > 0:
+            self._record_computed_tokens(session_change.computed_tokens, session_change.changed_at)
+        if session_change.expected_tokens >= _MIN_TOKENS:
+            self._record_loss(home, min(1.0, max(0.0, session_change.lost_tokens)))
 
-    def _take_limit(self, change: LimitChange, cache: CachedPrefixes) -> None:
-        if change.limit < 0:
-            if change.lifted_seconds > 0:
-                self._lift(min(change.lifted_seconds, _LONGEST_LIFTED_SECONDS), change.at)
-            if self.is_active:
-                self._deactivate()
+    def _apply_limit_change(self, limit_change: LimitChange, cache: CachedPrefixes) -> None:
+        if limit_change.limit_tokens < 0:
+            if limit_change.lifted_seconds > 0:
+                self._lift_limits(min(limit_change.lifted_seconds, _LONGEST_LIFTED_SECONDS), limit_change.changed_at)
+            if self.are_limits_active:
+                self._deactivate_limits()
             return
-        if not self._is_enabled():
+        if not self._are_limits_enabled():
             return
-        home = self._set_of(cache)
-        if not self.is_active:
-            self._activate(change.at)
-        home.limit = max(change.limit, _LEAST_LIMIT)
-        home.ceiling = change.ceiling if change.ceiling >= 0 else inf
-        home.grown_at = change.at
-        if change.is_lower:
-            home.changed_at = change.at
-            home.losses = 0.0
-            self.shed += 1
+        home = self._working_set_of(cache)
+        if not self.are_limits_active:
+            self._activate_limits(limit_change.changed_at)
+        home.limit_tokens = max(limit_change.limit_tokens, _LEAST_LIMIT)
+        home.ceiling_tokens = limit_change.ceiling_tokens if limit_change.ceiling_tokens >= 0 else inf
+        home.grown_at = limit_change.changed_at
+        if limit_change.is_lowered:
+            home.changed_at = limit_change.changed_at
+            home.loss_share = 0.0
+            self.shed_turn_count += 1
 
     # Admission
 
-    def holds(self, keys: Sequence[int], session_id: str | None, key: str, now: float) -> Session | None:
+    def session_to_hold(
+        self, prefix_keys: Sequence[int], session_id: str | None, client_key_name: str, now: float
+    ) -> CachedSession | None:
         """Return the session of a prompt that has to wait, or None if the prompt may go.
 
         The first prompt of a session never waits, because it may be the only one.
         """
-        session = self.find(keys, session_id, now)
+        session = self.find_session(prefix_keys, session_id, now)
         if session is None:
             return None
-        session.key = crc32(key.encode(errors="surrogatepass"))
-        self._arrive(session, now)
-        if session.is_resident or (not self._awaits_turn(now) and self._place(session, now)):
+        session.last_prefix_key = crc32(client_key_name.encode(errors="surrogatepass"))
+        self._record_turn(session, now)
+        if session.is_resident or (not self._awaits_turn(now) and self._place_session(session, now)):
             return None
         self._waited_at = now
-        self._announce_waiting(self.waiting + 1, now)
+        self._announce_waiting(self.waiting_turn_count + 1, now)
         return session
 
-    def _place(self, session: Session, now: float) -> bool:
+    def _place_session(self, session: CachedSession, now: float) -> bool:
         """Make a session a resident of the prefiller with most room, if there is enough. Return whether it was."""
-        home = max(self._open_sets, key=_free_tokens, default=None)
+        home = max(self._open_sets, key=_free_tokens_of, default=None)
         if home is None:
             return True
-        if home.awaits_prompt(now) or home.free_tokens < min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit):
+        if home.awaits_prompt(now) or home.free_tokens < min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit_tokens):
             return False
-        self._settle(session, home, now)
+        self._make_resident(session, home, now)
         return True
 
-    def _settle(self, session: Session, home: WorkingSet, now: float) -> None:
-        session.cache = home.cache
-        session.turns = 0
+    def _make_resident(self, session: CachedSession, working_set: WorkingSet, now: float) -> None:
+        session.prefiller_cache = working_set.prefiller_cache
+        session.turn_count = 0
         session.idle_since = now + _LONGEST_WAIT
         session.is_placed = True
-        home.charge(session)
-        home.placed = session
-        self._announce(session, now)
+        working_set.charge_session(session)
+        working_set.placed_session = session
+        self._announce_session(session, now)
 
-    def next_sessions(self, waiting: Iterable[tuple[Session, float]], patience: float, now: float) -> list[Session]:
+    def next_sessions(
+        self, waiting_sessions: Iterable[tuple[CachedSession, float]], max_wait_seconds: float, now: float
+    ) -> list[CachedSession]:
         """Return waiting sessions that may go now. They are residents then.
 
         Args:
@@ -711,35 +766,35 @@ class WorkingSets:
             patience: Seconds after which a session takes the place of a resident that has had its turn.
             now: Time of the clock.
         """
-        if self._records is not None:
-            self._records.read()
-        if self.is_active and not self._is_enabled():
-            self._end(now)
-        if not self.is_active:
-            return [session for session, _ in waiting]
-        by_key: dict[int, list[tuple[Session, float]]] = {}
-        for session, since in waiting:
-            by_key.setdefault(session.key, []).append((session, since))
+        if self._session_records is not None:
+            self._session_records.read_others_records()
+        if self.are_limits_active and not self._are_limits_enabled():
+            self._end_limits(now)
+        if not self.are_limits_active:
+            return [session for session, _ in waiting_sessions]
+        by_key: dict[int, list[tuple[CachedSession, float]]] = {}
+        for session, since in waiting_sessions:
+            by_key.setdefault(session.last_prefix_key, []).append((session, since))
         if not by_key:
             return []
-        self._announce_waiting(self.waiting, now)
-        homes = sorted(self._open_sets, key=_free_tokens, reverse=True)
+        self._announce_waiting(self.waiting_turn_count, now)
+        homes = sorted(self._open_sets, key=_free_tokens_of, reverse=True)
         used = dict.fromkeys(by_key, 0.0)
         for home in homes:
-            for resident, tokens in home.residents.items():
-                if resident.key:
-                    used[resident.key] = used.get(resident.key, 0.0) + tokens
-        share = sum(home.limit for home in homes) / len(used)
+            for resident, tokens in home.resident_tokens.items():
+                if resident.last_prefix_key:
+                    used[resident.last_prefix_key] = used.get(resident.last_prefix_key, 0.0) + tokens
+        share = sum(home.limit_tokens for home in homes) / len(used)
         may_switch = self.utilisation(now) < _MOST_BUSY_TO_SWITCH
-        giving_way = {home: self._giving_way(home, used, share, may_switch, now) for home in homes}
-        made: list[Session] = []
+        giving_way = {home: self._find_replaceable_residents(home, used, share, may_switch, now) for home in homes}
+        made: list[CachedSession] = []
         for key in sorted(by_key, key=used.__getitem__):
             for session, since in by_key[key][:_LOOKAHEAD]:
                 if session.is_resident:  # another turn of it has been admitted
                     made.append(session)
                     continue
-                is_impatient = now - since > patience
-                if self._place(session, now) or self._replace(
+                is_impatient = now - since > max_wait_seconds
+                if self._place_session(session, now) or self._replace_residents(
                     session, giving_way, used, share, may_switch and is_impatient, now
                 ):
                     used[key] += session.own_tokens
@@ -748,86 +803,97 @@ class WorkingSets:
                     break  # the others must not take the room that it waits for
         return made
 
-    def _giving_way(
-        self, home: WorkingSet, used: Mapping[int, float], share: float, may_switch: bool, now: float
-    ) -> list[Session]:
+    def _find_replaceable_residents(
+        self,
+        working_set: WorkingSet,
+        used_tokens: Mapping[int, float],
+        limit_share: float,
+        may_switch: bool,
+        now: float,
+    ) -> list[CachedSession]:
         """Return the residents that might give way to some session, those with most turns first."""
         idle_since = now - self.idle_seconds
         residents = [
             resident
-            for resident in home.residents
+            for resident in working_set.resident_tokens
             if resident.idle_since <= now
             and (
                 resident.idle_since < idle_since
-                or used.get(resident.key, 0.0) > share
-                or (may_switch and resident.turns >= _QUANTUM_TURNS)
+                or used_tokens.get(resident.last_prefix_key, 0.0) > limit_share
+                or (may_switch and resident.turn_count >= _QUANTUM_TURNS)
             )
         ]
-        return sorted(residents, key=_turns, reverse=True)
+        return sorted(residents, key=_turn_count_of, reverse=True)
 
-    def _replace(
+    def _replace_residents(
         self,
-        session: Session,
-        giving_way: Mapping[WorkingSet, Sequence[Session]],
-        used: dict[int, float],
-        share: float,
+        session: CachedSession,
+        giving_way: Mapping[WorkingSet, Sequence[CachedSession]],
+        used_tokens: dict[int, float],
+        limit_share: float,
         may_switch: bool,
         now: float,
     ) -> bool:
         """Let a session take the place of residents that give way. Return whether it has."""
-        is_below = used[session.key] + session.own_tokens <= share
+        is_below = used_tokens[session.last_prefix_key] + session.own_tokens <= limit_share
         for home, residents in giving_way.items():
             if home.awaits_prompt(now):
                 continue
-            need = min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit) - home.free_tokens
+            need = min(session.own_tokens, _MOST_OF_A_LIMIT * home.limit_tokens) - home.free_tokens
             leaving = []
             for resident in residents:
                 if need <= 0:
                     break
                 if (
                     now - resident.idle_since > self.idle_seconds
-                    or (is_below and resident.key != session.key and used.get(resident.key, 0.0) > share)
-                    or (may_switch and resident.turns >= _QUANTUM_TURNS)
+                    or (
+                        is_below
+                        and resident.last_prefix_key != session.last_prefix_key
+                        and used_tokens.get(resident.last_prefix_key, 0.0) > limit_share
+                    )
+                    or (may_switch and resident.turn_count >= _QUANTUM_TURNS)
                 ):
                     leaving.append(resident)
-                    need -= home.residents[resident]
+                    need -= home.resident_tokens[resident]
             if need <= 0:
                 for resident in leaving:
-                    used[resident.key] = used.get(resident.key, 0.0) - home.residents[resident]
-                    self._discharge(home, resident, now)
-                self._settle(session, home, now)
+                    used_tokens[resident.last_prefix_key] = (
+                        used_tokens.get(resident.last_prefix_key, 0.0) - home.resident_tokens[resident]
+                    )
+                    self._discharge_resident(home, resident, now)
+                self._make_resident(session, home, now)
                 return True
         return False
 
-    def admit_regardless(self, session: Session, now: float) -> None:
+    def admit_regardless(self, session: CachedSession, now: float) -> None:
         """Make a session a resident that has waited too long, in place of the residents with most turns."""
         if session.is_resident:
             return
-        home = max(self._open_sets, key=_free_tokens, default=None)
+        home = max(self._open_sets, key=_free_tokens_of, default=None)
         if home is None:
             return
-        for resident in sorted(home.residents, key=_turns, reverse=True):
+        for resident in sorted(home.resident_tokens, key=_turn_count_of, reverse=True):
             if home.free_tokens >= session.own_tokens:
                 break
             if resident.idle_since < now:
-                self._discharge(home, resident, now)
-        self._settle(session, home, now)
+                self._discharge_resident(home, resident, now)
+        self._make_resident(session, home, now)
 
 
-def _has_lost(cache: CachedPrefixes, session: Session, prompt: PromptCosts) -> bool:
+def _has_lost_prefix(cache: CachedPrefixes, session: CachedSession, prompt: PromptCosts) -> bool:
     """Return whether a prefiller has probably evicted most of a session's prefix, according to its learned capacity."""
-    hit = cache.hit(prompt.keys)
-    return cache.is_capacity_learned and (prompt.ends[hit - 1] if hit else 0.0) < session.tokens / 2
+    hit = cache.count_cached_pieces(prompt.prefix_keys)
+    return cache.is_capacity_learned and (prompt.piece_ends[hit - 1] if hit else 0.0) < session.context_tokens / 2
 
 
-def _turns(session: Session) -> int:
-    return session.turns
+def _turn_count_of(session: CachedSession) -> int:
+    return session.turn_count
 
 
-def _free_tokens(home: WorkingSet) -> float:
-    return home.free_tokens
+def _free_tokens_of(working_set: WorkingSet) -> float:
+    return working_set.free_tokens
 
 
-def _id_key(session_id: str) -> int:
+def _key_of_session_id(session_id: str) -> int:
     """Return the key of a session ID, which is the same in all workers and gateways."""
     return xxh3_64_intdigest(session_id.encode(errors="surrogatepass")) or 1

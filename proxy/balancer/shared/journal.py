@@ -29,7 +29,7 @@ class Journal:
     the stores out of order, as aarch64 allows.
     """
 
-    def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES, write_only: int = 0) -> None:
+    def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES, write_only_rings: int = 0) -> None:
         """Create empty rings.
 
         Args:
@@ -37,54 +37,54 @@ class Journal:
             ring_bytes: Size of one ring.
             write_only: Number of further rings, whose writers do not read.
         """
-        self.workers = workers
-        self.rings = rings = workers + write_only
+        self.worker_count = workers
+        self.ring_count = rings = workers + write_only_rings
         self.ring_bytes = ring_bytes
-        self._memory = mmap.mmap(-1, rings * (2 * _CELL_BYTES + ring_bytes))
-        cells = memoryview(self._memory)[: 2 * rings * _CELL_BYTES].cast("q")
-        self.written = cells[:rings]
+        self._shared_memory = mmap.mmap(-1, rings * (2 * _CELL_BYTES + ring_bytes))
+        cells = memoryview(self._shared_memory)[: 2 * rings * _CELL_BYTES].cast("q")
+        self.written_bytes_by_ring = cells[:rings]
         """Bytes that each worker has written since the start."""
-        self.newest = cells[rings:]
+        self.newest_record_by_ring = cells[rings:]
         """Place of the last record of each worker."""
 
-    def writer(self, worker: int) -> JournalWriter:
+    def writer_for(self, worker: int) -> JournalWriter:
         """Return the access of one worker, which skips the records that exist now."""
         return JournalWriter(self, worker)
 
-    def put(self, worker: int, place: int, data: bytes) -> None:
+    def write_bytes(self, worker: int, ring_position: int, data: bytes) -> None:
         """Store bytes at a place of a worker's ring."""
-        start = self._start(worker)
-        at = place % self.ring_bytes
+        start = self._ring_start(worker)
+        at = ring_position % self.ring_bytes
         first = data[: self.ring_bytes - at]
-        self._memory[start + at : start + at + len(first)] = first
-        self._memory[start : start + len(data) - len(first)] = data[len(first) :]
+        self._shared_memory[start + at : start + at + len(first)] = first
+        self._shared_memory[start : start + len(data) - len(first)] = data[len(first) :]
 
-    def get(self, worker: int, place: int, length: int) -> bytes:
+    def read_bytes(self, worker: int, ring_position: int, length: int) -> bytes:
         """Return the bytes at a place of a worker's ring."""
-        start = self._start(worker)
-        at = place % self.ring_bytes
-        first = self._memory[start + at : start + min(self.ring_bytes, at + length)]
-        return first + self._memory[start : start + length - len(first)]
+        start = self._ring_start(worker)
+        at = ring_position % self.ring_bytes
+        first = self._shared_memory[start + at : start + min(self.ring_bytes, at + length)]
+        return first + self._shared_memory[start : start + length - len(first)]
 
-    def latest(self, worker: int) -> Iterator[bytes]:
+    def latest_records(self, worker: int) -> Iterator[bytes]:
         """Yield the records of a worker, newest first, up to one that has been overwritten."""
-        place = self.newest[worker]
-        while self.written[worker]:
-            begins, before, length, checksum = _HEAD.unpack(self.get(worker, place, _HEAD.size))
-            record = self.get(worker, place + _HEAD.size, length) if begins == place else b""
-            if begins != place or crc32(record) != checksum or not self.holds(worker, place):
+        place = self.newest_record_by_ring[worker]
+        while self.written_bytes_by_ring[worker]:
+            begins, before, length, checksum = _HEAD.unpack(self.read_bytes(worker, place, _HEAD.size))
+            record = self.read_bytes(worker, place + _HEAD.size, length) if begins == place else b""
+            if begins != place or crc32(record) != checksum or not self.is_intact(worker, place):
                 return
             yield record
             if not place:
                 return
             place = before
 
-    def holds(self, worker: int, place: int) -> bool:
+    def is_intact(self, worker: int, ring_position: int) -> bool:
         """Return whether the bytes at a place have not been overwritten yet."""
-        return self.written[worker] - place <= self.ring_bytes
+        return self.written_bytes_by_ring[worker] - ring_position <= self.ring_bytes
 
-    def _start(self, worker: int) -> int:
-        return 2 * self.rings * _CELL_BYTES + worker * self.ring_bytes
+    def _ring_start(self, worker: int) -> int:
+        return 2 * self.ring_count * _CELL_BYTES + worker * self.ring_bytes
 
 
 class JournalWriter:
@@ -93,45 +93,47 @@ class JournalWriter:
     def __init__(self, journal: Journal, worker: int) -> None:
         self._journal = journal
         self._worker = worker
-        self.has_readers = journal.workers > 1
+        self.has_readers = journal.worker_count > 1
         """Whether other workers read the records of this one."""
         # A longer record would leave too little room for others.
         self._max_bytes = journal.ring_bytes // 4 - _HEAD.size
-        self._read = journal.written.tolist()
+        self._read_positions = journal.written_bytes_by_ring.tolist()
 
     @property
     def has_new_records(self) -> bool:
         """Whether the others have written records since the last `new_records`."""
-        read = self._read
-        read[self._worker] = self._journal.written[self._worker]
-        return self._journal.written.tolist() != read
+        read = self._read_positions
+        read[self._worker] = self._journal.written_bytes_by_ring[self._worker]
+        return self._journal.written_bytes_by_ring.tolist() != read
 
-    def write(self, record: bytes) -> None:
+    def write_record(self, record: bytes) -> None:
         """Append a record, unless it is longer than a quarter of the ring."""
         journal, worker = self._journal, self._worker
         if len(record) <= self._max_bytes:
-            place = journal.written[worker]
-            head = _HEAD.pack(place, journal.newest[worker], len(record), crc32(record))
-            journal.put(worker, place, head + record)
-            journal.written[worker] = place + _HEAD.size + len(record)
-            journal.newest[worker] = place
+            place = journal.written_bytes_by_ring[worker]
+            head = _HEAD.pack(place, journal.newest_record_by_ring[worker], len(record), crc32(record))
+            journal.write_bytes(worker, place, head + record)
+            journal.written_bytes_by_ring[worker] = place + _HEAD.size + len(record)
+            journal.newest_record_by_ring[worker] = place
 
     def new_records(self) -> Iterator[bytes]:
         """Yield the records that the others have written since the last call."""
-        for worker in range(self._journal.rings):
+        for worker in range(self._journal.ring_count):
             if worker != self._worker:
                 yield from self._new_records_of(worker)
 
     def _new_records_of(self, worker: int) -> Iterator[bytes]:
-        journal, place = self._journal, self._read[worker]
-        while place < journal.written[worker]:
-            begins, _, length, checksum = _HEAD.unpack(journal.get(worker, place, _HEAD.size))
-            record = journal.get(worker, place + _HEAD.size, length) if begins == place else b""
-            if not journal.holds(worker, place):
-                place = journal.written[worker]  # The writer has overtaken this reader: skip the lost records.
+        journal, place = self._journal, self._read_positions[worker]
+        while place < journal.written_bytes_by_ring[worker]:
+            begins, _, length, checksum = _HEAD.unpack(journal.read_bytes(worker, place, _HEAD.size))
+            record = journal.read_bytes(worker, place + _HEAD.size, length) if begins == place else b""
+            if not journal.is_intact(worker, place):
+                place = journal.written_bytes_by_ring[
+                    worker
+                ]  # The writer has overtaken this reader: skip the lost records.
             elif begins != place or crc32(record) != checksum:
                 break  # The stores are not visible yet: read it next time.
             else:
                 place += _HEAD.size + length
                 yield record
-        self._read[worker] = place
+        self._read_positions[worker] = place

@@ -37,74 +37,74 @@ class SharedValue:
 
     def __init__(self, noun: str, capacity_bytes: int) -> None:
         """Create a value that has not been written yet. `noun` names it in the error if a value does not fit."""
-        self._noun = noun
+        self._noun_for_errors = noun
         self._capacity = capacity_bytes
-        self._memory = mmap.mmap(-1, 8 * _HEAD_CELLS + 2 * capacity_bytes)
-        self.head = memoryview(self._memory)[: 8 * _HEAD_CELLS].cast("q")
+        self._shared_memory = mmap.mmap(-1, 8 * _HEAD_CELLS + 2 * capacity_bytes)
+        self.head_cells = memoryview(self._shared_memory)[: 8 * _HEAD_CELLS].cast("q")
         """Read only. The first cell is the version; reading it here saves a call."""
         self._parsed_version = 0
-        self._parsed: Any = None
-        self._lock = os.memfd_create("lock")
-        weakref.finalize(self, os.close, self._lock)
+        self._parsed_value: Any = None
+        self._lock_descriptor = os.memfd_create("lock")
+        weakref.finalize(self, os.close, self._lock_descriptor)
 
     @property
-    def version(self) -> int:
+    def current_version(self) -> int:
         """Number of the last write; 0 before the first."""
-        return self.head[0]
+        return self.head_cells[0]
 
     @property
-    def value(self) -> Any:
+    def current_value(self) -> Any:
         """Latest value, parsed once per version. The caller must not change it."""
-        if self.head[0] != self._parsed_version:
-            self._parsed_version, self._parsed = self.read()
-        return self._parsed
+        if self.head_cells[0] != self._parsed_version:
+            self._parsed_version, self._parsed_value = self.read_version_and_value()
+        return self._parsed_value
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def hold_writer_lock(self) -> Iterator[None]:
         """Hold the writers' lock, so that a change can be read, decided and written as one step."""
-        fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        fcntl.lockf(self._lock_descriptor, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.lockf(self._lock, fcntl.LOCK_UN)
+            fcntl.lockf(self._lock_descriptor, fcntl.LOCK_UN)
 
-    def read(self) -> tuple[int, Any]:
+    def read_version_and_value(self) -> tuple[int, Any]:
         """Return the version and its value. A value must have been written before."""
         while True:
-            version = self.version
+            version = self.current_version
             place = version % 2
-            start = self._start(place)
-            text = self._memory[start : start + self.head[1 + 2 * place]]
-            if zlib.crc32(text) == self.head[2 + 2 * place]:
+            start = self._place_start(place)
+            text = self._shared_memory[start : start + self.head_cells[1 + 2 * place]]
+            if zlib.crc32(text) == self.head_cells[2 + 2 * place]:
                 written_version, value = orjson.loads(text)
                 if written_version == version:
                     return version, value
 
-    def write(self, value: Any) -> None:
+    def write_value(self, value: Any) -> None:
         """Replace the value. The caller holds the lock. Raises ValueError if the value does not fit."""
-        self.prepare(value)()
+        self.prepare_value(value)()
 
-    def prepare(self, value: Any) -> Callable[[], None]:
+    def prepare_value(self, value: Any) -> Callable[[], None]:
         """Write the value to the unused place, and return a function that makes it valid.
 
         The caller holds the lock over both steps. Raises ValueError if the value does not fit.
         """
-        version = self.version + 1
+        version = self.current_version + 1
         place = version % 2
-        start = self._start(place)
+        start = self._place_start(place)
         text = orjson.dumps((version, value))
         if len(text) > self._capacity:
-            raise ValueError(f"the {self._noun} is too long")
-        self._memory[start : start + len(text)] = text
-        self.head[1 + 2 * place] = len(text)
-        self.head[2 + 2 * place] = zlib.crc32(text)
+            raise ValueError(f"the {self._noun_for_errors} is too long")
+        self._shared_memory[start : start + len(text)] = text
+        self.head_cells[1 + 2 * place] = len(text)
+        self.head_cells[2 + 2 * place] = zlib.crc32(text)
 
         def commit() -> None:
-            self.head[0] = version
+            self.head_cells[0] = version
 
         return commit
 
-    def _start(self, place: int) -> int:
+    def _place_start(self, place: int) -> int:
         return 8 * _HEAD_CELLS + place * self._capacity
 
 
@@ -119,31 +119,31 @@ class LogOnce:
 
     def __init__(self, capacity_bytes: int = _CAPACITY_BYTES) -> None:
         """Create an empty record. If it outgrows `capacity_bytes` as JSON, only the newest entry is kept."""
-        self._shared = SharedValue("record of logged states", capacity_bytes)
-        self._shared.write({})
+        self._shared_value = SharedValue("record of logged states", capacity_bytes)
+        self._shared_value.write_value({})
 
-    def is_news(self, subject: str, word: str) -> bool:
-        """Return whether `word` differs from the last state of the subject, and record it."""
-        if self._shared.value.get(subject) == word:
+    def is_news(self, subject: str, state_word: str) -> bool:
+        """Return whether `state_word` differs from the last state of the subject, and record it."""
+        if self._shared_value.current_value.get(subject) == state_word:
             return False
-        with self._shared.exclusive():
-            words = self._shared.value
-            if words.get(subject) == word:
+        with self._shared_value.hold_writer_lock():
+            words = self._shared_value.current_value
+            if words.get(subject) == state_word:
                 return False
-            self._write({**words, subject: word}, or_only={subject: word})
+            self._write_words({**words, subject: state_word}, or_only={subject: state_word})
             return True
 
-    def forget(self, subject: str) -> None:
+    def forget_subject(self, subject: str) -> None:
         """Drop a subject that no longer exists. If it returns, its first state is news."""
-        with self._shared.exclusive():
-            words = self._shared.value
-            self._write({other: word for other, word in words.items() if other != subject}, or_only={})
+        with self._shared_value.hold_writer_lock():
+            words = self._shared_value.current_value
+            self._write_words({other: word for other, word in words.items() if other != subject}, or_only={})
 
-    def _write(self, words: dict[str, str], or_only: dict[str, str]) -> None:
+    def _write_words(self, words: dict[str, str], or_only: dict[str, str]) -> None:
         try:
-            self._shared.write(words)
+            self._shared_value.write_value(words)
         except ValueError:  # Full of subjects that were never forgotten: some changes are logged twice.
-            self._shared.write(or_only)
+            self._shared_value.write_value(or_only)
 
 
 NO_HEAD: Final = 0
@@ -191,29 +191,29 @@ class QueueHeads:
     """
 
     def __init__(self, workers: int = 1, guests: int = 0) -> None:
-        self.workers = workers
-        self._cells = memoryview(mmap.mmap(-1, (workers + guests) * _CELL_BYTES)).cast("q")
+        self.worker_count = workers
+        self._head_cells = memoryview(mmap.mmap(-1, (workers + guests) * _CELL_BYTES)).cast("q")
 
-    def of_worker(self, number: int) -> WorkerQueueHead | None:
+    def view_of_worker(self, number: int) -> WorkerQueueHead | None:
         """Return the view of one worker, or None if it has the only queue."""
-        return WorkerQueueHead(self, number) if len(self._cells) > 1 else None
+        return WorkerQueueHead(self, number) if len(self._head_cells) > 1 else None
 
-    def put(self, number: int, head: int) -> None:
+    def write_head(self, worker_number: int, head: int) -> None:
         """Write the position of a worker's first request, or NO_HEAD if its queue is empty."""
-        self._cells[number] = head
+        self._head_cells[worker_number] = head
 
-    def put_guests(self, head: int) -> None:
+    def write_guest_head(self, head: int) -> None:
         """Write the first position of all other gateways. Does nothing if none are configured."""
-        if len(self._cells) > self.workers:
-            self._cells[self.workers] = head
+        if len(self._head_cells) > self.worker_count:
+            self._head_cells[self.worker_count] = head
 
-    def first_of_workers(self) -> int:
+    def first_head_of_workers(self) -> int:
         """Return the first position of this gateway's workers, or NO_HEAD."""
-        return first_head(self._cells[: self.workers])
+        return first_head(self._head_cells[: self.worker_count])
 
-    def first_of_others(self, number: int) -> int:
+    def first_head_of_others(self, number: int) -> int:
         """Return the first position of all other queues, or NO_HEAD."""
-        return first_head([*self._cells[:number], *self._cells[number + 1 :]])
+        return first_head([*self._head_cells[:number], *self._head_cells[number + 1 :]])
 
 
 def first_head(heads: Iterable[int]) -> int:
@@ -226,26 +226,26 @@ class WorkerQueueHead:
 
     def __init__(self, queue_heads: QueueHeads, number: int) -> None:
         self._queue_heads = queue_heads
-        self._number = number
-        self._left_to = NO_HEAD
-        self._left_at = 0.0
+        self._worker_number = number
+        self._yielded_to_head = NO_HEAD
+        self._yielded_at = 0.0
 
-    def publish(self, priority: int, place_seconds: float) -> None:
+    def publish_head(self, priority: int, place_seconds: float) -> None:
         """Write the position of the first request in this queue."""
-        self._queue_heads.put(self._number, encode_head(priority, place_seconds))
+        self._queue_heads.write_head(self._worker_number, encode_head(priority, place_seconds))
 
     def publish_empty(self) -> None:
         """Record that this queue is empty."""
-        self._queue_heads.put(self._number, NO_HEAD)
+        self._queue_heads.write_head(self._worker_number, NO_HEAD)
 
     def should_yield_to_earlier(self, priority: int, place_seconds: float, now: float) -> bool:
         """Return whether a request must leave the room to an earlier one of another queue.
 
         Room is left to the same request only once, for a moment.
         """
-        other = self._queue_heads.first_of_others(self._number)
+        other = self._queue_heads.first_head_of_others(self._worker_number)
         if other == NO_HEAD or other >= encode_head(priority, place_seconds):
             return False
-        if other != self._left_to:
-            self._left_to, self._left_at = other, now
-        return now - self._left_at < _LEFT_SECONDS
+        if other != self._yielded_to_head:
+            self._yielded_to_head, self._yielded_at = other, now
+        return now - self._yielded_at < _LEFT_SECONDS

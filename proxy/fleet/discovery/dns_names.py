@@ -32,33 +32,33 @@ class LookedUpName:
     """
 
     role: Role
-    name: str
-    servers: tuple[str, ...]
-    min_seconds: float
-    max_seconds: float
+    source_name: str
+    dns_servers: tuple[str, ...]
+    min_pause_seconds: float
+    max_pause_seconds: float
     timeout_seconds: float = _TIMEOUT_SECONDS
 
-    async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
-        name = parse_dns_name(self.name)
+    async def watch_instances(self) -> AsyncGenerator[Sequence[Backend], None]:
+        name = parse_dns_name(self.source_name)
         while True:
-            resolver = self._resolver()  # for each look-up, because the system's servers may change
+            resolver = self._make_resolver()  # for each look-up, because the system's servers may change
             backends, expires_seconds = await _look_up(resolver, self.role, name)
             yield backends
             await asyncio.sleep(self.pause_seconds(expires_seconds))
 
     def pause_seconds(self, expires_seconds: float) -> float:
         """Return the time from a look-up to the next one, if its records expire after `expires_seconds`."""
-        return min(max(expires_seconds, self.min_seconds), self.max_seconds)
+        return min(max(expires_seconds, self.min_pause_seconds), self.max_pause_seconds)
 
-    def _resolver(self) -> Resolver:
+    def _make_resolver(self) -> Resolver:
         # An optional dependency that is slow to import.
         from dns.asyncresolver import Resolver
         from dns.nameserver import Do53Nameserver
 
-        resolver = Resolver(configure=not self.servers)
+        resolver = Resolver(configure=not self.dns_servers)
         resolver.lifetime = self.timeout_seconds
-        if self.servers:
-            servers = [endpoint for text in self.servers for endpoint in parse_endpoints(text)]
+        if self.dns_servers:
+            servers = [endpoint for text in self.dns_servers for endpoint in parse_endpoints(text)]
             resolver.nameservers = [Do53Nameserver(server.host, server.port) for server in servers]
         return resolver
 
@@ -79,9 +79,9 @@ async def _look_up(resolver: Resolver, role: Role, name: DnsName) -> tuple[list[
     """
     if name.ports is None:
         answer = await resolver.resolve(name.name, "SRV", search=True)
-        places = _of_services(answer)
+        places = _hosts_and_ports_of(answer)
     else:
-        answer = await _addresses(resolver, name.name)
+        answer = await _look_up_addresses(resolver, name.name)
         places = {(record.address, port) for record in answer for port in name.ports}
     backends = [
         Backend(role, host, port, is_trusted=True, bootstrap_port=name.bootstrap_port, models=name.models, tls=name.tls)
@@ -90,17 +90,17 @@ async def _look_up(resolver: Resolver, role: Role, name: DnsName) -> tuple[list[
     return backends, answer.chaining_result.minimum_ttl
 
 
-async def _addresses(resolver: Resolver, name: str) -> Answer:
+async def _look_up_addresses(resolver: Resolver, host_name: str) -> Answer:
     """Return the records of one address family, because an engine with both kinds of addresses is one instance."""
-    answer = await resolver.resolve(name, "A", search=True, raise_on_no_answer=False)
+    answer = await resolver.resolve(host_name, "A", search=True, raise_on_no_answer=False)
     if answer.rrset is None:
-        answer = await resolver.resolve(name, "AAAA", search=True)
+        answer = await resolver.resolve(host_name, "AAAA", search=True)
     return answer
 
 
-def _of_services(answer: Answer) -> set[tuple[str, int]]:
+def _hosts_and_ports_of(srv_answer: Answer) -> set[tuple[str, int]]:
     """Return the hosts and ports of the lowest, preferred `priority`; none for the target `.` (no service)."""
-    highest = min(record.priority for record in answer)
-    first = [record for record in answer if record.priority == highest]
+    highest = min(record.priority for record in srv_answer)
+    first = [record for record in srv_answer if record.priority == highest]
     hosts = [(record.target.to_text(omit_final_dot=True), record.port) for record in first]
     return {(strip_host_brackets(host), port) for host, port in hosts if host != "."}

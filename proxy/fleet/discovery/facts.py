@@ -15,8 +15,8 @@ from proxy.balancer.engines import (
     TOKEN_IDS,
     UNKNOWN_VERSION,
     EngineFacts,
-    Identity,
-    Setup,
+    EngineIdentity,
+    EngineSetup,
     parse_adapters,
     parse_engine_version,
     parse_kind,
@@ -61,79 +61,87 @@ serving_chat.py), and otherwise for the temperature (`SamplingParams.verify`).
 """
 
 
-def facts_of(version: BufferedResponse | None, models: BufferedResponse | None) -> EngineFacts:
+def make_engine_facts(version_answer: BufferedResponse | None, models_answer: BufferedResponse | None) -> EngineFacts:
     """Return the facts in an engine's version and models.
 
     Args:
         version: Answer at `/version`, in vLLM `{"version": "0.23.0"}`; None if there was none.
         models: Answer at `/v1/models`, in vLLM with `max_model_len` for each model; None if there was none.
     """
-    listed = models and models.json_or_none
-    identity = Identity(
-        kind=parse_kind(listed),
+    listed = models_answer and models_answer.parsed_json_or_none
+    identity = EngineIdentity(
+        engine_kind=parse_kind(listed),
         models=parse_models(listed),
         adapters=parse_adapters(listed),
-        is_gateway=version is not None and version.headers.get("Server") == SERVER,
-        refused_key=models is not None and models.status in (401, 403),
+        is_gateway=version_answer is not None and version_answer.headers.get("Server") == SERVER,
+        has_refused_key=models_answer is not None and models_answer.status in (401, 403),
     )
-    engine_version = UNKNOWN_VERSION if identity.is_gateway else parse_engine_version(version and version.json_or_none)
+    engine_version = (
+        UNKNOWN_VERSION
+        if identity.is_gateway
+        else parse_engine_version(version_answer and version_answer.parsed_json_or_none)
+    )
     return EngineFacts(engine_version, parse_max_model_len(listed), identity=identity)
 
 
-def with_models(facts: EngineFacts, models: BufferedResponse | None) -> EngineFacts:
+def update_models(engine_facts: EngineFacts, models_answer: BufferedResponse | None) -> EngineFacts:
     """Return the facts with the models that an engine lists now, or the same object if it lists none.
 
-    `models` None: there was no answer.
+    `models_answer` None: there was no answer.
     """
-    listed = models and models.json_or_none
+    listed = models_answer and models_answer.parsed_json_or_none
     if not (names := parse_models(listed)):
-        return facts
-    return replace(facts, identity=replace(facts.identity, models=names, adapters=parse_adapters(listed)))
+        return engine_facts
+    return replace(engine_facts, identity=replace(engine_facts.identity, models=names, adapters=parse_adapters(listed)))
 
 
-def with_setup(facts: EngineFacts, info: BufferedResponse | None) -> EngineFacts:
+def update_setup(engine_facts: EngineFacts, server_info: BufferedResponse | None) -> EngineFacts:
     """Return the facts with the engine's options, version and limits, as far as it reports them.
 
-    `info` None: there was no answer.
+    `server_info` None: there was no answer.
     """
-    options = info and info.json_or_none
-    identity = replace(facts.identity, setup=parse_setup(options))
+    options = server_info and server_info.parsed_json_or_none
+    identity = replace(engine_facts.identity, engine_setup=parse_setup(options))
     # SGLang has no `/version`.
-    version = facts.version if facts.version != UNKNOWN_VERSION else parse_sglang_version(options)
+    version = engine_facts.version if engine_facts.version != UNKNOWN_VERSION else parse_sglang_version(options)
     return replace(
-        facts,
+        engine_facts,
         version=version,
         max_num_seqs=parse_max_num_seqs(options),
-        kv_tokens=parse_kv_tokens(options),
-        ranks=parse_ranks(options),
+        kv_memory_tokens=parse_kv_tokens(options),
+        data_parallel_ranks=parse_ranks(options),
         identity=identity,
     )
 
 
-def needs_ranks_question(facts: EngineFacts, role: Role) -> bool:
+def needs_ranks_question(engine_facts: EngineFacts, role: Role) -> bool:
     """Return whether to ask at METRICS_PATH: vLLM reports its configuration only in development mode."""
-    return role is Role.PREFILL and facts.ranks is None and facts.identity.kind == "vLLM"
-
-
-def with_ranks(facts: EngineFacts, metrics: BufferedResponse | None) -> EngineFacts:
-    """Return the facts with the number of ranks in an engine's gauges. `metrics` None: there was no answer."""
-    if metrics is None or metrics.status != 200:
-        return facts
-    return replace(facts, ranks=exposition.parse_rank_count(metrics.body))
-
-
-def needs_chat_ids_question(facts: EngineFacts) -> bool:
-    """Return whether to ask CHAT_IDS_QUESTION: vLLM always reports ids, and older SGLang ignores the member."""
-    return facts.identity.kind == "SGLang" and TOKEN_IDS.is_in_engine(facts, "SGLang")
-
-
-def with_chat_ids(facts: EngineFacts, answer: BufferedResponse | None) -> EngineFacts:
-    """Return the facts with the result of CHAT_IDS_QUESTION. `answer` None: there was none."""
-    reports_ids = (
-        answer is not None
-        and answer.status == 400
-        and b"temperature" in answer.body
-        and b"return_token_ids" not in answer.body
+    return (
+        role is Role.PREFILL
+        and engine_facts.data_parallel_ranks is None
+        and engine_facts.identity.engine_kind == "vLLM"
     )
-    setup = replace(facts.identity.setup or Setup(), has_chat_token_ids=reports_ids)
-    return replace(facts, identity=replace(facts.identity, setup=setup))
+
+
+def update_ranks(engine_facts: EngineFacts, metrics_text: BufferedResponse | None) -> EngineFacts:
+    """Return the facts with the number of ranks in an engine's gauges. `metrics_text` None: there was no answer."""
+    if metrics_text is None or metrics_text.status != 200:
+        return engine_facts
+    return replace(engine_facts, data_parallel_ranks=exposition.parse_rank_count(metrics_text.body))
+
+
+def needs_chat_ids_question(engine_facts: EngineFacts) -> bool:
+    """Return whether to ask CHAT_IDS_QUESTION: vLLM always reports ids, and older SGLang ignores the member."""
+    return engine_facts.identity.engine_kind == "SGLang" and TOKEN_IDS.is_available_in(engine_facts, "SGLang")
+
+
+def update_chat_ids(engine_facts: EngineFacts, chat_answer: BufferedResponse | None) -> EngineFacts:
+    """Return the facts with the result of CHAT_IDS_QUESTION. `chat_answer` None: there was none."""
+    reports_ids = (
+        chat_answer is not None
+        and chat_answer.status == 400
+        and b"temperature" in chat_answer.body
+        and b"return_token_ids" not in chat_answer.body
+    )
+    setup = replace(engine_facts.identity.engine_setup or EngineSetup(), has_chat_token_ids=reports_ids)
+    return replace(engine_facts, identity=replace(engine_facts.identity, engine_setup=setup))

@@ -28,7 +28,7 @@ _MODELS_PATH: Final = "/v1/models"
 _TIMEOUT_SECONDS: Final = 5.0
 
 
-class Joiner(BackgroundOwner):
+class InstanceJoiner(BackgroundOwner):
     """Waits for added instances inside `async with`. Each worker has one."""
 
     def __init__(
@@ -53,61 +53,61 @@ class Joiner(BackgroundOwner):
         self._pools = pools
         self._roster = roster
         self._settings = settings
-        self._client = client
+        self._engine_client = client
         self._engine_headers = engine_headers
         self._on_joined = on_joined
         self._background = BackgroundTasks(logger, "waiting for an instance")
-        self._waits: dict[Backend, asyncio.Task[None]] = {}
+        self._wait_tasks: dict[Backend, asyncio.Task[None]] = {}
 
-    def join(self, candidate: Backend) -> bool:
+    def join_when_ready(self, candidate: Backend) -> bool:
         """Add a backend as soon as it answers, or give it up with a warning.
 
-        Returns False if it is a member, whose facts are then updated (see `Roster.add`), or if it is awaited already.
-        The gateway sends its engine key to trusted backends. Raises ValueError if the endpoint has another role, or is
-        awaited in another role.
+        Returns False if it is a member, whose facts are then updated (see `Roster.add_for_administrator`), or if it is
+        awaited already. The gateway sends its engine key to trusted backends. Raises ValueError if the endpoint has
+        another role, or is awaited in another role.
         """
         self._check_role(candidate)
-        if self._is_member(candidate):
+        if self._is_active_member(candidate):
             # Another origin may have named it, and may remove it later.
-            self._roster.add(candidate)
+            self._roster.add_for_administrator(candidate)
             return False
-        ticket = self._roster.joining.add(candidate, self._longest_wait_seconds)
+        ticket = self._roster.joining_list.add_instance(candidate, self._longest_wait_seconds)
         if ticket is None:
             return False
-        self._waits[candidate] = self._background.start_task(self._join(candidate, ticket))
+        self._wait_tasks[candidate] = self._background.start_task(self._wait_and_add(candidate, ticket))
         return True
 
-    def is_new(self, candidate: Backend) -> bool:
-        """Return or raise what `join` would, and change nothing."""
+    def is_new_instance(self, candidate: Backend) -> bool:
+        """Return or raise what `join_when_ready` would, and change nothing."""
         self._check_role(candidate)
-        return not self._is_member(candidate) and candidate not in self._roster.joining.backends()
+        return not self._is_active_member(candidate) and candidate not in self._roster.joining_list.joining_backends()
 
-    def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
+    def remove_instance(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
         """Drain a backend, or stop waiting for it. Returns False if it is neither a member nor awaited.
 
         `leaves_at`: time of its evacuation; see Roster.
         """
         backend = Backend(role, host, port)
-        was_joining = self._roster.joining.remove(backend)
-        wait = self._waits.pop(backend, None)  # another worker that waits for it notices the change
+        was_joining = self._roster.joining_list.remove_instance(backend)
+        wait = self._wait_tasks.pop(backend, None)  # another worker that waits for it notices the change
         if wait is not None:
             wait.cancel()
-        return self._roster.remove(role, host, port, leaves_at) or was_joining
+        return self._roster.remove_backend(role, host, port, leaves_at) or was_joining
 
-    def joining(self, role: Role) -> list[Backend]:
+    def joining_instances(self, role: Role) -> list[Backend]:
         """Return the added instances of a role, of all workers, that have not answered yet."""
-        return [backend for backend in self._roster.joining.backends() if backend.role is role]
+        return [backend for backend in self._roster.joining_list.joining_backends() if backend.role is role]
 
     def _check_role(self, candidate: Backend) -> None:
         """Raise ValueError if an instance at the same address has another role, or is awaited in another role."""
-        members = (backend for pool in self._pools.values() for backend in pool.backends())
-        for other in (*self._roster.joining.backends(), *members):
+        members = (backend for pool in self._pools.values() for backend in pool.all_backends())
+        for other in (*self._roster.joining_list.joining_backends(), *members):
             if other.place == candidate.place and other.role is not candidate.role:
                 raise ValueError(f"{other.name} is already a {other.role} instance")
 
-    def _is_member(self, candidate: Backend) -> bool:
+    def _is_active_member(self, candidate: Backend) -> bool:
         """Return whether it is a member that does not drain."""
-        members = {member.backend: member for member in self._roster.members(candidate.role)}
+        members = {member.backend: member for member in self._roster.members_of_role(candidate.role)}
         return candidate in members and not members[candidate].is_draining
 
     @property
@@ -115,22 +115,22 @@ class Joiner(BackgroundOwner):
         settings = self._settings()
         return settings.max_attempts * (settings.interval_seconds + 2 * _TIMEOUT_SECONDS)
 
-    async def _join(self, candidate: Backend, ticket: int) -> None:
-        joining = self._roster.joining
+    async def _wait_and_add(self, candidate: Backend, ticket: int) -> None:
+        joining = self._roster.joining_list
         is_wanted = False
         try:
             problem = await self._wait_for_answer(candidate, ticket)
-            is_wanted = joining.remove(candidate, ticket)
+            is_wanted = joining.remove_instance(candidate, ticket)
             if is_wanted and not problem:
-                self._roster.add(candidate)
+                self._roster.add_for_administrator(candidate)
         except ValueError as error:  # the roster is full, or another worker has added it in another role
             problem = str(error)
         finally:
-            joining.remove(candidate, ticket)
+            joining.remove_instance(candidate, ticket)
             if (
-                self._waits.get(candidate) is asyncio.current_task()
+                self._wait_tasks.get(candidate) is asyncio.current_task()
             ):  # otherwise it was removed, and perhaps added again
-                del self._waits[candidate]
+                del self._wait_tasks[candidate]
         if not is_wanted:
             return  # an administrator has removed it through another worker
         if problem:
@@ -148,18 +148,18 @@ class Joiner(BackgroundOwner):
         for attempt in range(self._settings().max_attempts):
             if attempt:
                 await asyncio.sleep(self._settings().interval_seconds)
-            if not self._roster.joining.has(candidate, ticket):
+            if not self._roster.joining_list.has_instance(candidate, ticket):
                 break
-            problem = await self._ask(candidate)
+            problem = await self._ask_instance(candidate)
             if not problem:
                 break
         return problem
 
-    async def _ask(self, candidate: Backend) -> str:
+    async def _ask_instance(self, candidate: Backend) -> str:
         """Ask the instance once; return the problem, or an empty string."""
         headers = self._engine_headers(candidate)
         try:
-            status = await self._client.get_status(candidate.url, _MODELS_PATH, _TIMEOUT_SECONDS, headers)
+            status = await self._engine_client.get_status(candidate.url, _MODELS_PATH, _TIMEOUT_SECONDS, headers)
         except EngineRequestError as error:
             return str(error)
         return "" if status == 200 else f"{_MODELS_PATH} answered with status {status}"

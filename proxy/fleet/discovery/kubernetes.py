@@ -60,7 +60,7 @@ class ApiServerError(Exception):
     """A problem of the API server, in one sentence."""
 
 
-class Gone(ApiServerError):
+class ResourceVersionGone(ApiServerError):
     """The server has no changes since that version, so the collection must be listed again."""
 
     def __init__(self) -> None:
@@ -71,32 +71,32 @@ class Gone(ApiServerError):
 class ApiServer:
     """Address and credentials of the API server. None: the value that Kubernetes gives to the gateway's pod."""
 
-    url: str | None
+    server_url: str | None
     token_file: Path | None
     ca_file: Path | None
     namespace: str | None
     pause_seconds: float = _PAUSE_SECONDS
 
     @asynccontextmanager
-    async def collection(self, path: str, selector: str) -> AsyncIterator[Collection]:
+    async def open_collection(self, resource_path: str, label_selector: str) -> AsyncIterator[ObjectCollection]:
         """Return a collection of the namespace, inside `async with`. Raises ApiServerError.
 
         Args:
             path: Group, version and kind, such as `discovery.k8s.io/v1/endpointslices`.
             selector: Selects objects by their labels.
         """
-        url = self.url or _url_of_the_cluster()
-        token_file = self.token_file or (_ACCOUNT / "token" if self.url is None else None)
-        ca_file = self.ca_file or (_ACCOUNT / "ca.crt" if self.url is None else None)
-        group, _, noun = path.rpartition("/")
-        namespace = self.namespace or _read(_ACCOUNT / "namespace")
-        context = ssl.create_default_context(cadata=_read(ca_file) if ca_file else None)
+        url = self.server_url or _url_of_the_cluster()
+        token_file = self.token_file or (_ACCOUNT / "token" if self.server_url is None else None)
+        ca_file = self.ca_file or (_ACCOUNT / "ca.crt" if self.server_url is None else None)
+        group, _, noun = resource_path.rpartition("/")
+        namespace = self.namespace or _read_text(_ACCOUNT / "namespace")
+        context = ssl.create_default_context(cadata=_read_text(ca_file) if ca_file else None)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
-            path = f"{url}/apis/{group}/namespaces/{namespace}/{noun}"
-            yield Collection(session, path, selector, token_file, self.pause_seconds)
+            resource_path = f"{url}/apis/{group}/namespaces/{namespace}/{noun}"
+            yield ObjectCollection(session, resource_path, label_selector, token_file, self.pause_seconds)
 
 
-class Collection:
+class ObjectCollection:
     """Objects of one kind and namespace, selected by labels."""
 
     def __init__(
@@ -107,37 +107,37 @@ class Collection:
         token_file: Path | None,
         pause_seconds: float,
     ) -> None:
-        self._session = session
+        self._http_session = session
         self._url = url
-        self._selector = selector
+        self._label_selector = selector
         self._token_file = token_file
         self._pause_seconds = pause_seconds
 
-    async def states(self) -> AsyncGenerator[Mapping[str, Any], None]:
+    async def watch_objects(self) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yield the objects by name, first all and then after each change.
 
         Raises ApiServerError, aiohttp.ClientError or TimeoutError. The next call lists all objects again.
         """
         while True:
-            objects, version = await self._list()
+            objects, version = await self._list_objects()
             yield objects
-            with suppress(Gone):
+            with suppress(ResourceVersionGone):
                 while True:
-                    async with aclosing(self._changes(version)) as changes:
+                    async with aclosing(self._watch_changes(version)) as changes:
                         async for events in changes:
                             version = events[-1][1]["metadata"]["resourceVersion"]
-                            if _apply(events, objects):
+                            if _apply_events(events, objects):
                                 yield objects
                                 await asyncio.sleep(min(_MIN_STATE_SECONDS, self._pause_seconds))
                     await asyncio.sleep(self._pause_seconds)
             await asyncio.sleep(self._pause_seconds)
 
-    async def _list(self) -> tuple[dict[str, Any], str]:
-        """Return the objects by name, and the version of the list. Raises as `states`."""
+    async def _list_objects(self) -> tuple[dict[str, Any], str]:
+        """Return the objects by name, and the version of the list. Raises as `watch_objects`."""
         found: dict[str, Any] = {}
         parameters = {"limit": str(_PAGE_OBJECTS)}
         for _ in range(_MAX_PAGES):
-            async with self._get(parameters, _LIST_SECONDS) as response:
+            async with self._open_request(parameters, _LIST_SECONDS) as response:
                 page = orjson.loads(await read_bounded(response, _MAX_PAGE_BYTES))
             found |= {one["metadata"]["name"]: one for one in page.get("items") or ()}
             _check_number(found)
@@ -146,67 +146,73 @@ class Collection:
             parameters["continue"] = more
         raise ApiServerError(f"the API server's list has more than {_MAX_PAGES} pages")
 
-    async def _changes(self, since: str) -> AsyncGenerator[Sequence[Event], None]:
+    async def _watch_changes(self, resource_version: str) -> AsyncGenerator[Sequence[Event], None]:
         """Yield the changes since a version: each time at least one event, and all that have arrived together.
 
-        Ends when the server ends the watch. Raises as `states`, and Gone.
+        Ends when the server ends the watch. Raises as `watch_objects`, and Gone.
         """
         seconds = random.randint(_WATCH_SECONDS // 2, _WATCH_SECONDS)  # so that not all gateways watch again at once
         parameters = {
             "watch": "1",
-            "resourceVersion": since,
+            "resourceVersion": resource_version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(seconds),
         }
-        async with self._get(parameters, seconds + _GRACE_SECONDS) as response:
-            async for lines in _lines(response):
+        async with self._open_request(parameters, seconds + _GRACE_SECONDS) as response:
+            async for lines in _response_lines(response):
                 events: list[Event] = []
                 for line in lines:
                     event = orjson.loads(line)
                     kind, changed = event["type"], event["object"]
                     if kind == "ERROR":
-                        raise Gone if changed.get("code") == _GONE else _error(changed.get("code"), changed)
+                        raise (
+                            ResourceVersionGone
+                            if changed.get("code") == _GONE
+                            else _make_status_error(changed.get("code"), changed)
+                        )
                     events.append((kind, changed))
                 yield events
 
     @asynccontextmanager
-    async def _get(self, parameters: Mapping[str, str], seconds: float) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _open_request(
+        self, parameters: Mapping[str, str], seconds: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = {"Accept": "application/json"}
         if self._token_file is not None:  # read for each request, because Kubernetes replaces tokens before they expire
-            headers["Authorization"] = f"Bearer {_read(self._token_file)}"
-        parameters = {"labelSelector": self._selector, **parameters}
+            headers["Authorization"] = f"Bearer {_read_text(self._token_file)}"
+        parameters = {"labelSelector": self._label_selector, **parameters}
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        async with self._session.get(
+        async with self._http_session.get(
             self._url, params=parameters, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
             if response.status == _GONE:
-                raise Gone
+                raise ResourceVersionGone
             if response.status != 200:
-                raise _error(response.status, _json_or_none(await read_bounded(response, _MAX_ERROR_BYTES)))
+                raise _make_status_error(response.status, _json_or_none(await read_bounded(response, _MAX_ERROR_BYTES)))
             yield response
 
 
-def _apply(events: Sequence[Event], objects: dict[str, Any]) -> bool:
+def _apply_events(watch_events: Sequence[Event], objects_by_name: dict[str, Any]) -> bool:
     """Apply changes to the objects, and return whether there were any. Raises ApiServerError."""
     has_changed = False
-    for kind, changed in events:
+    for kind, changed in watch_events:
         if kind == _BOOKMARK:
             continue
         has_changed = True
         name = changed["metadata"]["name"]
-        objects.pop(name, None)
+        objects_by_name.pop(name, None)
         if kind != _DELETED:
-            objects[name] = changed
-    _check_number(objects)
+            objects_by_name[name] = changed
+    _check_number(objects_by_name)
     return has_changed
 
 
-def _check_number(objects: Mapping[str, Any]) -> None:
-    if len(objects) > _MAX_OBJECTS:
+def _check_number(objects_by_name: Mapping[str, Any]) -> None:
+    if len(objects_by_name) > _MAX_OBJECTS:
         raise ApiServerError(f"the API server names more than {_MAX_OBJECTS} objects")
 
 
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[Sequence[bytes]]:
+async def _response_lines(response: aiohttp.ClientResponse) -> AsyncIterator[Sequence[bytes]]:
     """Yield the lines that have arrived together, at least one."""
     partial = bytearray()
     async for part in response.content.iter_any():
@@ -224,13 +230,13 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[Sequence[byt
             yield lines
 
 
-def _error(status: object, body: Any) -> ApiServerError:
+def _make_status_error(status: object, body: Any) -> ApiServerError:
     """Return the error for an answer whose body is a Status with a `message`."""
     message = body.get("message") if isinstance(body, dict) else None
     return ApiServerError(f"the API server answered {status}" + (f": {message}" if message else ""))
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the text of a file. Raises ApiServerError."""
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -267,7 +273,7 @@ ELASTIC_KEY: Final = "pdproxy/elastic"
 _DEFAULT_PORT: Final = "http"
 
 
-def instances(role: Role, slices: Iterable[Slice], port_name: str | None) -> list[Backend]:
+def ready_instances(role: Role, endpoint_slices: Iterable[Slice], port_name: str | None) -> list[Backend]:
     """Return the endpoints that are ready and not terminating.
 
     If none is ready, the result has all that are not terminating: then the probes of Kubernetes are the likely problem,
@@ -276,13 +282,13 @@ def instances(role: Role, slices: Iterable[Slice], port_name: str | None) -> lis
     found: dict[object, tuple[bool, list[Backend]]] = {}
     # A pod with IPv4 and IPv6 addresses is in two slices, but is one instance. An endpoint may also be in two slices
     # while Kubernetes rearranges them. Pods in the network of their node share its address and differ by port.
-    for one in sorted(slices, key=lambda one: (one.get("addressType", ""), one["metadata"]["name"])):
+    for one in sorted(endpoint_slices, key=lambda one: (one.get("addressType", ""), one["metadata"]["name"])):
         endpoints = [endpoint for endpoint in one.get("endpoints") or () if not _is_terminating(endpoint)]
         if endpoints:
             is_elastic = _annotation(one, ELASTIC_KEY) == "true"
             may_prefill = role is Role.PREFILL or is_elastic
-            ports, bootstrap_port = _ports(one, port_name), _bootstrap_port(one) if may_prefill else None
-            models = _models(one)
+            ports, bootstrap_port = _engine_ports(one, port_name), _parse_bootstrap_port(one) if may_prefill else None
+            models = _parse_models(one)
             secured = {port["port"] for port in one.get("ports") or () if port.get("appProtocol") == "https"}
             for endpoint in endpoints:
                 host = endpoint["addresses"][0]  # all are equivalent, and clients should use the first
@@ -314,9 +320,9 @@ def _is_terminating(endpoint: Mapping[str, Any]) -> bool:
     return (endpoint.get("conditions") or {}).get("terminating") is True
 
 
-def _ports(one: Slice, port_name: str | None) -> Sequence[int]:
+def _engine_ports(endpoint_slice: Slice, port_name: str | None) -> Sequence[int]:
     """Return the ports of engines. Raises ValueError."""
-    ports = {port.get("name") or "": port["port"] for port in one.get("ports") or () if port.get("port")}
+    ports = {port.get("name") or "": port["port"] for port in endpoint_slice.get("ports") or () if port.get("port")}
     if port_name is not None:
         fitting = [port for name, port in ports.items() if fnmatchcase(name, port_name)]
     else:
@@ -327,7 +333,7 @@ def _ports(one: Slice, port_name: str | None) -> Sequence[int]:
             else [port for name, port in engines.items() if name == _DEFAULT_PORT]
         )
     if not fitting:
-        name = one["metadata"]["name"]
+        name = endpoint_slice["metadata"]["name"]
         among = ", ".join(map(repr, ports)) or "none"
         raise ValueError(
             f"EndpointSlice {name}: no port is clearly that of engines: set kubernetes.port_name to one of {among}"
@@ -335,31 +341,33 @@ def _ports(one: Slice, port_name: str | None) -> Sequence[int]:
     return fitting
 
 
-def _bootstrap_port(one: Slice) -> int | None:
+def _parse_bootstrap_port(endpoint_slice: Slice) -> int | None:
     """Return the bootstrap port, or None if there is none. Raises ValueError."""
-    for port in one.get("ports") or ():
+    for port in endpoint_slice.get("ports") or ():
         if port.get("name") == BOOTSTRAP:
             return int(port["port"])
-    word = _annotation(one, BOOTSTRAP_KEY)
+    word = _annotation(endpoint_slice, BOOTSTRAP_KEY)
     if word is None:
         return None
     if not (word.isdecimal() and 1 <= int(word) <= 65535):
-        raise ValueError(f"{BOOTSTRAP_KEY} of EndpointSlice {one['metadata']['name']} must be a port")
+        raise ValueError(f"{BOOTSTRAP_KEY} of EndpointSlice {endpoint_slice['metadata']['name']} must be a port")
     return int(word)
 
 
-def _models(one: Slice) -> tuple[str, ...]:
+def _parse_models(endpoint_slice: Slice) -> tuple[str, ...]:
     """Return the served models. Raises ValueError."""
     try:
-        return parse_model_names(_annotation(one, MODEL_KEY) or "")
+        return parse_model_names(_annotation(endpoint_slice, MODEL_KEY) or "")
     except ValueError as error:
-        raise ValueError(f"{MODEL_KEY} of EndpointSlice {one['metadata']['name']}: {error}") from None
+        raise ValueError(f"{MODEL_KEY} of EndpointSlice {endpoint_slice['metadata']['name']}: {error}") from None
 
 
-def _annotation(one: Slice, key: str) -> str | None:
+def _annotation(endpoint_slice: Slice, annotation_name: str) -> str | None:
     """Return the value of an annotation or label, or None if there is none."""
-    metadata = one["metadata"]
-    return (metadata.get("annotations") or {}).get(key) or (metadata.get("labels") or {}).get(key)
+    metadata = endpoint_slice["metadata"]
+    return (metadata.get("annotations") or {}).get(annotation_name) or (metadata.get("labels") or {}).get(
+        annotation_name
+    )
 
 
 _SLICES: Final = "discovery.k8s.io/v1/endpointslices"
@@ -370,22 +378,22 @@ class WatchedSlices:
     """The EndpointSlices of one role. A Source; the fields are those of the settings."""
 
     role: Role
-    selector: str
-    server: ApiServer
+    label_selector: str
+    api_server: ApiServer
     port_name: str | None
 
     @property
-    def name(self) -> str:
+    def source_name(self) -> str:
         """The role, because each role has one source."""
         return self.role
 
-    async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
+    async def watch_instances(self) -> AsyncGenerator[Sequence[Backend], None]:
         async with (
-            self.server.collection(_SLICES, self.selector) as collection,
-            aclosing(collection.states()) as states,
+            self.api_server.open_collection(_SLICES, self.label_selector) as collection,
+            aclosing(collection.watch_objects()) as states,
         ):
             async for slices in states:
-                yield instances(self.role, slices.values(), self.port_name)
+                yield ready_instances(self.role, slices.values(), self.port_name)
 
 
 def watched_slices(settings: Settings) -> Iterator[WatchedSlices]:

@@ -26,13 +26,13 @@ from proxy.fleet.discovery.facts import (
     SERVER_INFO_PATH,
     SERVER_INFO_TIMEOUT_SECONDS,
     VERSION_PATH,
-    facts_of,
+    make_engine_facts,
     needs_chat_ids_question,
     needs_ranks_question,
-    with_chat_ids,
-    with_models,
-    with_ranks,
-    with_setup,
+    update_chat_ids,
+    update_models,
+    update_ranks,
+    update_setup,
 )
 from proxy.observe import logs
 from proxy.upstream import BufferedResponse, EngineClient, EngineRequestError
@@ -62,12 +62,12 @@ _MODELS_TIMEOUT_SECONDS: Final = 3.0
 
 def log_transition(transition: Transition, *, is_news: bool = True) -> None:
     """Log a backend's change of state. `is_news` False: another worker has logged it, so the level is DEBUG."""
-    is_bad = transition.new in (HealthState.DOWN, HealthState.EJECTED)
+    is_bad = transition.new_state in (HealthState.DOWN, HealthState.EJECTED)
     level = logging.WARNING if is_bad else logging.INFO
     if not is_news:
         level = logging.DEBUG
     backend = transition.backend
-    what = (backend.role, backend.name, transition.new, transition.reason)
+    what = (backend.role, backend.name, transition.new_state, transition.reason)
     logger.log(level, "%s instance %s is %s: %s", *what, extra=logs.ALWAYS)
 
 
@@ -84,37 +84,37 @@ class ProberParts:
     """Members of these pools."""
     health: Health
     """Decides by the result of each probe."""
-    client: EngineClient
+    engine_client: EngineClient
     """Connections for probes."""
     fresh_client: EngineClient
     """Opens a new connection for each check whether an engine is gone."""
     engine_headers: Callable[[Backend], Mapping[str, str]]
     """Returns the headers that an engine requires."""
-    restarts: Counter
+    restart_counter: Counter
     """Counts restarts of background loops."""
     on_transition: Callable[[Transition], None] = log_transition
     """Called with each change of state."""
-    on_removed: Callable[[Backend], None] = lambda backend: None
+    on_backend_removed: Callable[[Backend], None] = lambda backend: None
     """Called with each removed backend whose last request has ended."""
     pool_of: Callable[[Backend], Pool] | None = None
     """Returns the pool in which a backend is compared with others; None: always the pool of its role."""
 
 
-class Prober(BackgroundOwner):
+class HealthProber(BackgroundOwner):
     """Probes all backends for one worker inside `async with`."""
 
     def __init__(self, parts: ProberParts, checks: Callable[[], HealthChecks]) -> None:
         """Create a prober. `checks`: returns the current settings of probes."""
-        self._restarts = parts.restarts
+        self._restart_counter = parts.restart_counter
         self._pools = parts.pools
         self._roster = parts.roster
         self._health = parts.health
-        self._checks = checks
-        self._client = parts.client
+        self._get_health_checks = checks
+        self._engine_client = parts.engine_client
         self._fresh_client = parts.fresh_client
         self._engine_headers = parts.engine_headers
         self._on_transition = parts.on_transition
-        self._on_removed = parts.on_removed
+        self._on_removed = parts.on_backend_removed
         self._pool_of = parts.pool_of
         self._background = BackgroundTasks(logger, "a health check")
         self._due: dict[Backend, float] = {}
@@ -131,27 +131,27 @@ class Prober(BackgroundOwner):
         """Loop time of the last round."""
 
     def _begin(self) -> None:
-        self._background.keep_running(self._keep_probing, "health_checks", self._restarts)
+        self._background.keep_running(self._keep_probing, "health_checks", self._restart_counter)
 
-    def drop_drained(self) -> None:
+    def remove_drained_backends(self) -> None:
         """Remove drained backends whose last request has ended."""
-        for backend in self._roster.finalize():
+        for backend in self._roster.drop_drained_backends():
             logger.info("prober: %s instance %s is removed", backend.role, backend.name)
             self._on_removed(backend)
 
-    def note_moved(self, before: Backend, after: Backend) -> None:
+    def on_backend_moved(self, old_backend: Backend, new_backend: Backend) -> None:
         """Forget a backend that has left its role, and probe it at once in its new one."""
-        self._on_removed(before)
-        self._start_probe(after)
+        self._on_removed(old_backend)
+        self._start_probe(new_backend)
 
-    async def note_joined(self, backend: Backend, success: str) -> None:
+    async def on_backend_joined(self, backend: Backend, success: str) -> None:
         """Count the probe that let a backend join as the first success of its health checks."""
-        self._due[backend] = self._next_due()
-        await self._take_result(backend, "", success)
+        self._due[backend] = self._next_due_at()
+        await self._record_probe_result(backend, "", success)
 
     # Questions outside the timer
 
-    async def is_gone(self, backend: Backend, within_seconds: float) -> bool:
+    async def is_backend_gone(self, backend: Backend, within_seconds: float) -> bool:
         """Return whether a backend that has just broken an answer is gone.
 
         It is gone if it refuses connections or reports that it is unhealthy, now or after `within_seconds`. A backend
@@ -164,20 +164,20 @@ class Prober(BackgroundOwner):
         return await asyncio.shield(task)
 
     async def _check_twice(self, backend: Backend, within_seconds: float) -> bool:
-        if await self._has_ended(backend):
+        if await self._is_probe_finished(backend):
             return True
         if not within_seconds:
             return False
         await asyncio.sleep(within_seconds)
-        return await self._has_ended(backend)
+        return await self._is_probe_finished(backend)
 
-    async def _has_ended(self, backend: Backend) -> bool:
+    async def _is_probe_finished(self, backend: Backend) -> bool:
         # An open connection may outlive the listener, so a new one is opened.
-        path, headers = self._checks().path, self._engine_headers(backend)
+        path, headers = self._get_health_checks().path, self._engine_headers(backend)
         try:
             return await self._fresh_client.get_status(backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
         except EngineRequestError as error:
-            return error.failure is not Failure.TIMEOUT
+            return error.failure_kind is not Failure.TIMEOUT
 
     async def refresh_models(self, *, is_patient: bool) -> None:
         """Ask all available instances for their models, at most once a second.
@@ -198,18 +198,18 @@ class Prober(BackgroundOwner):
         known = [
             (backend, facts)
             for pool in self._pools.values()
-            for backend in pool.eligible()
-            if (facts := self._health.of(backend).facts) is not None
+            for backend in pool.eligible_backends()
+            if (facts := self._health.health_of(backend).engine_facts) is not None
         ]
         await asyncio.gather(*(self._ask_models(backend, facts) for backend, facts in known))
 
     def probe_suspect(self, backend: Backend) -> None:
         """Take a backend out of choices and probe it at once, because another gateway has found it unhealthy."""
         pool = self._pools.get(backend.role)
-        if pool is None or backend not in pool.backends():
+        if pool is None or backend not in pool.all_backends():
             return
         self._pool_for_comparison(backend).report_peer_verdict(backend)
-        if self._due.get(backend) != math.inf and self._health.of(backend).is_changing:
+        if self._due.get(backend) != math.inf and self._health.health_of(backend).may_change_at_next_probe:
             self._start_probe(backend)
 
     def _pool_for_comparison(self, backend: Backend) -> Pool:
@@ -220,12 +220,14 @@ class Prober(BackgroundOwner):
 
     async def _keep_probing(self) -> None:
         while True:
-            self.drop_drained()
+            self.remove_drained_backends()
             await self._start_due_probes()
-            await asyncio.sleep(min(self._checks().changing_interval_seconds, self._checks().interval_seconds))
+            await asyncio.sleep(
+                min(self._get_health_checks().changing_interval_seconds, self._get_health_checks().interval_seconds)
+            )
 
     async def _start_due_probes(self) -> None:
-        backends = {backend for pool in self._pools.values() for backend in pool.backends()}
+        backends = {backend for pool in self._pools.values() for backend in pool.all_backends()}
         for removed in self._due.keys() - backends:
             del self._due[removed]
             self._models_due_from.pop(removed, None)
@@ -234,7 +236,7 @@ class Prober(BackgroundOwner):
         started = 0
         for backend in backends:
             due = self._due.get(backend, now)
-            if due <= now or (due < math.inf and self._health.of(backend).is_changing):
+            if due <= now or (due < math.inf and self._health.health_of(backend).may_change_at_next_probe):
                 self._start_probe(backend)
                 started += 1
                 if started % _PROBES_AT_ONCE == 0:  # a thousand together would delay all streams
@@ -242,27 +244,27 @@ class Prober(BackgroundOwner):
 
     def _start_probe(self, backend: Backend) -> None:
         self._due[backend] = math.inf
-        self._background.start_task(self._probe(backend))
+        self._background.start_task(self._probe_backend(backend))
 
-    async def _probe(self, backend: Backend) -> None:
-        path, problem = self._checks().path, ""
+    async def _probe_backend(self, backend: Backend) -> None:
+        path, problem = self._get_health_checks().path, ""
         failure: ProbeFailure | None = None
         try:
-            status = await self._client.get_status(
-                backend.url, path, self._checks().timeout_seconds, self._engine_headers(backend)
+            status = await self._engine_client.get_status(
+                backend.url, path, self._get_health_checks().timeout_seconds, self._engine_headers(backend)
             )
             if status != 200:
                 problem = f"{path} answered with status {status}"
                 failure = ProbeFailure.UNAVAILABLE if status == 503 else None
         except EngineRequestError as error:
-            problem, failure = str(error), _PROBE_FAILURES.get(error.failure)
+            problem, failure = str(error), _PROBE_FAILURES.get(error.failure_kind)
         try:
             success = "passed its health check"
-            await self._take_result(backend, problem, success, failure)
+            await self._record_probe_result(backend, problem, success, failure)
         finally:
-            self._due[backend] = self._next_due()
+            self._due[backend] = self._next_due_at()
 
-    async def _take_result(
+    async def _record_probe_result(
         self,
         backend: Backend,
         problem: str,
@@ -270,7 +272,7 @@ class Prober(BackgroundOwner):
         failure: ProbeFailure | None = None,
     ) -> None:
         """Pass the result of a probe to Health, see `Health.on_probe`, and ask a backend that has come up for facts."""
-        if backend not in self._pools[backend.role].backends():
+        if backend not in self._pools[backend.role].all_backends():
             return  # it was removed in the meantime
         pool = self._pool_for_comparison(backend)
         is_late = failure is ProbeFailure.LATE
@@ -279,84 +281,88 @@ class Prober(BackgroundOwner):
             not problem,
             problem or success,
             failure=failure,
-            is_last=is_late and pool.eligible() == (backend,),
-            is_serving=is_late and pool.scoreboard.running(backend.slot) > 0,
+            is_last_backend=is_late and pool.eligible_backends() == (backend,),
+            is_serving=is_late and pool.scoreboard.running_requests(backend.slot) > 0,
         )
         if transition is not None:
             self._on_transition(transition)
-        health = self._health.of(backend)
+        health = self._health.health_of(backend)
         # An instance on trial is asked, too, because it gets its full share of requests right after the first one.
         if problem or not health.passes_probes:
             return
-        if health.facts is None:
+        if health.engine_facts is None:
             self._models_due_from[backend] = asyncio.get_running_loop().time()
             await self._ask_facts(backend)
         elif backend in self._incomplete:
             self._incomplete.discard(backend)  # unless this question fails, too
             self._background.start_task(self._ask_facts(backend))
         elif self._is_models_question_due(backend):
-            self._background.start_task(self._ask_models(backend, health.facts))
+            self._background.start_task(self._ask_models(backend, health.engine_facts))
 
     def _is_models_question_due(self, backend: Backend) -> bool:
         """Return whether to ask an engine for its models now, and set the time of the next question."""
-        seconds, now = self._checks().models_interval_seconds, asyncio.get_running_loop().time()
+        seconds, now = self._get_health_checks().models_interval_seconds, asyncio.get_running_loop().time()
         if not seconds or now < self._models_due_from.get(backend, now) + seconds:
             return False
         self._models_due_from[backend] = now
         return True
 
-    def _next_due(self) -> float:
-        jitter = random.uniform(1 - self._checks().jitter, 1 + self._checks().jitter)
-        return asyncio.get_running_loop().time() + jitter * self._checks().interval_seconds
+    def _next_due_at(self) -> float:
+        jitter = random.uniform(1 - self._get_health_checks().jitter, 1 + self._get_health_checks().jitter)
+        return asyncio.get_running_loop().time() + jitter * self._get_health_checks().interval_seconds
 
     async def _ask_facts(self, backend: Backend) -> None:
         """Ask an engine for its facts. If it does not answer, it is asked again after its next probe."""
-        seconds, before = self._checks().timeout_seconds, self._health.of(backend).facts
+        seconds, before = self._get_health_checks().timeout_seconds, self._health.health_of(backend).engine_facts
         version, models = await asyncio.gather(
-            self._get(backend, VERSION_PATH, seconds), self._get(backend, MODELS_PATH, seconds)
+            self._get_or_none(backend, VERSION_PATH, seconds), self._get_or_none(backend, MODELS_PATH, seconds)
         )
         is_complete = version is not None and models is not None
-        if not is_complete or self._health.of(backend).facts is not before:
+        if not is_complete or self._health.health_of(backend).engine_facts is not before:
             self._incomplete.add(backend)
             if before is not None:
                 return
-        facts = facts_of(version, models)
-        self._health.note_facts(backend, facts)
+        facts = make_engine_facts(version, models)
+        self._health.set_engine_facts(backend, facts)
         self._background.start_task(self._ask_setup(backend, facts))
 
     async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
         """Add the engine's options, limits, KV memory and number of ranks to its facts, as far as it reports them."""
-        info = await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS)
-        complete = with_setup(facts, info)
+        info = await self._get_or_none(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS)
+        complete = update_setup(facts, info)
         if needs_ranks_question(complete, backend.role):
-            complete = with_ranks(complete, await self._get(backend, METRICS_PATH, self._checks().timeout_seconds))
+            complete = update_ranks(
+                complete, await self._get_or_none(backend, METRICS_PATH, self._get_health_checks().timeout_seconds)
+            )
         if needs_chat_ids_question(complete):
-            complete = with_chat_ids(complete, await self._ask_for_chat_ids(backend))
-        current = self._health.of(backend).facts
+            complete = update_chat_ids(complete, await self._ask_for_chat_ids(backend))
+        current = self._health.health_of(backend).engine_facts
         if current is facts:
-            self._health.note_facts(backend, complete)
-        elif current is not None and current.identity.setup is None:  # its models have changed: it is asked again
+            self._health.set_engine_facts(backend, complete)
+        elif (
+            current is not None and current.identity.engine_setup is None
+        ):  # its models have changed: it is asked again
             self._incomplete.add(backend)
 
     async def _ask_models(self, backend: Backend, facts: EngineFacts) -> None:
         """Ask an engine for its models and adapters, and note changes."""
-        answer = await self._get(backend, MODELS_PATH, self._checks().timeout_seconds)
-        current = with_models(facts, answer)
-        if current.identity != facts.identity and self._health.of(backend).facts is facts:
-            self._health.note_facts(backend, current)
+        answer = await self._get_or_none(backend, MODELS_PATH, self._get_health_checks().timeout_seconds)
+        current = update_models(facts, answer)
+        if current.identity != facts.identity and self._health.health_of(backend).engine_facts is facts:
+            self._health.set_engine_facts(backend, current)
 
     async def _ask_for_chat_ids(self, backend: Backend) -> BufferedResponse | None:
         """Return the answer, or None if there is none."""
-        seconds, headers = self._checks().timeout_seconds, self._engine_headers(backend)
+        seconds, headers = self._get_health_checks().timeout_seconds, self._engine_headers(backend)
         try:
-            return await self._client.post(backend.url, CHAT_IDS_PATH, seconds, CHAT_IDS_QUESTION, headers)
+            return await self._engine_client.post_json(backend.url, CHAT_IDS_PATH, seconds, CHAT_IDS_QUESTION, headers)
         except EngineRequestError:
             return None
 
-    async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> BufferedResponse | None:
+    async def _get_or_none(self, backend: Backend, path: str, timeout_seconds: float) -> BufferedResponse | None:
         """Return the answer, or None if there is none."""
         try:
-            return await self._client.get(backend.url, path, timeout_seconds, self._engine_headers(backend))
+            return await self._engine_client.get_body(backend.url, path, timeout_seconds, self._engine_headers(backend))
         except EngineRequestError:
             return None
 
@@ -367,20 +373,20 @@ class PeerVerdicts:
     A verdict starts one probe, however long it stands, because the result of the own probe counts more.
     """
 
-    def __init__(self, board: HealthBoard, roster: Roster, prober: Prober) -> None:
-        self._board = board
+    def __init__(self, board: HealthBoard, roster: Roster, prober: HealthProber) -> None:
+        self._health_board = board
         self._roster = roster
         self._prober = prober
-        self._handled: list[int] = []
+        self._handled_verdicts: list[int] = []
 
-    def handle_new(self) -> None:
+    def probe_new_verdicts(self) -> None:
         """Probe the instances with verdicts that are new since the last call."""
-        verdicts = self._board.peer_verdicts()
-        if verdicts == self._handled:
+        verdicts = self._health_board.peer_verdicts()
+        if verdicts == self._handled_verdicts:
             return
-        before, self._handled = self._handled or [0] * len(verdicts), verdicts
+        before, self._handled_verdicts = self._handled_verdicts or [0] * len(verdicts), verdicts
         for role in Role:
-            for member in self._roster.members(role):
+            for member in self._roster.members_of_role(role):
                 slot = member.backend.slot
                 if verdicts[slot] and verdicts[slot] != before[slot]:
                     self._prober.probe_suspect(member.backend)

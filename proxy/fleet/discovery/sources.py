@@ -22,17 +22,17 @@ Instances: TypeAlias = Collection[Backend]
 inside `admin.networks`, unless the configuration names them, too. Slots do not count."""
 
 
-class Source(Protocol):
+class DiscoverySource(Protocol):
     """A source that fails as a whole, such as one file or one DNS name.
 
     A reload does not restart a source that equals its predecessor; a frozen dataclass of the options compares so.
     """
 
     @property
-    def name(self) -> str:
+    def source_name(self) -> str:
         """The name among sources of the same kind, as in the settings."""
 
-    def watch(self) -> AsyncGenerator[Instances, None]:
+    def watch_instances(self) -> AsyncGenerator[Instances, None]:
         """Yield all instances, at once and after each change.
 
         The last result holds until the next one. A problem is raised, and the watcher begins again, soon and then every
@@ -40,7 +40,7 @@ class Source(Protocol):
         """
 
 
-MakeSources: TypeAlias = "Callable[[Settings], Iterable[Source]]"
+MakeSources: TypeAlias = "Callable[[Settings], Iterable[DiscoverySource]]"
 """Returns the sources of one kind in the settings, with different names. It neither waits nor fails."""
 
 SOURCES: Final[dict[str, MakeSources]] = {

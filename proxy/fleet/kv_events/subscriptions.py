@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 import proxy
-from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.policies.prefiller import write_cache_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.common.background import BackgroundOwner, BackgroundTasks
 from proxy.common.errors import Failure
@@ -27,7 +27,7 @@ from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SE
 from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
 from proxy.observe import logs
 from proxy.settings.fleet import ASK_ENGINES, KvEvents, replace_port
-from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, Names
+from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, HostNames
 from proxy.wire.kv_events import EventPublisher, parse_configured_publishers, parse_publishers, publishers_of_ranks
 
 if TYPE_CHECKING:
@@ -56,22 +56,22 @@ class SubscriberProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._sources: list[EventSource] | None = None
+        self._last_sources: list[EventSource] | None = None
 
     def subscribe_to(self, sources: list[EventSource]) -> None:
         """Have the process subscribe to these sources, and to no others."""
-        if sources != self._sources:
-            self._sources = sources
+        if sources != self._last_sources:
+            self._last_sources = sources
             assert self._process.stdin is not None
             self._process.stdin.write(_encode(SubscribeTo(sources)) + b"\n")
 
-    async def reports(self) -> AsyncIterator[InstanceReport]:
+    async def read_reports(self) -> AsyncIterator[InstanceReport]:
         """Yield the reports of the process until it ends."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             yield _decode_report(line)
 
-    async def wait(self) -> int:
+    async def wait_for_exit(self) -> int:
         """Wait for the end of the process, and return its exit code, which is negative for a signal."""
         return await self._process.wait()
 
@@ -121,25 +121,25 @@ async def reported_publishers(client: EngineClient, keys: EngineKeys, backend: B
 
     Raises EngineRequestError, and ValueError for an address at which no engine can publish.
     """
-    publishers = parse_publishers(await _answer(client, keys, backend, _SOURCES_PATH))
+    publishers = parse_publishers(await _query_json(client, keys, backend, _SOURCES_PATH))
     if publishers is None:
-        publishers = parse_configured_publishers(await _answer(client, keys, backend, SERVER_INFO_PATH))
+        publishers = parse_configured_publishers(await _query_json(client, keys, backend, SERVER_INFO_PATH))
     return publishers or []
 
 
-async def _answer(client: EngineClient, keys: EngineKeys, backend: Backend, path: str) -> Any:
+async def _query_json(client: EngineClient, keys: EngineKeys, backend: Backend, path: str) -> Any:
     """Return the JSON of an engine's answer, or None if it is not JSON.
 
     Raises EngineRequestError, also for a status that says that the engine has no answer now.
     """
-    headers = keys.headers(backend)
-    answer = await client.get(backend.url, path, SERVER_INFO_TIMEOUT_SECONDS, headers)
+    headers = keys.credential_headers(backend)
+    answer = await client.get_body(backend.url, path, SERVER_INFO_TIMEOUT_SECONDS, headers)
     if answer.status >= 500:
         raise EngineRequestError(Failure.BAD_ANSWER, f"{path} answered {answer.status}")
-    return answer.json_or_none
+    return answer.parsed_json_or_none
 
 
-def address(names: Names, host: str, last: str | None) -> str | None:
+def choose_address(host_names: HostNames, host: str, last_address: str | None) -> str | None:
     """Return an address of the host, or None if none is known yet, or none is allowed.
 
     The gateway resolves names itself, because ZeroMQ would not check whether an address is allowed. IPv4 comes first:
@@ -151,13 +151,13 @@ def address(names: Names, host: str, last: str | None) -> str | None:
         last: The previous result, which is kept while the host has this address.
     """
     try:
-        known = names.known_addresses(host)
+        known = host_names.known_addresses(host)
     except AddressProblem:
         return None
-    return last if last in known else min(known, key=lambda each: ":" in each, default=None)
+    return last_address if last_address in known else min(known, key=lambda each: ":" in each, default=None)
 
 
-def endpoints(address: str, backend: Backend, publishers: Sequence[EventPublisher]) -> list[EventSource]:
+def event_sources_at(address: str, backend: Backend, publishers: Sequence[EventPublisher]) -> list[EventSource]:
     """Return the endpoints of publishers at the instance's own address, whatever host the engine reports."""
     host = f"[{address}]" if ":" in address else address
     return [
@@ -200,12 +200,12 @@ class _InstanceState:
 
     publishers: Sequence[EventPublisher] = ()
     """Empty if not known yet, or if there are none."""
-    address: str | None = None
+    known_address: str | None = None
     """Address of the endpoints; None if not known."""
     silent_updates: int = 0
     """Number of updates during which the instance worked and had published nothing."""
     has_published: bool = False
-    warnings: set[str] = field(default_factory=set)
+    logged_warnings: set[str] = field(default_factory=set)
     """Warnings in the log."""
 
 
@@ -216,12 +216,12 @@ class SubscriptionParts:
     pools: Sequence[Pool]
     """Pools of instances whose caches matter for choices."""
     health: Health
-    journal: JournalWriter
+    journal_writer: JournalWriter
     """Used by Subscriptions alone."""
-    names: Names
-    client: EngineClient
-    keys: EngineKeys
-    settings: KvEvents
+    host_names: HostNames
+    engine_client: EngineClient
+    engine_keys: EngineKeys
+    kv_event_settings: KvEvents
     metrics: Metrics
 
 
@@ -231,11 +231,11 @@ class Subscriptions(BackgroundOwner):
     def __init__(self, parts: SubscriptionParts) -> None:
         self._pools = parts.pools
         self._health = parts.health
-        self._journal = parts.journal
-        self._names = parts.names
-        self._client = parts.client
-        self._keys = parts.keys
-        self._settings = parts.settings
+        self._journal_writer = parts.journal_writer
+        self._host_names = parts.host_names
+        self._engine_client = parts.engine_client
+        self._engine_keys = parts.engine_keys
+        self._kv_event_settings = parts.kv_event_settings
         self._metrics = parts.metrics
         self._instances: dict[Backend, _InstanceState] = {}
         self._background = BackgroundTasks(logger, "the subscription to KV events")
@@ -247,14 +247,14 @@ class Subscriptions(BackgroundOwner):
         pause_seconds, max_pause_seconds = _RESTART_SECONDS
         while True:
             began = asyncio.get_running_loop().time()
-            problem = await self._subscribe()
+            problem = await self._subscribe_until_end()
             if asyncio.get_running_loop().time() - began > max_pause_seconds:
                 pause_seconds = _RESTART_SECONDS[0]
             logger.warning("KV events: the subscriber process %s; restart in %g s", problem, pause_seconds)
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(max_pause_seconds, 2 * pause_seconds)
 
-    async def _subscribe(self) -> str:
+    async def _subscribe_until_end(self) -> str:
         """Subscribe until the process ends, and return the reason."""
         try:
             async with (
@@ -262,9 +262,9 @@ class Subscriptions(BackgroundOwner):
                 BackgroundTasks(logger, "an update of subscriptions") as background,
             ):
                 background.start_task(self._keep_updating(process))
-                async for report in process.reports():
-                    self._take(report)
-                return f"has ended with code {await process.wait()}"
+                async for report in process.read_reports():
+                    self._handle_report(report)
+                return f"has ended with code {await process.wait_for_exit()}"
         except OSError as error:
             return f"cannot be started: {error}"
 
@@ -272,13 +272,16 @@ class Subscriptions(BackgroundOwner):
 
     async def _keep_updating(self, process: SubscriberProcess) -> None:
         while True:
-            process.subscribe_to(list(self._sources()))
+            process.subscribe_to(list(self._sources_of_instances()))
             await asyncio.sleep(_UPDATE_SECONDS)
 
-    def _sources(self) -> Iterator[EventSource]:
+    def _sources_of_instances(self) -> Iterator[EventSource]:
         """Return the sources of all instances that are up. An instance that was down may publish at other endpoints."""
         up = [
-            backend for pool in self._pools for backend in pool.backends() if self._health.of(backend).facts is not None
+            backend
+            for pool in self._pools
+            for backend in pool.all_backends()
+            if self._health.health_of(backend).engine_facts is not None
         ]
         for removed in self._instances.keys() - set(up):
             del self._instances[removed]
@@ -286,48 +289,48 @@ class Subscriptions(BackgroundOwner):
             state = self._instances.get(backend)
             if state is None:
                 state = self._instances[backend] = _InstanceState()
-                if self._settings.endpoint == ASK_ENGINES:
-                    self._background.start_task(self._ask(backend, state))
+                if self._kv_event_settings.endpoint == ASK_ENGINES:
+                    self._background.start_task(self._ask_for_publishers(backend, state))
                 else:
-                    self._take_configured(backend, state)
-            state.address = address(self._names, backend.host, state.address)
-            if state.publishers and state.address is not None:
-                sources = endpoints(state.address, backend, state.publishers)
+                    self._use_configured_publishers(backend, state)
+            state.known_address = choose_address(self._host_names, backend.host, state.known_address)
+            if state.publishers and state.known_address is not None:
+                sources = event_sources_at(state.known_address, backend, state.publishers)
                 self._check_silence(backend, state, sources)
                 yield from sources
 
-    def _take_configured(self, backend: Backend, state: _InstanceState) -> None:
+    def _use_configured_publishers(self, backend: Backend, state: _InstanceState) -> None:
         try:
-            state.publishers = configured_publishers(self._settings, backend)
+            state.publishers = configured_publishers(self._kv_event_settings, backend)
         except ValueError as error:
-            self._warn(backend, state, _IMPOSSIBLE, error)
+            self._warn_once(backend, state, _IMPOSSIBLE, error)
 
-    async def _ask(self, backend: Backend, state: _InstanceState) -> None:
+    async def _ask_for_publishers(self, backend: Backend, state: _InstanceState) -> None:
         """Ask the engine for its publishers until it answers or goes down."""
         while self._instances.get(backend) is state:
             try:
-                state.publishers = await reported_publishers(self._client, self._keys, backend)
+                state.publishers = await reported_publishers(self._engine_client, self._engine_keys, backend)
                 if not state.publishers:
-                    self._warn(backend, state, _NOT_REPORTED)
+                    self._warn_once(backend, state, _NOT_REPORTED)
                 return
             except ValueError as error:
-                self._warn(backend, state, _IMPOSSIBLE, error)
+                self._warn_once(backend, state, _IMPOSSIBLE, error)
                 return
             except EngineRequestError as error:
-                self._warn(backend, state, _NO_ANSWER, error)
+                self._warn_once(backend, state, _NO_ANSWER, error)
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
     def _check_silence(self, backend: Backend, state: _InstanceState, sources: Sequence[EventSource]) -> None:
-        if state.has_published or state.warnings & {_UNOPENED, _UNREADABLE, _SILENT}:
+        if state.has_published or state.logged_warnings & {_UNOPENED, _UNREADABLE, _SILENT}:
             return
-        state.silent_updates += any(pool.scoreboard.requests(backend.slot) for pool in self._pools)
+        state.silent_updates += any(pool.scoreboard.open_leases(backend.slot) for pool in self._pools)
         if state.silent_updates >= _SILENT_UPDATES:
             names = ", ".join(source.endpoint for source in sources)
-            self._warn(backend, state, _SILENT, names, sources[0].topic)
+            self._warn_once(backend, state, _SILENT, names, sources[0].topic)
 
     # Reports
 
-    def _take(self, report: InstanceReport) -> None:
+    def _handle_report(self, report: InstanceReport) -> None:
         found = next((each for each in self._instances.items() if each[0].key == report.instance), None)
         if found is None:
             return  # the instance went down in the meantime
@@ -338,18 +341,18 @@ class Subscriptions(BackgroundOwner):
         for gap in KV_EVENT_GAPS:
             if count := report.gaps.get(gap):
                 self._metrics.kv_event_gaps_total.labels(backend.role.value, backend.name, gap).inc(count)
-        write_count(self._journal, backend.slot, CacheCount(*report.count))
+        write_cache_count(self._journal_writer, backend.slot, CacheCount(*report.count))
         if report.unopened:
-            self._warn(backend, state, _UNOPENED, report.unopened)
+            self._warn_once(backend, state, _UNOPENED, report.unopened)
         if report.events.get("unreadable"):
-            self._warn(backend, state, _UNREADABLE, report.unreadable)
+            self._warn_once(backend, state, _UNREADABLE, report.unreadable)
         if not state.has_published and sum(report.events.values()) > report.events.get("unreadable", 0):
             state.has_published = True
             logger.info("KV events: %s instance %s publishes", backend.role, backend.name, extra=logs.ALWAYS)
 
-    def _warn(self, backend: Backend, state: _InstanceState, warning: str, *arguments: object) -> None:
+    def _warn_once(self, backend: Backend, state: _InstanceState, warning: str, *arguments: object) -> None:
         """Log a warning once per instance, unless the instance is down."""
-        if warning not in state.warnings and self._instances.get(backend) is state:
-            state.warnings.add(warning)
+        if warning not in state.logged_warnings and self._instances.get(backend) is state:
+            state.logged_warnings.add(warning)
             line = f"KV events: %s instance %s {warning}"
             logger.warning(line, backend.role, backend.name, *arguments, extra=logs.ALWAYS)

@@ -8,6 +8,6 @@ exchange   the loops of the worker that exchanges
 
 from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
 from proxy.fleet.replicas.state import LocalState, PeerRows, SharedRows
-from proxy.fleet.replicas.store import Store, StoreFailed
+from proxy.fleet.replicas.store import Store, StoreError
 
-__all__ = ["ExchangeParts", "LocalState", "PeerRows", "SharedRows", "StateExchange", "Store", "StoreFailed"]
+__all__ = ["ExchangeParts", "LocalState", "PeerRows", "SharedRows", "StateExchange", "Store", "StoreError"]

@@ -15,15 +15,15 @@ import msgspec
 from proxy.balancer.policies.prefill_cost import (
     InvalidRecord,
     RecordKind,
+    drop_record_keys,
     kind_and_slot,
-    packed,
-    translated,
-    unpacked,
-    without_keys,
+    pack_record,
+    translate_record,
+    unpack_record,
 )
 from proxy.balancer.shared.memory import NO_HEAD, QueueHeads
 from proxy.common.backend import Backend, Role
-from proxy.gateway.api_keys import KeyUsage, minute_of
+from proxy.gateway.api_keys import KeyUsage, minute_and_milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -38,13 +38,13 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 # The range of a cell of the health board.
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
-Charge = tuple[_Count, _Count, _Count]
+LoadCharge = tuple[_Count, _Count, _Count]
 """Load of one instance: requests, tokens of compute, and tokens of KV cache including pinned ones."""
 
-Used = tuple[int, int, int]
+KeyUse = tuple[int, int, int]
 """Use of one client key: requests in flight, and requests and tokens in the minute before the report."""
 
-_Counts = TypeVar("_Counts", Charge, Used)
+_Counts = TypeVar("_Counts", LoadCharge, KeyUse)
 
 # Limits for the prefix keys of prompts in news.
 _KEY_BYTES_PER_SECOND: Final = 256 * 1024
@@ -57,7 +57,7 @@ class GatewayState(msgspec.Struct, frozen=True):
     turn: int
     """Time of the report in nanoseconds of the sender's clock. It grows with each report, so that a report can be
     distinguished from an old one that is still in the store."""
-    instances: dict[str, Charge] = {}
+    instances: dict[str, LoadCharge] = {}
     """Load by Backend.key, without idle instances."""
     keys: dict[str, tuple[_Count, _Count]] = {}
     """Requests in flight, and requests in the minute before the report, by name of the client key.
@@ -84,7 +84,7 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the sender."""
     turn: int
     """Time in nanoseconds of the sender's clock, comparable to that of GatewayState."""
-    instances: dict[str, Charge] = {}
+    instances: dict[str, LoadCharge] = {}
     """Changed loads by Backend.key, which may be zero."""
     front: int | None = None
     """Place as in GatewayState; None: unchanged."""
@@ -99,13 +99,13 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.turn / 1e9
 
 
-encode: Final = msgspec.json.Encoder().encode
+encode_state: Final = msgspec.json.Encoder().encode
 encode_news: Final = msgspec.msgpack.Encoder().encode
 _decode_state: Final = msgspec.json.Decoder(GatewayState).decode
 _decode_news: Final = msgspec.msgpack.Decoder(News).decode
 
 
-def decode(message: bytes) -> GatewayState | None:
+def decode_state(message: bytes) -> GatewayState | None:
     """Return the state in a message, or None if this version cannot read it."""
     try:
         return _decode_state(message)
@@ -121,10 +121,10 @@ def decode_news(message: bytes) -> News | None:
         return None
 
 
-def summed(tables: Iterable[Mapping[str, _Counts]]) -> dict[str, _Counts]:
+def sum_tables(count_tables: Iterable[Mapping[str, _Counts]]) -> dict[str, _Counts]:
     """Return the sums of counts by name."""
     total: dict[str, _Counts] = {}
-    for table in tables:
+    for table in count_tables:
         for name, counts in table.items():
             before = total.get(name)
             total[name] = counts if before is None else tuple(map(add, before, counts))
@@ -137,9 +137,9 @@ class SharedRows:
 
     scoreboard: Scoreboard
     key_usage: KeyUsage
-    board: HealthBoard
+    health_board: HealthBoard
     queue_heads: QueueHeads
-    journal: JournalWriter
+    journal_writer: JournalWriter
     """The writer for records of other gateways. It reads the records of all workers."""
 
 
@@ -155,14 +155,14 @@ class LocalState:
             key_slots: Returns the slots of the client keys whose use is reported, by name.
             rows: Shared memory of the workers.
         """
-        self._me = me
+        self._own_name = me
         self._scoreboard = rows.scoreboard
         self._roster = roster
-        self._board = rows.board
+        self._health_board = rows.health_board
         self._queue_heads = rows.queue_heads
-        self._journal = rows.journal
+        self._journal_writer = rows.journal_writer
         self._key_usage = rows.key_usage
-        self._key_slots = key_slots
+        self._get_key_slots = key_slots
         # As of the last news.
         self._reported_head = NO_HEAD
         self._reported_cells = b""
@@ -172,76 +172,78 @@ class LocalState:
         self._verdicts: dict[str, int] = {}
         self._key_bytes_left, self._key_bytes_at = float(_MAX_KEY_BYTES), 0.0
 
-    def members(self) -> Iterator[Backend]:
+    def all_members(self) -> Iterator[Backend]:
         """Return all instances of this gateway."""
-        return (member.backend for role in Role for member in self._roster.members(role))
+        return (member.backend for role in Role for member in self._roster.members_of_role(role))
 
-    def state(self, now: float) -> GatewayState:
+    def make_full_state(self, now: float) -> GatewayState:
         """Return the whole state of this gateway for the other gateways."""
-        instances = {backend.key: charge for backend in self.members() if any(charge := self._charge(backend))}
+        instances = {backend.key: charge for backend in self.all_members() if any(charge := self._charge_of(backend))}
         usage = self._key_usage
-        used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
+        used = {name: usage.own_usage(slot, now) for name, slot in self._get_key_slots().items()}
         used = {name: counts for name, counts in used.items() if any(counts)}
         return GatewayState(
             turn=_nanoseconds(now),
             instances=instances,
             keys={name: (in_flight, requests) for name, (in_flight, requests, _) in used.items()},
             key_tokens={name: tokens for name, (_, _, tokens) in used.items() if tokens},
-            front=self._queue_heads.first_of_workers(),
+            front=self._queue_heads.first_head_of_workers(),
             verdicts=self._current_verdicts(now),
-            roles={member.backend.name: member.next_role for member in self._roster.elastic()},
+            roles={member.backend.name: member.next_role for member in self._roster.elastic_members()},
         )
 
-    def news(self, now: float) -> News | None:
+    def take_news(self, now: float) -> News | None:
         """Return the changes since the last call, or None if there are none."""
-        instances: dict[str, Charge] = {}
-        before, self._reported_cells = self._reported_cells, self._scoreboard.own_cells()
+        instances: dict[str, LoadCharge] = {}
+        before, self._reported_cells = self._reported_cells, self._scoreboard.copy_own_cells()
         if before != self._reported_cells:
-            members = {backend.slot: backend for backend in self.members()}
+            members = {backend.slot: backend for backend in self.all_members()}
             changed = self._scoreboard.changed_slots(members, before, self._reported_cells)
-            instances = {members[slot].key: self._charge(members[slot]) for slot in changed}
+            instances = {members[slot].key: self._charge_of(members[slot]) for slot in changed}
         verdicts = self._current_verdicts(now)
         reported, self._reported_verdicts = self._reported_verdicts, verdicts
         verdicts = dict.fromkeys(reported, 0) | verdicts if reported != verdicts else {}
-        prompts = self._prompts(now) if self._journal.has_new_records else {}
-        reported_head, self._reported_head = self._reported_head, self._queue_heads.first_of_workers()
+        prompts = self._take_prompt_records(now) if self._journal_writer.has_new_records else {}
+        reported_head, self._reported_head = self._reported_head, self._queue_heads.first_head_of_workers()
         front = None if reported_head == self._reported_head else self._reported_head
         if not instances and front is None and not verdicts and not prompts:
             return None
-        return News(self._me, _nanoseconds(now), instances, front, verdicts, prompts)
+        return News(self._own_name, _nanoseconds(now), instances, front, verdicts, prompts)
 
-    def _charge(self, backend: Backend) -> Charge:
+    def _charge_of(self, backend: Backend) -> LoadCharge:
         board = self._scoreboard
-        running, load = board.own(backend.slot)
-        pinned = board.pinned(backend.slot).tokens
+        running, load = board.own_load(backend.slot)
+        pinned = board.pinned_kv(backend.slot).pinned_tokens
         return max(0, running), max(0, load.compute_tokens), max(0, load.kv_tokens + pinned)
 
     def _current_verdicts(self, now: float) -> dict[str, int]:
         """Return the instances that workers have found unhealthy. A verdict keeps its number while it holds."""
-        before, self._judged_cells = self._judged_cells, self._board.own_cells()
+        before, self._judged_cells = self._judged_cells, self._health_board.copy_own_states()
         if before != self._judged_cells:
-            unhealthy = [backend.key for backend in self.members() if self._board.is_found_unhealthy(backend)]
+            unhealthy = [
+                backend.key for backend in self.all_members() if self._health_board.is_found_unhealthy(backend)
+            ]
             self._verdicts = {key: self._verdicts.get(key) or _nanoseconds(now) for key in unhealthy}
         return self._verdicts
 
-    def _prompts(self, now: float) -> dict[str, list[bytes]]:
+    def _take_prompt_records(self, now: float) -> dict[str, list[bytes]]:
         """Return the new records of prompts, without prefix keys beyond the limit."""
-        keys = {backend.slot: backend.key for backend in self.members()}
+        keys = {backend.slot: backend.key for backend in self.all_members()}
         earned = (now - self._key_bytes_at) * _KEY_BYTES_PER_SECOND
         self._key_bytes_left = min(_MAX_KEY_BYTES, self._key_bytes_left + earned)
         self._key_bytes_at = now
         prompts: dict[str, list[bytes]] = {}
-        for data in self._journal.new_records():
+        for data in self._journal_writer.new_records():
             kind, slot = kind_and_slot(data)
             if slot not in keys or kind == RecordKind.COUNTED:
                 continue
             if kind == RecordKind.SESSION:  # it has few keys, and means nothing without them
                 prompts.setdefault(keys[slot], []).append(data)
                 continue
-            record = unpacked(data)
-            if record.keys and len(data) > self._key_bytes_left:
-                data = packed(without_keys(record))
-            elif record.keys:
+            record = unpack_record(data)
+            if record.prefix_keys and len(data) > self._key_bytes_left:
+                data = pack_record(drop_record_keys(record))
+            elif record.prefix_keys:
                 self._key_bytes_left -= len(data)
             prompts.setdefault(keys[slot], []).append(data)
         return prompts
@@ -256,69 +258,69 @@ class PeerRows:
 
     def __init__(self, rows: SharedRows) -> None:
         self._scoreboard = rows.scoreboard
-        self._row = rows.scoreboard.row(rows.scoreboard.workers)
+        self._load_row = rows.scoreboard.load_row(rows.scoreboard.worker_count)
         self._key_usage = rows.key_usage
-        self._key_row = rows.key_usage.row(rows.key_usage.workers)
-        self._board = rows.board
+        self._key_usage_row = rows.key_usage.usage_row(rows.key_usage.worker_count)
+        self._health_board = rows.health_board
         self._queue_heads = rows.queue_heads
-        self._journal = rows.journal
+        self._journal_writer = rows.journal_writer
         self._verdicts: Set[tuple[int, str, int]] = frozenset()
         self._charged_slots: set[int] = set()
         self._used_slots: set[int] = set()
 
-    def erase(self) -> None:
+    def erase_all(self) -> None:
         """Erase all state of other gateways."""
-        self._scoreboard.erase(self._scoreboard.workers)
-        self._key_usage.erase(self._key_usage.workers)
-        self._board.clear_peer_verdicts()
-        self._queue_heads.put_guests(NO_HEAD)
+        self._scoreboard.erase_row(self._scoreboard.worker_count)
+        self._key_usage.erase_row(self._key_usage.worker_count)
+        self._health_board.clear_peer_verdicts()
+        self._queue_heads.write_guest_head(NO_HEAD)
         self._verdicts = frozenset()
 
-    def charge(self, charges: Mapping[int, Charge]) -> None:
+    def replace_all_loads(self, charges: Mapping[int, LoadCharge]) -> None:
         """Replace the summed load of all other gateways, by slot of the instance. Other slots have no load."""
         for slot in self._charged_slots - charges.keys():
-            self._row.charge(slot, 0, 0, 0)
+            self._load_row.replace_load(slot, 0, 0, 0)
         self._charged_slots = set()
         self.replace_loads(charges)
 
-    def replace_loads(self, charges: Mapping[int, Charge]) -> None:
+    def replace_loads(self, charges: Mapping[int, LoadCharge]) -> None:
         """Replace the summed load of some instances, by slot."""
         for slot, charge in charges.items():
-            self._row.charge(slot, *charge)
+            self._load_row.replace_load(slot, *charge)
         self._charged_slots |= charges.keys()
 
-    def put_front(self, front: int) -> None:
+    def write_first_head(self, front: int) -> None:
         """Replace the place of the first request in the queues of other gateways."""
-        self._queue_heads.put_guests(front)
+        self._queue_heads.write_guest_head(front)
 
-    def use(self, used: Mapping[int, Used], now: float) -> None:
+    def replace_key_usage(self, used: Mapping[int, KeyUse], now: float) -> None:
         """Replace the summed use of client keys at other gateways.
 
         Args:
             used: By slot of the client key.
             now: Seconds of the clock of the ApiKeys.
         """
-        minute = minute_of(now)[0]
+        minute = minute_and_milliseconds(now)[0]
         for slot in self._used_slots - used.keys():
-            self._key_row.charge(slot, 0, minute, (0, 0))
+            self._key_usage_row.replace_counts(slot, 0, minute, (0, 0))
         for slot, (in_flight, requests, tokens) in used.items():
-            self._key_row.charge(slot, in_flight, minute, (requests, tokens))
+            self._key_usage_row.replace_counts(slot, in_flight, minute, (requests, tokens))
         self._used_slots = set(used)
 
-    def note_verdicts(self, verdicts: Set[tuple[int, str, int]]) -> bool:
+    def replace_verdicts(self, verdicts: Set[tuple[int, str, int]]) -> bool:
         """Replace the verdicts of other gateways, and return whether one is new.
 
         Each verdict: the slot of the unhealthy instance, the name of the gateway, and the verdict's number.
         """
         before, self._verdicts = self._verdicts, verdicts
         for slot in {slot for slot, *_ in before} - {slot for slot, *_ in verdicts}:
-            self._board.set_peer_verdict(slot, 0)
+            self._health_board.set_peer_verdict(slot, 0)
         new = {slot: number for slot, _, number in sorted(verdicts - before)}
         for slot, number in new.items():
-            self._board.set_peer_verdict(slot, number)
+            self._health_board.set_peer_verdict(slot, number)
         return bool(new)
 
-    def note_prompts(self, prompts: Mapping[int, list[bytes]], seconds: float) -> None:
+    def write_prompt_records(self, prompts: Mapping[int, list[bytes]], seconds: float) -> None:
         """Write the records of prompts that another gateway has sent to prefillers.
 
         Args:
@@ -328,6 +330,6 @@ class PeerRows:
         for slot, records in prompts.items():
             for data in records:
                 try:
-                    self._journal.write(packed(translated(unpacked(data), slot, seconds)))
+                    self._journal_writer.write_record(pack_record(translate_record(unpack_record(data), slot, seconds)))
                 except InvalidRecord:  # of another version
                     continue

@@ -30,27 +30,30 @@ _EXPIRES_AFTER_SECONDS: Final = 300.0
 _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 
 
-class StoreFailed(Exception):
+class StoreError(Exception):
     """The store could not be reached, took too long, or refused a command."""
 
 
-class StoreRefused(StoreFailed):
+class StoreCommandRefused(StoreError):
     """The store of shared gateway state refused a command."""
 
 
 class StorePort(Protocol):
     """One gateway's access to a store. All methods raise StoreFailed."""
 
-    async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
-        """Store a message and return all messages by name of the gateway. `lost`: names of messages to delete."""
+    async def exchange_messages(self, message: bytes, lost_gateways: Collection[str] = ()) -> dict[str, bytes]:
+        """Store a message and return all messages by name of the gateway.
 
-    async def publish(self, news: bytes) -> None:
+        `lost_gateways`: names of messages to delete.
+        """
+
+    async def publish_news(self, news: bytes) -> None:
         """Send a message about changes to the gateways that listen now."""
 
-    async def listen(self, on_news: Callable[[bytes], None]) -> None:
+    async def listen_for_news(self, on_news: Callable[[bytes], None]) -> None:
         """Call `on_news` with the news of other gateways until the connection is lost. Passes on its exceptions."""
 
-    async def leave(self) -> None:
+    async def delete_own_message(self) -> None:
         """Delete this gateway's message from the store."""
 
 
@@ -66,19 +69,19 @@ class Store:
         replicas = settings.replicas
         assert replicas.url is not None
         password = replicas.password.get_secret_value() if replicas.password else None
-        self._key = _KEY.format(replicas.group)
-        self._me = me
-        self._sender = f"{me} ".encode()
+        self._hash_key = _KEY.format(replicas.group)
+        self._own_name = me
+        self._sender_prefix = f"{me} ".encode()
         # A hanging store must not delay messages for longer than they count.
         self._timeout_seconds = min(_MAX_TIMEOUT_SECONDS, replicas.ttl_seconds / 2)
         self._expires_ms = round(1000 * max(_EXPIRES_AFTER_SECONDS, 2 * replicas.ttl_seconds))
         tcp_options: dict[str, Any] = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
         # The client does not retry: callers do, and the next message replaces a lost one.
-        self._client = redis.Redis.from_url(
+        self._redis_client = redis.Redis.from_url(
             replicas.url,
             password=password,
             retry=Retry(NoBackoff(), 0),
-            # `_answering` limits all commands. The client would use `wait_for`, which in Python 3.11 may lose a
+            # `_require_answer` limits all commands. The client would use `wait_for`, which in Python 3.11 may lose a
             # cancellation.
             socket_connect_timeout=None,
             socket_timeout=None,
@@ -95,59 +98,59 @@ class Store:
     ) -> None:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                await self._client.aclose()
+                await self._redis_client.aclose()
         except (RedisError, OSError):
             pass  # the store is gone, and this gateway will be
 
-    async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.hset(self._key, self._me, message)
-        pipeline.pexpire(self._key, self._expires_ms)
-        if lost:
-            pipeline.hdel(self._key, *lost)
-        pipeline.hgetall(self._key)
-        async with self._answering():
+    async def exchange_messages(self, message: bytes, lost_gateways: Collection[str] = ()) -> dict[str, bytes]:
+        pipeline = self._redis_client.pipeline(transaction=False)
+        pipeline.hset(self._hash_key, self._own_name, message)
+        pipeline.pexpire(self._hash_key, self._expires_ms)
+        if lost_gateways:
+            pipeline.hdel(self._hash_key, *lost_gateways)
+        pipeline.hgetall(self._hash_key)
+        async with self._require_answer():
             *_, found = await pipeline.execute()
         return {name.decode(errors="replace"): text for name, text in found.items()}
 
-    async def publish(self, news: bytes) -> None:
-        async with self._answering():
-            await self._client.publish(self._key, self._sender + news)
+    async def publish_news(self, news: bytes) -> None:
+        async with self._require_answer():
+            await self._redis_client.publish(self._hash_key, self._sender_prefix + news)
 
-    async def listen(self, on_news: Callable[[bytes], None]) -> None:
-        async with aclosing(self._published()) as published:
+    async def listen_for_news(self, on_news: Callable[[bytes], None]) -> None:
+        async with aclosing(self._receive_news()) as published:
             async for message in published:
-                if not message.startswith(self._sender):
+                if not message.startswith(self._sender_prefix):
                     on_news(message.partition(b" ")[2])  # its exceptions are no failures of the store
 
-    async def leave(self) -> None:
-        async with self._answering():
-            await self._client.hdel(self._key, self._me)
+    async def delete_own_message(self) -> None:
+        async with self._require_answer():
+            await self._redis_client.hdel(self._hash_key, self._own_name)
 
-    async def _published(self) -> AsyncGenerator[bytes, None]:
+    async def _receive_news(self) -> AsyncGenerator[bytes, None]:
         """Yield the news of all gateways of the group. Ends only by raising StoreFailed."""
-        async with self._failing(), self._client.pubsub(ignore_subscribe_messages=True) as listener:
-            async with self._answering():
-                await listener.subscribe(self._key)
+        async with self._translate_errors(), self._redis_client.pubsub(ignore_subscribe_messages=True) as listener:
+            async with self._require_answer():
+                await listener.subscribe(self._hash_key)
             while True:
                 message = await listener.get_message(timeout=None)
                 if message is not None:
                     yield message["data"]
 
     @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        async with self._failing():
+    async def _require_answer(self) -> AsyncIterator[None]:
+        async with self._translate_errors():
             try:
                 async with asyncio.timeout(self._timeout_seconds):
                     yield
             except TimeoutError:
-                raise StoreFailed(f"no answer within {self._timeout_seconds:g} s") from None
+                raise StoreError(f"no answer within {self._timeout_seconds:g} s") from None
 
     @asynccontextmanager
-    async def _failing(self) -> AsyncIterator[None]:
+    async def _translate_errors(self) -> AsyncIterator[None]:
         try:
             yield
         except ResponseError as error:
-            raise StoreRefused(str(error)) from None
+            raise StoreCommandRefused(str(error)) from None
         except (RedisError, OSError, ValueError) as error:  # ValueError: the server does not speak the protocol
-            raise StoreFailed(str(error) or type(error).__name__) from None
+            raise StoreError(str(error) or type(error).__name__) from None

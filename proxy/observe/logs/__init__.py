@@ -24,7 +24,7 @@ from proxy.observe.logs.handler import (
     monotonic_zero,
     request_id,
 )
-from proxy.observe.logs.lines import Floods, LineWriter, Redaction, timestamp
+from proxy.observe.logs.lines import FloodLimits, LineWriter, Redaction, format_timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALWAYS",
-    "Lost",
+    "LostLines",
     "Redaction",
     "access_line",
     "access_lines",
     "call_before_lines",
+    "count_lost_lines",
     "flush",
-    "lost",
+    "format_timestamp",
     "monotonic_zero",
     "request_id",
     "set_level",
-    "setup",
-    "silenced",
-    "timestamp",
+    "set_up_logging",
+    "silence_log",
 ]
 
 
-class Lost(NamedTuple):
-    """Numbers of lines of this process that are not in the log, since `setup`."""
+class LostLines(NamedTuple):
+    """Numbers of lines of this process that are not in the log, since `set_up_logging`."""
 
     dropped: int = 0
     """Lines dropped because the log was not read in time."""
@@ -58,7 +58,7 @@ class Lost(NamedTuple):
     """Lines left out because too many of their kind came at once."""
 
 
-def setup(
+def set_up_logging(
     log: Log,
     stream: IO[str] | None = None,
     *,
@@ -81,18 +81,18 @@ def setup(
         redaction = Redaction(secrets)
         is_text = log.format == "text" or (log.format == "auto" and target.isatty())
         formatter = TextFormatter(redaction) if is_text else JsonFormatter(redaction)
-        root.addHandler(LineHandler(LineWriter(target.fileno()), formatter, Floods(clock)))
+        root.addHandler(LineHandler(LineWriter(target.fileno()), formatter, FloodLimits(clock)))
     root.setLevel(logging.WARNING)
     set_level(log.level)
 
 
-def set_level(level: str) -> None:
+def set_level(level_name: str) -> None:
     """Set the minimum level of the program's own lines."""
-    logging.getLogger("proxy").setLevel(level)
+    logging.getLogger("proxy").setLevel(level_name)
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
+def silence_log() -> Iterator[None]:
     """Write none of the program's own lines inside this context, because a sub-command reports its results itself."""
     logger = logging.getLogger("proxy")
     level = logger.level
@@ -103,7 +103,7 @@ def silenced() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def access_line(fields: Mapping[str, object]) -> None:
+def access_line(line_fields: Mapping[str, object]) -> None:
     """Write the line of a request that has just ended.
 
     Durations are in seconds, as text with milliseconds. If too many requests come that were sent to no engine, which
@@ -111,10 +111,10 @@ def access_line(fields: Mapping[str, object]) -> None:
     """
     for handler in _line_handlers():
         handler.settle_first()
-    access_lines([time.monotonic()], [fields])
+    access_lines([time.monotonic()], [line_fields])
 
 
-def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]]) -> None:
+def access_lines(ended_seconds: Iterable[float], fields: Iterable[Mapping[str, object]]) -> None:
     """Write the access log lines of several requests.
 
     Args:
@@ -123,9 +123,9 @@ def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]])
     """
     if not access.isEnabledFor(logging.INFO):
         return
-    entries = list(zip(map(monotonic_zero().__add__, ended), fields, strict=True))
+    entries = list(zip(map(monotonic_zero().__add__, ended_seconds), fields, strict=True))
     # Like `access.handle`, but without a record, a lock and a write for each line, which cost more than the line.
-    for handler in _handlers(access):
+    for handler in _log_handlers(access):
         if isinstance(handler, LineHandler):
             handler.write_requests(entries)
         elif handler.level <= logging.INFO:
@@ -149,12 +149,18 @@ def flush() -> None:
         handler.flush()
 
 
-def lost() -> Lost:
+def count_lost_lines() -> LostLines:
     """Return the numbers of lines that are not in the log."""
-    return next((Lost(handler.writer.dropped, handler.floods.suppressed) for handler in _line_handlers()), Lost())
+    return next(
+        (
+            LostLines(handler.line_writer.dropped_lines, handler.flood_limits.suppressed_lines)
+            for handler in _line_handlers()
+        ),
+        LostLines(),
+    )
 
 
-def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+def _log_handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
     """Return the handlers that the program's records reach."""
     at: logging.Logger | None = logger
     while at is not None:

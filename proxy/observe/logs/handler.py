@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.observe.logs.lines import MAX_VALUE_CHARS, REQUEST, LineKind, Redaction, plain_request_line, timestamp
+from proxy.observe.logs.lines import MAX_VALUE_CHARS, REQUEST, LineKind, Redaction, format_timestamp, plain_request_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from proxy.observe.logs.lines import Floods, LineWriter
+    from proxy.observe.logs.lines import FloodLimits, LineWriter
 
     Requests = Iterable[tuple[float, Mapping[str, object]]]
     """Times and fields of access lines."""
@@ -41,35 +41,39 @@ class LineFormatter(logging.Formatter):
 
     def __init__(self, redact: Callable[[str], str] | None = None) -> None:
         super().__init__()
-        self._redact = redact or Redaction()
+        self._redact_text = redact or Redaction()
 
     def format(self, record: logging.LogRecord) -> str:
-        line = self._line(record.created, record.levelname, record.name, record.getMessage(), _fields(record))
-        return self._redact(self._with_traceback(line, self._traceback(record)))
+        line = self._format_line(
+            record.created, record.levelname, record.name, record.getMessage(), _record_fields(record)
+        )
+        return self._redact_text(self._with_traceback(line, self._format_traceback(record)))
 
-    def request(self, created: float, fields: Mapping[str, object]) -> bytes:
+    def format_request(self, created: float, fields: Mapping[str, object]) -> bytes:
         """Return the line of a finished request, with its line end. `created`: system time of the end."""
-        line = self._line(created, **REQUEST, fields=fields)
+        line = self._format_line(created, **REQUEST, fields=fields)
         # the fields of a request without an error are names, numbers and ids
-        return encoded(line if fields.get("error") is None else self._redact(line))
+        return encode_line(line if fields.get("error") is None else self._redact_text(line))
 
     @abstractmethod
-    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str: ...
+    def _format_line(
+        self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]
+    ) -> str: ...
 
     @abstractmethod
     def _with_traceback(self, line: str, traceback: str) -> str:
         """Return the line with a traceback, if `traceback` is not empty."""
 
-    def _cut(self, text: str) -> str:
+    def _shorten_text(self, text: str) -> str:
         if len(text) <= MAX_VALUE_CHARS:
             return text
         # Secrets are masked before the text is cut, because a part of a secret would not be recognised.
-        return self._redact(text[: 2 * MAX_VALUE_CHARS])[:MAX_VALUE_CHARS] + "…"
+        return self._redact_text(text[: 2 * MAX_VALUE_CHARS])[:MAX_VALUE_CHARS] + "…"
 
-    def _traceback(self, record: logging.LogRecord) -> str:
+    def _format_traceback(self, record: logging.LogRecord) -> str:
         if not record.exc_info:
             return ""
-        text = self._redact(self.formatException(record.exc_info))
+        text = self._redact_text(self.formatException(record.exc_info))
         half = MAX_TRACEBACK_CHARS // 2
         return text if len(text) <= MAX_TRACEBACK_CHARS else f"{text[:half]}\n…\n{text[-half:]}"
 
@@ -77,23 +81,23 @@ class LineFormatter(logging.Formatter):
 class TextFormatter(LineFormatter):
     """`2026-01-31T12:00:00.000Z INFO proxy.discovery.prober message key=value`."""
 
-    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
-        message = self._cut(message)
+    def _format_line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
+        message = self._shorten_text(message)
         parts = [
-            f"{timestamp(created)} {level} {logger}",
+            f"{format_timestamp(created)} {level} {logger}",
             message if message.isprintable() else _escape(message),
         ]
-        parts += [f"{name}={self._value(value)}" for name, value in fields.items()]
+        parts += [f"{name}={self._format_value(value)}" for name, value in fields.items()]
         return " ".join(parts)
 
     def _with_traceback(self, line: str, traceback: str) -> str:
         # indented, so that no line of an exception looks like a record
         return line + "".join(f"\n    {_escape(part)}" for part in traceback.split("\n") if part)
 
-    def _value(self, value: object) -> str:
+    def _format_value(self, value: object) -> str:
         if isinstance(value, str):
             if len(value) > MAX_VALUE_CHARS:
-                value = self._cut(value)
+                value = self._shorten_text(value)
             return value if _is_plain(value) else json.dumps(value)
         if isinstance(value, float):
             return f"{value:.3f}"
@@ -101,49 +105,49 @@ class TextFormatter(LineFormatter):
             return "-"
         if isinstance(value, int):
             return str(value).lower()
-        return json.dumps(self._cut(str(value)))
+        return json.dumps(self._shorten_text(str(value)))
 
 
 class JsonFormatter(LineFormatter):
     """One JSON object per line, with the fields of the record as members."""
 
-    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
+    def _format_line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
         entry: dict[str, object] = {
-            "time": timestamp(created),
+            "time": format_timestamp(created),
             "level": level,
             "logger": logger,
             "message": message,
             **fields,
         }
-        line = self._dumps(entry)
+        line = self._dump_json(entry)
         if len(line) > MAX_VALUE_CHARS:
-            cut = {k: v if isinstance(v, int | float | None) else self._cut(str(v)) for k, v in entry.items()}
-            line = self._dumps(cut)
+            cut = {k: v if isinstance(v, int | float | None) else self._shorten_text(str(v)) for k, v in entry.items()}
+            line = self._dump_json(cut)
         return line
 
-    def request(self, created: float, fields: Mapping[str, object]) -> bytes:
-        return plain_request_line(created, fields) or super().request(created, fields)
+    def format_request(self, created: float, fields: Mapping[str, object]) -> bytes:
+        return plain_request_line(created, fields) or super().format_request(created, fields)
 
     def _with_traceback(self, line: str, traceback: str) -> str:
         return f'{line[:-1]},"traceback":{json.dumps(traceback)}}}' if traceback else line
 
-    def _dumps(self, entry: Mapping[str, object]) -> str:
+    def _dump_json(self, entry: Mapping[str, object]) -> str:
         try:
-            line = orjson.dumps(entry, default=self._other).decode()
+            line = orjson.dumps(entry, default=self._format_other).decode()
         except TypeError:  # orjson refuses lone surrogates, and Python's encoder escapes them
             line = ""
-        return line if line.isprintable() and line else json.dumps(entry, default=self._other)
+        return line if line.isprintable() and line else json.dumps(entry, default=self._format_other)
 
-    def _other(self, value: object) -> str:
-        return self._cut(str(value))
+    def _format_other(self, value: object) -> str:
+        return self._shorten_text(str(value))
 
 
-def encoded(line: str) -> bytes:
+def encode_line(line: str) -> bytes:
     """Return a log line with its line end, as bytes."""
     return f"{line}\n".encode(errors="backslashreplace")
 
 
-def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+def _record_fields(record: logging.LogRecord) -> Mapping[str, object]:
     fields: Mapping[str, object] = getattr(record, "fields", {})
     current = request_id.get()
     return fields if "id" in fields or not current else {"id": current, **fields}
@@ -179,31 +183,31 @@ _ALIKE: Final = vars(logging.LogRecord(access.name, logging.INFO, "", 0, "reques
 class LineHandler(logging.Handler):
     """The only handler of the program. The holder of its lock, which is logging's, never waits."""
 
-    def __init__(self, writer: LineWriter, formatter: LineFormatter, floods: Floods) -> None:
+    def __init__(self, writer: LineWriter, formatter: LineFormatter, floods: FloodLimits) -> None:
         super().__init__()
         self.setFormatter(formatter)
-        self._lines = formatter
-        self.writer = writer
-        self.floods = floods
+        self._line_formatter = formatter
+        self.line_writer = writer
+        self.flood_limits = floods
         self._reported_dropped = 0
-        self._settle: Callable[[], None] | None = None
-        self._settles_on = 0  # id of the thread
+        self._settle_callback: Callable[[], None] | None = None
+        self._settle_thread_id = 0  # id of the thread
 
     def call_before_lines(self, settle: Callable[[], None]) -> None:
-        self._settle, self._settles_on = settle, threading.get_ident()
+        self._settle_callback, self._settle_thread_id = settle, threading.get_ident()
 
     def settle_first(self) -> None:
         """Write the delayed lines that come before the next one."""
         # lines of other threads have no order relative to these
-        if self._settle is not None and threading.get_ident() == self._settles_on:
-            self._settle()
+        if self._settle_callback is not None and threading.get_ident() == self._settle_thread_id:
+            self._settle_callback()
 
     def write_requests(self, requests: Requests) -> None:
         """Write the lines of finished requests together."""
         self.acquire()
         try:
-            self.writer.keep(self._request_lines(requests))
-            if self.writer.flush():
+            self.line_writer.keep_lines(self._request_lines(requests))
+            if self.line_writer.flush_kept():
                 self._report_dropped()
         finally:
             self.release()
@@ -211,46 +215,46 @@ class LineHandler(logging.Handler):
     def _request_lines(self, requests: Requests) -> Iterator[bytes]:
         for created, fields in requests:
             if fields.get("term") != "--" and (kind := _kind_of_request(fields)) is not None:
-                if not self.floods.admits(kind):
+                if not self.flood_limits.admits_line(kind):
                     continue
-                if suppressed := self.floods.take_suppressed(kind):
+                if suppressed := self.flood_limits.take_suppressed(kind):
                     fields = {**fields, "suppressed": suppressed}
             try:
-                line = self._lines.request(created, fields)
+                line = self._line_formatter.format_request(created, fields)
             except Exception:
-                self._add("proxy.logs", logging.ERROR, "bad line of a request", {})
+                self._add_own_line("proxy.logs", logging.ERROR, "bad line of a request", {})
             else:
                 yield line
 
     def emit(self, record: logging.LogRecord) -> None:
-        kind = _kind(record)
+        kind = _kind_of_record(record)
         if kind is not None:
-            if not self.floods.admits(kind):
+            if not self.flood_limits.admits_line(kind):
                 return
-            if suppressed := self.floods.take_suppressed(kind):
+            if suppressed := self.flood_limits.take_suppressed(kind):
                 record.fields = {**getattr(record, "fields", {}), "suppressed": suppressed}
         try:
             line = self.format(record)
         except Exception:
             # like all logging handlers, because a mistake in a log call must not fail the caller
-            self._add("proxy.logs", logging.ERROR, f"bad log call in {record.filename}:{record.lineno}", {})
+            self._add_own_line("proxy.logs", logging.ERROR, f"bad log call in {record.filename}:{record.lineno}", {})
         else:
             self.settle_first()
-            self._write(line)
+            self._write_line(line)
 
     def flush(self) -> None:
         """Write delayed lines, and the numbers of lines that were left out. Must be called regularly."""
         self.acquire()
         try:
-            for kind in list(self.floods.overdue()):
+            for kind in list(self.flood_limits.overdue_kinds()):
                 known: dict[str, object] = {
                     "term": kind.term,
                     "code": kind.code,
-                    "suppressed": self.floods.take_suppressed(kind),
+                    "suppressed": self.flood_limits.take_suppressed(kind),
                 }
                 fields = {name: value for name, value in known.items() if value}
-                self._add(kind.logger, kind.level, f"left out: {kind.message}", fields)
-            if self.writer.flush():
+                self._add_own_line(kind.logger, kind.level, f"left out: {kind.message}", fields)
+            if self.line_writer.flush_kept():
                 self._report_dropped()
         finally:
             self.release()
@@ -259,29 +263,29 @@ class LineHandler(logging.Handler):
         # The descriptor may be closed before the last lines of the program.
         logging.getLogger().removeHandler(self)
         super().close()
-        self.writer.close()
+        self.line_writer.close()
 
-    def _write(self, line: str) -> None:
-        if self.writer.write(encoded(line)):
+    def _write_line(self, line: str) -> None:
+        if self.line_writer.write(encode_line(line)):
             self._report_dropped()
 
     def _report_dropped(self) -> None:
-        dropped = self.writer.dropped - self._reported_dropped
+        dropped = self.line_writer.dropped_lines - self._reported_dropped
         if dropped:
             self._reported_dropped += dropped
-            self._add(
+            self._add_own_line(
                 "proxy.logs", logging.WARNING, "lines were dropped: the log was not read in time", {"dropped": dropped}
             )
 
-    def _add(self, name: str, level: int, message: str, fields: dict[str, object]) -> None:
+    def _add_own_line(self, name: str, level: int, message: str, fields: dict[str, object]) -> None:
         """Write a log line of the handler itself."""
         record = logging.LogRecord(name, level, "", 0, message, None, None)
         record.fields = fields
         # in an empty context, because the line does not belong to the current request
-        self._write(Context().run(self.format, record))
+        self._write_line(Context().run(self.format, record))
 
 
-def _kind(record: logging.LogRecord) -> LineKind | None:
+def _kind_of_record(record: logging.LogRecord) -> LineKind | None:
     """Return the kind of a record for the limits, or None if it is never left out."""
     if getattr(record, "is_always_written", False):
         return None

@@ -51,51 +51,55 @@ class LineKind(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Bucket:
-    tokens: float
+class _TokenBucket:
+    available_tokens: float
     filled_at: float
-    unreported: int = 0
+    unreported_lines: int = 0
     """Number of lines left out since the number was last logged."""
     unreported_since: float = 0.0
 
 
-class Floods:
+class FloodLimits:
     """The token buckets, one per kind. There must be few kinds, because each bucket stays in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: dict[LineKind, _Bucket] = {}
-        self.suppressed = 0
+        self._buckets_by_kind: dict[LineKind, _TokenBucket] = {}
+        self.suppressed_lines = 0
         """Total number of lines left out."""
 
-    def admits(self, kind: LineKind) -> bool:
+    def admits_line(self, kind: LineKind) -> bool:
         """Return whether one more line of this kind may be written now."""
         now = self._clock()
-        bucket = self._buckets.get(kind)
+        bucket = self._buckets_by_kind.get(kind)
         if bucket is None:
-            bucket = self._buckets[kind] = _Bucket(BURST_LINES, now)
-        bucket.tokens = min(BURST_LINES, bucket.tokens + (now - bucket.filled_at) * LINES_PER_SECOND)
+            bucket = self._buckets_by_kind[kind] = _TokenBucket(BURST_LINES, now)
+        bucket.available_tokens = min(
+            BURST_LINES, bucket.available_tokens + (now - bucket.filled_at) * LINES_PER_SECOND
+        )
         bucket.filled_at = now
-        if bucket.tokens >= 1.0:
-            bucket.tokens -= 1.0
+        if bucket.available_tokens >= 1.0:
+            bucket.available_tokens -= 1.0
             return True
-        if not bucket.unreported:
+        if not bucket.unreported_lines:
             bucket.unreported_since = now
-        bucket.unreported += 1
-        self.suppressed += 1
+        bucket.unreported_lines += 1
+        self.suppressed_lines += 1
         return False
 
     def take_suppressed(self, kind: LineKind) -> int:
         """Return how many lines of this kind were left out since the last call."""
-        bucket = self._buckets[kind]
-        unreported, bucket.unreported = bucket.unreported, 0
+        bucket = self._buckets_by_kind[kind]
+        unreported, bucket.unreported_lines = bucket.unreported_lines, 0
         return unreported
 
-    def overdue(self) -> Iterator[LineKind]:
+    def overdue_kinds(self) -> Iterator[LineKind]:
         """Return the kinds whose numbers are due: lines were left out a while ago, and no line has come since."""
         told_by = self._clock() - _TELL_AFTER_SECONDS
         return (
-            kind for kind, bucket in self._buckets.items() if bucket.unreported and bucket.unreported_since <= told_by
+            kind
+            for kind, bucket in self._buckets_by_kind.items()
+            if bucket.unreported_lines and bucket.unreported_since <= told_by
         )
 
 
@@ -115,12 +119,14 @@ class Redaction:
     """Masks bearer tokens, keys in OpenAI's form (`sk-…`), and configured secrets."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        spellings = {spelling for secret in secrets if len(secret) >= _LEAST_CHARS for spelling in _spellings(secret)}
+        spellings = {
+            spelling for secret in secrets if len(secret) >= _LEAST_CHARS for spelling in _spellings_of_secret(secret)
+        }
         # the longest first, because a secret may be the beginning of another
-        self._secrets = sorted(spellings, key=len, reverse=True)
+        self._secret_spellings = sorted(spellings, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        for secret in self._secrets:
+        for secret in self._secret_spellings:
             if secret in text:
                 text = text.replace(secret, MASK)
         # A search for strings takes a twentieth of the time of the expression.
@@ -130,7 +136,7 @@ class Redaction:
         return text
 
 
-def _spellings(secret: str) -> set[str]:
+def _spellings_of_secret(secret: str) -> set[str]:
     """Return a secret as it is, and as JSON writes it."""
     return {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
 
@@ -158,7 +164,7 @@ def plain_request_line(created: float, fields: Mapping[str, object]) -> bytes | 
         members = orjson.dumps(fields)
     except TypeError:
         return None
-    line = b"".join((b'{"time":"', timestamp(created).encode(), _MEMBERS, members[1:], b"\n"))
+    line = b"".join((b'{"time":"', format_timestamp(created).encode(), _MEMBERS, members[1:], b"\n"))
     return line if len(line) <= MAX_VALUE_CHARS and line.isascii() and _DELETE not in line else None
 
 
@@ -167,7 +173,7 @@ _second = (0, "")
 _MILLISECONDS: Final = tuple([f".{number:03d}Z" for number in range(1000)])
 
 
-def timestamp(created: float) -> str:
+def format_timestamp(created: float) -> str:
     """Return a time as UTC with milliseconds. The date is formatted once a second."""
     global _second
     whole = int(created)
@@ -185,57 +191,57 @@ class LineWriter:
     """Lines on the way to one file description, which the writer opens for itself if the kernel allows that."""
 
     def __init__(self, fd: int, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
-        self._raw = _open(fd)
+        self._raw_output = _open_output(fd)
         self._max_kept_bytes = max_kept_bytes
-        self._kept: deque[bytes] = deque()
+        self._kept_lines: deque[bytes] = deque()
         self._kept_bytes = 0
         self._is_begun = False
         """Whether the first kept line is the rest of a partly written line."""
         self._is_failing = False
         """Whether the last write failed for another reason than a full pipe."""
-        self.dropped = 0
+        self.dropped_lines = 0
         """Total number of dropped lines."""
 
     def write(self, line: bytes) -> bool:
         """Write a line at once, or keep or drop it; return whether all lines are written."""
-        return self.keep((line,)) and self.flush()
+        return self.keep_lines((line,)) and self.flush_kept()
 
-    def keep(self, lines: Iterable[bytes]) -> bool:
+    def keep_lines(self, lines: Iterable[bytes]) -> bool:
         """Keep lines for the next flush. Returns False if one was dropped."""
         lines = tuple(lines)
         kept_bytes = self._kept_bytes + sum(map(len, lines))
         if kept_bytes <= self._max_kept_bytes:
-            self._kept.extend(lines)
+            self._kept_lines.extend(lines)
             self._kept_bytes = kept_bytes
             return True
         is_kept = True
         for line in lines:
             kept_bytes = self._kept_bytes + len(line)
             if kept_bytes > self._max_kept_bytes:
-                self.flush()
+                self.flush_kept()
                 kept_bytes = self._kept_bytes + len(line)
                 if kept_bytes > self._max_kept_bytes:
-                    self.dropped += 1
+                    self.dropped_lines += 1
                     is_kept = False
                     continue
-            self._kept.append(line)
+            self._kept_lines.append(line)
             self._kept_bytes = kept_bytes
         return is_kept
 
-    def flush(self) -> bool:
+    def flush_kept(self) -> bool:
         """Write kept lines, as far as possible without waiting; return whether the writer takes lines."""
-        kept = self._kept
+        kept = self._kept_lines
         while kept:
-            lines, count = self._next()
+            lines, count = self._next_piece()
             try:
-                taken = self._raw.write(lines) or 0
+                taken = self._raw_output.write(lines) or 0
             except OSError:  # the disk is full, or the reader is gone
                 self._is_failing = True
-                self._drop()
+                self._drop_kept()
                 return False
             self._is_failing = False
             if taken < len(lines):
-                self._take_out(taken)
+                self._remove_written(taken)
                 if not taken:
                     return False
                 continue
@@ -247,45 +253,45 @@ class LineWriter:
 
     def close(self) -> None:
         """Close the file description. Kept lines are lost."""
-        self._raw.close()
+        self._raw_output.close()
 
-    def _next(self) -> tuple[bytes, int]:
+    def _next_piece(self) -> tuple[bytes, int]:
         """Return as many lines as a pipe takes in one piece, or one longer line, and their number."""
         size_bytes = count = 0
-        for line in self._kept:
+        for line in self._kept_lines:
             size_bytes += len(line)
             if size_bytes > _WRITE_BYTES:
                 break
             count += 1
-        return (b"".join(islice(self._kept, count)), count) if count else (self._kept[0], 1)
+        return (b"".join(islice(self._kept_lines, count)), count) if count else (self._kept_lines[0], 1)
 
-    def _take_out(self, taken_bytes: int) -> None:
+    def _remove_written(self, taken_bytes: int) -> None:
         """Remove the bytes that were written from the kept lines."""
         self._kept_bytes -= taken_bytes
         while taken_bytes:
-            line = self._kept.popleft()
+            line = self._kept_lines.popleft()
             taken_bytes -= len(line)
             self._is_begun = taken_bytes < 0
             if self._is_begun:
-                self._kept.appendleft(line[taken_bytes:])
+                self._kept_lines.appendleft(line[taken_bytes:])
                 return
 
-    def _drop(self) -> None:
+    def _drop_kept(self) -> None:
         """Drop all kept log lines that are not partly written."""
-        begun = [self._kept[0]] if self._is_begun else []
-        self.dropped += len(self._kept) - len(begun)
-        self._kept = deque(begun)
+        begun = [self._kept_lines[0]] if self._is_begun else []
+        self.dropped_lines += len(self._kept_lines) - len(begun)
+        self._kept_lines = deque(begun)
         self._kept_bytes = sum(map(len, begun))
 
 
-class _Raw(Protocol):
+class _RawOutput(Protocol):
     def write(self, line: bytes, /) -> int | None:
         """Return the number of bytes written, or None if the write would wait. Raises OSError."""
 
     def close(self) -> None: ...
 
 
-def _open(fd: int) -> _Raw:
+def _open_output(fd: int) -> _RawOutput:
     """Return a duplicate of the descriptor that writes without waiting.
 
     O_NONBLOCK belongs to the file description, which standard output shares with the shell and its other programs. So a
@@ -293,45 +299,45 @@ def _open(fd: int) -> _Raw:
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISSOCK(mode):
-        return _Socket(fd)
+        return _SocketOutput(fd)
     if stat.S_ISREG(mode):
         return io.FileIO(os.dup(fd), "w")
     try:
         return io.FileIO(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "w")
     except OSError:  # another user's pipe, as after `su` in a container; a pipe without a reader; no /proc
-        return _Polled(fd)
+        return _PolledOutput(fd)
 
 
-class _Socket:
+class _SocketOutput:
     """A socket, such as the one to systemd's journal. It cannot be reopened, but supports writes without waiting."""
 
     def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=os.dup(fd))
+        self._log_socket = socket.socket(fileno=os.dup(fd))
 
     def write(self, line: bytes) -> int | None:
         try:
-            return self._socket.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return self._log_socket.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return None
 
     def close(self) -> None:
-        self._socket.close()
+        self._log_socket.close()
 
 
-class _Polled:
+class _PolledOutput:
     """A pipe or terminal that is polled before each write.
 
     A write waits only if another process fills it in between.
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd = os.dup(fd)
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLOUT)
+        self._descriptor = os.dup(fd)
+        self._poll_object = select.poll()
+        self._poll_object.register(self._descriptor, select.POLLOUT)
 
     def write(self, line: bytes) -> int | None:
         # a pipe that is ready has room for this size
-        return os.write(self._fd, line[: select.PIPE_BUF]) if self._poll.poll(0) else None
+        return os.write(self._descriptor, line[: select.PIPE_BUF]) if self._poll_object.poll(0) else None
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self._descriptor)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from proxy.balancer.engines import EngineKeys, Identity, parse_kind, parse_setup
-from proxy.balancer.recognition import EngineReport, recognise
+from proxy.balancer.engines import EngineIdentity, EngineKeys, parse_kind, parse_setup
+from proxy.balancer.recognition import EngineReport, recognise_connector
 from proxy.common.backend import Backend, Role
 from proxy.fleet.discovery.sources import configured_instances
 from proxy.settings import LoadedSettings, Settings, SettingsError
@@ -46,10 +46,10 @@ def detect_connector(loaded: LoadedSettings) -> str:
         logger.info("connector: auto selects plain: there are no prefillers")
         return "plain"
     engines, silent = asyncio.run(_query_all_engines(settings, loaded.tls))
-    finding = recognise(engines)
+    finding = recognise_connector(engines)
     left_out = "".join(f"; {name} did not say ({problem})" for name, problem in silent.items())
-    logger.info("connector: auto selects %s: %s%s", finding.connector, finding.reason, left_out)
-    return finding.connector
+    logger.info("connector: auto selects %s: %s%s", finding.connector_name, finding.recognition_reason, left_out)
+    return finding.connector_name
 
 
 def replace_connector(loaded: LoadedSettings, connector: str) -> LoadedSettings:
@@ -111,13 +111,13 @@ class EngineQuerier:
             answer = await self._get_path(engine, _MODELS_PATH, self._timeout_seconds)
             if answer.status != 200:
                 return f"{_MODELS_PATH} answered with status {answer.status}"
-            models = answer.json
+            models = answer.parsed_json
         except EngineRequestError as error:
             return str(error)
         except ValueError as error:
             return f"{_MODELS_PATH} failed ({type(error).__name__})"
         setup = parse_setup(await self._query_server_info(engine))
-        identity = Identity(parse_kind(models), setup=setup)
+        identity = EngineIdentity(parse_kind(models), engine_setup=setup)
         return EngineReport(engine.role, engine.name, identity, engine.is_elastic)
 
     async def _query_server_info(self, engine: Backend) -> Any:
@@ -128,9 +128,9 @@ class EngineQuerier:
             except EngineRequestError:
                 return None
             if answer.status != 404:
-                return answer.json_or_none if answer.status == 200 else None
+                return answer.parsed_json_or_none if answer.status == 200 else None
         return None
 
     async def _get_path(self, engine: Backend, path: str, timeout_seconds: float) -> BufferedResponse:
         """Return an engine's answer. Raises EngineRequestError."""
-        return await self._client.get(engine.url, path, timeout_seconds, self._keys.headers(engine))
+        return await self._client.get_body(engine.url, path, timeout_seconds, self._keys.credential_headers(engine))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy import SERVER
 from proxy.common import blocking_http
-from proxy.process.shared import Listeners
+from proxy.process.shared import ListeningSockets
 from proxy.settings import Settings, SettingsError, connectable_host
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class PortInUse(OSError):
         self.port = port
 
 
-def open_listeners(settings: Settings, given: Mapping[str, socket.socket] = _NO_SOCKETS) -> Listeners:
+def open_listeners(settings: Settings, given: Mapping[str, socket.socket] = _NO_SOCKETS) -> ListeningSockets:
     """Return the listening sockets. `given`: open sockets by their names in Listeners.
 
     Raises OSError with one sentence for the operator, and SettingsError, also if a given socket has another address
@@ -58,7 +58,7 @@ def open_listeners(settings: Settings, given: Mapping[str, socket.socket] = _NO_
         assert clients is not None
         admins, probes = open_if("admin", admin.host, admin.port), open_if("probes", admin.host, admin.probe_port)
         callbacks = [stack.enter_context(listener) for listener in _callback_listeners(settings)]
-        listeners = Listeners(clients, admins, probes, callbacks)
+        listeners = ListeningSockets(clients, admins, probes, callbacks)
         stack.pop_all()  # from here on all are closed together
         return listeners
 
@@ -169,7 +169,7 @@ def listen_after_predecessor(
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
-) -> Listeners:
+) -> ListeningSockets:
     """Listen like `open_listeners`, but wait for ports that are in use.
 
     The limit is the time of a drain, if a draining gateway has the ports. Another process has the time that a gateway

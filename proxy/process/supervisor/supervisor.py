@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from proxy.common.build_info import BUILD_KIND, IS_COMPILED
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
-from proxy.process.shared import RunWorker, Shared, share, start_successor
+from proxy.process.shared import RunWorker, SharedState, create_shared_state, start_successor
 from proxy.process.supervisor.listening import listen_after_predecessor, take_systemd_sockets
 from proxy.process.takeover import Predecessor, Successor
 
@@ -65,11 +65,11 @@ def run_supervisor(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     _raise_fd_limit()
-    predecessor = Predecessor.of(os.environ)
-    given = take_systemd_sockets(os.environ) if predecessor is None else predecessor.sockets
+    predecessor = Predecessor.from_environment(os.environ)
+    given = take_systemd_sockets(os.environ) if predecessor is None else predecessor.sockets_by_name
     loaded = load()
     settings = loaded.settings
-    logs.setup(settings.log, secrets=secrets_of(settings))
+    logs.set_up_logging(settings.log, secrets=secrets_of(settings))
     logger.info("%s is starting", BUILD_KIND)
     if not IS_COMPILED:
         logger.info(
@@ -96,8 +96,8 @@ def run_supervisor(
         if run is None:
             from proxy.process import worker
 
-            run = worker.run
-        shared = share(loaded, lambda: replace_connector(load(), connector), listeners, predecessor)
+            run = worker.run_worker
+        shared = create_shared_state(loaded, lambda: replace_connector(load(), connector), listeners, predecessor)
         if settings.workers == 1:
             return run(shared, 0, None)
         return _WorkerSupervisor(shared, run, restarts or RestartPolicy()).keep_workers_alive()
@@ -137,11 +137,11 @@ class _WorkerSlot:
 class _WorkerSupervisor:
     """Owns the slots. All times are monotonic seconds."""
 
-    def __init__(self, shared: Shared, run: RunWorker, restarts: RestartPolicy) -> None:
+    def __init__(self, shared: SharedState, run: RunWorker, restarts: RestartPolicy) -> None:
         self._shared = shared
         self._run = run
         self._restarts = restarts
-        settings = shared.configuration.current().settings
+        settings = shared.configuration.current_snapshot().settings
         self._slots = [_WorkerSlot(worker) for worker in range(settings.workers)]
         self._watchdog = None
         if settings.worker_timeout_seconds is not None:
@@ -209,7 +209,7 @@ class _WorkerSupervisor:
 
     def _check_successor(self) -> bool:
         """Drain the workers if another process has taken over; return whether it has just done so."""
-        if self._successor is None or (has_taken_over := self._successor.look()) is None:
+        if self._successor is None or (has_taken_over := self._successor.check_takeover()) is None:
             return False
         self._successor = None
         if not has_taken_over or self._is_stopping:
@@ -223,7 +223,7 @@ class _WorkerSupervisor:
         if self._check_successor():
             return True
         if self._successor is not None:
-            self._successor.stop()
+            self._successor.stop_process()
             self._successor = None
         return False
 
@@ -231,7 +231,7 @@ class _WorkerSupervisor:
         """Replace no more workers. They get this time to stop, after the signal that follows."""
         # Only workers accept. If this copy stayed open after theirs, clients would wait in its queue.
         self._shared.listeners.close()
-        drain = self._shared.configuration.current().settings.drain
+        drain = self._shared.configuration.current_snapshot().settings.drain
         seconds = drain.not_ready_seconds + drain.streams_seconds + _STOP_GRACE_SECONDS
         self._kill_at = time.monotonic() + (_STOP_NOW_GRACE_SECONDS if now else seconds)
         for seat in self._slots:
@@ -248,7 +248,7 @@ class _WorkerSupervisor:
     def _kill_frozen_workers(self) -> None:
         if self._watchdog is None or time.monotonic() < self._watchdog.next_check_at:
             return
-        counts = self._shared.heartbeats.counts()
+        counts = self._shared.heartbeats.counts_by_worker()
         living = {seat.worker_number: counts[seat.worker_number] for seat in self._slots if seat.pid is not None}
         for worker in self._watchdog.find_frozen_workers(time.monotonic(), living):
             seat = self._slots[worker]
@@ -282,7 +282,7 @@ class _WorkerSupervisor:
         seat.pid = None
         reason = "frozen" if seat.is_frozen else "died"
         seat.is_frozen = False
-        self._shared.erase(seat.worker_number)
+        self._shared.erase_worker(seat.worker_number)
         with suppress(FileNotFoundError):  # another process has deleted a file in the meantime
             multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
         if self._is_stopping:
@@ -310,7 +310,7 @@ class _WorkerSupervisor:
             delay,
         )
         seat.next_start_at = now + delay
-        self._shared.heartbeats.note_replacement(reason)
+        self._shared.heartbeats.record_replacement(reason)
 
     def _start_due_workers(self) -> None:
         now = time.monotonic()

@@ -9,39 +9,39 @@ from aiohttp import web
 from proxy.api.credentials import Administrators
 from proxy.listener import replies
 from proxy.listener.http_listener import HttpListener
-from proxy.process.configuration import text_of
+from proxy.process.configuration import text_of_secret
 from proxy.settings.tls import TlsFiles, make_server_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.process.worker.basis import Basis
+    from proxy.process.worker.basis import WorkerBasis
     from proxy.settings import Listen, Settings
 
 
-def application(basis: Basis) -> web.Application:
+def make_application(basis: WorkerBasis) -> web.Application:
     """Return an application without routes that answers errors in the gateway's form, and counts refusals."""
     app = web.Application()
-    replies.install(app, basis.metrics)
+    replies.install_replies(app, basis.metrics)
     return app
 
 
-def administrators_of(basis: Basis, host: str, *, trusts_local: bool = False) -> Administrators:
+def administrators_of(basis: WorkerBasis, host: str, *, trusts_local: bool = False) -> Administrators:
     """Return the check for administrators on the listener of this host.
 
     `trusts_local`: clients do not use the listener.
     """
 
     return Administrators(
-        lambda: text_of(basis.settings.auth.admin_key),
+        lambda: text_of_secret(basis.settings.auth.admin_key),
         listens_on=host,
         trusts_local=lambda: trusts_local or basis.settings.admin.trust_local,
         trusted_proxies=lambda: basis.settings.listen.trusted_proxies,
     )
 
 
-def http_listener(
-    basis: Basis,
+def make_http_listener(
+    basis: WorkerBasis,
     app: web.Application,
     limits: Callable[[Settings], Listen] = lambda settings: settings.listen,
     tls_section: str | None = None,
@@ -59,13 +59,13 @@ def http_listener(
 
     def on_change(new: Settings) -> None:
         nonlocal files
-        made.configure(limits(new))
-        if tls_section is not None and basis.live.current.tls != files:
-            files = basis.live.current.tls
+        made.set_limits(limits(new))
+        if tls_section is not None and basis.live_configuration.current_snapshot.tls_files != files:
+            files = basis.live_configuration.current_snapshot.tls_files
             made.tls = make_server_context(tls_section, files)
 
     on_change(basis.settings)
-    basis.live.call_on_change(on_change)
+    basis.live_configuration.call_on_change(on_change)
     if tls_section is not None:
         basis.watch_expiry(tls_section, f"{tls_section}.tls_certificate")
     return made

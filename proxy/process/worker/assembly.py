@@ -14,19 +14,19 @@ from proxy.api.openapi import OpenApi
 from proxy.api.roles import RolesApi
 from proxy.api.status_page import StatusPage
 from proxy.connectors.releaser import TRANSFER_SETTLE_SECONDS, KvReleaser
-from proxy.fleet.discovery.prober import PeerVerdicts, Prober
+from proxy.fleet.discovery.prober import HealthProber, PeerVerdicts
 from proxy.fleet.roles import RoleController, RoleControllerParts, RoleMover, RoleMoverParts
 from proxy.gateway.lanes import Evacuation, Lanes
 from proxy.listener.drain import DrainManager
 from proxy.observe import logs
 from proxy.observe.metrics import Metrics
 from proxy.observe.usage_ledger import UsageKeeper, UsageLedger
-from proxy.process.configuration import ConfigSnapshot, ConfigWatcher, shown
-from proxy.process.monitor import Memory, Monitor, MonitorParts
-from proxy.process.worker.applications import administrators_of, application, callback_limits, http_listener
+from proxy.process.configuration import ConfigSnapshot, ConfigWatcher, masked_options
+from proxy.process.monitor import MemoryUse, MonitorParts, WorkerMonitor
+from proxy.process.worker.applications import administrators_of, callback_limits, make_application, make_http_listener
 from proxy.process.worker.balancing import Balancing, build_balancing
-from proxy.process.worker.basis import Basis, LiveConfiguration
-from proxy.process.worker.clients import Clients, build_clients
+from proxy.process.worker.basis import LiveConfiguration, WorkerBasis
+from proxy.process.worker.clients import ClientParts, build_clients
 from proxy.process.worker.engines import EngineParts, build_engines
 from proxy.process.worker.optional_parts import build_kv_events, build_replicas, build_tracing
 from proxy.process.worker.status import StatusParts, StatusReporter
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pools
     from proxy.balancer.shared.scoreboard import PinnedKv
-    from proxy.fleet.discovery.joining import Joiner
+    from proxy.fleet.discovery.joining import InstanceJoiner
     from proxy.gateway.work import RequestService
     from proxy.listener.http_listener import HttpListener
-    from proxy.observe.observers import Observers
+    from proxy.observe.observers import RequestObservers
     from proxy.observe.record import Traces
-    from proxy.process.shared import Shared
+    from proxy.process.shared import SharedState
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 
@@ -53,129 +53,138 @@ if TYPE_CHECKING:
 class Worker:
     """The parts of a worker that its process uses. They do not listen yet."""
 
-    index: int
+    worker_number: int
     """Number of the worker, from 0."""
-    live: LiveConfiguration
+    live_configuration: LiveConfiguration
     metrics: Metrics
-    monitor: Monitor
-    drain: DrainManager
-    watcher: ConfigWatcher
+    monitor: WorkerMonitor
+    drain_manager: DrainManager
+    config_watcher: ConfigWatcher
     health: Health
     pools: Pools
     pinned_kv: PinnedKv
-    prober: Prober
-    joiner: Joiner
+    prober: HealthProber
+    joiner: InstanceJoiner
     upstream: Upstream
     releaser: KvReleaser
     lanes: Lanes
-    service: RequestService
+    request_service: RequestService
     """The service of the lane with all instances."""
-    observers: Observers
+    request_observers: RequestObservers
     evacuation: Evacuation
     role_mover: RoleMover | None
     """Moves elastic instances. None: another worker does that."""
     role_controller: RoleController | None
     """Decides which elastic instances move. None: another worker does that."""
     peer_verdicts: PeerVerdicts
-    front: HttpListener
+    client_listener: HttpListener
     """Listener for clients."""
-    admin_front: HttpListener | None
+    admin_listener: HttpListener | None
     """Listener for operators; None if they use the listener for clients."""
-    callback_front: HttpListener | None
+    callback_listener: HttpListener | None
     """Listener for callbacks of engines; None if the connector has none."""
 
     @property
-    def current(self) -> ConfigSnapshot:
+    def current_snapshot(self) -> ConfigSnapshot:
         """The configuration that the worker uses now."""
-        return self.live.current
+        return self.live_configuration.current_snapshot
 
     @property
     def settings(self) -> Settings:
         """The settings that the worker uses now."""
-        return self.live.settings
+        return self.live_configuration.settings
 
-    def apply(self, current: ConfigSnapshot) -> None:
-        """Apply a configuration to every part; see `LiveConfiguration.apply`."""
-        self.live.apply(current)
+    def apply_snapshot(self, current: ConfigSnapshot) -> None:
+        """Apply a configuration to every part; see `LiveConfiguration.apply_snapshot`."""
+        self.live_configuration.apply_snapshot(current)
 
-    def look(self) -> None:
+    def apply_other_decisions(self) -> None:
         """Apply the decisions of other processes. Must be called regularly."""
-        self.watcher.look()
+        self.config_watcher.apply_new_configuration()
         self.releaser.check_doubtful_kv()
-        self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
-        self.service.admission.is_short_of_memory = self.monitor.refuses
-        self.evacuation.look()
+        self.client_listener.closes_after_each_answer = (
+            self.drain_manager.is_draining or self.monitor.closes_connections
+        )
+        self.request_service.admission_queue.is_short_of_memory = self.monitor.refuses_requests
+        self.evacuation.evacuate_leaving()
         if self.role_mover is not None:
-            self.role_mover.look()
+            self.role_mover.continue_moves()
         if self.role_controller is not None:
-            self.role_controller.look()
-        self.peer_verdicts.handle_new()
+            self.role_controller.measure_and_decide()
+        self.peer_verdicts.probe_new_verdicts()
 
 
 @asynccontextmanager
-async def build(
-    shared: Shared, index: int = 0, *, settle_seconds: float = TRANSFER_SETTLE_SECONDS
+async def build_worker(
+    shared: SharedState, index: int = 0, *, settle_seconds: float = TRANSFER_SETTLE_SECONDS
 ) -> AsyncIterator[Worker]:
     """Build the parts of one worker on the running loop. Leaving the context stops them.
 
     `settle_seconds`: time before KV that no decoder fetches is released; see `connectors/releaser.py`.
     """
-    live = LiveConfiguration(shared.configuration.current())
+    live = LiveConfiguration(shared.configuration.current_snapshot())
     live.call_on_change(lambda settings: logs.set_level(settings.log.level))
     metrics = Metrics()
-    metrics.watch_workers(shared.heartbeats.replacements)
+    metrics.watch_workers(shared.heartbeats.replacements_by_reason)
     traces: Traces | None = None if live.settings.tracing.endpoint is None else {}
-    basis = Basis(shared=shared, index=index, live=live, metrics=metrics, traces=traces)
+    basis = WorkerBasis(
+        shared=shared, worker_number=index, live_configuration=live, metrics=metrics, running_traces=traces
+    )
     drain = DrainManager()
     balancing = build_balancing(basis)
     async with build_tracing(basis) as tracer, build_engines(basis, balancing, settle_seconds) as engines:
         clients = build_clients(basis, balancing, engines, drain)
         if tracer is not None:
-            clients.observers.add(tracer)
-        watcher = ConfigWatcher(shared.configuration, live.current, live.apply, metrics)
-        usage = _usage(basis)
+            clients.request_observers.add_listener(tracer)
+        watcher = ConfigWatcher(shared.configuration, live.current_snapshot, live.apply_snapshot, metrics)
+        usage = _make_usage_keeper(basis)
         admin_front = build_administration(basis, balancing, engines, clients, watcher, usage)
-        status = _status(basis, balancing, engines, clients)
-        metrics.watch_status(lambda: shared.status.verdict(time.monotonic()))
-        upstream = engines.lines.upstream
+        status = _make_status_reporter(basis, balancing, engines, clients)
+        metrics.watch_status(lambda: shared.status_board.current_verdict(time.monotonic()))
+        upstream = engines.engine_lines.upstream
 
         def gather(busy_share: float) -> None:
-            metrics.gather_seconds.set(upstream.gather(busy_share, live.settings.stream))
+            metrics.gather_seconds.set(upstream.set_gathering(busy_share, live.settings.stream))
 
         monitor_parts = MonitorParts(
-            memory=Memory(basis.settings.workers),
-            every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle, status.look),
-            is_ready=clients.probes.is_ready,
+            memory=MemoryUse(basis.settings.workers),
+            tick_callbacks=(
+                lambda: worker.apply_other_decisions(),
+                lambda: shared.heartbeats.record_beat(index),
+                metrics.settle_noted_values,
+                status.report_and_judge,
+            ),
+            is_ready=clients.probe_api.is_ready,
             loop_lag=basis.loop_lag,
             on_busy_share=gather,
         )
-        monitor = Monitor(metrics, monitor_parts)
-        role_mover = _role_mover(basis, balancing, engines) if index == 0 else None
-        role_controller = _role_controller(basis, balancing, clients) if index == 0 else None
+        monitor = WorkerMonitor(metrics, monitor_parts)
+        role_mover = _make_role_mover(basis, balancing, engines) if index == 0 else None
+        role_controller = _make_role_controller(basis, balancing, clients) if index == 0 else None
         worker = Worker(
-            index=index,
-            live=live,
+            worker_number=index,
+            live_configuration=live,
             metrics=metrics,
             monitor=monitor,
-            drain=drain,
-            watcher=watcher,
+            drain_manager=drain,
+            config_watcher=watcher,
             health=balancing.health,
             pools=balancing.pools,
             pinned_kv=balancing.pinned_kv,
             prober=engines.prober,
             joiner=engines.joiner,
             upstream=upstream,
-            releaser=engines.releaser,
+            releaser=engines.kv_releaser,
             lanes=clients.lanes,
-            service=clients.lanes.whole.service,
-            observers=clients.observers,
-            evacuation=_evacuation(basis, balancing, engines, clients),
+            request_service=clients.lanes.whole_lane.request_service,
+            request_observers=clients.request_observers,
+            evacuation=_make_evacuation(basis, balancing, engines, clients),
             role_mover=role_mover,
             role_controller=role_controller,
             peer_verdicts=PeerVerdicts(shared.health_board, shared.roster, engines.prober),
-            front=clients.front,
-            admin_front=admin_front,
-            callback_front=_callback_front(basis, engines),
+            client_listener=clients.client_listener,
+            admin_listener=admin_front,
+            callback_listener=_make_callback_listener(basis, engines),
         )
         async with (
             role_mover or nullcontext(),
@@ -188,62 +197,66 @@ async def build(
             try:
                 yield worker
             finally:
-                metrics.settle()
+                metrics.settle_noted_values()
 
 
-def _status(basis: Basis, balancing: Balancing, engines: EngineParts, clients: Clients) -> StatusReporter:
+def _make_status_reporter(
+    basis: WorkerBasis, balancing: Balancing, engines: EngineParts, clients: ClientParts
+) -> StatusReporter:
     parts = StatusParts(
         shared=basis.shared,
-        index=basis.index,
-        live=basis.live,
+        worker_number=basis.worker_number,
+        live_configuration=basis.live_configuration,
         metrics=basis.metrics,
         health=balancing.health,
-        pools=engines.serving,
-        quarantine=balancing.pools.quarantine,
-        handoffs=balancing.pools.handoffs,
+        pools=engines.serving_pools,
+        pair_quarantine=balancing.pools.pair_quarantine,
+        handoff_times=balancing.pools.handoff_times,
         lanes=clients.lanes,
-        upstream=engines.lines.upstream,
+        upstream=engines.engine_lines.upstream,
     )
     return StatusReporter(parts)
 
 
-def _usage(basis: Basis) -> UsageKeeper:
-    shared, live = basis.shared, basis.live
+def _make_usage_keeper(basis: WorkerBasis) -> UsageKeeper:
+    shared, live = basis.shared, basis.live_configuration
     ledger = UsageLedger(
         shared.key_accounts,
-        shared.replica,
-        slots=lambda: live.current.slots,
+        shared.replica_name,
+        slots=lambda: live.current_snapshot.slots_by_key,
         path=lambda: live.settings.admin.usage_file,
     )
     restarts = basis.metrics.background_restarts_total
-    return UsageKeeper(ledger, restarts, shared.log_once.is_news, is_logging=basis.index == 0)
+    return UsageKeeper(ledger, restarts, shared.log_once.is_news, is_logging=basis.worker_number == 0)
 
 
-def _evacuation(basis: Basis, balancing: Balancing, engines: EngineParts, clients: Clients) -> Evacuation:
+def _make_evacuation(
+    basis: WorkerBasis, balancing: Balancing, engines: EngineParts, clients: ClientParts
+) -> Evacuation:
     return Evacuation(
         basis.shared.roster,
         clients.lanes,
         balancing.health,
-        engines.lines.upstream,
+        engines.engine_lines.upstream,
         lambda: basis.settings.leaving,
     )
 
 
-def _role_mover(basis: Basis, balancing: Balancing, engines: EngineParts) -> RoleMover:
+def _make_role_mover(basis: WorkerBasis, balancing: Balancing, engines: EngineParts) -> RoleMover:
     parts = RoleMoverParts(
         roster=basis.shared.roster,
         scoreboard=basis.shared.scoreboard,
         health=balancing.health,
-        client=engines.lines.client,
-        engine_headers=balancing.keys.headers,
-        settings=lambda: basis.settings,
+        engine_client=engines.engine_lines.engine_client,
+        engine_headers=balancing.engine_keys.credential_headers,
+        get_settings=lambda: basis.settings,
         metrics=basis.metrics,
-        on_moved=engines.prober.note_moved,
+        on_backend_moved=engines.prober.on_backend_moved,
     )
     return RoleMover(parts)
 
 
-def _role_controller(basis: Basis, balancing: Balancing, clients: Clients) -> RoleController | None:
+def _make_role_controller(basis: WorkerBasis, balancing: Balancing, clients: ClientParts) -> RoleController | None:
     """Return the controller, or None if the connector has one role."""
     shared = basis.shared
     if not basis.settings.connector_traits.takes_prefillers:
@@ -252,48 +265,50 @@ def _role_controller(basis: Basis, balancing: Balancing, clients: Clients) -> Ro
         roster=shared.roster,
         scoreboard=shared.scoreboard,
         pools=balancing.pools,
-        queued=lambda: sum(int(report.get("queued", 0)) for report in shared.status.reports().values()),
-        settings=lambda: basis.settings,
+        count_queued=lambda: sum(
+            int(report.get("queued", 0)) for report in shared.status_board.latest_reports().values()
+        ),
+        get_settings=lambda: basis.settings,
         metrics=basis.metrics,
-        is_mixed=lambda: clients.lanes.models.is_mixed,
+        has_several_models=lambda: clients.lanes.served_models.has_several_groups,
     )
     return RoleController(parts)
 
 
-def _callback_front(basis: Basis, engines: EngineParts) -> HttpListener | None:
+def _make_callback_listener(basis: WorkerBasis, engines: EngineParts) -> HttpListener | None:
     if engines.callback_url is None:
         return None
-    app = application(basis)
+    app = make_application(basis)
     app.add_routes(engines.connector.routes())
-    return http_listener(basis, app, callback_limits)
+    return make_http_listener(basis, app, callback_limits)
 
 
 # Routes for operators: metrics, instances, reloads, and messages to all engines.
 
 
 def build_administration(
-    basis: Basis,
+    basis: WorkerBasis,
     balancing: Balancing,
     engines: EngineParts,
-    clients: Clients,
+    clients: ClientParts,
     watcher: ConfigWatcher,
     usage: UsageKeeper,
 ) -> HttpListener | None:
     """Return the application for operators, or None if its routes belong to the application for clients."""
-    routes = _routes(basis, balancing, engines, clients, watcher, usage)
+    routes = _administration_routes(basis, balancing, engines, clients, watcher, usage)
     if basis.settings.admin.port is None:
-        clients.app.add_routes(routes)
+        clients.application.add_routes(routes)
         return None
-    app = application(basis)
-    app.add_routes([*StatusPage().routes(), *clients.probes.routes(), *OpenApi().routes(), *routes])
-    return http_listener(basis, app, tls_section="admin")
+    app = make_application(basis)
+    app.add_routes([*StatusPage().routes(), *clients.probe_api.routes(), *OpenApi().routes(), *routes])
+    return make_http_listener(basis, app, tls_section="admin")
 
 
-def _routes(
-    basis: Basis,
+def _administration_routes(
+    basis: WorkerBasis,
     balancing: Balancing,
     engines: EngineParts,
-    clients: Clients,
+    clients: ClientParts,
     watcher: ConfigWatcher,
     usage: UsageKeeper,
 ) -> list[web.RouteDef]:
@@ -308,36 +323,45 @@ def _routes(
         health_board=shared.health_board,
         incompatibilities=shared.incompatibilities,
         joiner=engines.joiner,
-        models=balancing.models,
-        pool_of=lambda backend: balancing.pool_of.find(backend),
-        handoffs=balancing.pools.handoffs,
-        apart_from=lambda backend: shared.status.apart_from(backend, time.monotonic()),
+        served_models=balancing.served_models,
+        pool_of=lambda backend: balancing.pool_of.find_pool(backend),
+        handoff_times=balancing.pools.handoff_times,
+        quarantined_partners=lambda backend: shared.status_board.quarantined_partners(backend, time.monotonic()),
     )
     instances = InstancesApi(
         parts=parts,
-        sources=shared.sources,
-        drop_drained=engines.prober.drop_drained,
-        names=engines.lines.names,
+        sources=shared.source_states,
+        drop_drained=engines.prober.remove_drained_backends,
+        names=engines.engine_lines.host_names,
         administrators=administrators,
         settings=lambda: basis.settings,
     )
     broadcasts = BroadcastApi(
         parts=parts,
-        client=engines.lines.client,
-        keys=balancing.keys,
+        client=engines.engine_lines.engine_client,
+        keys=balancing.engine_keys,
         administrators=administrators,
         cache_path=settings.connector_traits.cache_path,
     )
     roles = RolesApi(parts, administrators, lambda: basis.settings)
-    admin = AdminApi(basis.metrics, lambda: shown(basis.live.current), watcher.reload, administrators)
-    requests = RequestsApi(shared.receipts, clients.observers.settle, administrators)
+    admin = AdminApi(
+        basis.metrics,
+        lambda: masked_options(basis.live_configuration.current_snapshot),
+        watcher.reload_and_apply,
+        administrators,
+    )
+    requests = RequestsApi(shared.request_receipts, clients.request_observers.flush_batch, administrators)
     apis = (
         admin,
-        StatusApi(lambda: shared.status.verdict(time.monotonic()), shared.history.shown, administrators),
+        StatusApi(
+            lambda: shared.status_board.current_verdict(time.monotonic()),
+            shared.history_board.history_for_clients,
+            administrators,
+        ),
         instances,
         broadcasts,
         roles,
         requests,
-        UsageApi(usage, clients.observers.settle, administrators),
+        UsageApi(usage, clients.request_observers.flush_batch, administrators),
     )
     return [route for api in apis for route in api.routes()]

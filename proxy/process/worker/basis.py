@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import Traces
     from proxy.process.configuration import ConfigSnapshot
-    from proxy.process.shared import Shared
+    from proxy.process.shared import SharedState
     from proxy.settings import Settings
 
 
@@ -22,32 +22,32 @@ class LiveConfiguration(LiveSettings):
 
     def __init__(self, current: ConfigSnapshot) -> None:
         super().__init__(current.settings)
-        self.current = current
+        self.current_snapshot = current
 
-    def apply(self, current: ConfigSnapshot) -> None:
+    def apply_snapshot(self, current: ConfigSnapshot) -> None:
         """Replace the configuration of the worker."""
-        self.current = current
+        self.current_snapshot = current
         self.replace_settings(current.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
+class WorkerBasis:
     """The settings and shared parts of a worker, which all builders of other parts get."""
 
-    shared: Shared
-    index: int
+    shared: SharedState
+    worker_number: int
     """Number of the worker, from 0."""
-    live: LiveConfiguration
+    live_configuration: LiveConfiguration
     metrics: Metrics
     loop_lag: LoopLag = field(default_factory=LoopLag)
     """Delays of the worker's event loop."""
-    traces: Traces | None = None
+    running_traces: Traces | None = None
     """Traces of the running sampled requests; None without tracing."""
 
     @property
     def settings(self) -> Settings:
         """The settings that the worker uses now."""
-        return self.live.settings
+        return self.live_configuration.settings
 
     def watch_expiry(self, section: str, option: str) -> None:
         """Show the end of a certificate's validity, now and after each change of the configuration.
@@ -60,11 +60,11 @@ class Basis:
 
         def show(_: Settings) -> None:
             nonlocal is_shown
-            expiry = self.live.current.tls.expiries.get(option)
+            expiry = self.live_configuration.current_snapshot.tls_files.expiries.get(option)
             if is_shown or expiry is not None:
                 is_shown = True
                 series = self.metrics.tls_certificate_expiry_timestamp_seconds.labels(section)
                 series.set(math.nan if expiry is None else expiry)
 
         show(self.settings)
-        self.live.call_on_change(show)
+        self.live_configuration.call_on_change(show)

@@ -33,9 +33,9 @@ from proxy.observe.key_metrics import collect_keys
 from proxy.observe.key_usage import KeyUsageListener
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.logs import Redaction
-from proxy.observe.observers import Observers
+from proxy.observe.observers import RequestObservers
 from proxy.process.configuration import secrets_of
-from proxy.process.worker.applications import administrators_of, application, http_listener
+from proxy.process.worker.applications import administrators_of, make_application, make_http_listener
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,48 +52,51 @@ if TYPE_CHECKING:
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.metrics import Metrics
     from proxy.process.worker.balancing import Balancing
-    from proxy.process.worker.basis import Basis
+    from proxy.process.worker.basis import WorkerBasis
     from proxy.process.worker.engines import EngineParts
     from proxy.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clients:
+class ClientParts:
     """The parts of a worker on the client side of a call."""
 
     lanes: Lanes
-    observers: Observers
-    probes: ProbeApi
-    app: web.Application
-    front: HttpListener
+    request_observers: RequestObservers
+    probe_api: ProbeApi
+    application: web.Application
+    client_listener: HttpListener
     """Listener for clients."""
 
 
-def build_clients(basis: Basis, balancing: Balancing, engines: EngineParts, drain: DrainManager) -> Clients:
+def build_clients(basis: WorkerBasis, balancing: Balancing, engines: EngineParts, drain: DrainManager) -> ClientParts:
     """Build the client side. Its listener does not listen yet."""
-    suspects = _suspects(basis, engines, balancing.pools)
+    suspects = _make_suspects(basis, engines, balancing.pools)
     # Lanes of single models have queues that belong to each worker.
-    queue_front = basis.shared.queue_heads.of_worker(basis.index)
-    service = _service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
-    basis.live.call_on_change(service.on_change)
-    lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
-    dialects = [dialect for dialect in DIALECTS if service.can_serve(dialect)]
-    observers = _observers(basis, dialects)
+    queue_front = basis.shared.queue_heads.view_of_worker(basis.worker_number)
+    service = _make_request_service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
+    basis.live_configuration.call_on_change(service.on_settings_change)
+    lanes = _make_lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
+    dialects = [dialect for dialect in DIALECTS if service.can_serve_dialect(dialect)]
+    observers = _make_observers(basis, dialects)
     probes = ProbeApi(lanes, drain)
-    api_keys = _client_keys(basis, lanes)
+    api_keys = _make_client_keys(basis, lanes)
     keys = KeyAuth(api_keys)
     generation_parts = GenerationParts(
         lanes=lanes,
-        keys=keys,
-        drain=drain,
-        observers=observers,
-        cors=lambda: cors,
+        key_auth=keys,
+        drain_manager=drain,
+        request_observers=observers,
+        get_cors=lambda: cors,
         administrators=administrators_of(basis, basis.settings.listen.host),
     )
     generation = GenerationApi(generation_parts, dialects, lambda: basis.settings.listen)
-    counting = _counting(basis, engines, lanes, keys)
+    counting = _make_count_tokens_api(basis, engines, lanes, keys)
     questions = QuestionParts(
-        client=engines.lines.client, engine_keys=balancing.keys, client_keys=keys, metrics=basis.metrics
+        engine_client=engines.engine_lines.engine_client,
+        engine_keys=balancing.engine_keys,
+        key_auth=keys,
+        metrics=basis.metrics,
     )
     routes = [
         *generation.routes(),
@@ -105,106 +108,117 @@ def build_clients(basis: Basis, balancing: Balancing, engines: EngineParts, drai
         *_sglang_routes(basis, engines, probes, questions),
     ]
     signposts = Signposts(routes, StatusPage() if basis.settings.admin.port is None else None)
-    cors = Cors(signposts.is_clients, lambda: basis.settings.listen.cors_origins)
+    cors = Cors(signposts.is_client_route, lambda: basis.settings.listen.cors_origins)
 
     def lost(request: web.Request, status: int) -> web.Response | GatewayError | None:
-        return signposts.make_not_found_answer(request) if status == 404 else cors.preflight(request)
+        return signposts.make_not_found_answer(request) if status == 404 else cors.make_preflight_answer(request)
 
-    app = application(basis)
-    app.middlewares.append(drain.middleware)
+    app = make_application(basis)
+    app.middlewares.append(drain.count_while_answering)
     app.add_routes([*routes, *signposts.routes()])
     app[replies.LOST] = lost
     app[replies.ERROR_BODIES] = {**generation.error_bodies(), **counting.error_bodies()}
     app[replies.REQUEST_ID_HEADERS] = {**generation.request_id_headers(), **counting.request_id_headers()}
     app.on_response_prepare.append(cors.on_prepare)
-    front = http_listener(basis, app, tls_section="listen")
+    front = make_http_listener(basis, app, tls_section="listen")
     parts = RequestParts(
-        service=service,
+        request_service=service,
         connector=engines.connector,
         suspects=suspects,
-        lane=lanes.whole,
-        lanes=lanes,
-        upstream=engines.lines.upstream,
-        drain=drain,
-        listener=front,
-        observers=observers,
+        model_lane=lanes.whole_lane,
+        all_lanes=lanes,
+        upstream=engines.engine_lines.upstream,
+        drain_manager=drain,
+        http_listener=front,
+        request_observers=observers,
         metrics=basis.metrics,
         settings=basis.settings,
         loop=asyncio.get_running_loop(),
     )
-    generation.intake = Intake(parts, dialects, api_keys, basis.shared.left_out.is_news)
-    _open_fast_path(basis, generation.intake, front)
-    return Clients(lanes=lanes, observers=observers, probes=probes, app=app, front=front)
+    generation.request_intake = Intake(parts, dialects, api_keys, basis.shared.logged_omissions.is_news)
+    _open_fast_path(basis, generation.request_intake, front)
+    return ClientParts(
+        lanes=lanes, request_observers=observers, probe_api=probes, application=app, client_listener=front
+    )
 
 
-def _observers(basis: Basis, dialects: Sequence[Dialect]) -> Observers:
-    observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
-    if basis.shared.receipts.is_kept:
+def _make_observers(basis: WorkerBasis, dialects: Sequence[Dialect]) -> RequestObservers:
+    observers = RequestObservers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
+    if basis.shared.request_receipts.is_kept:
         redact = Redaction(secrets_of(basis.settings))
-        observers.add(basis.shared.receipts.writer(basis.index, redact))
+        observers.add_listener(basis.shared.request_receipts.writer_for(basis.worker_number, redact))
     key_usage, accounts = basis.shared.key_usage, basis.shared.key_accounts
-    observers.add(KeyUsageListener(accounts, basis.index, lambda: basis.live.current.slots))
+    observers.add_listener(
+        KeyUsageListener(accounts, basis.worker_number, lambda: basis.live_configuration.current_snapshot.slots_by_key)
+    )
     basis.metrics.watch_keys(
         lambda: collect_keys(
-            accounts, basis.live.current.slots, basis.settings.auth.max_key_series, key_usage.own_in_flight
+            accounts,
+            basis.live_configuration.current_snapshot.slots_by_key,
+            basis.settings.auth.max_key_series,
+            key_usage.count_own_in_flight,
         )
     )
-    basis.metrics.settle_first(observers.settle)
+    basis.metrics.call_before_scrape(observers.flush_batch)
     return observers
 
 
-def _counting(basis: Basis, engines: EngineParts, lanes: Lanes, client_keys: KeyAuth) -> CountTokensApi:
+def _make_count_tokens_api(
+    basis: WorkerBasis, engines: EngineParts, lanes: Lanes, client_keys: KeyAuth
+) -> CountTokensApi:
     return CountTokensApi(
         lanes=lanes,
-        upstream=engines.lines.upstream,
+        upstream=engines.engine_lines.upstream,
         client_keys=client_keys,
         settings=lambda: basis.settings,
         metrics=basis.metrics,
     )
 
 
-def _lanes(basis: Basis, balancing: Balancing, engines: EngineParts, whole: Lane) -> Lanes:
+def _make_lanes(basis: WorkerBasis, balancing: Balancing, engines: EngineParts, whole: Lane) -> Lanes:
     def make(serving: Serving) -> Lane:
-        pools, configure_pools = balancing.part(serving)
-        connector, suspects = engines.connect(pools), _suspects(basis, engines, pools)
-        made = _service(basis, engines, pools, connector, suspects)
-        made.admission.priorities = whole.service.admission.priorities
-        made.admission.buffers = whole.service.admission.buffers
+        pools, configure_pools = balancing.make_pools_part(serving)
+        connector, suspects = engines.make_connector(pools), _make_suspects(basis, engines, pools)
+        made = _make_request_service(basis, engines, pools, connector, suspects)
+        made.admission_queue.priorities = whole.request_service.admission_queue.priorities
+        made.admission_queue.buffers = whole.request_service.admission_queue.buffers
 
         def on_change(new: Settings) -> None:
             configure_pools(new)
-            made.on_change(new)
+            made.on_settings_change(new)
 
         return Lane(pools, made, connector, suspects, on_change)
 
-    lanes = Lanes(balancing.models, whole, make, basis.settings, engines.prober.refresh_models)
-    basis.live.call_on_change(lanes.configure)
-    balancing.pool_of.find = lambda backend: lanes.of_backend(backend).pools.of(backend.role)
+    lanes = Lanes(balancing.served_models, whole, make, basis.settings, engines.prober.refresh_models)
+    basis.live_configuration.call_on_change(lanes.apply_settings)
+    balancing.pool_of.find_pool = lambda backend: lanes.lane_of_backend(backend).pools.pool_of(backend.role)
     keys = basis.metrics.prefix_index_keys
-    basis.metrics.settle_first(
-        lambda: keys.set(sum(lane.pools.prefill.policy.remembered_prefixes for lane in lanes.all))
+    basis.metrics.call_before_scrape(
+        lambda: keys.set(sum(lane.pools.prefill.policy.remembered_prefixes for lane in lanes.all_lanes))
     )
-    basis.metrics.settle_first(partial(_count_sessions, basis.metrics, lanes))
+    basis.metrics.call_before_scrape(partial(_count_sessions, basis.metrics, lanes))
     return lanes
 
 
 def _count_sessions(metrics: Metrics, lanes: Lanes) -> None:
     """Update the metrics of sessions for a scrape."""
-    known = [sets for lane in lanes.all if (sets := lane.pools.prefill.working_sets) is not None]
-    metrics.resident_sessions.set(sum(sets.residents for sets in known))
-    metrics.waiting_sessions.set(sum(sets.waiting for sets in known))
+    known = [sets for lane in lanes.all_lanes if (sets := lane.pools.prefill.working_sets) is not None]
+    metrics.resident_sessions.set(sum(sets.resident_count for sets in known))
+    metrics.waiting_sessions.set(sum(sets.waiting_turn_count for sets in known))
     for sets in known:
-        expected, lost = sets.take_counts()
+        expected, lost = sets.take_token_counts()
         metrics.resident_tokens_total.labels("expected").inc(expected)
         metrics.resident_tokens_total.labels("lost").inc(lost)
 
 
-def _suspects(basis: Basis, engines: EngineParts, pools: Pools) -> Suspects:
-    return Suspects(basis.shared.suspects, pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics)
+def _make_suspects(basis: WorkerBasis, engines: EngineParts, pools: Pools) -> Suspects:
+    return Suspects(
+        basis.shared.suspect_memory, pools, tuple(engines.pools), engines.prober.is_backend_gone, basis.metrics
+    )
 
 
-def _service(
-    basis: Basis,
+def _make_request_service(
+    basis: WorkerBasis,
     engines: EngineParts,
     pools: Pools,
     connector: Connector,
@@ -214,58 +228,58 @@ def _service(
     parts = ServiceParts(
         connector=connector,
         pools=pools,
-        detokenizer=Detokenizer(pools, engines.lines.upstream),
+        detokenizer=Detokenizer(pools, engines.engine_lines.upstream),
         suspects=suspects,
-        is_gone=engines.prober.is_gone,
+        is_engine_gone=engines.prober.is_backend_gone,
         metrics=basis.metrics,
-        front=front,
+        queue_head=front,
     )
-    return RequestService(parts, basis.live)
+    return RequestService(parts, basis.live_configuration)
 
 
-def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
+def _open_fast_path(basis: WorkerBasis, intake: Intake, front: HttpListener) -> None:
     """Let the fast reader read requests first, if the settings say so."""
 
     def on_change(settings: Settings) -> None:
-        intake.configure(settings)
+        intake.apply_settings(settings)
         front.first_protocol = partial(FastConnection, intake, front) if settings.listen.fast_path else None
 
     on_change(basis.settings)
-    basis.live.call_on_change(on_change)
+    basis.live_configuration.call_on_change(on_change)
 
 
-def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
-    api_keys = ApiKeys(basis.shared.key_usage, basis.index)
+def _make_client_keys(basis: WorkerBasis, lanes: Lanes) -> ApiKeys:
+    api_keys = ApiKeys(basis.shared.key_usage, basis.worker_number)
 
     def on_change(_: Settings) -> None:  # the keys are read from their file
-        current = basis.live.current
-        api_keys.configure(current.client_keys, current.slots)
+        current = basis.live_configuration.current_snapshot
+        api_keys.replace_keys(current.client_keys, current.slots_by_key)
         priorities = {key.name: key.priority for key in current.client_keys}
-        for lane in lanes.all:
-            lane.service.admission.priorities = priorities
+        for lane in lanes.all_lanes:
+            lane.request_service.admission_queue.priorities = priorities
 
     on_change(basis.settings)
-    basis.live.call_on_change(on_change)
+    basis.live_configuration.call_on_change(on_change)
     return api_keys
 
 
 def _models_routes(
-    basis: Basis, balancing: Balancing, engines: EngineParts, parts: QuestionParts
+    basis: WorkerBasis, balancing: Balancing, engines: EngineParts, parts: QuestionParts
 ) -> Sequence[web.RouteDef]:
-    models = ModelsApi(parts, tuple(engines.serving.values()), balancing.models, lambda: basis.settings)
+    models = ModelsApi(parts, tuple(engines.serving_pools.values()), balancing.served_models, lambda: basis.settings)
     return models.routes()
 
 
 def _passthrough_routes(
-    basis: Basis, lanes: Lanes, drain: DrainManager, parts: QuestionParts
+    basis: WorkerBasis, lanes: Lanes, drain: DrainManager, parts: QuestionParts
 ) -> Sequence[web.RouteDef]:
-    passthrough = PassthroughApi(parts, lanes, drain, basis.live)
+    passthrough = PassthroughApi(parts, lanes, drain, basis.live_configuration)
     return passthrough.routes()
 
 
 def _sglang_routes(
-    basis: Basis, engines: EngineParts, probes: ProbeApi, parts: QuestionParts
+    basis: WorkerBasis, engines: EngineParts, probes: ProbeApi, parts: QuestionParts
 ) -> Sequence[web.RouteDef]:
     if not basis.settings.connector_traits.has_sglang_routes:
         return ()
-    return SglangApi(parts, engines.serving, probes).routes()
+    return SglangApi(parts, engines.serving_pools, probes).routes()

@@ -17,29 +17,37 @@ from proxy.connectors.base import Connector, ConnectorContext
 from proxy.connectors.encoding import EncodingConnector
 from proxy.connectors.releaser import TRANSFER_SETTLE_SECONDS, KvReleaser, KvTransfer, ReleaserParts
 from proxy.fleet.canary import CanaryWatch
-from proxy.fleet.discovery.joining import Joiner
-from proxy.fleet.discovery.prober import Prober, ProberParts
+from proxy.fleet.discovery.joining import InstanceJoiner
+from proxy.fleet.discovery.prober import HealthProber, ProberParts
 from proxy.fleet.discovery.sources import SOURCES
-from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts
-from proxy.fleet.inspector import Inspector, InspectorParts, makes_progress
-from proxy.process.worker.balancing import Balancing, cache_subject, subject
+from proxy.fleet.discovery.watcher import OwnAddresses, SourceWatcher, WatcherParts
+from proxy.fleet.inspector import EngineInspector, InspectorParts, do_counters_grow
+from proxy.process.worker.balancing import Balancing, cache_log_subject_of, log_subject_of
 from proxy.settings.tls import EngineTls
-from proxy.upstream import AddressRules, EngineClient, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions
+from proxy.upstream import (
+    AddressRules,
+    EngineClient,
+    HostNames,
+    SilenceChecks,
+    TracedUpstream,
+    Upstream,
+    UpstreamOptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from proxy.balancer.pool import Pool, Pools
-    from proxy.process.worker.basis import Basis
+    from proxy.process.worker.basis import WorkerBasis
     from proxy.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
+class EngineClients:
     """The connections of a worker to engines, and the resolved names."""
 
-    names: Names
-    client: EngineClient
+    host_names: HostNames
+    engine_client: EngineClient
     """Client for requests that are not legs of a call."""
     fresh_client: EngineClient
     """Client that opens a new connection for each request."""
@@ -47,131 +55,131 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class ConnectorBundle:
     """The connector of a worker, and its context."""
 
     connector: Connector
-    context: ConnectorContext
-    releaser: KvReleaser
+    connector_context: ConnectorContext
+    kv_releaser: KvReleaser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
     """The parts of a worker on the engine side of a call."""
 
-    lines: Lines
-    releaser: KvReleaser
+    engine_lines: EngineClients
+    kv_releaser: KvReleaser
     connector: Connector
-    connect: Callable[[Pools], Connector]
+    make_connector: Callable[[Pools], Connector]
     """Creates another connector, for these pools."""
-    serving: Mapping[Role, Pool]
+    serving_pools: Mapping[Role, Pool]
     """Roles that text requests need."""
     pools: Mapping[Role, Pool]
     """Pools by role, including encoders."""
-    prober: Prober
-    joiner: Joiner
+    prober: HealthProber
+    joiner: InstanceJoiner
     callback_url: str | None
     """URL at which engines reach this worker and no other; None if the connector has no callbacks."""
 
 
 @asynccontextmanager
-async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: float) -> AsyncIterator[EngineParts]:
+async def build_engines(basis: WorkerBasis, balancing: Balancing, settle_seconds: float) -> AsyncIterator[EngineParts]:
     """Build the engine side. Leaving closes connections and ends all tasks."""
     pools = balancing.pools
     async with AsyncExitStack() as stack:
-        lines = await stack.enter_async_context(build_lines(basis, balancing))
-        link = await stack.enter_async_context(build_link(basis, balancing, lines, settle_seconds))
-        connector = _with_encoders(link.connector, link.context)
-        serving = {role: pools.of(role) for role in connector.roles}
+        lines = await stack.enter_async_context(build_engine_clients(basis, balancing))
+        link = await stack.enter_async_context(build_connector(basis, balancing, lines, settle_seconds))
+        connector = _add_encoders(link.connector, link.connector_context)
+        serving = {role: pools.pool_of(role) for role in connector.roles}
         everybody = dict(serving) if pools.encode is None else {**serving, Role.ENCODE: pools.encode}
-        prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
-        joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
-        basis.metrics.watch_sources(basis.shared.sources, basis.shared.roster)
-        if basis.index == 0:  # a worker that replaces it is number 0, too
+        prober = await stack.enter_async_context(_make_prober(basis, balancing, lines, everybody))
+        joiner = await stack.enter_async_context(_make_joiner(basis, balancing, lines, everybody, prober))
+        basis.metrics.watch_sources(basis.shared.source_states, basis.shared.roster)
+        if basis.worker_number == 0:  # a worker that replaces it is number 0, too
             watcher_parts = WatcherParts(
-                kinds=SOURCES,
+                source_kinds=SOURCES,
                 roster=basis.shared.roster,
-                states=basis.shared.sources,
+                source_states=basis.shared.source_states,
                 roles=everybody,
-                own=OwnAddresses(basis.shared.listeners.all),
+                own_addresses=OwnAddresses(basis.shared.listeners.all_sockets),
             )
-            watcher = Watcher(watcher_parts, basis.settings)
+            watcher = SourceWatcher(watcher_parts, basis.settings)
             await stack.enter_async_context(watcher)
-            basis.live.call_on_change(watcher.configure)
-            canaries = CanaryWatch(connector, link.context, balancing.health)
+            basis.live_configuration.call_on_change(watcher.apply_settings)
+            canaries = CanaryWatch(connector, link.connector_context, balancing.health)
             await stack.enter_async_context(canaries)
-            basis.live.call_on_change(canaries.configure)
+            basis.live_configuration.call_on_change(canaries.apply_settings)
         basis.metrics.watch_instances(
             tuple(everybody.values()),
             basis.shared.scoreboard,
             balancing.health,
             basis.shared.incompatibilities,
-            lambda backend: balancing.pool_of.find(backend),
-            basis.shared.history.rates,
+            lambda backend: balancing.pool_of.find_pool(backend),
+            basis.shared.history_board.rates_by_instance,
         )
-        basis.metrics.watch_models(balancing.models, everybody.values())
-        await stack.enter_async_context(_inspector(basis, balancing, lines, everybody, link.releaser))
+        basis.metrics.watch_models(balancing.served_models, everybody.values())
+        await stack.enter_async_context(_make_inspector(basis, balancing, lines, everybody, link.kv_releaser))
         yield EngineParts(
-            lines=lines,
-            releaser=link.releaser,
+            engine_lines=lines,
+            kv_releaser=link.kv_releaser,
             connector=connector,
-            connect=lambda some: _connector(replace(link.context, pools=some)),
-            serving=serving,
+            make_connector=lambda some: _make_connector(replace(link.connector_context, pools=some)),
+            serving_pools=serving,
             pools=everybody,
             prober=prober,
             joiner=joiner,
-            callback_url=link.context.callback_url,
+            callback_url=link.connector_context.callback_url,
         )
 
 
 @asynccontextmanager
-async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
+async def build_engine_clients(basis: WorkerBasis, balancing: Balancing) -> AsyncIterator[EngineClients]:
     """Build the connections to engines. Leaving the block closes them."""
-    settings, live, traces = basis.settings, basis.live, basis.traces
-    tls = EngineTls(lambda: (basis.settings.engines, basis.live.current.tls))
+    settings, live, traces = basis.settings, basis.live_configuration, basis.running_traces
+    tls = EngineTls(lambda: (basis.settings.engines, basis.live_configuration.current_snapshot.tls_files))
     new_upstream = Upstream if traces is None else partial(TracedUpstream, traces)
     async with (
-        Names(AddressRules(settings.admin.networks), _hosts(settings), basis.metrics) as names,
+        HostNames(AddressRules(settings.admin.networks), _configured_hosts(settings), basis.metrics) as names,
         EngineClient(names, tls=tls) as client,
         EngineClient(names, keeps_connections=False, tls=tls) as fresh_client,
         new_upstream(
             settings.timeouts,
-            balancing.keys,
+            balancing.engine_keys,
             names,
             UpstreamOptions(
                 stall_seconds=stall_seconds(settings),
-                on_work=balancing.health.on_work,
-                on_stall=lambda backend: balancing.pool_of.find(backend).report_stall(backend),
+                on_backend_output=balancing.health.on_output,
+                on_stall=lambda backend: balancing.pool_of.find_pool(backend).report_stall(backend),
                 silence_seconds=settings.health.silence_seconds,
-                silence_checks=_silence_checks(balancing, client),
+                silence_checks=_make_silence_checks(balancing, client),
                 is_news=basis.shared.log_once.is_news,
-                tls=tls,
+                engine_tls=tls,
                 uses_pump=lambda: basis.settings.stream.native_pump,
             ),
         ) as upstream,
     ):
         basis.watch_expiry("engines", "engines.client_certificate")
-        live.call_on_change(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
+        live.call_on_change(lambda new: names.set_rules(AddressRules(new.admin.networks), _configured_hosts(new)))
         live.call_on_change(
-            lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds)
+            lambda new: upstream.set_limits(new.timeouts, stall_seconds(new), new.health.silence_seconds)
         )
-        yield Lines(names=names, client=client, fresh_client=fresh_client, upstream=upstream)
+        yield EngineClients(host_names=names, engine_client=client, fresh_client=fresh_client, upstream=upstream)
 
 
-def _silence_checks(balancing: Balancing, client: EngineClient) -> SilenceChecks:
+def _make_silence_checks(balancing: Balancing, client: EngineClient) -> SilenceChecks:
     pool_of = balancing.pool_of
     return SilenceChecks(
-        is_down=lambda backend: balancing.health.of(backend).verdict is HealthState.DOWN,
-        on_refused=lambda backend: pool_of.find(backend).report_refusal(backend),
-        makes_progress=partial(makes_progress, client, balancing.keys),
-        on_hang=lambda backend: pool_of.find(backend).report_hang(backend),
+        is_backend_down=lambda backend: balancing.health.health_of(backend).probe_verdict is HealthState.DOWN,
+        on_refused_connection=lambda backend: pool_of.find_pool(backend).report_refusal(backend),
+        makes_progress=partial(do_counters_grow, client, balancing.engine_keys),
+        on_engine_hang=lambda backend: pool_of.find_pool(backend).report_hang(backend),
     )
 
 
 @asynccontextmanager
-async def build_link(
-    basis: Basis, balancing: Balancing, lines: Lines, settle_seconds: float = TRANSFER_SETTLE_SECONDS
-) -> AsyncIterator[Link]:
+async def build_connector(
+    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, settle_seconds: float = TRANSFER_SETTLE_SECONDS
+) -> AsyncIterator[ConnectorBundle]:
     """Build the connector of the settings. Leaving ends its tasks."""
     settings, pools = basis.settings, balancing.pools
     parts = ReleaserParts(
@@ -179,94 +187,100 @@ async def build_link(
         upstream=lines.upstream,
         pinned_kv=balancing.pinned_kv,
         incompatibilities=basis.shared.incompatibilities,
-        models=balancing.models,
+        models=balancing.served_models,
         metrics=basis.metrics,
         settle_seconds=settle_seconds,
     )
     async with (
-        KvReleaser(parts, basis.live) as releaser,
+        KvReleaser(parts, basis.live_configuration) as releaser,
         BackgroundTasks(logging.getLogger("proxy.worker.engines"), "a message to an engine") as background,
     ):
         context = ConnectorContext(
             pools=pools,
             upstream=lines.upstream,
             releaser=releaser,
-            client=lines.client,
-            keys=balancing.keys,
-            live=basis.live,
+            client=lines.engine_client,
+            keys=balancing.engine_keys,
+            live=basis.live_configuration,
             metrics=basis.metrics,
-            compatibility=balancing.compatibility,
+            compatibility=balancing.compatibility_monitor,
             background=background,
-            new_journal_writer=partial(basis.shared.journal.writer, basis.index)
+            new_journal_writer=partial(basis.shared.journal.writer_for, basis.worker_number)
             if settings.kv_events.journal_rings
             else None,
-            callback_url=_callback_url(basis),
+            callback_url=_make_callback_url(basis),
         )
-        yield Link(connector=CONNECTORS[settings.connector](context), context=context, releaser=releaser)
+        yield ConnectorBundle(
+            connector=CONNECTORS[settings.connector](context), connector_context=context, kv_releaser=releaser
+        )
 
 
-def _connector(context: ConnectorContext) -> Connector:
-    return _with_encoders(CONNECTORS[context.live.settings.connector](context), context)
+def _make_connector(context: ConnectorContext) -> Connector:
+    return _add_encoders(CONNECTORS[context.live.settings.connector](context), context)
 
 
-def _with_encoders(connector: Connector, context: ConnectorContext) -> Connector:
+def _add_encoders(connector: Connector, context: ConnectorContext) -> Connector:
     encoders = context.pools.encode
     return connector if encoders is None else EncodingConnector(connector, encoders, context)
 
 
-def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:
+def _make_prober(
+    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, pools: Mapping[Role, Pool]
+) -> HealthProber:
     shared = basis.shared
 
     def forget(backend: Backend) -> None:
-        shared.log_once.forget(subject(backend))
-        shared.log_once.forget(cache_subject(backend))
+        shared.log_once.forget_subject(log_subject_of(backend))
+        shared.log_once.forget_subject(cache_log_subject_of(backend))
 
     parts = ProberParts(
         pools=pools,
         roster=shared.roster,
         health=balancing.health,
-        client=lines.client,
+        engine_client=lines.engine_client,
         fresh_client=lines.fresh_client,
-        engine_headers=balancing.keys.headers,
+        engine_headers=balancing.engine_keys.credential_headers,
         on_transition=balancing.on_transition,
-        on_removed=forget,
-        pool_of=lambda backend: balancing.pool_of.find(backend),
-        restarts=basis.metrics.background_restarts_total,
+        on_backend_removed=forget,
+        pool_of=lambda backend: balancing.pool_of.find_pool(backend),
+        restart_counter=basis.metrics.background_restarts_total,
     )
-    return Prober(parts, lambda: basis.settings.health)
+    return HealthProber(parts, lambda: basis.settings.health)
 
 
-def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], prober: Prober) -> Joiner:
-    return Joiner(
+def _make_joiner(
+    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, pools: Mapping[Role, Pool], prober: HealthProber
+) -> InstanceJoiner:
+    return InstanceJoiner(
         pools=pools,
         roster=basis.shared.roster,
         settings=lambda: basis.settings.joining,
-        client=lines.client,
-        engine_headers=balancing.keys.headers,
-        on_joined=prober.note_joined,
+        client=lines.engine_client,
+        engine_headers=balancing.engine_keys.credential_headers,
+        on_joined=prober.on_backend_joined,
     )
 
 
-def _inspector(
-    basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], releaser: KvReleaser
-) -> Inspector:
+def _make_inspector(
+    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, pools: Mapping[Role, Pool], releaser: KvReleaser
+) -> EngineInspector:
     lease = KvTransfer.OTHER if basis.settings.connector_traits.meets_at_bootstrap else KvTransfer.NIXL
     parts = InspectorParts(
         pools=pools,
         scoreboard=basis.shared.scoreboard,
         health=balancing.health,
-        compatibility=balancing.compatibility,
-        models=balancing.models,
-        client=lines.client,
-        keys=balancing.keys,
+        compatibility_monitor=balancing.compatibility_monitor,
+        served_models=balancing.served_models,
+        engine_client=lines.engine_client,
+        engine_keys=balancing.engine_keys,
         metrics=basis.metrics,
-        lease_seconds=lambda prefiller: releaser.pin_seconds(prefiller, lease),
+        lease_seconds_of=lambda prefiller: releaser.pin_seconds(prefiller, lease),
     )
-    return Inspector(
+    return EngineInspector(
         parts,
         lambda: basis.settings.health.transfer_interval_seconds,
         basis.settings.connector,
-        reads=basis.index == 0,
+        reads_metrics=basis.worker_number == 0,
     )
 
 
@@ -278,14 +292,14 @@ def stall_seconds(settings: Settings) -> float:
     return max(seconds, settings.timeouts.first_token_seconds)
 
 
-def _callback_url(basis: Basis) -> str | None:
+def _make_callback_url(basis: WorkerBasis) -> str | None:
     callbacks = basis.shared.listeners.callbacks
     if not callbacks:
         return None
-    port = callbacks[basis.index].getsockname()[1]
+    port = callbacks[basis.worker_number].getsockname()[1]
     return engine_url(basis.settings.callback_host, port)
 
 
-def _hosts(settings: Settings) -> set[str]:
+def _configured_hosts(settings: Settings) -> set[str]:
     """Return the hosts of the configured instances."""
     return {endpoint.host for role in Role for endpoint in settings.instances_of(role)}

@@ -20,9 +20,9 @@ from proxy.listener.http_listener import connections_for_fds
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
 from proxy.process.monitor import ProbeServer
-from proxy.process.shared import Listeners, Shared, start_successor
-from proxy.process.worker.assembly import Worker, build
-from proxy.process.worker.tuning import tune
+from proxy.process.shared import ListeningSockets, SharedState, start_successor
+from proxy.process.worker.assembly import Worker, build_worker
+from proxy.process.worker.tuning import tune_process
 from proxy.settings import Endpoint, Settings, connectable_host, is_loopback_host
 
 if TYPE_CHECKING:
@@ -44,129 +44,133 @@ _CUT_OFF_SECONDS: Final = 0.5
 _FEW_CONNECTIONS: Final = 1024
 
 
-def run(shared: Shared, worker: int, alive_fd: int | None = None) -> int:
+def run_worker(shared: SharedState, worker: int, alive_fd: int | None = None) -> int:
     """Serve until the process must stop; return the exit code.
 
     The code is 0 after a drain, even if some answers were cut, and 128 plus the signal's number after a second signal.
     `alive_fd`: a pipe that closes when the supervisor ends.
     """
-    settings = shared.configuration.current().settings
-    logs.setup(settings.log, secrets=secrets_of(settings))
+    settings = shared.configuration.current_snapshot().settings
+    logs.set_up_logging(settings.log, secrets=secrets_of(settings))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(shared, worker, alive_fd))
+            return runner.run(_serve_until_stop(shared, worker, alive_fd))
     finally:
         logs.flush()
 
 
-async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
-    stop = Stop(alive_fd, partial(start_successor, shared))
+async def _serve_until_stop(shared: SharedState, index: int, alive_fd: int | None) -> int:
+    stop = StopRequest(alive_fd, partial(start_successor, shared))
     loop = asyncio.get_running_loop()
-    async with build(shared, index) as worker:
-        logs.call_before_lines(worker.observers.settle)
-        with worker.observers.in_batches(loop.call_later):
+    async with build_worker(shared, index) as worker:
+        logs.call_before_lines(worker.request_observers.flush_batch)
+        with worker.request_observers.collect_in_batches(loop.call_later):
             await _serve_until_told(shared, worker, stop)
     return stop.exit_code
 
 
-async def _serve_until_told(shared: Shared, worker: Worker, stop: Stop) -> None:
+async def _serve_until_told(shared: SharedState, worker: Worker, stop: StopRequest) -> None:
     loop = asyncio.get_running_loop()
     manager = ServiceManager(os.environ)
     if shared.predecessor is not None:
         # It serves until then. If it is gone, a process that is not ready is better than none.
-        await _first_of(worker.monitor.became_ready.wait(), shared.predecessor.gone(), stop.requested.wait())
-        if stop.requested.is_set():  # the takeover was cancelled, and the old process continues
+        await _wait_for_first(
+            worker.monitor.became_ready.wait(), shared.predecessor.wait_until_gone(), stop.stop_requested.wait()
+        )
+        if stop.stop_requested.is_set():  # the takeover was cancelled, and the old process continues
             return
     async with manager.sending_heartbeats(), listening(worker, shared.listeners) as doors:
         loop.add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
-        tune()
-        if worker.index == 0:
-            logger.info("%s", _banner(worker.settings, shared.listeners))
-            for told in (*worker.settings.access_warnings, *shortages(worker.settings)):
+        tune_process()
+        if worker.worker_number == 0:
+            logger.info("%s", _start_message(worker.settings, shared.listeners))
+            for told in (*worker.settings.access_warnings, *describe_shortages(worker.settings)):
                 logger.warning("%s", told)
         if shared.predecessor is None:
-            manager.notify(READY, "listening")
+            manager.send_state(READY, "listening")
         else:
-            manager.notify(f"{READY}\nMAINPID={os.getppid() if stop.is_supervised else os.getpid()}", "listening")
-            shared.predecessor.tell_accepting(worker.settings.workers)
+            manager.send_state(f"{READY}\nMAINPID={os.getppid() if stop.has_supervisor else os.getpid()}", "listening")
+            shared.predecessor.report_accepting(worker.settings.workers)
         telling = loop.create_task(_log_when_ready(worker, shared, manager))
-        await stop.requested.wait()
+        await stop.stop_requested.wait()
         telling.cancel()
         if stop.has_successor:
             await _make_room(worker, stop, doors)
         else:
-            manager.notify(STOPPING, "draining")
+            manager.send_state(STOPPING, "draining")
             await _drain(worker, stop, doors.stop_accepting)
 
 
-async def _log_when_ready(worker: Worker, shared: Shared, manager: ServiceManager) -> None:
+async def _log_when_ready(worker: Worker, shared: SharedState, manager: ServiceManager) -> None:
     """Log one line for the whole gateway, in the first worker that is ready. For systemd, the last one counts."""
     await worker.monitor.became_ready.wait()
     host, port = shared.listeners.clients.getsockname()[:2]
     scheme = "http" if worker.settings.listen.tls_certificate is None else "https"
     told = f"ready: {scheme}://{Endpoint(host=connectable_host(host), port=port)}"
-    manager.notify("", told)
+    manager.send_state("", told)
     if shared.log_once.is_news("gateway", "ready"):
         logger.info("%s", told)
 
 
 def _on_hang_up(worker: Worker) -> None:
-    if not worker.drain.is_draining:
-        worker.watcher.begin_reload("SIGHUP")
+    if not worker.drain_manager.is_draining:
+        worker.config_watcher.begin_reload("SIGHUP")
 
 
-async def _drain(worker: Worker, stop: Stop, stop_accepting: Callable[[], Awaitable[None]]) -> None:
+async def _drain(worker: Worker, stop_request: StopRequest, stop_accepting: Callable[[], Awaitable[None]]) -> None:
     """Wait for the running answers, up to the limit, and then end them."""
-    drain, limits = worker.drain, worker.settings.drain
-    drain.is_draining = worker.front.close_after_each_answer = True
+    drain, limits = worker.drain_manager, worker.settings.drain
+    drain.is_draining = worker.client_listener.closes_after_each_answer = True
     _log_remaining(drain)
     # Load balancers notice the drain at /readyz. Until then, their requests are served.
-    await _first_of(stop.now.wait(), seconds=limits.not_ready_seconds)
-    await _first_of(stop.now.wait(), stop_accepting(), seconds=_STOP_ACCEPTING_SECONDS)
+    await _wait_for_first(stop_request.stop_now.wait(), seconds=limits.not_ready_seconds)
+    await _wait_for_first(stop_request.stop_now.wait(), stop_accepting(), seconds=_STOP_ACCEPTING_SECONDS)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.streams_seconds
-    while drain.in_flight and not stop.now.is_set() and (left_seconds := deadline - loop.time()) > 0:
+    while drain.in_flight_count and not stop_request.stop_now.is_set() and (left_seconds := deadline - loop.time()) > 0:
         _log_remaining(drain)
-        await _first_of(stop.now.wait(), drain.idle(), seconds=min(_LEFT_EVERY_SECONDS, left_seconds))
+        await _wait_for_first(
+            stop_request.stop_now.wait(), drain.wait_until_idle(), seconds=min(_LEFT_EVERY_SECONDS, left_seconds)
+        )
     await _cut_off(drain)
 
 
-async def _make_room(worker: Worker, stop: Stop, doors: WorkerListeners) -> None:
+async def _make_room(worker: Worker, stop: StopRequest, worker_listeners: WorkerListeners) -> None:
     """Wait for the running answers after a takeover.
 
     A client may send another request on a connection whose last answer did not announce its end, so such connections
     stay open for a while.
     """
-    drain, limits = worker.drain, worker.settings.drain
-    drain.is_draining = drain.has_successor = True
-    doors.leave()
+    drain, limits = worker.drain_manager, worker.settings.drain
+    drain.is_draining = drain.has_successor_process = True
+    worker_listeners.accept_only_callbacks()
     _log_remaining(drain)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.not_ready_seconds + limits.streams_seconds
     tell_at = loop.time() + _LEFT_EVERY_SECONDS
-    while doors.end_idle(limits.not_ready_seconds) or drain.in_flight:
-        if stop.now.is_set() or loop.time() >= deadline:
+    while worker_listeners.close_idle_connections(limits.not_ready_seconds) or drain.in_flight_count:
+        if stop.stop_now.is_set() or loop.time() >= deadline:
             break
         if loop.time() >= tell_at:
             tell_at += _LEFT_EVERY_SECONDS
             _log_remaining(drain)
-        await _first_of(stop.now.wait(), seconds=_IDLE_LOOK_SECONDS)
+        await _wait_for_first(stop.stop_now.wait(), seconds=_IDLE_LOOK_SECONDS)
     await _cut_off(drain)
 
 
 async def _cut_off(drain: DrainManager) -> None:
-    if count := drain.cut_off():
+    if count := drain.cut_off_all():
         logger.warning("drain: %d requests were cut off", count)
-        await _first_of(drain.idle(), seconds=_CUT_OFF_SECONDS)
+        await _wait_for_first(drain.wait_until_idle(), seconds=_CUT_OFF_SECONDS)
 
 
 def _log_remaining(drain: DrainManager) -> None:
-    logger.info("draining", extra={"fields": {"left": drain.in_flight}})
+    logger.info("draining", extra={"fields": {"left": drain.in_flight_count}})
 
 
-async def _first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:
+async def _wait_for_first(*awaitables: Awaitable[object], seconds: float | None = None) -> None:
     """Wait until one of them is done, for at most `seconds`. Raises its exception."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    tasks = [asyncio.ensure_future(wait) for wait in awaitables]
     done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
@@ -175,7 +179,7 @@ async def _first_of(*waits: Awaitable[object], seconds: float | None = None) -> 
         task.result()
 
 
-def shortages(settings: Settings) -> Iterator[str]:
+def describe_shortages(settings: Settings) -> Iterator[str]:
     """Return a sentence for each limit of this process that is too low for the settings."""
     room = connections_for_fds()
     if room < (settings.listen.max_connections or _FEW_CONNECTIONS):
@@ -186,7 +190,7 @@ def shortages(settings: Settings) -> Iterator[str]:
         )
 
 
-def _banner(settings: Settings, listeners: Listeners) -> str:
+def _start_message(settings: Settings, listeners: ListeningSockets) -> str:
     """Return the first line of the log: what this process is, and what it serves."""
     ports = [
         f"{name}{socket_host}:{socket_port}"
@@ -216,7 +220,7 @@ def _banner(settings: Settings, listeners: Listeners) -> str:
 _LOOK_SECONDS: Final = 1.0
 
 
-class Stop:
+class StopRequest:
     """The request to stop a worker.
 
     The first signal asks the worker to drain; the second, or the end of the supervisor, to stop now. SIGUSR2 means a
@@ -225,70 +229,72 @@ class Stop:
     """
 
     def __init__(self, alive_fd: int | None, start_successor: Callable[[], Successor | None]) -> None:
-        """Keep the parts. `alive_fd`: see `run`. `start_successor` returns None if there can be no successor."""
-        self.requested = asyncio.Event()
-        self.now = asyncio.Event()
+        """Keep the parts. `alive_fd`: see `run_worker`. `start_successor` returns None if there can be no successor."""
+        self.stop_requested = asyncio.Event()
+        self.stop_now = asyncio.Event()
         self.exit_code = 0
         self.has_successor = False
         """Whether this worker drains because another process accepts on the same sockets."""
-        self.is_supervised = alive_fd is not None
+        self.has_supervisor = alive_fd is not None
         self._start_successor = start_successor
         self._successor: Successor | None = None
         self._loop = loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.add_signal_handler(signal.SIGUSR2, self._hand_over if self.is_supervised else self._begin_handing_over)
+        loop.add_signal_handler(
+            signal.SIGUSR2, self._hand_over_to_successor if self.has_supervisor else self._begin_handing_over
+        )
         if alive_fd is not None:
             loop.add_reader(alive_fd, self._on_supervisor_gone, alive_fd)
 
     def _on_signal(self, number: int) -> None:
-        if self.requested.is_set():
-            self.now.set()
+        if self.stop_requested.is_set():
+            self.stop_now.set()
             self.exit_code = 128 + number
         self._stop_successor()
-        self.requested.set()
+        self.stop_requested.set()
 
     def _on_supervisor_gone(self, alive_fd: int) -> None:
         self._loop.remove_reader(alive_fd)
-        self.requested.set()
-        self.now.set()
+        self.stop_requested.set()
+        self.stop_now.set()
 
-    def _hand_over(self) -> None:
-        if not self.requested.is_set():
+    def _hand_over_to_successor(self) -> None:
+        if not self.stop_requested.is_set():
             self.has_successor = True
-            self.requested.set()
+            self.stop_requested.set()
 
     def _begin_handing_over(self) -> None:
-        if self._successor is None and not self.requested.is_set():
+        if self._successor is None and not self.stop_requested.is_set():
             self._successor = self._start_successor()
             self._await_successor()
 
     def _stop_successor(self) -> None:
         """Stop the successor, unless it has just taken over."""
         if self._successor is not None:
-            self._look()
+            self._check_successor()
         if self._successor is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._successor.fileno())
-            self._successor.stop()
+            self._successor.stop_process()
             self._successor = None
 
     def _await_successor(self) -> None:
         if self._successor is not None:
-            self._loop.add_reader(self._successor.fileno(), self._look)
-            self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
+            self._loop.add_reader(self._successor.fileno(), self._check_successor)
+            self._timer = self._loop.call_later(_LOOK_SECONDS, self._check_successor)
 
-    def _look(self) -> None:
+    def _check_successor(self) -> None:
         assert self._successor is not None
         self._timer.cancel()
         self._loop.remove_reader(self._successor.fileno())
-        has_taken_over = self._successor.look()
+        has_taken_over = self._successor.check_takeover()
         if has_taken_over is None:
             self._await_successor()
             return
         self._successor = None
         if has_taken_over:
-            self._hand_over()
+            self._hand_over_to_successor()
 
 
 # Listening for clients, operators, probes and engines, each at its port.
@@ -298,33 +304,33 @@ class WorkerListeners:
     """The listening of a worker. Leaving `listening` cuts the remaining answers."""
 
     def __init__(self, worker: Worker, probes: ProbeServer | None) -> None:
-        self._front = worker.front
-        self._fronts = [front for front in (worker.front, worker.admin_front) if front is not None]
-        self._probes = probes
+        self._client_listener = worker.client_listener
+        self._all_listeners = [front for front in (worker.client_listener, worker.admin_listener) if front is not None]
+        self._probe_server = probes
 
     async def stop_accepting(self) -> None:
         """Accept no more connections of clients, and serve all others. See HttpListener."""
-        await self._front.stop_accepting()
+        await self._client_listener.stop_accepting()
 
-    def leave(self) -> None:
+    def accept_only_callbacks(self) -> None:
         """Accept only callbacks of engines, because another process accepts.
 
         Open connections stay open until their next answer.
         """
-        if self._probes is not None:
-            self._probes.leave()
-        for front in self._fronts:
+        if self._probe_server is not None:
+            self._probe_server.stop_accepting()
+        for front in self._all_listeners:
             front.stop_listening_for_takeover()
 
-    def end_idle(self, seconds: float) -> int:
+    def close_idle_connections(self, seconds: float) -> int:
         """Close connections that were idle for this time, see HttpListener; return the number of those left."""
-        for front in self._fronts:
-            front.end_idle(seconds)
-        return sum(front.connections for front in self._fronts)
+        for front in self._all_listeners:
+            front.close_idle_connections(seconds)
+        return sum(front.connection_count for front in self._all_listeners)
 
 
 @asynccontextmanager
-async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[WorkerListeners]:
+async def listening(worker: Worker, listeners: ListeningSockets) -> AsyncIterator[WorkerListeners]:
     """Serve on the listening sockets, inside `async with`."""
     async with AsyncExitStack() as stack:
         probes = None
@@ -332,18 +338,18 @@ async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Worke
             monitor = worker.monitor
             probes = stack.enter_context(ProbeServer(listeners.probes, monitor.is_alive, monitor.was_ready))
         if listeners.admin is not None:
-            assert worker.admin_front is not None
-            await stack.enter_async_context(worker.admin_front)
-            await worker.admin_front.listen(listeners.admin)
-        if worker.callback_front is not None:
-            await stack.enter_async_context(worker.callback_front)
+            assert worker.admin_listener is not None
+            await stack.enter_async_context(worker.admin_listener)
+            await worker.admin_listener.listen_on(listeners.admin)
+        if worker.callback_listener is not None:
+            await stack.enter_async_context(worker.callback_listener)
             for index, listener in enumerate(listeners.callbacks):
-                if index == worker.index:
-                    await worker.callback_front.listen(listener)
+                if index == worker.worker_number:
+                    await worker.callback_listener.listen_on(listener)
                 else:
                     listener.close()  # otherwise engines would wait for the answer of another worker that has ended
-        await stack.enter_async_context(worker.front)
-        await worker.front.listen(listeners.clients)
+        await stack.enter_async_context(worker.client_listener)
+        await worker.client_listener.listen_on(listeners.clients)
         yield WorkerListeners(worker, probes)
 
 
@@ -362,31 +368,33 @@ class ServiceManager:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         address = environ.get("NOTIFY_SOCKET", "")
-        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+        self._socket_address = f"\0{address[1:]}" if address.startswith("@") else address
         patience = environ.get("WATCHDOG_USEC", "")
-        self._beat_seconds = int(patience) / 1e6 / 3 if self._address and patience.isdecimal() else None
+        self._heartbeat_seconds = int(patience) / 1e6 / 3 if self._socket_address and patience.isdecimal() else None
 
-    def notify(self, state: str, status: str) -> None:
+    def send_state(self, state: str, status: str) -> None:
         """Report an event, which may be empty, and a line for `systemctl status`."""
-        self._send(f"{state}\nSTATUS={status}".strip())
+        self._send_message(f"{state}\nSTATUS={status}".strip())
 
     @asynccontextmanager
     async def sending_heartbeats(self) -> AsyncIterator[None]:
         """Report regularly that the event loop runs, as often as `WatchdogSec=` requires, inside this context."""
-        beating = asyncio.create_task(self._beat(self._beat_seconds)) if self._beat_seconds else None
+        beating = (
+            asyncio.create_task(self._send_heartbeats(self._heartbeat_seconds)) if self._heartbeat_seconds else None
+        )
         try:
             yield
         finally:
             if beating is not None:
                 beating.cancel()
 
-    async def _beat(self, seconds: float) -> None:
+    async def _send_heartbeats(self, seconds: float) -> None:
         while True:
-            self._send(_ALIVE)
+            self._send_message(_ALIVE)
             await asyncio.sleep(seconds)
 
-    def _send(self, message: str) -> None:
+    def _send_message(self, message: str) -> None:
         """Send without waiting, because a service manager that does not read must not delay tokens."""
-        if self._address:
+        if self._socket_address:
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
-                sender.sendto(message.encode(), self._address)
+                sender.sendto(message.encode(), self._socket_address)

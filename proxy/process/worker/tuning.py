@@ -18,7 +18,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MIB: Final = 1024 * 1024
 
 
-def tune() -> None:
+def tune_process() -> None:
     """Tune the process. Must be called once, when all long-lived objects exist."""
     _reduce_garbage_collection()
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))  # tracing sets a shorter time

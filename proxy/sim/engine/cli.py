@@ -10,7 +10,7 @@ from proxy.sim.engine.faults import FAULT_ACTIONS
 from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.options import AtSigterm, LoadFailurePolicy, Options, ProtocolName, SimRole
 from proxy.sim.profile import ALL_PROFILES, ConnectorName
-from proxy.tools.flag_numbers import natural
+from proxy.tools.flag_numbers import positive_whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,28 +87,28 @@ def build_parser() -> argparse.ArgumentParser:
     add("--api-key", help="Key that requests to paths under /v1 must have.")
     add(
         "--max-model-len",
-        type=natural,
+        type=positive_whole_number,
         default=default.max_model_len,
         metavar="TOKENS",
         help="Maximum length of prompt and answer, in tokens. Default: %(default)s.",
     )
     add(
         "--default-max-tokens",
-        type=natural,
+        type=positive_whole_number,
         default=default.default_max_tokens,
         metavar="TOKENS",
         help="Maximum length of a chat's answer if the request has no limit, in tokens. Default: %(default)s.",
     )
     add(
         "--block-size",
-        type=natural,
+        type=positive_whole_number,
         default=default.block_size,
         metavar="TOKENS",
         help="Size of a KV block, in tokens. Default: %(default)s.",
     )
     add(
         "--num-gpu-blocks",
-        type=natural,
+        type=positive_whole_number,
         default=default.num_gpu_blocks,
         metavar="N",
         help="Number of KV blocks. Default: %(default)s.",
@@ -123,34 +123,34 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--max-num-seqs",
-        type=natural,
+        type=positive_whole_number,
         default=default.max_num_seqs,
         metavar="N",
         help="Maximum number of running sequences. Further ones wait. Default: %(default)s.",
     )
     add(
         "--max-num-queued-reqs",
-        type=natural,
+        type=positive_whole_number,
         metavar="N",
         help="Maximum number of running and waiting requests. Further ones get 503.",
     )
     add(
         "--tokens-per-step",
-        type=natural,
+        type=positive_whole_number,
         default=default.tokens_per_step,
         metavar="N",
         help="Tokens per decode step, as with speculative decoding. Default: %(default)s.",
     )
     add(
         "--stream-interval",
-        type=natural,
+        type=positive_whole_number,
         default=default.stream_interval,
         metavar="N",
         help="Tokens per chunk of a stream. Default: %(default)s.",
     )
     add(
         "--eos-after",
-        type=natural,
+        type=positive_whole_number,
         metavar="TOKENS",
         help="Approximate length of answers, in tokens.",
     )
@@ -276,7 +276,7 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
     )
     add(
         "--dp-size",
-        type=natural,
+        type=positive_whole_number,
         default=default.dp_size,
         metavar="N",
         help="Number of data-parallel ranks. Default: %(default)s.",

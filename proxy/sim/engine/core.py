@@ -140,7 +140,8 @@ class EngineMetrics:
     def render(self, gauges: dict[tuple[str, str], float], counters: dict[str, float]) -> str:
         """Return the exposition text.
 
-        Names are given without `vllm:` and, for counters, without `_total`; the name of a gauge includes its labels.
+        Names are given without `vllm:` and, for counters, without `_total_growth`; the name of a gauge includes its
+        labels.
         """
         labels = f'engine="0",model_name="{self.model}"'
         started = f"process_start_time_seconds {self.started_at:.2f}"

@@ -40,7 +40,7 @@ class ChatAnswers:
     """Whether the engine returns reasoning apart from the text. None: unknown."""
 
 
-def chat(model: str, role: Role, *, has_tool: bool) -> dict[str, Any]:
+def make_chat_body(model: str, role: Role, *, has_tool: bool) -> dict[str, Any]:
     """Return the body of a chat for an engine of this role."""
     tool = {"tools": [_TOOL], "tool_choice": "auto"} if has_tool else {}
     return {

@@ -17,9 +17,9 @@ from proxy.observe import logs
 from proxy.settings import Settings, connectable_host, load_settings
 from proxy.settings.mistakes import Parser
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
-from proxy.tools.doctor.findings import Finding, as_json, as_table, exit_code
-from proxy.tools.doctor.gateway import Host, check_gateway
-from proxy.tools.flag_numbers import positive, whole_number
+from proxy.tools.doctor.findings import Finding, exit_code, findings_as_json, findings_as_table
+from proxy.tools.doctor.gateway import GatewayHost, check_gateway
+from proxy.tools.flag_numbers import positive_number, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,14 +40,14 @@ The exit code is 0 without problems, 1 with warnings, and 2 with failures."""
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the doctor and return the exit code. Raises SettingsError."""
-    flags, rest = _parser().parse_known_args(argv)
+    flags, rest = _make_parser().parse_known_args(argv)
     loaded = load_settings(rest, environ)
     cores = os.cpu_count() or 1
-    host = Host(
+    host = GatewayHost(
         loaded=loaded,
         is_gateway=partial(_is_gateway, loaded.settings),
         cores=cores,
-        learned_limits=partial(_learned_limits, loaded.settings),
+        learned_limits=partial(_fetch_learned_limits, loaded.settings),
     )
     found = check_gateway(host)
     progress = ProgressLine()
@@ -56,7 +56,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     )
     examination = Examination(loaded, options, progress=progress.show)
     try:
-        with logs.silenced():  # the findings contain what a gateway would log
+        with logs.silence_log():  # the findings contain what a gateway would log
             found += asyncio.run(examination.run())
     finally:
         progress.clear()
@@ -66,15 +66,15 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def print_findings(found: Sequence[Finding], environ: Mapping[str, str], *, is_json: bool) -> int:
     """Print the findings and return the exit code."""
     if is_json:
-        print(as_json(found).decode())
+        print(findings_as_json(found).decode())
     else:
         is_terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if is_terminal else _WIDTH
-        print(as_table(found, width, coloured=is_terminal and not environ.get("NO_COLOR")))
+        print(findings_as_table(found, width, coloured=is_terminal and not environ.get("NO_COLOR")))
     return exit_code(found)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="pdproxy doctor",
         description=_DESCRIPTION,
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--canary-seconds",
-        type=positive,
+        type=positive_number,
         default=60.0,
         metavar="N",
         help="Time limit for the answer to a test prompt, in seconds. Default: 60.",
@@ -139,7 +139,7 @@ def _is_gateway(settings: Settings, host: str, port: int) -> bool:
         return False
 
 
-def _learned_limits(settings: Settings, host: str, port: int) -> dict[str, int]:
+def _fetch_learned_limits(settings: Settings, host: str, port: int) -> dict[str, int]:
     """Return the request limits that a running gateway has learned, by instance address; empty if unavailable."""
     try:
         tls = blocking_http.local_tls(settings.has_tls(port))

@@ -34,10 +34,10 @@ def good_finding(engine: Examined) -> Finding:
     """Return the summary of an engine without findings."""
     identity, seconds = engine.facts.identity, min(s for s in engine.connects.values() if isinstance(s, float))
     told = [
-        f"{identity.kind or 'an engine'} {engine.version or ''}".strip(),
+        f"{identity.engine_kind or 'an engine'} {engine.version or ''}".strip(),
         ", ".join(sorted(identity.models)[:3]),
         f"{engine.facts.max_model_len} tokens" if engine.facts.max_model_len else "",
-        " and ".join(identity.setup.kv_connectors) if identity.setup else "",
+        " and ".join(identity.engine_setup.kv_connectors) if identity.engine_setup else "",
         f"connects in {1000 * seconds:.1f} ms",
     ]
     return Finding(Severity.OK, "engine", engine.subject, ", ".join(filter(None, told)))
@@ -87,9 +87,9 @@ def check_health(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 def check_key(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check that the engine accepts its API key."""
-    if engine.facts.identity.refused_key:
+    if engine.facts.identity.has_refused_key:
         severity = Severity.WARNING if fleet.keys.forwards_client_key else Severity.FAILURE
-        yield Finding.of_text(severity, "key", engine.subject, fleet.keys.advice(engine.backend))
+        yield Finding.of_text(severity, "key", engine.subject, fleet.keys.advice_after_401(engine.backend))
 
 
 def check_models(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
@@ -102,7 +102,7 @@ def check_models(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
         yield Finding(Severity.FAILURE, "models", engine.subject, told, hint)
     elif not engine.facts.identity.models:
         yield Finding(Severity.FAILURE, "models", engine.subject, "/v1/models lists no model", hint)
-    elif engine.facts.identity.kind is None:
+    elif engine.facts.identity.engine_kind is None:
         words = "/v1/models identifies neither vLLM nor SGLang"
         yield Finding(
             Severity.WARNING,
@@ -115,7 +115,7 @@ def check_models(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 def check_version(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check that the engine reports its version, from which pdproxy derives its features."""
-    if engine.models == 200 and engine.version is None and engine.facts.identity.kind == "vLLM":
+    if engine.models == 200 and engine.version is None and engine.facts.identity.engine_kind == "vLLM":
         words = "does not report its version at /version"
         hint = "pdproxy does not use features of newer engines, such as releasing KV cache that no decoder fetches"
         yield Finding(Severity.WARNING, "version", engine.subject, words, hint)
@@ -193,7 +193,7 @@ def check_limits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 def check_ranks(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check that the gateway addresses all data-parallel ranks of an engine."""
-    balance, its = fleet.settings.balance, engine.facts.ranks
+    balance, its = fleet.settings.balance, engine.facts.data_parallel_ranks
     for role, option, ranks in (
         (Role.PREFILL, "balance.prefill_dp_ranks", balance.prefill_dp_ranks),
         (Role.DECODE, "balance.decode_dp_ranks", balance.decode_dp_ranks),
@@ -220,7 +220,7 @@ def check_body_limit(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 def check_lease(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check that the engine keeps KV cache as long as the gateway assumes."""
-    setup, believed = engine.facts.identity.setup, fleet.settings.kv.pin_seconds
+    setup, believed = engine.facts.identity.engine_setup, fleet.settings.kv.pin_seconds
     its = None if setup is None else setup.lease_seconds
     if engine.backend.role is not Role.PREFILL or its is None:
         return
@@ -259,8 +259,8 @@ def check_read_back(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def _is_bidirectional(engine: Examined) -> bool:
-    setup = engine.facts.identity.setup
-    return setup is not None and setup.is_bidirectional
+    setup = engine.facts.identity.engine_setup
+    return setup is not None and setup.has_bidirectional_kv
 
 
 ENGINE_CHECKS: Final[tuple[Callable[[Examined, Fleet], Iterable[Finding]], ...]] = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from proxy.balancer.recognition import EngineReport, recognise
+from proxy.balancer.recognition import EngineReport, recognise_connector
 from proxy.common.backend import Backend, Role
 from proxy.connectors.releaser import KvTransfer
 from proxy.fleet.canary import Canary, CanaryPrompt, CanaryResult, prompt_bytes
@@ -19,28 +19,35 @@ from proxy.fleet.discovery.facts import (
     SERVER_INFO_PATH,
     SERVER_INFO_TIMEOUT_SECONDS,
     VERSION_PATH,
-    facts_of,
-    with_setup,
+    make_engine_facts,
+    update_setup,
 )
 from proxy.fleet.discovery.sources import SOURCES
-from proxy.fleet.discovery.watcher import look_once
-from proxy.fleet.inspector import scrape
+from proxy.fleet.discovery.watcher import load_sources_once
+from proxy.fleet.inspector import fetch_metrics
 from proxy.observe.metrics import Metrics
-from proxy.process.shared import Listeners, share
+from proxy.process.shared import ListeningSockets, create_shared_state
 from proxy.process.supervisor.detection import replace_connector
 from proxy.process.supervisor.listening import PortInUse, create_listener
-from proxy.process.worker.applications import application, callback_limits, http_listener
+from proxy.process.worker.applications import callback_limits, make_application, make_http_listener
 from proxy.process.worker.balancing import Balancing, build_balancing
-from proxy.process.worker.basis import Basis, LiveConfiguration
-from proxy.process.worker.engines import Lines, Link, build_lines, build_link
+from proxy.process.worker.basis import LiveConfiguration, WorkerBasis
+from proxy.process.worker.engines import ConnectorBundle, EngineClients, build_connector, build_engine_clients
 from proxy.settings import LoadedSettings, Settings, SettingsError
-from proxy.tools.doctor.chats import ChatAnswers, chat, check_parsers, rejects_tools, separates_reasoning
+from proxy.tools.doctor.chats import ChatAnswers, check_parsers, make_chat_body, rejects_tools, separates_reasoning
 from proxy.tools.doctor.engine import check_engines, good_finding
 from proxy.tools.doctor.examined import IDLE_SECONDS, Examined, Fleet, compared_options
 from proxy.tools.doctor.findings import Finding, Severity
-from proxy.tools.doctor.fleet import by_model, check_fleet
-from proxy.tools.doctor.pair import Canaries, check_pairs
-from proxy.upstream import AddressProblem, BufferedResponse, EngineClient, EngineRequestError, Names, connect_problem
+from proxy.tools.doctor.fleet import check_fleet, group_by_models
+from proxy.tools.doctor.pair import CanaryResults, check_pairs
+from proxy.upstream import (
+    AddressProblem,
+    BufferedResponse,
+    EngineClient,
+    EngineRequestError,
+    HostNames,
+    describe_connect_error,
+)
 from proxy.wire.exposition import parse_completed_work, parse_prompt_tokens, parse_rank_count, parse_start_time
 from proxy.wire.ids import make_request_id
 from proxy.wire.openai import Api, engine_error_text
@@ -103,37 +110,39 @@ class Examination:
         """Run the examination and return all findings. Everything is closed at return."""
         async with AsyncExitStack() as stack:
             callbacks: list[socket.socket] = []
-            listeners = stack.enter_context(Listeners(socket.socket(), callbacks=callbacks))
-            shared = share(self._loaded, lambda: self._loaded, listeners)
-            live = LiveConfiguration(shared.configuration.current())
-            basis = Basis(shared=shared, index=0, live=live, metrics=Metrics())
+            listeners = stack.enter_context(ListeningSockets(socket.socket(), callbacks=callbacks))
+            shared = create_shared_state(self._loaded, lambda: self._loaded, listeners)
+            live = LiveConfiguration(shared.configuration.current_snapshot())
+            basis = WorkerBasis(shared=shared, worker_number=0, live_configuration=live, metrics=Metrics())
             balancing = build_balancing(basis)
-            lines = await stack.enter_async_context(build_lines(basis, balancing))
+            lines = await stack.enter_async_context(build_engine_clients(basis, balancing))
             settings = self._loaded.settings
-            not_found = await _discovered(shared.roster, settings)
-            asker = Asker(lines.names, lines.client, balancing.keys, settings, self._idle_seconds)
-            fleet = Fleet(settings=settings, keys=balancing.keys, engines=await self._ask(asker, balancing))
+            not_found = await _add_discovered_instances(shared.roster, settings)
+            asker = EngineAsker(
+                lines.host_names, lines.engine_client, balancing.engine_keys, settings, self._idle_seconds
+            )
+            fleet = Fleet(settings=settings, keys=balancing.engine_keys, engines=await self._ask(asker, balancing))
             fleet, found = self._with_connector(fleet)
             found += not_found
-            fleet = await _with_bootstraps(fleet, asker)
+            fleet = await _check_bootstraps(fleet, asker)
             found += [*check_engines(fleet), *check_fleet(fleet), *self._more(fleet)]
             told = {finding.subject for finding in found if finding.severity > Severity.NOTE}
             spoilt = {finding.subject for finding in found if finding.severity is Severity.FAILURE}
             found = [good_finding(engine) for engine in fleet.engines if engine.subject not in told] + found
             fit = [engine for engine in fleet.told if engine.is_healthy and engine.subject not in spoilt]
             if self._canaries_per_pair and fleet.settings.connector != "auto":
-                live.apply(replace(live.current, settings=_for_canaries(fleet.settings)))
+                live.apply_snapshot(replace(live.current_snapshot, settings=_settings_for_canaries(fleet.settings)))
                 for engine in fit:  # connectors need these facts; in a gateway the prober sets them
-                    balancing.health.on_probe(engine.backend, ok=True, reason="passed its health check")
-                    balancing.health.note_facts(engine.backend, engine.facts)
+                    balancing.health.on_probe(engine.backend, has_passed=True, reason="passed its health check")
+                    balancing.health.set_engine_facts(engine.backend, engine.facts)
                 async with _run_connector(basis, balancing, lines, callbacks) as link:
-                    for alike in by_model(fit):
+                    for alike in group_by_models(fit):
                         found += await self._send_canaries(link, alike)
         return found
 
-    async def _ask(self, asker: Asker, balancing: Balancing) -> Sequence[Examined]:
+    async def _ask(self, asker: EngineAsker, balancing: Balancing) -> Sequence[Examined]:
         pools = (balancing.pools.prefill, balancing.pools.decode, balancing.pools.encode)
-        backends = [backend for pool in pools if pool is not None for backend in pool.backends()]
+        backends = [backend for pool in pools if pool is not None for backend in pool.all_backends()]
         room = asyncio.Semaphore(_ENGINES_AT_ONCE)
         done = 0
 
@@ -161,7 +170,7 @@ class Examination:
         try:
             if has_prefillers and {report.role for report in reports} != {Role.PREFILL, Role.DECODE}:
                 raise SettingsError("connector auto: not every role has an instance that reports its software")
-            connector = recognise(reports).connector if has_prefillers else "plain"
+            connector = recognise_connector(reports).connector_name if has_prefillers else "plain"
             settings = replace_connector(self._loaded, connector).settings
         except SettingsError as error:
             hint = "correct the instances, or set connector explicitly"
@@ -169,9 +178,9 @@ class Examination:
         found = Finding(Severity.NOTE, "connector", "gateway", f"connector auto is {connector}")
         return replace(fleet, settings=settings), [found]
 
-    async def _send_canaries(self, link: Link, fit: Sequence[Examined]) -> list[Finding]:
+    async def _send_canaries(self, link: ConnectorBundle, fit: Sequence[Examined]) -> list[Finding]:
         """Send canaries. `fit`: compatible engines of one model, at least one."""
-        settings = link.context.live.settings
+        settings = link.connector_context.live.settings
         takes_prefillers = settings.connector_traits.takes_prefillers
         prefillers = [engine for engine in fit if engine.backend.role is Role.PREFILL]
         decoders = [engine for engine in fit if engine.backend.role is Role.DECODE]
@@ -179,8 +188,8 @@ class Examination:
             return []
         lengths = [engine.facts.max_model_len for engine in fit if engine.facts.max_model_len is not None]
         size = prompt_bytes(self._canary_tokens, settings.cost.bytes_per_token, lengths)
-        prompt = CanaryPrompt.of(min(fit[0].serves), size)
-        canary = Canary(link.connector, link.context, prompt, self._canary_seconds)
+        prompt = CanaryPrompt.make_prompt(min(fit[0].serves), size)
+        canary = Canary(link.connector, link.connector_context, prompt, self._canary_seconds)
         pairs = [(p.backend, d.backend) for p in prefillers for d in decoders] if takes_prefillers else []
         firsts = {prefiller: (decoder, make_request_id()) for prefiller, decoder in reversed(pairs)}
         """The first decoder of each prefiller, and the salt of the prompt that the prefiller gets again at the end."""
@@ -188,17 +197,17 @@ class Examination:
         total = len(pairs) * self._canaries_per_pair + len(firsts) + len(decoders)
         results: list[CanaryResult] = []
         alone: dict[Backend, CanaryResult] = {}
-        for some in [some for _ in range(self._canaries_per_pair) for some in rounds(pairs)]:
+        for some in [some for _ in range(self._canaries_per_pair) for some in group_disjoint_pairs(pairs)]:
             results += await asyncio.gather(*(canary.check_pair(*pair, salts[pair]) for pair in some))
             self._progress("canaries", len(results), total)
         done = len(results)
         repeated: list[CanaryResult] = []
-        for some in rounds([(prefiller, decoder) for prefiller, (decoder, _) in firsts.items()]):
+        for some in group_disjoint_pairs([(prefiller, decoder) for prefiller, (decoder, _) in firsts.items()]):
             repeated += await asyncio.gather(*(canary.check_pair(*pair, salts[pair]) for pair in some))
             self._progress("canaries", done + len(repeated), total)
         done += len(repeated)
         # Runs last: an engine that ignores the salt caches the prompt.
-        for few in _chunks([decoder.backend for decoder in decoders], _PAIRS_AT_ONCE):
+        for few in _split_into_chunks([decoder.backend for decoder in decoders], _PAIRS_AT_ONCE):
             for result in await asyncio.gather(*map(canary.check_decoder, few)):
                 if result is not None:
                     alone[result.decoder] = result
@@ -207,9 +216,9 @@ class Examination:
 
         def lease_seconds(prefiller: Backend) -> float | None:
             has_leases = settings.connector_traits.counts_expired_leases
-            return link.releaser.pin_seconds(prefiller, KvTransfer.NIXL) if has_leases else None
+            return link.kv_releaser.pin_seconds(prefiller, KvTransfer.NIXL) if has_leases else None
 
-        canaries = Canaries(
+        canaries = CanaryResults(
             settings=settings,
             pairs=results,
             repeated=repeated,
@@ -217,30 +226,30 @@ class Examination:
             max_tokens={each.backend: each.facts.max_model_len for each in fit if each.facts.max_model_len is not None},
             lease_seconds=lease_seconds,
         )
-        good = {backend for backend, result in alone.items() if not result.problem}
+        good = {backend for backend, result in alone.items() if not result.problem_text}
         good.update(result.prefiller for result in canaries.answered if result.prefiller is not None)
         chats = await self._send_chats(link, [engine for engine in fit if engine.backend in good])
         return [*check_pairs(canaries), *check_parsers(chats)]
 
-    async def _send_chats(self, link: Link, engines: Sequence[Examined]) -> list[ChatAnswers]:
+    async def _send_chats(self, link: ConnectorBundle, engines: Sequence[Examined]) -> list[ChatAnswers]:
         """Send a chat to each engine of vLLM, which does not report its parsers. SGLang reports its own."""
-        asked = [engine for engine in engines if engine.facts.identity.kind == "vLLM"]
+        asked = [engine for engine in engines if engine.facts.identity.engine_kind == "vLLM"]
         found: list[ChatAnswers] = []
         if len(asked) < 2:
             return found
-        for few in _chunks(asked, _PAIRS_AT_ONCE):
+        for few in _split_into_chunks(asked, _PAIRS_AT_ONCE):
             found += await asyncio.gather(*(self._chat(link, engine) for engine in few))
             self._progress("chats", len(found), len(asked))
         return found
 
-    async def _chat(self, link: Link, engine: Examined) -> ChatAnswers:
+    async def _chat(self, link: ConnectorBundle, engine: Examined) -> ChatAnswers:
         """Return the answers of an engine to chats. A failed request leaves them unknown."""
-        backend, context = engine.backend, link.context
+        backend, context = engine.backend, link.connector_context
 
         async def ask(*, has_tool: bool) -> BufferedResponse:
-            body = dumps(chat(min(engine.serves), backend.role, has_tool=has_tool))
-            headers = context.keys.headers(backend)
-            return await context.client.post(backend.url, Api.CHAT.path, self._canary_seconds, body, headers)
+            body = dumps(make_chat_body(min(engine.serves), backend.role, has_tool=has_tool))
+            headers = context.keys.credential_headers(backend)
+            return await context.client.post_json(backend.url, Api.CHAT.path, self._canary_seconds, body, headers)
 
         try:
             answer = await ask(has_tool=True)
@@ -253,15 +262,15 @@ class Examination:
         return ChatAnswers(
             engine=engine,
             rejects_tools=rejected,
-            separates_reasoning=separates_reasoning(answer.json_or_none) if is_answered else None,
+            separates_reasoning=separates_reasoning(answer.parsed_json_or_none) if is_answered else None,
         )
 
 
-async def _with_bootstraps(fleet: Fleet, asker: Asker) -> Fleet:
+async def _check_bootstraps(fleet: Fleet, asker: EngineAsker) -> Fleet:
     """Check the bootstrap servers of prefill instances and return the updated fleet."""
 
     async def look(engine: Examined) -> Examined:
-        place = bootstrap_place(engine, fleet.settings) if engine.is_healthy else None
+        place = bootstrap_address(engine, fleet.settings) if engine.is_healthy else None
         if place is None or not (problem := await asker.connect_problem(*place)):
             return engine
         return replace(engine, bootstrap=f"cannot connect to its bootstrap server at port {place[1]} ({problem})")
@@ -271,8 +280,8 @@ async def _with_bootstraps(fleet: Fleet, asker: Asker) -> Fleet:
 
 @asynccontextmanager
 async def _run_connector(
-    basis: Basis, balancing: Balancing, lines: Lines, callbacks: list[socket.socket]
-) -> AsyncIterator[Link]:
+    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, callbacks: list[socket.socket]
+) -> AsyncIterator[ConnectorBundle]:
     """Run the connector, with its callback port if it needs one."""
     settings = basis.settings
     async with AsyncExitStack() as stack:
@@ -282,18 +291,18 @@ async def _run_connector(
                 callbacks.append(create_listener(host, settings.layerwise.port))
             except PortInUse:  # a running gateway has it
                 callbacks.append(create_listener(host, 0))
-        link = await stack.enter_async_context(build_link(basis, balancing, lines))
+        link = await stack.enter_async_context(build_connector(basis, balancing, lines))
         if callbacks:
-            app = application(basis)
+            app = make_application(basis)
             app.add_routes(link.connector.routes())
-            front = await stack.enter_async_context(http_listener(basis, app, callback_limits))
-            await front.listen(callbacks[0])
+            front = await stack.enter_async_context(make_http_listener(basis, app, callback_limits))
+            await front.listen_on(callbacks[0])
         yield link
 
 
-async def _discovered(roster: Roster, settings: Settings) -> list[Finding]:
+async def _add_discovered_instances(roster: Roster, settings: Settings) -> list[Finding]:
     """Add discovered instances to the roster; return findings for failed sources and empty roles."""
-    problems = await look_once(SOURCES, roster, settings, _SOURCE_SECONDS)
+    problems = await load_sources_once(SOURCES, roster, settings, _SOURCE_SECONDS)
     found = [
         Finding(Severity.FAILURE, "source", origin, words, "its instances were not examined")
         for origin, words in problems.items()
@@ -308,18 +317,18 @@ async def _discovered(roster: Roster, settings: Settings) -> list[Finding]:
                 "check the sources, or start instances of this role",
             )
             for role in Role
-            if settings.may_find(role) and settings.needs(role) and not roster.members(role)
+            if settings.may_find(role) and settings.needs(role) and not roster.members_of_role(role)
         ]
     return found
 
 
-def _for_canaries(settings: Settings) -> Settings:
+def _settings_for_canaries(settings: Settings) -> Settings:
     """Return settings under which every canary uses a KV handoff and is sent once."""
     kv = settings.kv.model_copy(update={"on_missing": "error", "prefill_min_tokens": 0, "skip_prefill": False})
     return settings.model_copy(update={"kv": kv})
 
 
-def rounds(pairs: Collection[tuple[Backend, Backend]]) -> Iterator[list[tuple[Backend, Backend]]]:
+def group_disjoint_pairs(pairs: Collection[tuple[Backend, Backend]]) -> Iterator[list[tuple[Backend, Backend]]]:
     """Yield the pairs in groups in which each engine occurs once."""
     left = list(pairs)
     while left:
@@ -333,19 +342,19 @@ def rounds(pairs: Collection[tuple[Backend, Backend]]) -> Iterator[list[tuple[Ba
         yield some
 
 
-def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+def _split_into_chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
 # Queries engines for the data that the checks need.
 
 
-class Asker:
+class EngineAsker:
     """Queries engines. `idle_seconds`: idle time of a connection before the keep-alive check reuses it."""
 
     def __init__(
         self,
-        names: Names,
+        names: HostNames,
         client: EngineClient,
         keys: EngineKeys,
         settings: Settings,
@@ -361,7 +370,7 @@ class Asker:
         """Query one engine for all that the checks need."""
         examined = Examined(backend=backend)
         try:
-            addresses = await self._names.find(backend.host)
+            addresses = await self._names.find_addresses(backend.host)
         except (AddressProblem, ValueError) as error:
             return replace(examined, name_problem=str(error) or "not a host name")
         connects = await asyncio.gather(*(self._connect(address, backend.port) for address in addresses))
@@ -372,12 +381,12 @@ class Asker:
         if isinstance(examined.health, str):
             return examined
         (version, models), exposition, keeps_alive = await asyncio.gather(
-            self._ask_identity(backend), scrape(self._client, self._keys, backend), self._keeps_alive(backend)
+            self._ask_identity(backend), fetch_metrics(self._client, self._keys, backend), self._keeps_alive(backend)
         )
         info = _answer_or_none(await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS))
-        facts = with_setup(facts_of(version, _answer_or_none(models)), info)
-        if facts.ranks is None and exposition is not None:
-            facts = replace(facts, ranks=parse_rank_count(exposition))
+        facts = update_setup(make_engine_facts(version, _answer_or_none(models)), info)
+        if facts.data_parallel_ranks is None and exposition is not None:
+            facts = replace(facts, data_parallel_ranks=parse_rank_count(exposition))
         return replace(
             examined,
             version=_reported_version(version, info),
@@ -386,7 +395,7 @@ class Asker:
             keeps_alive=keeps_alive,
             started_at=None if exposition is None else parse_start_time(exposition),
             served_tokens=None if exposition is None else parse_completed_work(exposition),
-            options=compared_options(None if info is None else info.json_or_none),
+            options=compared_options(None if info is None else info.parsed_json_or_none),
             has_metrics=exposition is not None,
             counts_prompts=exposition is not None and parse_prompt_tokens(exposition) is not None,
         )
@@ -394,7 +403,7 @@ class Asker:
     async def connect_problem(self, host: str, port: int) -> str:
         """Return why a connection fails; empty if it succeeds."""
         try:
-            addresses = await self._names.find(host)
+            addresses = await self._names.find_addresses(host)
         except (AddressProblem, ValueError) as error:
             return str(error) or "not a host name"
         told = [await self._connect(address, port) for address in addresses]
@@ -406,7 +415,7 @@ class Asker:
             async with asyncio.timeout(self._settings.timeouts.connect_seconds):
                 _, writer = await asyncio.open_connection(address, port)
         except OSError as error:  # TimeoutError is one
-            return connect_problem(error)
+            return describe_connect_error(error)
         writer.close()
         return time.monotonic() - began
 
@@ -424,7 +433,7 @@ class Asker:
         """Return whether a connection can be reused; None if unknown. Uses a separate client."""
         reused = asyncio.Event()
 
-        async with EngineClient(self._names, on_reuse=reused.set, tls=self._client.tls) as client:
+        async with EngineClient(self._names, on_reuse=reused.set, tls=self._client.engine_tls) as client:
             for pause_seconds in (0.0, self._idle_seconds):
                 await asyncio.sleep(pause_seconds)
                 if isinstance(await self._get(backend, self._settings.health.path, client=client), str):
@@ -441,18 +450,18 @@ class Asker:
         """Return the response, or the reason why there is none."""
         seconds = timeout_seconds or self._settings.health.timeout_seconds
         try:
-            headers = self._keys.headers(backend)
-            return await (client or self._client).get(backend.url, path, seconds, headers)
+            headers = self._keys.credential_headers(backend)
+            return await (client or self._client).get_body(backend.url, path, seconds, headers)
         except EngineRequestError as error:
             return str(error)
 
 
-def bootstrap_place(examined: Examined, settings: Settings) -> tuple[str, int] | None:
+def bootstrap_address(examined: Examined, settings: Settings) -> tuple[str, int] | None:
     """Return host and port of a prefiller's bootstrap server; None if decoders use none."""
     backend, traits = examined.backend, settings.connector_traits
     if backend.role is not Role.PREFILL or not traits.meets_at_bootstrap:
         return None
-    told = examined.facts.identity.setup
+    told = examined.facts.identity.engine_setup
     port = backend.bootstrap_port or (told and told.bootstrap_port) or settings.mooncake.bootstrap_port
     return backend.host, port
 
@@ -480,7 +489,7 @@ def _clock_offset_seconds(answer: BufferedResponse) -> float | None:
 def _reported_version(version: BufferedResponse | None, info: BufferedResponse | None) -> str | None:
     """Return the version: vLLM reports it at /version, SGLang at /server_info."""
     for answer in (version, info):
-        told = answer.json_or_none if answer is not None else None
+        told = answer.parsed_json_or_none if answer is not None else None
         found = told.get("version") if isinstance(told, dict) else None
         if isinstance(found, str) and found.isascii() and found.isprintable():
             return found[:40]

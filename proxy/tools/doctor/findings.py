@@ -69,15 +69,15 @@ _LEAST_WORDS: Final = 40
 _MANY: Final = 8
 
 
-def as_table(findings: Sequence[Finding], width: int, *, coloured: bool) -> str:
+def findings_as_table(findings: Sequence[Finding], width: int, *, coloured: bool) -> str:
     """Return a table of findings, worst last, so that it stays visible. `width`: in characters."""
-    shown = sorted(_summarized(findings), key=lambda finding: finding.severity)
+    shown = sorted(_summarize_pairs(findings), key=lambda finding: finding.severity)
     subjects = min(44, max((len(finding.subject) for finding in shown), default=0))
-    lines = [line for finding in shown for line in _lines(finding, subjects, width, coloured=coloured)]
-    return "\n".join([*lines, "", _summary(findings)])
+    lines = [line for finding in shown for line in _finding_lines(finding, subjects, width, coloured=coloured)]
+    return "\n".join([*lines, "", _summary_line(findings)])
 
 
-def as_json(findings: Sequence[Finding]) -> bytes:
+def findings_as_json(findings: Sequence[Finding]) -> bytes:
     """Return a JSON object with the exit code and all findings."""
     told = [
         {
@@ -92,7 +92,7 @@ def as_json(findings: Sequence[Finding]) -> bytes:
     return orjson.dumps({"exit_code": exit_code(findings), "findings": told}, option=orjson.OPT_INDENT_2)
 
 
-def _lines(finding: Finding, subjects: int, width: int, *, coloured: bool) -> Iterator[str]:
+def _finding_lines(finding: Finding, subjects: int, width: int, *, coloured: bool) -> Iterator[str]:
     indent = " " * (subjects + 4)
     room = max(_LEAST_WORDS, width - len(indent))
     mark = _MARKS[finding.severity]
@@ -110,7 +110,7 @@ def _without_control_characters(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def _summarized(findings: Sequence[Finding]) -> list[Finding]:
+def _summarize_pairs(findings: Sequence[Finding]) -> list[Finding]:
     """Summarize pairs without problems in one finding if there are many."""
     many = [finding for finding in findings if finding.check == "kv" and finding.severity is Severity.OK]
     if len(many) <= _MANY:
@@ -119,7 +119,7 @@ def _summarized(findings: Sequence[Finding]) -> list[Finding]:
     return [*rest, Finding(Severity.OK, "kv", f"{len(many)} pairs", "KV was fetched, and the answers are correct")]
 
 
-def _summary(findings: Sequence[Finding]) -> str:
+def _summary_line(findings: Sequence[Finding]) -> str:
     counts = {s: sum(finding.severity is s for finding in findings) for s in (Severity.FAILURE, Severity.WARNING)}
     told = [format_count(count, severity.word) for severity, count in counts.items() if count]
     return " and ".join(told) or "no problems found"

@@ -29,7 +29,7 @@ def check_same_models(fleet: Fleet) -> Iterator[Finding]:
 
 def check_same_length(fleet: Fleet) -> Iterator[Finding]:
     """Check that the maximum sequence length is equal."""
-    for engines in by_model(fleet.told):
+    for engines in group_by_models(fleet.told):
         lengths = {engine: engine.facts.max_model_len for engine in engines if engine.facts.max_model_len}
         for engine, length, common in _find_deviating_engines(lengths):
             words = f"accepts {length} tokens (--max-model-len), but others accept {common}"
@@ -39,7 +39,7 @@ def check_same_length(fleet: Fleet) -> Iterator[Finding]:
 
 def check_same_version(fleet: Fleet) -> Iterator[Finding]:
     """Check that all versions are equal: KV cache may be incompatible between versions."""
-    for engines in by_model(fleet.told):
+    for engines in group_by_models(fleet.told):
         for engine, version, common in _odd_versions(engines):
             words = f"runs version {version}, but others run {common}"
             hint = "acceptable during an upgrade; KV cache and some features may be incompatible between versions"
@@ -51,7 +51,7 @@ def check_same_connector(fleet: Fleet) -> Iterator[Finding]:
     parts = {
         engine: " and ".join(setup.kv_connectors)
         for engine in fleet.told
-        if (setup := engine.facts.identity.setup) is not None and setup.kv_connectors
+        if (setup := engine.facts.identity.engine_setup) is not None and setup.kv_connectors
     }
     for engine, its, common in _find_deviating_engines(parts):
         words = f"runs {its}, but others run {common}"
@@ -63,7 +63,7 @@ def check_different_places(fleet: Fleet) -> Iterator[Finding]:
     """Check that no two instances are the same engine."""
     places: dict[object, Examined] = {}
     for engine in fleet.engines:
-        setup = engine.facts.identity.setup
+        setup = engine.facts.identity.engine_setup
         names: list[object] = [(address, engine.backend.port) for address in engine.addresses]
         if setup is not None and setup.engine_id is not None and setup.dp_size == 1:
             names.append(setup.engine_id)
@@ -80,7 +80,7 @@ def check_same_process(fleet: Fleet) -> Iterator[Finding]:
     """Check by start and counters that no two instances at the same port are the same engine."""
     seen: dict[tuple[int, float, float | None], Examined] = {}
     for engine in fleet.told:
-        setup = engine.facts.identity.setup
+        setup = engine.facts.identity.engine_setup
         if engine.started_at is None or (setup is not None and setup.engine_id is not None):
             continue  # an engine_id is compared instead
         first = seen.setdefault((engine.backend.port, engine.started_at, engine.served_tokens), engine)
@@ -96,17 +96,19 @@ def check_same_process(fleet: Fleet) -> Iterator[Finding]:
 def check_same_options(fleet: Fleet) -> Iterator[Finding]:
     """Check that engines of one role and model have the same options, as far as they report them."""
     for role in (Role.PREFILL, Role.DECODE):
-        for engines in by_model([engine for engine in fleet.told if engine.backend.role is role]):
+        for engines in group_by_models([engine for engine in fleet.told if engine.backend.role is role]):
             flags = {flag: None for engine in engines for flag in engine.options}
             for flag in flags:
                 values = {engine: engine.options[flag] for engine in engines if flag in engine.options}
                 for engine, value, common in _find_deviating_engines(values):
-                    words = f"has {flag} {_shown(value)}, but other {role} instances have {_shown(common)}"
+                    words = (
+                        f"has {flag} {_shorten_value(value)}, but other {role} instances have {_shorten_value(common)}"
+                    )
                     hint = "start all instances of one role with the same options"
                     yield Finding(Severity.WARNING, "options", engine.subject, words, hint)
 
 
-def _shown(value: object) -> str:
+def _shorten_value(value: object) -> str:
     return "unset" if value in (None, "") else str(value)
 
 
@@ -133,7 +135,7 @@ def check_aliases(fleet: Fleet) -> Iterator[Finding]:
             yield Finding(Severity.FAILURE, "alias", "gateway", words, hint)
 
 
-def by_model(engines: Iterable[Examined]) -> list[list[Examined]]:
+def group_by_models(engines: Iterable[Examined]) -> list[list[Examined]]:
     """Group engines by the models that they serve."""
     groups: dict[frozenset[str], list[Examined]] = {}
     for engine in engines:
@@ -143,8 +145,8 @@ def by_model(engines: Iterable[Examined]) -> list[list[Examined]]:
 
 def _odd_versions(engines: Sequence[Examined]) -> Iterator[tuple[Examined, object, object]]:
     """Yield engines whose version differs from the most common one of their software, and both versions."""
-    for kind in {engine.facts.identity.kind for engine in engines}:
-        of_kind = [engine for engine in engines if engine.facts.identity.kind == kind]
+    for kind in {engine.facts.identity.engine_kind for engine in engines}:
+        of_kind = [engine for engine in engines if engine.facts.identity.engine_kind == kind]
         versions = {engine: engine.version for engine in of_kind if engine.version}
         yield from _find_deviating_engines(versions)
 

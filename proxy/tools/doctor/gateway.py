@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.common.terms import format_count
 from proxy.process.supervisor.listening import PortInUse, create_listener
-from proxy.process.worker.process import shortages
+from proxy.process.worker.process import describe_shortages
 from proxy.tools.doctor.findings import Finding, Severity
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _SUBJECT: Final = "gateway"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class GatewayHost:
     """Input of the checks. `is_gateway` returns whether a pdproxy gateway answers at a host and port."""
 
     loaded: LoadedSettings
@@ -32,7 +32,7 @@ class Host:
     """Returns the request limits that the gateway at a host and port has learned, by instance address."""
 
 
-def check_gateway(host: Host) -> list[Finding]:
+def check_gateway(host: GatewayHost) -> list[Finding]:
     """Return the findings of all checks in this group."""
     found = [finding for check in GATEWAY_CHECKS for finding in check(host)]
     if not any(finding.severity > Severity.NOTE for finding in found):
@@ -43,21 +43,21 @@ def check_gateway(host: Host) -> list[Finding]:
     return found
 
 
-def check_warnings(host: Host) -> Iterator[Finding]:
+def check_warnings(host: GatewayHost) -> Iterator[Finding]:
     """Check for misspelt options in the environment and on the command line."""
     for warning in host.loaded.warnings:
         hint = "remove it, or correct the spelling"
         yield Finding.of_text(Severity.WARNING, "environment", _SUBJECT, warning, hint)
 
 
-def check_doors(host: Host) -> Iterator[Finding]:
+def check_access_restrictions(host: GatewayHost) -> Iterator[Finding]:
     """Check that client and administration access is restricted."""
     for text in host.loaded.settings.access_warnings:
         severity = Severity.NOTE if text.startswith("administration is closed") else Severity.WARNING
         yield Finding.of_text(severity, "keys", _SUBJECT, text)
 
 
-def check_key_files(host: Host) -> Iterator[Finding]:
+def check_key_files(host: GatewayHost) -> Iterator[Finding]:
     """Check that other users of this host cannot read the key files."""
     settings = host.loaded.settings
     auth = settings.auth
@@ -74,7 +74,7 @@ def check_key_files(host: Host) -> Iterator[Finding]:
             yield Finding(Severity.WARNING, "keys", _SUBJECT, words, f"chmod o-rwx {path}")
 
 
-def check_keys_differ(host: Host) -> Iterator[Finding]:
+def check_keys_differ(host: GatewayHost) -> Iterator[Finding]:
     """Check that the admin key differs from the engine key."""
     auth = host.loaded.settings.auth
     if auth.admin_key is not None and auth.admin_key == auth.engine_api_key:
@@ -82,7 +82,7 @@ def check_keys_differ(host: Host) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, "keys", _SUBJECT, words, "generate another key: openssl rand -hex 32")
 
 
-def check_ports(host: Host) -> Iterator[Finding]:
+def check_ports(host: GatewayHost) -> Iterator[Finding]:
     """Check that the ports are free or belong to a running gateway."""
     settings = host.loaded.settings
     for option, name, port in (
@@ -112,13 +112,13 @@ def check_ports(host: Host) -> Iterator[Finding]:
             yield Finding(Severity.FAILURE, "port", _SUBJECT, str(error), hint)
 
 
-def check_fds(host: Host) -> Iterator[Finding]:
+def check_fds(host: GatewayHost) -> Iterator[Finding]:
     """Check that there are enough file descriptors for the clients."""
-    for shortage in shortages(host.loaded.settings):
+    for shortage in describe_shortages(host.loaded.settings):
         yield Finding.of_text(Severity.WARNING, "fds", _SUBJECT, shortage)
 
 
-def check_workers(host: Host) -> Iterator[Finding]:
+def check_workers(host: GatewayHost) -> Iterator[Finding]:
     """Check that this host has a core for each worker."""
     workers = host.loaded.settings.workers
     if workers > host.cores:
@@ -127,9 +127,9 @@ def check_workers(host: Host) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, "workers", _SUBJECT, words, hint)
 
 
-GATEWAY_CHECKS: Final[tuple[Callable[[Host], Iterable[Finding]], ...]] = (
+GATEWAY_CHECKS: Final[tuple[Callable[[GatewayHost], Iterable[Finding]], ...]] = (
     check_warnings,
-    check_doors,
+    check_access_restrictions,
     check_key_files,
     check_keys_differ,
     check_ports,

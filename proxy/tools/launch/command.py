@@ -14,10 +14,10 @@ from proxy.settings.mistakes import Parser
 from proxy.tools.doctor.command import ProgressLine, print_findings
 from proxy.tools.doctor.findings import Severity
 from proxy.tools.launch import sglang, vllm
-from proxy.tools.launch.fleet import compared, load_gateway
+from proxy.tools.launch.fleet import compare_with_engines, load_gateway
 from proxy.tools.launch.gateway import NAME, gateway_file
-from proxy.tools.launch.plan import Plan, planned
-from proxy.tools.launch.refusals import refusals
+from proxy.tools.launch.plan import Plan, make_plan
+from proxy.tools.launch.refusals import find_refusals
 from proxy.tools.launch.topology import read_topology
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ the exit code is 0 without findings, 1 with warnings, and 2 with failures."""
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the sub-command and return its exit code. Raises SettingsError."""
     flags = read_flags(argv)
-    plan = planned(read_topology(flags.topology))
-    if not _is_good(plan):
+    plan = make_plan(read_topology(flags.topology))
+    if not _is_plan_accepted(plan):
         return 2
     if flags.action == "check":
-        return _check(plan, flags, environ)
-    files = rendered(plan)
+        return _check_plan(plan, flags, environ)
+    files = render_files(plan)
     if flags.output is None:
-        print(as_text(files), end="")
+        print(files_as_text(files), end="")
     else:
-        _write(flags.output, files)
+        _write_files(flags.output, files)
     return 0
 
 
@@ -82,9 +82,9 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
-def _is_good(plan: Plan) -> bool:
+def _is_plan_accepted(plan: Plan) -> bool:
     """Print the problems of the topology, and return whether it is accepted."""
-    found = refusals(plan)
+    found = find_refusals(plan)
     for finding in found:
         word = "error" if finding.severity is Severity.FAILURE else "warning"
         hint = f" ({finding.hint})" if finding.hint else ""
@@ -92,18 +92,18 @@ def _is_good(plan: Plan) -> bool:
     return all(finding.severity is not Severity.FAILURE for finding in found)
 
 
-def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
+def _check_plan(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
     loaded = load_gateway(plan, environ, flags.topology.absolute().parent)
     progress = ProgressLine()
     try:
-        with logs.silenced():  # the findings contain everything from the doctor's parts that matters here
-            found = asyncio.run(compared(plan, loaded, progress=progress.show))
+        with logs.silence_log():  # the findings contain everything from the doctor's parts that matters here
+            found = asyncio.run(compare_with_engines(plan, loaded, progress=progress.show))
     finally:
         progress.clear()
     return print_findings(found, environ, is_json=flags.json)
 
 
-def _write(directory: Path, files: Mapping[str, str]) -> None:
+def _write_files(directory: Path, files: Mapping[str, str]) -> None:
     """Write the files; scripts become executable. Raises SettingsError."""
     try:
         for path, text in files.items():
@@ -120,15 +120,15 @@ def _write(directory: Path, files: Mapping[str, str]) -> None:
 # All files for a topology: scripts by node, and the gateway's configuration. Pure.
 
 
-def rendered(plan: Plan) -> dict[str, str]:
+def render_files(plan: Plan) -> dict[str, str]:
     """Return texts by path: p0/prefill-0.sh, …, gateway.yaml. Raises SettingsError."""
     engine = sglang if plan.topology.engine == "sglang" else vllm
     found = {
-        f"{launch.node_name}/{name}": text for launch in plan.launches for name, text in engine.files(plan, launch)
+        f"{launch.node_name}/{name}": text for launch in plan.launches for name, text in engine.make_files(plan, launch)
     }
     return {**found, NAME: gateway_file(plan)}
 
 
-def as_text(files: Mapping[str, str]) -> str:
+def files_as_text(files: Mapping[str, str]) -> str:
     """Return all files as one text, each after its path, as `tail` shows several files."""
     return "\n".join(f"==> {path} <==\n{text}" for path, text in files.items())

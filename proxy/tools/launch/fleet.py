@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LENGTHS: Final = ("max-model-len", "context-length")
 
 
-async def compared(
+async def compare_with_engines(
     plan: Plan,
     loaded: LoadedSettings,
     *,
@@ -32,7 +32,7 @@ async def compared(
     `idle_seconds` and `progress` are those of an Examination.
     """
     options = ExaminationOptions(canary_seconds=0.0, canary_tokens=0, canaries_per_pair=0, idle_seconds=idle_seconds)
-    examination = Examination(loaded, options, more=lambda fleet: differences(plan, fleet), progress=progress)
+    examination = Examination(loaded, options, more=lambda fleet: find_differences(plan, fleet), progress=progress)
     return await examination.run()
 
 
@@ -47,7 +47,7 @@ def load_gateway(plan: Plan, environ: Mapping[str, str], directory: Path) -> Loa
         return load_settings(["--config", str(file)], environ, paths_begin=directory)
 
 
-def differences(plan: Plan, fleet: Fleet) -> Iterator[Finding]:
+def find_differences(plan: Plan, fleet: Fleet) -> Iterator[Finding]:
     """Yield the differences between the engines' reports and the topology."""
     launches = {
         (canonical_host(launch.node.address), port): launch for launch in plan.launches for port in launch.endpoints
@@ -56,7 +56,7 @@ def differences(plan: Plan, fleet: Fleet) -> Iterator[Finding]:
         launch = launches.get((canonical_host(engine.backend.host), engine.backend.port))
         if launch is not None:
             yield from (finding for check in CHECKS for finding in check(engine, launch, plan))
-    silent = [engine for engine in fleet.told if not _tells_role(engine)]
+    silent = [engine for engine in fleet.told if not _reports_role(engine)]
     if silent and "both" not in plan.topology.roles:
         words = f"{len(silent)} of {len(fleet.engines)} engines do not tell role and connector"
         yield Finding(Severity.NOTE, "role", "fleet", words, "vLLM reports them with VLLM_SERVER_DEV_MODE=1")
@@ -82,14 +82,14 @@ def check_length(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Findi
 def check_version(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
     """Check that the engine has the version of the topology."""
     wanted = plan.topology.version
-    if wanted is not None and engine.version is not None and not _is_of(engine.version, wanted):
+    if wanted is not None and engine.version is not None and not _is_of_version(engine.version, wanted):
         words = f"is version {engine.version}, and the topology says {wanted}"
         yield Finding(Severity.WARNING, "version", engine.subject, words, "change one of them")
 
 
 def check_connector(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
     """Check that the engine has the fleet's connector for KV cache."""
-    setup, wanted = engine.facts.identity.setup, plan.topology.connector
+    setup, wanted = engine.facts.identity.engine_setup, plan.topology.connector
     if setup is not None and setup.kv_connectors and wanted is not None and wanted not in setup.kv_connectors:
         words = f"runs {' and '.join(setup.kv_connectors)}, and the topology says {wanted}"
         yield Finding(Severity.FAILURE, "connector", engine.subject, words, "start it by its node's script")
@@ -97,7 +97,7 @@ def check_connector(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Fi
 
 def check_ranks(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
     """Check the engine's number of data-parallel ranks."""
-    setup, dp = engine.facts.identity.setup, launch.part.dp
+    setup, dp = engine.facts.identity.engine_setup, launch.part.dp
     # an engine that reports nothing has 1
     if setup is not None and setup.dp_size not in (1, dp):
         words = f"is one of {setup.dp_size} data-parallel ranks, and the topology says {dp}"
@@ -113,12 +113,12 @@ CHECKS: Final[tuple[Callable[[Examined, Launch, Plan], Iterable[Finding]], ...]]
 )
 
 
-def _tells_role(engine: Examined) -> bool:
-    setup = engine.facts.identity.setup
+def _reports_role(engine: Examined) -> bool:
+    setup = engine.facts.identity.engine_setup
     return setup is not None and (setup.kv_role is not None or setup.disaggregation_mode is not None)
 
 
-def _is_of(version: str, wanted: str) -> bool:
+def _is_of_version(version: str, wanted: str) -> bool:
     """Return whether a version begins with the given one: 0.20 matches 0.20.1 and 0.20rc1, but not 0.201."""
     rest = version.removeprefix("v").removeprefix(wanted.removeprefix("v"))
     return rest != version.removeprefix("v") and not rest[:1].isdigit()

@@ -24,7 +24,7 @@ def gateway_tree(plan: Plan) -> dict[str, Any]:
     for role in topology.roles:
         # Engines that do both stages are decoders for a gateway.
         tree["prefill" if role == "prefill" else "decode"] = [
-            told for each in plan.of(role) if (told := _told(plan, each))
+            told for each in plan.of(role) if (told := _endpoints_text(plan, each))
         ]
     for name in tree.keys() & topology.gateway.settings.keys():
         raise SettingsError(f"gateway.settings: {name} follows from the rest of the topology: leave it out")
@@ -65,7 +65,7 @@ def connector_of(topology: Topology) -> str:
     return served[topology.connector]
 
 
-def _told(plan: Plan, launch: Launch) -> str:
+def _endpoints_text(plan: Plan, launch: Launch) -> str:
     """Return endpoints in the form of the configuration; empty if another node of the group has them."""
     if not launch.endpoints:
         return ""

@@ -77,21 +77,21 @@ class Plan:
         return list(found.values())
 
 
-def planned(topology: Topology) -> Plan:
+def make_plan(topology: Topology) -> Plan:
     """Return the plan of a topology, in the order of the file."""
-    return Plan(topology, tuple(_launches(topology)))
+    return Plan(topology, tuple(_make_launches(topology)))
 
 
-def _launches(topology: Topology) -> Iterator[Launch]:
+def _make_launches(topology: Topology) -> Iterator[Launch]:
     taken: dict[str, int] = defaultdict(int)
     """First free device of each node."""
     for role, part in topology.roles.items():
         for group_number, group in enumerate(part.groups):
-            ranks = list(_ranks(topology, part, group))
+            ranks = list(_assign_ranks(topology, part, group))
             master = next((s.node for s, its in zip(group.nodes, ranks, strict=True) if 0 in its), "")
             meeting = group.dp_address or topology.nodes[master or group.nodes[0].node].address
             for index, share in enumerate(group.nodes):
-                devices = _devices(topology, role, share, len(ranks[index]), len(group.nodes), taken[share.node])
+                devices = _assign_devices(topology, role, share, len(ranks[index]), len(group.nodes), taken[share.node])
                 taken[share.node] = max(taken[share.node], devices.stop)
                 port = share.port or part.port
                 yield Launch(
@@ -109,11 +109,11 @@ def _launches(topology: Topology) -> Iterator[Launch]:
                     engine_id=share.engine_id,
                     dp_address=meeting,
                     master=master,
-                    endpoints=_endpoints(topology, port, index, len(ranks[index])),
+                    endpoints=_endpoint_ports(topology, port, index, len(ranks[index])),
                 )
 
 
-def _ranks(topology: Topology, part: Part, group: Group) -> Iterator[range]:
+def _assign_ranks(topology: Topology, part: Part, group: Group) -> Iterator[range]:
     each = part.dp // len(group.nodes)
     for index, share in enumerate(group.nodes):
         if topology.engine == "sglang":
@@ -122,7 +122,7 @@ def _ranks(topology: Topology, part: Part, group: Group) -> Iterator[range]:
             yield share.ranks or range(index * each, (index + 1) * each)
 
 
-def _devices(topology: Topology, role: RoleName, share: Share, ranks: int, nodes: int, free: int) -> range:
+def _assign_devices(topology: Topology, role: RoleName, share: Share, ranks: int, nodes: int, free: int) -> range:
     if share.devices is not None:
         return share.devices
     part = topology.roles[role]
@@ -137,7 +137,7 @@ def _devices(topology: Topology, role: RoleName, share: Share, ranks: int, nodes
     return range(first, first + count)
 
 
-def _endpoints(topology: Topology, port: int, index: int, ranks: int) -> range:
+def _endpoint_ports(topology: Topology, port: int, index: int, ranks: int) -> range:
     if topology.launcher in ("launch_online_dp", "serve_ranks"):
         return range(port, port + ranks)
     return range(port, port + (index == 0))
@@ -159,7 +159,7 @@ _SGLANG_BEHIND_MEETING: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PortClaim:
     """The ports of a node that a process needs."""
 
     node: str
@@ -171,29 +171,29 @@ class Claim:
         return f"{self.what} ({first if first == last else f'{first}-{last}'})"
 
 
-def claims(plan: Plan) -> Iterator[Claim]:
+def port_claims(plan: Plan) -> Iterator[PortClaim]:
     """Return the ports that all processes of the plan listen at."""
     topology = plan.topology
     for launch in plan.launches:
         where, label = launch.node_name, f"the API of {launch.name}"
-        yield Claim(where, label, launch.endpoints)
+        yield PortClaim(where, label, launch.endpoints)
         if topology.engine == "sglang":
-            yield from _of_sglang(launch)
+            yield from _sglang_claims(launch)
             continue
-        if meets(plan, launch) and launch.node_name == launch.master:
-            yield Claim(where, f"rpc_port of {launch.name}", range(launch.part.rpc_port, launch.part.rpc_port + 1))
+        if has_group_address(plan, launch) and launch.node_name == launch.master:
+            yield PortClaim(where, f"rpc_port of {launch.name}", range(launch.part.rpc_port, launch.part.rpc_port + 1))
         if launch.kv_port is not None:
             # MooncakeConnectorWorker: kv_port + data_parallel_rank * tensor_parallel_size + the number of the device.
             # NixlConnectorScheduler: the side channel's port + data_parallel_index.
             width = 1 if topology.engine == "vllm" else launch.part.tp
             first, last = (launch.kv_port + rank * width for rank in (launch.ranks.start, launch.ranks.stop))
-            yield Claim(where, f"kv_port of {launch.name}", range(first, last))
+            yield PortClaim(where, f"kv_port of {launch.name}", range(first, last))
         if topology.has_bootstrap_ports:
-            yield from _bootstrap(launch)
+            yield from _bootstrap_claims(launch)
     if topology.engine == "vllm-ascend" and (topology.connector or "").startswith("Mooncake"):
         for name in dict.fromkeys(launch.node_name for launch in plan.launches):
             last = _TRANSPORT_FIRST + _TRANSPORT_PER_DEVICE * topology.nodes[name].devices
-            yield Claim(name, TRANSPORT, range(_TRANSPORT_FIRST, last))
+            yield PortClaim(name, TRANSPORT, range(_TRANSPORT_FIRST, last))
     if topology.gateway.node is not None:
         settings = Settings.model_validate(topology.gateway.settings)
         listens = {
@@ -203,24 +203,24 @@ def claims(plan: Plan) -> Iterator[Claim]:
         }
         for what, port in listens.items():
             if port:
-                yield Claim(topology.gateway.node, what, range(port, port + 1))
+                yield PortClaim(topology.gateway.node, what, range(port, port + 1))
 
 
-def meets(plan: Plan, launch: Launch) -> bool:
+def has_group_address(plan: Plan, launch: Launch) -> bool:
     """Return whether the ranks of the group get an address for their connections."""
     if plan.topology.launcher == "serve_nodes" or plan.topology.engine == "sglang":
         return launch.nodes > 1
     return launch.part.dp > 1
 
 
-def _bootstrap(launch: Launch) -> Iterator[Claim]:
+def _bootstrap_claims(launch: Launch) -> Iterator[PortClaim]:
     if launch.role == "prefill" and launch.endpoints:
         port = launch.part.bootstrap_port
-        yield Claim(launch.node_name, f"bootstrap_port of {launch.name}", range(port, port + 1))
+        yield PortClaim(launch.node_name, f"bootstrap_port of {launch.name}", range(port, port + 1))
 
 
-def _of_sglang(launch: Launch) -> Iterator[Claim]:
-    yield from _bootstrap(launch)
+def _sglang_claims(launch: Launch) -> Iterator[PortClaim]:
+    yield from _bootstrap_claims(launch)
     if launch.nodes > 1 and launch.index == 0:
         port = launch.part.rpc_port
-        yield Claim(launch.node_name, f"rpc_port of {launch.name}", range(port, port + 1 + _SGLANG_BEHIND_MEETING))
+        yield PortClaim(launch.node_name, f"rpc_port of {launch.name}", range(port, port + 1 + _SGLANG_BEHIND_MEETING))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.endpoints import canonical_host, is_ip_address, is_loopback_host
 from proxy.tools.doctor.findings import Finding, Severity
-from proxy.tools.launch.plan import TRANSPORT, Plan, claims, meets
+from proxy.tools.launch.plan import TRANSPORT, Plan, has_group_address, port_claims
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +37,7 @@ _ALIKE_FOR_NIXL: Final = dict.fromkeys(
 )
 
 
-def refusals(plan: Plan) -> list[Finding]:
+def find_refusals(plan: Plan) -> list[Finding]:
     """Return the findings of all checks, the most severe last."""
     return sorted((found for check in CHECKS for found in check(plan)), key=lambda found: found.severity)
 
@@ -70,15 +70,16 @@ def check_ranks(plan: Plan) -> Iterator[Finding]:
         label = f"{group[0].role} group {group[0].group}"
         twice = {rank: nodes for rank, nodes in owners.items() if len(nodes) > 1}
         if twice:
-            words = f"{_ranks(twice)} would be started twice, on {' and '.join(next(iter(twice.values())))}"
+            words = f"{_format_ranks(twice)} would be started twice, on {' and '.join(next(iter(twice.values())))}"
             yield Finding(_REFUSED, "ranks", label, words, "give every node different ranks")
         if beyond := [rank for rank in owners if rank >= dp]:
             words = (
-                f"{_ranks(beyond)} would be started on {owners[beyond[0]][0]}, and there are 0 to {dp - 1} with dp {dp}"
+                f"{_format_ranks(beyond)} would be started on {owners[beyond[0]][0]}, and there are 0 to "
+                f"{dp - 1} with dp {dp}"
             )
             yield Finding(_REFUSED, "ranks", label, words, "raise dp, or start fewer ranks on each node")
         if missing := [rank for rank in range(dp) if rank not in owners]:
-            words = f"{_ranks(missing)} of {dp} would not be started, and the others wait for all"
+            words = f"{_format_ranks(missing)} of {dp} would not be started, and the others wait for all"
             yield Finding(_REFUSED, "ranks", label, words, "give every rank to a node")
 
 
@@ -93,7 +94,7 @@ def check_single_ranks(plan: Plan) -> Iterator[Finding]:
 def check_dp_addresses(plan: Plan) -> Iterator[Finding]:
     """Check that the ranks of a group connect to each other at its rank 0."""
     for launch in plan.launches:
-        if not launch.master or not meets(plan, launch):
+        if not launch.master or not has_group_address(plan, launch):
             continue
         right = plan.topology.nodes[launch.master].address
         if canonical_host(launch.dp_address) != canonical_host(right):
@@ -109,26 +110,32 @@ def check_devices(plan: Plan) -> Iterator[Finding]:
     for launch in plan.launches:
         has, wants = launch.node.devices, launch.devices
         if wants.stop > has:
-            words = f"wants devices {_span(wants)}, and the node has {has}: {_shape(launch.part.dp, launch.part.tp)}"
+            words = (
+                f"wants devices {_format_span(wants)}, and the node has {has}: "
+                f"{_format_shape(launch.part.dp, launch.part.tp)}"
+            )
             yield Finding(_REFUSED, "devices", launch.subject, words, "start fewer ranks there, or lower tp")
         needs = len(launch.ranks) * launch.part.tp
         if plan.topology.engine != "sglang" and len(wants) != needs:
             words = f"has {len(wants)} devices, and {len(launch.ranks)} ranks with tp {launch.part.tp} need {needs}"
             yield Finding(_REFUSED, "devices", launch.subject, words, "correct devices, or leave it out")
         if plan.topology.launcher == "launch_online_dp" and wants.start:
-            words = f"is to have devices {_span(wants)}, and launch_online_dp.py always begins with device 0"
+            words = f"is to have devices {_format_span(wants)}, and launch_online_dp.py always begins with device 0"
             yield Finding(_REFUSED, "devices", launch.subject, words, "take launcher serve_ranks")
     for one, other in combinations(plan.launches, 2):
         common = {*one.devices} & {*other.devices}
         if one.node_name == other.node_name and common:
-            words = f"wants devices {_span(other.devices)}, and {one.name} has {_span(one.devices)} of that node"
+            words = (
+                f"wants devices {_format_span(other.devices)}, and {one.name} has "
+                f"{_format_span(one.devices)} of that node"
+            )
             hint = "put them on different nodes, or take launcher serve_ranks"
             yield Finding(_REFUSED, "devices", other.subject, words, hint)
 
 
 def check_ports(plan: Plan) -> Iterator[Finding]:
     """Check that no port of a node is used twice."""
-    claimed = [*claims(plan)]
+    claimed = [*port_claims(plan)]
     for one, other in combinations(claimed, 2):
         if one.node == other.node and max(one.ports.start, other.ports.start) < min(one.ports.stop, other.ports.stop):
             hint = "move one of them"
@@ -177,7 +184,7 @@ def check_alike(plan: Plan) -> Iterator[Finding]:
     for flag, reason in alike.items():
         one, other = prefill.get(flag), decode.get(flag)
         if one != other:
-            words = f"--{flag} is {_told(one)} for prefillers and {_told(other)} for decoders: {reason}"
+            words = f"--{flag} is {_format_value(one)} for prefillers and {_format_value(other)} for decoders: {reason}"
             yield Finding(_REFUSED, "alike", "fleet", words, "write it once, in the common options")
 
 
@@ -195,7 +202,7 @@ def check_recompute(plan: Plan) -> Iterator[Finding]:
     """Check that the gateway continues answers if decoders interrupt them to recompute."""
     topology = plan.topology
     for role in topology.roles:
-        if not _member(topology, role, "additional-config", _RECOMPUTE):
+        if not _connector_member(topology, role, "additional-config", _RECOMPUTE):
             continue
         if role == "both":
             words = f"{_RECOMPUTE} is for decoders: vLLM-Ascend does not start with it in other roles"
@@ -213,7 +220,7 @@ def check_speculation(plan: Plan) -> Iterator[Finding]:
     """Check that prefillers do not speculate, because they generate one token."""
     if "prefill" not in plan.topology.roles:
         return
-    guesses = _member(plan.topology, "prefill", "speculative-config", "num_speculative_tokens")
+    guesses = _connector_member(plan.topology, "prefill", "speculative-config", "num_speculative_tokens")
     if isinstance(guesses, int) and guesses > 1:
         words = f"num_speculative_tokens is {guesses} for prefillers, which make one token"
         hint = "1 is enough there, except for hybrid models with Mamba layers, which need that of decoders"
@@ -235,7 +242,7 @@ CHECKS: Final[tuple[Callable[[Plan], Iterable[Finding]], ...]] = (
 )
 
 
-def _member(topology: Topology, role: RoleName, flag: str, name: str) -> Any:
+def _connector_member(topology: Topology, role: RoleName, flag: str, name: str) -> Any:
     value = topology.options_of(role).get(flag)
     return value.get(name) if isinstance(value, dict) else None
 
@@ -245,7 +252,7 @@ def _resume_mode(topology: Topology) -> object:
     return resume.get("mode", "exact") if isinstance(resume, dict) else "exact"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _format_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 3`, `ranks 0 to 3`, or `ranks 0, 2 to 4 and 7`, for at least one rank."""
     spans: list[range] = []
     for rank in sorted(ranks):
@@ -258,13 +265,13 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'' if told.isdecimal() else 's'} {told}"
 
 
-def _span(span: range) -> str:
+def _format_span(span: range) -> str:
     return f"{span.start}-{span.stop - 1}" if len(span) > 1 else str(span.start)
 
 
-def _shape(dp: int, tp: int) -> str:
+def _format_shape(dp: int, tp: int) -> str:
     return f"dp {dp}, tp {tp}"
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     return "not set" if value is None else str(value)

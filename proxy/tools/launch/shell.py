@@ -15,50 +15,50 @@ if TYPE_CHECKING:
 BASH: Final = "#!/bin/bash"
 
 
-def option(flag: str, *values: object) -> str:
+def option_line(flag: str, *values: object) -> str:
     """Return `--flag` and its arguments, quoted where needed."""
     return " ".join([f"--{flag}", *(shlex.quote(str(value)) for value in values)])
 
 
-def options(values: Mapping[str, OptionValue]) -> Iterator[str]:
+def option_lines(values: Mapping[str, OptionValue]) -> Iterator[str]:
     """Return each option of a mapping without null values, in its order."""
     for flag, value in values.items():
         match value:
             case True:
-                yield option(flag)
+                yield option_line(flag)
             case dict():
-                yield option(flag, json.dumps(value))
+                yield option_line(flag, json.dumps(value))
             case list():
-                yield option(flag, *value)
+                yield option_line(flag, *value)
             case _:
-                yield option(flag, value)
+                yield option_line(flag, value)
 
 
-def exports(environment: Mapping[str, str]) -> Iterator[str]:
+def export_lines(environment: Mapping[str, str]) -> Iterator[str]:
     """Return `export` lines. The shell expands variables in values, and nothing else."""
     for name, value in environment.items():
-        yield f"export {name}={_quoted(value)}"
+        yield f"export {name}={_quote_for_shell(value)}"
 
 
-def command(program: str, words: Sequence[str]) -> str:
+def command_text(program: str, words: Sequence[str]) -> str:
     """Return a shell command with one option per line."""
     return " \\\n  ".join([program, *words])
 
 
-def script(comments: Iterable[str], *parts: Iterable[str]) -> str:
+def script_text(comments: Iterable[str], *parts: Iterable[str]) -> str:
     """Return a script: comments, and parts separated by empty lines."""
     head = "\n".join([BASH, *(f"# {comment}" for comment in comments)])
     paragraphs = ("\n".join(part) for part in parts)
     return "\n\n".join([head, *filter(None, paragraphs)]) + "\n"
 
 
-def _quoted(value: str) -> str:
+def _quote_for_shell(value: str) -> str:
     if "$" not in value:
         return shlex.quote(value)
     escaped = re.sub(r'([\\"`]|\$(?![A-Za-z_{]))', r"\\\1", value)
     return f'"{escaped}"'
 
 
-def word(text: str) -> str:
+def shell_word(text: str) -> str:
     """Return one word of a shell command, quoted if needed."""
     return shlex.quote(text)

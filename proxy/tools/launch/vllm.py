@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from proxy.tools.launch import shell
-from proxy.tools.launch.plan import Launch, Plan, meets
+from proxy.tools.launch.plan import Launch, Plan, has_group_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,19 +27,19 @@ _OF_A_NETWORK: Final[Mapping[Engine, tuple[str, tuple[str, ...]]]] = {
 """Variables for the node's address and its network interface."""
 
 
-def files(plan: Plan, launch: Launch) -> Iterator[tuple[str, str]]:
+def make_files(plan: Plan, launch: Launch) -> Iterator[tuple[str, str]]:
     """Return the files that the node needs for this launch: texts by name."""
     match plan.topology.launcher:
         case "launch_online_dp":
-            yield _TEMPLATE, _template(plan, launch)
-            yield f"{launch.name}.sh", _online_dp(launch)
+            yield _TEMPLATE, _rank_script(plan, launch)
+            yield f"{launch.name}.sh", _online_dp_script(launch)
         case "serve_ranks":
-            yield f"{launch.name}.sh", _serve_ranks(plan, launch)
+            yield f"{launch.name}.sh", _serve_ranks_script(plan, launch)
         case _:
-            yield f"{launch.name}.sh", _serve_node(plan, launch)
+            yield f"{launch.name}.sh", _serve_node_script(plan, launch)
 
 
-def _template(plan: Plan, launch: Launch) -> str:
+def _rank_script(plan: Plan, launch: Launch) -> str:
     """Return the script that launch_online_dp.py runs for each rank, with seven arguments."""
     words = [
         "--port $2",
@@ -49,44 +49,44 @@ def _template(plan: Plan, launch: Launch) -> str:
         "--data-parallel-rpc-port $6",
         "--tensor-parallel-size $7",
     ]
-    return shell.script(
+    return shell.script_text(
         [f"{launch.subject}: one rank, as launch_online_dp.py starts it"],
         plan.topology.prepare,
-        [*_exports(plan, launch), "export ASCEND_RT_VISIBLE_DEVICES=$1"],
-        [_serve(plan, launch, words)],
+        [*_export_lines(plan, launch), "export ASCEND_RT_VISIBLE_DEVICES=$1"],
+        [_serve_command(plan, launch, words)],
     )
 
 
-def _online_dp(launch: Launch) -> str:
+def _online_dp_script(launch: Launch) -> str:
     words = [
-        shell.option("dp-size", launch.part.dp),
-        shell.option("tp-size", launch.part.tp),
-        shell.option("dp-size-local", len(launch.ranks)),
-        shell.option("dp-rank-start", launch.ranks.start),
-        shell.option("dp-address", launch.dp_address),
-        shell.option("dp-rpc-port", launch.part.rpc_port),
-        shell.option("vllm-start-port", launch.port),
+        shell.option_line("dp-size", launch.part.dp),
+        shell.option_line("tp-size", launch.part.tp),
+        shell.option_line("dp-size-local", len(launch.ranks)),
+        shell.option_line("dp-rank-start", launch.ranks.start),
+        shell.option_line("dp-address", launch.dp_address),
+        shell.option_line("dp-rpc-port", launch.part.rpc_port),
+        shell.option_line("vllm-start-port", launch.port),
     ]
-    return shell.script(
+    return shell.script_text(
         [
-            _told(launch),
+            _describe_launch(launch),
             f"Put launch_online_dp.py of vllm-ascend's examples/external_online_dp beside it and {_TEMPLATE}.",
         ],
         ['cd "$(dirname "$0")" || exit', f"exec python launch_online_dp.py {' '.join(words)}"],
     )
 
 
-def _serve_ranks(plan: Plan, launch: Launch) -> str:
+def _serve_ranks_script(plan: Plan, launch: Launch) -> str:
     commands = []
     for rank, port in zip(launch.ranks, launch.endpoints, strict=True):
-        words = [shell.option("port", port), *_data_parallel(plan, launch, rank)]
-        words.append(shell.option("tensor-parallel-size", launch.part.tp))
+        words = [shell.option_line("port", port), *_data_parallel_options(plan, launch, rank)]
+        words.append(shell.option_line("tensor-parallel-size", launch.part.tp))
         devices = ",".join(map(str, launch.devices_of(rank)))
-        commands.append(f"{_VISIBLE[plan.topology.engine]}={devices} {_serve(plan, launch, words)} &")
-    return shell.script(
-        [_told(launch)],
+        commands.append(f"{_VISIBLE[plan.topology.engine]}={devices} {_serve_command(plan, launch, words)} &")
+    return shell.script_text(
+        [_describe_launch(launch)],
         plan.topology.prepare,
-        _exports(plan, launch),
+        _export_lines(plan, launch),
         commands,
         [
             "# Ranks work in step: when one ends, the others cannot go on.",
@@ -97,43 +97,45 @@ def _serve_ranks(plan: Plan, launch: Launch) -> str:
     )
 
 
-def _serve_node(plan: Plan, launch: Launch) -> str:
-    words = [shell.option("port", launch.port)]
+def _serve_node_script(plan: Plan, launch: Launch) -> str:
+    words = [shell.option_line("port", launch.port)]
     part = launch.part
     if part.dp > 1:
-        words.append(shell.option("data-parallel-size", part.dp))
+        words.append(shell.option_line("data-parallel-size", part.dp))
     if launch.nodes > 1:
-        words.append(shell.option("data-parallel-size-local", len(launch.ranks)))
+        words.append(shell.option_line("data-parallel-size-local", len(launch.ranks)))
         if not launch.endpoints:
-            words += ["--headless", shell.option("data-parallel-start-rank", launch.ranks.start)]
-        words.append(shell.option("data-parallel-address", launch.dp_address))
-        words.append(shell.option("data-parallel-rpc-port", part.rpc_port))
-    words.append(shell.option("tensor-parallel-size", part.tp))
-    exports = list(_exports(plan, launch))
+            words += ["--headless", shell.option_line("data-parallel-start-rank", launch.ranks.start)]
+        words.append(shell.option_line("data-parallel-address", launch.dp_address))
+        words.append(shell.option_line("data-parallel-rpc-port", part.rpc_port))
+    words.append(shell.option_line("tensor-parallel-size", part.tp))
+    exports = list(_export_lines(plan, launch))
     if len(launch.devices) < launch.node.devices:
         exports.append(f"export {_VISIBLE[plan.topology.engine]}={','.join(map(str, launch.devices))}")
-    return shell.script([_told(launch)], plan.topology.prepare, exports, [f"exec {_serve(plan, launch, words)}"])
+    return shell.script_text(
+        [_describe_launch(launch)], plan.topology.prepare, exports, [f"exec {_serve_command(plan, launch, words)}"]
+    )
 
 
-def _data_parallel(plan: Plan, launch: Launch, rank: int) -> Iterator[str]:
-    if meets(plan, launch):
-        yield shell.option("data-parallel-size", launch.part.dp)
-        yield shell.option("data-parallel-rank", rank)
-        yield shell.option("data-parallel-address", launch.dp_address)
-        yield shell.option("data-parallel-rpc-port", launch.part.rpc_port)
+def _data_parallel_options(plan: Plan, launch: Launch, rank: int) -> Iterator[str]:
+    if has_group_address(plan, launch):
+        yield shell.option_line("data-parallel-size", launch.part.dp)
+        yield shell.option_line("data-parallel-rank", rank)
+        yield shell.option_line("data-parallel-address", launch.dp_address)
+        yield shell.option_line("data-parallel-rpc-port", launch.part.rpc_port)
 
 
-def _serve(plan: Plan, launch: Launch, words: list[str]) -> str:
+def _serve_command(plan: Plan, launch: Launch, words: list[str]) -> str:
     topology = plan.topology
     if topology.served_model_name is not None:
-        words.append(shell.option("served-model-name", topology.served_model_name))
-    words += shell.options(topology.options_of(launch.role))
+        words.append(shell.option_line("served-model-name", topology.served_model_name))
+    words += shell.option_lines(topology.options_of(launch.role))
     if topology.connector is not None:
-        words.append(shell.option("kv-transfer-config", json.dumps(_transfer(plan, launch))))
-    return shell.command(f"vllm serve {shell.word(topology.model)}", words)
+        words.append(shell.option_line("kv-transfer-config", json.dumps(_kv_transfer_config(plan, launch))))
+    return shell.command_text(f"vllm serve {shell.shell_word(topology.model)}", words)
 
 
-def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
+def _kv_transfer_config(plan: Plan, launch: Launch) -> dict[str, object]:
     """Return `--kv-transfer-config`, from which vLLM-Ascend's connectors read the sizes of both sides.
 
     See MooncakeConnectorWorker._get_prefill_decode_size. vLLM's connectors learn them in their handshakes. Both roles
@@ -161,7 +163,7 @@ def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
     }
 
 
-def _exports(plan: Plan, launch: Launch) -> Iterator[str]:
+def _export_lines(plan: Plan, launch: Launch) -> Iterator[str]:
     network: dict[str, str] = {}
     engine, address = plan.topology.engine, launch.node.address
     if (nic := launch.node.nic) is not None:
@@ -171,10 +173,10 @@ def _exports(plan: Plan, launch: Launch) -> Iterator[str]:
         network |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": address, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(launch.kv_port)}
     if engine == "vllm" and plan.topology.has_bootstrap_ports and launch.role == "prefill":
         network["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(launch.part.bootstrap_port)
-    return shell.exports({**network, **plan.topology.environment, **launch.part.environment})
+    return shell.export_lines({**network, **plan.topology.environment, **launch.part.environment})
 
 
-def _told(launch: Launch) -> str:
+def _describe_launch(launch: Launch) -> str:
     first, last = launch.ranks.start, launch.ranks.stop - 1
     which = f"rank {first}" if first == last else f"ranks {first} to {last}"
     ports = list(launch.endpoints)

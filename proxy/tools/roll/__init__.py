@@ -1,17 +1,17 @@
 """`pdproxy roll`: restarts the instances of a role one after the other, while the gateways serve."""
 
 from proxy.tools.roll.command import main
-from proxy.tools.roll.gateways import Gateways, GatewayTrouble
-from proxy.tools.roll.walk import Limits, RestartWalk, RoleWalk, RollProgress, RollStopped, Walk
+from proxy.tools.roll.gateways import GatewayGroup, GatewayProblem
+from proxy.tools.roll.walk import FleetWalk, RestartWalk, RoleWalk, RollLimits, RollProgress, RollStopped
 
 __all__ = [
-    "GatewayTrouble",
-    "Gateways",
-    "Limits",
+    "FleetWalk",
+    "GatewayGroup",
+    "GatewayProblem",
     "RestartWalk",
     "RoleWalk",
+    "RollLimits",
     "RollProgress",
     "RollStopped",
-    "Walk",
     "main",
 ]

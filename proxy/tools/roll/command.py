@@ -20,9 +20,9 @@ from proxy.settings.kinds import check_header_value
 from proxy.settings.mistakes import Parser
 from proxy.settings.sources import read_key_file
 from proxy.tools.flag_numbers import duration_seconds, whole_number
-from proxy.tools.gateway_tls import add_tls_flags, tls_of
-from proxy.tools.roll.gateways import Gateways, GatewayTrouble, Instance
-from proxy.tools.roll.walk import Limits, RestartWalk, RoleWalk, RollProgress, RollStopped, Walk
+from proxy.tools.gateway_tls import add_tls_flags, make_tls_context
+from proxy.tools.roll.gateways import GatewayGroup, GatewayProblem, RollInstance
+from proxy.tools.roll.walk import FleetWalk, RestartWalk, RoleWalk, RollLimits, RollProgress, RollStopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,11 +50,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     progress = RollProgress(path, what, began) if flags.anew else RollProgress.resumed(path, what, began)
     urls = flags.url or ["http://127.0.0.1:1999"]
-    key, tls = _key(flags.admin_key_file, environ), tls_of(flags)
-    gateways = Gateways(urls, flags.role, key, tls)
+    key, tls = _read_key(flags.admin_key_file, environ), make_tls_context(flags)
+    gateways = GatewayGroup(urls, flags.role, key, tls)
     if flags.anew and not flags.dry_run:
         progress.forget()
-    limits = Limits(
+    limits = RollLimits(
         min_serving=flags.min_serving,
         max_failures=flags.max_failures,
         evacuate_after_seconds=flags.evacuate_after,
@@ -64,16 +64,16 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     )
     tell = partial(print, flush=True)
     if flags.to_role is None:
-        restart = _by_hand if flags.hook is None else partial(_by_hook, flags.hook, flags.role)
-        walk: Walk = RestartWalk(gateways, progress, limits, restart, tell)
+        restart = _restart_by_hand if flags.hook is None else partial(_restart_by_hook, flags.hook, flags.role)
+        walk: FleetWalk = RestartWalk(gateways, progress, limits, restart, tell)
     else:
-        walk = RoleWalk(gateways, Gateways(urls, flags.to_role, key, tls), progress, limits, tell)
+        walk = RoleWalk(gateways, GatewayGroup(urls, flags.to_role, key, tls), progress, limits, tell)
     try:
         if progress.is_begun:
             print(f"resuming the roll of {progress.began}; --anew starts a new one")
         planned = walk.plan(flags.instance)
         if flags.dry_run:
-            return _tell_plan(planned, walk, gateways, flags)
+            return _print_plan(planned, walk, gateways, flags)
         before = signal.signal(signal.SIGINT, partial(_on_interrupt, walk))
         try:
             walk.run(planned)
@@ -83,10 +83,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         done = "are restarted" if flags.to_role is None else f"serve as {flags.to_role}"
         print(f"all {len(planned)} {done}; clients have seen {failed} fail meanwhile")
         return 0
-    except (RollStopped, GatewayTrouble) as error:
-        return _tell_end(str(error), progress, is_move=flags.to_role is not None)
+    except (RollStopped, GatewayProblem) as error:
+        return _print_end(str(error), progress, is_move=flags.to_role is not None)
     except KeyboardInterrupt:
-        return _tell_end("left at once", progress, is_move=flags.to_role is not None)
+        return _print_end("left at once", progress, is_move=flags.to_role is not None)
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
@@ -102,13 +102,13 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--url",
         action="append",
-        type=_url,
+        type=_parse_url,
         help="URL of the administration of a gateway. Give all gateways that share the engines. Repeatable. Default: "
         "http://127.0.0.1:1999. Give it if the gateway has an admin.port.",
     )
     add(
         "--hook",
-        type=_hook,
+        type=_parse_hook,
         metavar="COMMAND",
         help="Line for sh that restarts one instance, with {host}, {port}, {address} and {role}. It must return after "
         "the old process has ended. Default: pdproxy asks you to restart each instance.",
@@ -166,10 +166,10 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--dry-run", action="store_true", help="Print the steps, and do nothing.")
     add_tls_flags(parser)
-    return _checked(parser.parse_args(argv))
+    return _check_flags(parser.parse_args(argv))
 
 
-def _checked(flags: argparse.Namespace) -> argparse.Namespace:
+def _check_flags(flags: argparse.Namespace) -> argparse.Namespace:
     """Return the flags. Raises SettingsError if they contradict each other."""
     if flags.to_role is not None and (flags.role not in ("prefill", "decode") or flags.role == flags.to_role):
         raise SettingsError(f"--to-role {flags.to_role} needs --role {Role(flags.to_role).counterpart}")
@@ -181,7 +181,7 @@ def _checked(flags: argparse.Namespace) -> argparse.Namespace:
 # Flags
 
 
-def _url(text: str) -> str:
+def _parse_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         is_place = parts.hostname is not None and parts.port != 0 and "@" not in parts.netloc
@@ -194,16 +194,16 @@ def _url(text: str) -> str:
     return text
 
 
-def _hook(text: str) -> str:
+def _parse_hook(text: str) -> str:
     try:
-        _filled(text, "decode", "host:1")
+        _fill_hook(text, "decode", "host:1")
     except (AttributeError, LookupError, ValueError):
         names = ", ".join(f"{{{name}}}" for name in _PLACEHOLDERS)
         raise argparse.ArgumentTypeError(f"knows {names}; braces of the shell are written twice") from None
     return text
 
 
-def _key(path: str | None, environ: Mapping[str, str]) -> str | None:
+def _read_key(path: str | None, environ: Mapping[str, str]) -> str | None:
     """Return the key. Raises SettingsError, without the key."""
     if path is None:
         what, key = _KEY_VARIABLE, environ.get(_KEY_VARIABLE, "")
@@ -219,21 +219,21 @@ def _key(path: str | None, environ: Mapping[str, str]) -> str | None:
 # Restarts
 
 
-def _filled(hook: str, role: str, address: str) -> str:
+def _fill_hook(hook: str, role: str, address: str) -> str:
     host, _, port = address.rpartition(":")
     values = {"address": address, "host": host.strip("[]"), "port": port, "role": role}
     return hook.format(**{name: shlex.quote(value) for name, value in values.items()})
 
 
-def _by_hook(hook: str, role: str, address: str) -> None:
+def _restart_by_hook(hook: str, role: str, address: str) -> None:
     """Run the hook in a new session, because Ctrl-C is for the roll, which ends when the instance is back."""
-    line = _filled(hook, role, address)
+    line = _fill_hook(hook, role, address)
     code = subprocess.run(["/bin/sh", "-c", line], start_new_session=True, check=False).returncode
     if code != 0:
         raise RollStopped(f"the hook of {address} ended with code {code}")
 
 
-def _by_hand(address: str) -> None:
+def _restart_by_hand(address: str) -> None:
     print(f"  restart {address} now, and press Enter when the old process has ended: ", end="", flush=True)
     if not sys.stdin.readline():
         raise RollStopped("no hook is configured, and there is no terminal to ask")
@@ -242,13 +242,15 @@ def _by_hand(address: str) -> None:
 # Output
 
 
-def _on_interrupt(walk: Walk, number: int, frame: FrameType | None) -> None:
+def _on_interrupt(walk: FleetWalk, number: int, frame: FrameType | None) -> None:
     print("\nstopping when no instance is out of service; another Ctrl-C stops at once", flush=True)
     walk.stop()
     signal.signal(number, signal.default_int_handler)
 
 
-def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flags: argparse.Namespace) -> int:
+def _print_plan(
+    planned: Sequence[RollInstance], walk: FleetWalk, gateways: GatewayGroup, flags: argparse.Namespace
+) -> int:
     others = format_count(walk.min_serving, "other instance")
     if isinstance(walk, RoleWalk):
         print(f"{format_count(len(planned), f'{flags.role} instance')} to {flags.to_role}, one at a time:")
@@ -257,14 +259,14 @@ def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flag
         return 0
     print(f"{format_count(len(planned), f'{flags.role} instance')}, one at a time, with at least {others} serving:")
     for instance in planned:
-        how = "by hand" if flags.hook is None else _filled(flags.hook, flags.role, instance.address)
+        how = "by hand" if flags.hook is None else _fill_hook(flags.hook, flags.role, instance.address)
         print(f"  {instance.address}  {instance.inflight} in flight now; restarted: {how}")
         for warning in gateways.disable(instance.address, flags.evacuate_after, is_dry_run=True):
             print(f"    {warning}")
     return 0
 
 
-def _tell_end(why: str, progress: RollProgress, *, is_move: bool) -> int:
+def _print_end(why: str, progress: RollProgress, *, is_move: bool) -> int:
     print(f"pdproxy roll: {why}", file=sys.stderr)
     if progress.current is not None:
         state = "may still be moving" if is_move else "is away, and may still be disabled"

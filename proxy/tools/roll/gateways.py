@@ -28,12 +28,12 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 _COUNTED: Final = re.compile(r"pdproxy_(requests|streams_broken)_total\{")
 
 
-class GatewayTrouble(Exception):
+class GatewayProblem(Exception):
     """A gateway does not answer, or refuses a command. The text is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class RollInstance:
     """One instance, as all gateways together report it."""
 
     address: str
@@ -53,7 +53,7 @@ class Instance:
     """Why its last move failed at a gateway. Empty: it did not."""
 
 
-class Gateways:
+class GatewayGroup:
     """All gateways that share the engines, at least one. Commands are sent to each of them."""
 
     def __init__(self, urls: Sequence[str], role: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
@@ -74,7 +74,7 @@ class Gateways:
         self._failures: dict[str, float] = {}
         self._counted = 0.0
 
-    def instances(self) -> list[Instance]:
+    def instances(self) -> list[RollInstance]:
         """Return the instances of the role that all gateways have and that do not drain, in their order.
 
         Raises GatewayTrouble.
@@ -109,7 +109,7 @@ class Gateways:
             with _parsing_answers(f"{url}/instances/role"):
                 told = orjson.loads(self._ask(url, path, body))
                 if told["not_found"]:
-                    raise GatewayTrouble(f"{url} has no instance {address} any more")
+                    raise GatewayProblem(f"{url} has no instance {address} any more")
                 steps = [step for plan in told["plan"] for step in plan["steps"]]
         return steps
 
@@ -142,7 +142,7 @@ class Gateways:
             with _parsing_answers(f"{url}/instances/{what}"):
                 told = orjson.loads(self._ask(url, f"/instances/{what}", body))
                 if told["not_found"]:
-                    raise GatewayTrouble(f"{url} has no {self.role} instance {address} any more")
+                    raise GatewayProblem(f"{url} has no {self.role} instance {address} any more")
                 warnings += told["warnings"]
         return warnings
 
@@ -152,7 +152,7 @@ class Gateways:
         Raises GatewayTrouble.
         """
         request = Request(url + path, data=body, headers=self._headers)
-        return _retried(lambda: self._answer(request), f"{url} does not answer")
+        return _retry_on_failure(lambda: self._answer(request), f"{url} does not answer")
 
     def _answer(self, request: Request) -> bytes:
         try:
@@ -162,7 +162,7 @@ class Gateways:
             with error:
                 said = _error_message(error.read(_MOST_BYTES))
                 remedy = "; if the gateway has an admin.port, give that port in --url" if error.code == 404 else ""
-                raise GatewayTrouble(f"{request.full_url} answers {error.code}: {said}{remedy}") from None
+                raise GatewayProblem(f"{request.full_url} answers {error.code}: {said}{remedy}") from None
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -176,7 +176,7 @@ def _parsing_answers(where: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise GatewayTrouble(f"{where} does not answer like a gateway") from None
+        raise GatewayProblem(f"{where} does not answer like a gateway") from None
 
 
 def _error_message(body: bytes) -> str:
@@ -186,7 +186,7 @@ def _error_message(body: bytes) -> str:
         return "no gateway says that"
 
 
-def _retried(ask: Callable[[], bytes], problem: str) -> bytes:
+def _retry_on_failure(ask: Callable[[], bytes], problem: str) -> bytes:
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -194,19 +194,19 @@ def _retried(ask: Callable[[], bytes], problem: str) -> bytes:
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= until:
                 reason = describe_request_error(getattr(error, "reason", error))
-                raise GatewayTrouble(f"{problem}: {reason}") from None
+                raise GatewayProblem(f"{problem}: {reason}") from None
         time.sleep(_PAUSE_SECONDS)
 
 
-def lost_without(away: Instance, others: Iterable[Instance]) -> frozenset[str]:
+def models_lost_without(away: RollInstance, others: Iterable[RollInstance]) -> frozenset[str]:
     """Return the models that only this instance serves. An instance with unknown models may serve any."""
     theirs = [other.models for other in others]
     return away.models.difference(*theirs) if all(theirs) else frozenset()
 
 
-def _merged_instance(address: str, views: Sequence[Mapping[str, Any]]) -> Instance:
+def _merged_instance(address: str, views: Sequence[Mapping[str, Any]]) -> RollInstance:
     elastic = [view["elastic"] for view in views if view.get("elastic") is not None]
-    return Instance(
+    return RollInstance(
         address=address,
         is_disabled=any(view["membership"] == "disabled" for view in views),
         serves=all(view["membership"] == "enabled" and view["states"].keys() == {"up"} for view in views),

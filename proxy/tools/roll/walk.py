@@ -13,7 +13,7 @@ import orjson
 
 from proxy.common.terms import format_count
 from proxy.settings import SettingsError
-from proxy.tools.roll.gateways import Gateways, GatewayTrouble, Instance, lost_without
+from proxy.tools.roll.gateways import GatewayGroup, GatewayProblem, RollInstance, models_lost_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ class RollStopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RollLimits:
     """Conditions and time limits of a roll."""
 
     min_serving: int | None = None
@@ -48,7 +48,7 @@ class Limits:
     """Pause between two instances, in which failures may appear."""
 
 
-class Walk(ABC):
+class FleetWalk(ABC):
     """Takes the instances of a fleet out of service one after the other.
 
     `stop` may be called at any time, also from a signal handler.
@@ -59,9 +59,9 @@ class Walk(ABC):
 
     def __init__(
         self,
-        gateways: Gateways,
+        gateways: GatewayGroup,
         progress: RollProgress,
-        limits: Limits,
+        limits: RollLimits,
         tell: Callable[[str], None] = print,
         look_seconds: float = _LOOK_SECONDS,
     ) -> None:
@@ -86,7 +86,7 @@ class Walk(ABC):
         """End the roll as soon as no instance is out of service."""
         self._is_stopping = True
 
-    def plan(self, only: Sequence[str] = ()) -> list[Instance]:
+    def plan(self, only: Sequence[str] = ()) -> list[RollInstance]:
         """Return the instances of the walk, in order, and print those that are left out.
 
         Raises GatewayTrouble and RollStopped. `only`: instances of the walk; empty: all.
@@ -108,7 +108,7 @@ class Walk(ABC):
         planned.sort(key=lambda instance: instance.address != self._progress.current)
         self._least = least = self._least_serving(there, planned)
         for instance in planned if least else ():
-            if lost := lost_without(instance, (other for other in there if other is not instance)):
+            if lost := models_lost_without(instance, (other for other in there if other is not instance)):
                 models = ", ".join(sorted(lost))
                 raise RollStopped(
                     f"{instance.address} is the only instance that serves {models}: "
@@ -117,7 +117,7 @@ class Walk(ABC):
         return planned
 
     @abstractmethod
-    def _least_serving(self, there: Sequence[Instance], planned: Sequence[Instance]) -> int:
+    def _least_serving(self, there: Sequence[RollInstance], planned: Sequence[RollInstance]) -> int:
         """Return the number of others that must serve. Raises RollStopped if there are too few."""
 
     @property
@@ -125,7 +125,7 @@ class Walk(ABC):
         """Return the number of other instances that must serve meanwhile, as determined by `plan`."""
         return self._least
 
-    def run(self, planned: Sequence[Instance]) -> None:
+    def run(self, planned: Sequence[RollInstance]) -> None:
         """Walk through all of them. Raises RollStopped, and GatewayTrouble if a gateway does not answer any more."""
         self._gateways.failures()
         for number, instance in enumerate(planned, 1):
@@ -173,20 +173,20 @@ class Walk(ABC):
     def _has_enough(self, address: str) -> bool:
         return self._are_enough(self._gateways.instances(), address)
 
-    def _are_enough(self, there: Sequence[Instance], address: str) -> bool:
+    def _are_enough(self, there: Sequence[RollInstance], address: str) -> bool:
         others = [instance for instance in there if instance.serves and instance.address != address]
         away = _instance_at(there, address)
-        return len(others) >= self._least and (not self._least or not lost_without(away, others))
+        return len(others) >= self._least and (not self._least or not models_lost_without(away, others))
 
 
-def _instance_at(there: Sequence[Instance], address: str) -> Instance:
+def _instance_at(there: Sequence[RollInstance], address: str) -> RollInstance:
     for instance in there:
         if instance.address == address:
             return instance
-    raise GatewayTrouble(f"{address} is no longer an instance of all gateways")
+    raise GatewayProblem(f"{address} is no longer an instance of all gateways")
 
 
-class RestartWalk(Walk):
+class RestartWalk(FleetWalk):
     """Restarts the instances of a fleet one after the other.
 
     `restart` gets an idle instance, and returns when the old process has ended and the new one will serve; it raises
@@ -197,9 +197,9 @@ class RestartWalk(Walk):
 
     def __init__(
         self,
-        gateways: Gateways,
+        gateways: GatewayGroup,
         progress: RollProgress,
-        limits: Limits,
+        limits: RollLimits,
         restart: Callable[[str], None],
         tell: Callable[[str], None] = print,
         look_seconds: float = _LOOK_SECONDS,
@@ -207,7 +207,7 @@ class RestartWalk(Walk):
         super().__init__(gateways, progress, limits, tell, look_seconds)
         self._restart = restart
 
-    def _least_serving(self, there: Sequence[Instance], planned: Sequence[Instance]) -> int:
+    def _least_serving(self, there: Sequence[RollInstance], planned: Sequence[RollInstance]) -> int:
         least = self._limits.min_serving
         if least is None:
             serving = {instance.address for instance in there if instance.serves}
@@ -247,17 +247,17 @@ class RestartWalk(Walk):
         return _instance_at(self._gateways.instances(), address).serves
 
 
-class RoleWalk(Walk):
+class RoleWalk(FleetWalk):
     """Moves elastic instances to another role, one after the other, instead of restarting them."""
 
     _verb = "move"
 
     def __init__(
         self,
-        gateways: Gateways,
-        targets: Gateways,
+        gateways: GatewayGroup,
+        targets: GatewayGroup,
         progress: RollProgress,
-        limits: Limits,
+        limits: RollLimits,
         tell: Callable[[str], None] = print,
         look_seconds: float = _LOOK_SECONDS,
     ) -> None:
@@ -265,7 +265,7 @@ class RoleWalk(Walk):
         super().__init__(gateways, progress, limits, tell, look_seconds)
         self._targets = targets
 
-    def plan(self, only: Sequence[str] = ()) -> list[Instance]:
+    def plan(self, only: Sequence[str] = ()) -> list[RollInstance]:
         """Return the instances of the walk, in order. Those that have moved before are left out."""
         moved = {instance.address for instance in self._targets.instances()}
         if self._progress.current in moved:
@@ -284,7 +284,7 @@ class RoleWalk(Walk):
         after = self._limits.evacuate_after_seconds
         return self._gateways.move(address, self._targets.role, after, is_dry_run=True)
 
-    def _least_serving(self, there: Sequence[Instance], planned: Sequence[Instance]) -> int:
+    def _least_serving(self, there: Sequence[RollInstance], planned: Sequence[RollInstance]) -> int:
         left = len(there) - len(planned)
         least = max(1, left) if self._limits.min_serving is None else self._limits.min_serving
         if planned and left < least:

@@ -217,8 +217,8 @@ def _weigher() -> Callable[[str, bytes], int]:
         request = chat.parse_request(parse_body(body), cost, {}).make_pick_request()
         per_compute, per_kv = WEIGHTS[Role(role)]
         if role == "prefill":
-            return per_compute * request.prefill.compute_tokens
-        return per_compute * request.decode.compute_tokens + per_kv * request.decode.kv_tokens
+            return per_compute * request.prefill_load.compute_tokens
+        return per_compute * request.decode_load.compute_tokens + per_kv * request.decode_load.kv_tokens
 
     return weight
 

@@ -65,16 +65,16 @@ def _microseconds(
     pool = Pool(
         PoolParts(
             role=role,
-            policy=make_policy(policy, PolicyContext(rng=random.Random(1), role=role)),
+            policy=make_policy(policy, PolicyContext(random_source=random.Random(1), role=role)),
             scoreboard=scoreboard,
-            row=scoreboard.row(0),
+            load_row=scoreboard.load_row(0),
             roster=roster,
             health=Health(),
         )
     )
-    for member in roster.members(role):  # the first success of an instance has extra cost
-        pool.note_success(member.backend)
-    pool.eligible()
+    for member in roster.members_of_role(role):  # the first success of an instance has extra cost
+        pool.record_success(member.backend)
+    pool.eligible_backends()
     bodies = [Document(_body(messages, sentences, turn)) for turn in range(200)]
     tokens = [measure_prompt(body, Cost())[0] for body in bodies]
 
@@ -95,9 +95,9 @@ def _microseconds(
 def _serve(pool: Pool, call: Call) -> None:
     if not pool.has_room(call.make_pick_request):
         raise RuntimeError("idle instances have no room")
-    with pool.lease(call.make_pick_request()) as lease:
-        lease.note_usage(call.prompt_tokens, call.prompt_tokens // 2)
-        lease.free_compute()
+    with pool.make_lease(call.make_pick_request()) as lease:
+        lease.record_usage(call.prompt_tokens, call.prompt_tokens // 2)
+        lease.release_compute()
 
 
 def _body(messages: int, sentences: int, turn: int) -> bytes:

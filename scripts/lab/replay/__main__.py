@@ -22,7 +22,7 @@ from lab.replay.trace import InvalidTrace, Request, read
 from proxy.settings import POLICIES
 from proxy.settings.model import Balance
 from proxy.sim.hardware.machines import published
-from proxy.tools.flag_numbers import positive, whole_number
+from proxy.tools.flag_numbers import positive_number, whole_number
 
 _DRAWN_REQUESTS: Final = 2000
 
@@ -68,7 +68,9 @@ def read_options() -> argparse.Namespace:
         choices=HARDWARE,
         help="hardware of the decoders (default: kimi-k2.5-h200, with --sessions agents)",
     )
-    add("--loads", type=positive, nargs="+", default=[0.9], help="work without a cache / capacity (default: 0.9)")
+    add(
+        "--loads", type=positive_number, nargs="+", default=[0.9], help="work without a cache / capacity (default: 0.9)"
+    )
     add("--seeds", type=int, nargs="+", default=[1], help="seeds of random draws (default: 1)")
     add("--policies", nargs="+", choices=names, metavar="NAME", help=f"(default: all) {', '.join(names)}")
     add(
@@ -97,7 +99,11 @@ def read_options() -> argparse.Namespace:
         help=f"run in real time over sockets: pdproxy with --policies ({OURS}), the routers of vLLM and SGLang, and"
         " --reference, in front of the same engines, beside pdproxy in virtual time; the machine must keep up",
     )
-    add("--speed", type=positive, help="speed of all engines relative to their hardware (default: 1, with --sockets 5)")
+    add(
+        "--speed",
+        type=positive_number,
+        help="speed of all engines relative to their hardware (default: 1, with --sockets 5)",
+    )
     add(
         "--reference",
         type=Path,
@@ -130,21 +136,41 @@ def read_options() -> argparse.Namespace:
         metavar="N",
         help="pairs with a slow link, drawn by the seed",
     )
-    add("--slow-factor", type=positive, default=10.0, help="transfer time over slow links (default: %(default)s times)")
-    add("--link-gbytes", type=positive, default=25.0, help="speed of other links in GB/s (default: %(default)s)")
-    add("--kv-kilobytes", type=positive, default=70.0, help="size of a token's KV cache in KB (default: %(default)s)")
+    add(
+        "--slow-factor",
+        type=positive_number,
+        default=10.0,
+        help="transfer time over slow links (default: %(default)s times)",
+    )
+    add("--link-gbytes", type=positive_number, default=25.0, help="speed of other links in GB/s (default: %(default)s)")
+    add(
+        "--kv-kilobytes",
+        type=positive_number,
+        default=70.0,
+        help="size of a token's KV cache in KB (default: %(default)s)",
+    )
     add("--ignore-links", action="store_true", help="the gateway does not learn the times of handoffs")
     add("--max-running-prefill", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--max-running-decode", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
-    add("--slo-seconds", type=positive, default=10.0, help="objective for the first token, in seconds (default: 10)")
-    add("--slo-base", type=positive, default=2.0, help="in time: this number of seconds (default: 2) …")
+    add(
+        "--slo-seconds",
+        type=positive_number,
+        default=10.0,
+        help="objective for the first token, in seconds (default: 10)",
+    )
+    add("--slo-base", type=positive_number, default=2.0, help="in time: this number of seconds (default: 2) …")
     add(
         "--slo-factor",
-        type=positive,
+        type=positive_number,
         default=3.0,
         help="… plus this multiple of the prompt's prefill time (default: 3)",
     )
-    add("--slo-token-ms", type=positive, default=100.0, help="objective for the time between two tokens (default: 100)")
+    add(
+        "--slo-token-ms",
+        type=positive_number,
+        default=100.0,
+        help="objective for the time between two tokens (default: 100)",
+    )
     add("--json", type=Path, metavar="FILE", help="write every run to this file")
     add("--svg", type=Path, metavar="FILE", help="draw answers in time over load to this file, for one trace and fleet")
     sessions.add_options(parser)

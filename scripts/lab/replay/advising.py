@@ -12,8 +12,8 @@ from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import policies
 from lab.replay.sweep import Progress, arrivals, fleets, in_virtual_time
 from lab.replay.trace import Request
-from proxy.balancer.split import LEAST_GAIN, Split
-from proxy.tools.advise import verdict
+from proxy.balancer.split import LEAST_GAIN, RoleSplit
+from proxy.tools.advise import recommendation_text
 
 
 def advice(options: argparse.Namespace, traces: dict[str, list[Request]]) -> str:
@@ -29,7 +29,7 @@ def advice(options: argparse.Namespace, traces: dict[str, list[Request]]) -> str
 
 
 def _advice(options: argparse.Namespace, fleet: Fleet, requests: Sequence[Request], load: float, slo: Slo) -> str:
-    seen: list[tuple[Fleet, Split, Figures]] = []
+    seen: list[tuple[Fleet, RoleSplit, Figures]] = []
     for other in (fleet, _moved(fleet, 1), _moved(fleet, -1)):
         if other is None:
             continue
@@ -51,7 +51,7 @@ def _advice(options: argparse.Namespace, fleet: Fleet, requests: Sequence[Reques
         if gain >= LEAST_GAIN
         else (f"Replayed, no other split has {100 * LEAST_GAIN:g} points more good answers than {now[0].name}.")
     )
-    return f"{aligned(rows)}\n\nBy how busy they are: {verdict(now[1])}\n{replayed}"
+    return f"{aligned(rows)}\n\nBy how busy they are: {recommendation_text(now[1])}\n{replayed}"
 
 
 def _moved(fleet: Fleet, prefillers: int) -> Fleet | None:
@@ -60,16 +60,16 @@ def _moved(fleet: Fleet, prefillers: int) -> Fleet | None:
     return replace(fleet, prefillers=fleet.prefillers + prefillers, decoders=fleet.decoders - prefillers)
 
 
-def _row(fleet: Fleet, split: Split, of: Figures, is_now: bool) -> Sequence[str]:
+def _row(fleet: Fleet, split: RoleSplit, of: Figures, is_now: bool) -> Sequence[str]:
     return (
         f"{fleet.name} (now)" if is_now else fleet.name,
-        *(f"{split.prefill_busy:.0%}", f"{split.decode_busy:.0%}", f"{split.carries:.2f}×"),
+        *(f"{split.prefill_busy:.0%}", f"{split.decode_busy:.0%}", f"{split.load_capacity:.2f}×"),
         *(f"{100 * of.in_time:.1f} %", f"{100 * of.good:.1f} %"),
         *(f"{of.mean:.2f} s", f"{of.p99:.2f} s", f"{1000 * of.token_p99:.0f} ms"),
     )
 
 
-def split_of(run: Replay, fleet: Fleet) -> Split:
+def split_of(run: Replay, fleet: Fleet) -> RoleSplit:
     """Return how busy both roles were in a run.
 
     Prefillers count by busy time, and decoders by their tokens relative to the saturation point. Work after the last
@@ -82,6 +82,6 @@ def split_of(run: Replay, fleet: Fleet) -> Split:
     kv_tokens = sum(request.input_tokens for request in requests) // len(requests)
     rate = fleet.speed * decode.cost.knee_rate(decode.decode.max_num_seqs, kv_tokens)
     tokens = sum(request.output_tokens for request in requests)
-    return Split(
+    return RoleSplit(
         fleet.prefillers, fleet.decoders, busy / seconds / fleet.capacity, tokens / seconds / (rate * fleet.decoders)
     )

@@ -18,8 +18,8 @@ from lab.replay.policies import OURS, policies
 from lab.replay.sweep import Progress, fleets, replay_options, replayed, write_json
 from lab.replay.trace import Request
 from lab.replay.worlds import SHAPES
-from proxy.balancer.roster import Move
-from proxy.balancer.split import MoveAdvice, MovePlanner, sample_of
+from proxy.balancer.roster import RoleMove
+from proxy.balancer.split import MoveAdvice, MovePlanner, take_fleet_sample
 from proxy.common.backend import Role
 from proxy.settings.fleet import Elastic
 
@@ -72,28 +72,28 @@ class ElasticReplay(Replay):
     async def _control(self) -> None:
         while self._loop.time() < self._until:
             await asyncio.sleep(_SAMPLE_SECONDS)
-            waiting = sum(worker.admission.waiting for worker in self.workers)
-            sample = sample_of(
+            waiting = sum(worker.admission.waiting_count for worker in self.workers)
+            sample = take_fleet_sample(
                 self.pools,
                 self._gateway.scoreboard,
                 waiting,
                 self._loop.time(),
                 token_seconds=self._options.token_seconds,
             )
-            advice = self._planner.note(sample)
+            advice = self._planner.add_sample(sample)
             if advice is not None:
-                self._planner.note_move(advice)
+                self._planner.record_move(advice)
                 self.moves.append((self._loop.time(), advice))
-                await self._move(advice.to)
+                await self._move(advice.new_role)
 
     async def _move(self, to: Role) -> None:
         """Move the instance with the least load to a role, as the product does."""
         board, roster = self._gateway.scoreboard, self._gateway.roster
-        pool = self.pools.of(Role.DECODE if to is Role.PREFILL else Role.PREFILL)
-        backend = min(pool.eligible(), key=lambda each: board.running(each.slot))
+        pool = self.pools.pool_of(Role.DECODE if to is Role.PREFILL else Role.PREFILL)
+        backend = min(pool.eligible_backends(), key=lambda each: board.running_requests(each.slot))
         now, evacuate_after = self._loop.time(), self._options.evacuate_after_seconds
-        roster.begin_move(backend, Move(to, now + self._options.drain_seconds), None)
-        while board.requests(backend.slot):
+        roster.begin_move(backend, RoleMove(to, now + self._options.drain_seconds), None)
+        while board.open_leases(backend.slot):
             await asyncio.sleep(_SAMPLE_SECONDS)
             if evacuate_after is not None and self._loop.time() >= now + evacuate_after:
                 self.engines[backend].evacuate()
@@ -101,7 +101,7 @@ class ElasticReplay(Replay):
         assert moved is not None
         del self.engines[backend]
         self.engines[moved] = next(self._fleet.engines(to))
-        self.pools.of(to).backends()
+        self.pools.pool_of(to).all_backends()
         self._gateway.health.on_probe(moved, True, "moved")
 
 

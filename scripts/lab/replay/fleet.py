@@ -17,7 +17,7 @@ from proxy.balancer.engines import EngineFacts
 from proxy.balancer.lease import Lease
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
-from proxy.balancer.policies.prefill_cost import prompt_costs
+from proxy.balancer.policies.prefill_cost import make_prompt_costs
 from proxy.balancer.pool import Pools
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
@@ -110,10 +110,10 @@ class Subject:
     session_id: str | None = None
     first_token_seconds: float | None = None
 
-    def priority(self, *, lower_first: bool) -> None:
+    def requested_priority(self, *, is_lower_first: bool) -> None:
         return None
 
-    def texts(self) -> None:
+    def request_texts(self) -> None:
         return None
 
     @property
@@ -208,7 +208,7 @@ class Course:
 @contextmanager
 def _leased(pools: Pools, pick: PickRequest) -> Iterator[tuple[Lease, Lease]]:
     """Lease a prefiller and a decoder, as a connector does."""
-    prefiller, decoder = pools.lease_both(pick)
+    prefiller, decoder = pools.enter_both_leases(pick)
     with ExitStack() as stack:
         stack.push(decoder)
         stack.push(prefiller)
@@ -269,7 +269,7 @@ class Replay:
         self._loop = asyncio.get_running_loop()
         rng = self._rng = random.Random(seed)
 
-        decoder = EngineFacts(kv_tokens=fleet.decode_machine.decode.kv_tokens)
+        decoder = EngineFacts(kv_memory_tokens=fleet.decode_machine.decode.kv_tokens)
 
         def facts(backend: Backend) -> EngineFacts | None:
             return decoder if backend.role is Role.DECODE else fleet.prefiller_facts
@@ -293,15 +293,15 @@ class Replay:
         self.pools = self.workers[0].pools
         self._local = {worker: LocalPrefill(worker.pools.prefill, worker.pools.decode) for worker in self.workers}
         for each in (self.pools.prefill, self.pools.decode):
-            self.engines.update(zip(each.backends(), fleet.engines(each.role), strict=True))
+            self.engines.update(zip(each.all_backends(), fleet.engines(each.role), strict=True))
         writers = [gateway.events for gateway in self._gateways if gateway.events is not None]
-        for backend in self.pools.prefill.backends() if writers else ():
+        for backend in self.pools.prefill.all_backends() if writers else ():
             size = fleet.prefill_machine.prefill.block_tokens
             self.engines[backend].batch.blocks.watcher = KvEventRelay(backend, size, writers, self._loop)
 
     def load(self, backend: Backend) -> Load:
         """Return the load that a backend is charged with now."""
-        loads = [gateway.scoreboard.own(backend.slot)[1] for gateway in self._gateways]
+        loads = [gateway.scoreboard.own_load(backend.slot)[1] for gateway in self._gateways]
         return Load(sum(load.compute_tokens for load in loads), sum(load.kv_tokens for load in loads))
 
     async def run(self, requests: Sequence[Request]) -> None:
@@ -337,7 +337,7 @@ class Replay:
             yield
 
     def _link_factor(self, prefiller: Backend, decoder: Backend) -> float:
-        pair = prefiller.port - FIRST_PORT, decoder.port - FIRST_PORT - len(self.pools.prefill.backends())
+        pair = prefiller.port - FIRST_PORT, decoder.port - FIRST_PORT - len(self.pools.prefill.all_backends())
         return self._slow_factor if pair in self._slow_pairs else 1.0
 
     async def _attempt(self, course: Course, worker: Worker, pick: PickRequest, done: int) -> int:
@@ -351,15 +351,15 @@ class Replay:
             engine, sent_at = self.engines[prefiller.backend], self._loop.time()
             if not done:
                 course.prefiller = prefiller.backend
-                if prefiller.prediction is not None:
-                    course.predicted_seconds = prefiller.prediction.seconds
-                    course.expected_tokens = prefiller.prediction.cached_tokens
+                if prefiller.policy_prediction is not None:
+                    course.predicted_seconds = prefiller.policy_prediction.predicted_seconds
+                    course.expected_tokens = prefiller.policy_prediction.cached_tokens
             kv = await self._prefill(course, engine, tokens)
             if not done:
                 course.prefill_seconds = self._loop.time() - sent_at
                 course.cached_tokens, course.read_tokens = kv.cached_tokens, kv.fetched_tokens
-            prefiller.note_usage(tokens, kv.cached_tokens if self._tells_cached else None)
-            prefiller.free_compute()
+            prefiller.record_usage(tokens, kv.cached_tokens if self._tells_cached else None)
+            prefiller.release_compute()
             course.computed_at = computed_at = self._loop.time()
             decoding = self.engines[decoder.backend]
             answer = await decoding.begin(
@@ -371,15 +371,17 @@ class Replay:
             )
             course.decoder = decoder.backend
             engine.give_back(kv)
-            prefiller.free_kv()
+            prefiller.release_kv()
             if not answer.generated:
                 return 0
             began_at = self._loop.time()
             course.first_token_at = course.first_token_at or began_at
-            worker.pools.decode.row.count_handoff(prefiller.backend.slot, decoder.backend.slot, tokens)
+            worker.pools.decode.load_row.count_handoff(prefiller.backend.slot, decoder.backend.slot, tokens)
             if self._learns_handoffs:
-                worker.pools.handoffs.note(prefiller.backend, decoder.backend, tokens, computed_at, began_at)
-            decoder.confirm()
+                worker.pools.handoff_times.record_handoff(
+                    prefiller.backend, decoder.backend, tokens, computed_at, began_at
+                )
+            decoder.confirm_beginning()
             generated = await decoding.end(answer)
             if generated + done == request.output_tokens:
                 decoder.answer_tokens = generated
@@ -393,30 +395,32 @@ class Replay:
 
         Learn from the outcome, as connectors do.
         """
-        local, request, prompt = self._local[worker], course.request, prompt_costs(pick)
+        local, request, prompt = self._local[worker], course.request, make_prompt_costs(pick)
         is_careful = self._skip_prefill == "auto"
-        choice = local.faster_decoder(prompt, Kv().local_max_tokens, is_careful=is_careful)
+        choice = local.find_faster_decoder(prompt, Kv().local_max_tokens, avoids_harm=is_careful)
         if choice is None:
             generated = await self._attempt(course, worker, pick, 0)
             if generated and course.first_token_at is not None and course.decoder is not None:
                 first = FirstToken(course.first_token_at, course.first_token_at - course.computed_at)
-                local.note_handoff(course.decoder.name, prompt, first, generated)
+                local.learn_from_handoff(course.decoder.name, prompt, first, generated)
             return generated
         tokens, sent_at = request.input_tokens, self._loop.time()
-        with worker.pools.decode.lease(replace(pick, prefer=choice.decoder, computes_prompt=True)) as lease:
+        with worker.pools.decode.make_lease(
+            replace(pick, preferred_backend=choice.decoder, computes_prompt=True)
+        ) as lease:
             engine, course.decoder = self.engines[lease.backend], lease.backend
             names = request.blocks[: tokens // BLOCK_TOKENS]
             answer = await engine.append(tokens, request.output_tokens, names, course.tail_at(lease.backend))
             if not answer.generated:
                 return 0
             course.is_local, course.cached_tokens, course.first_token_at = True, answer.cached_tokens, self._loop.time()
-            lease.confirm()
+            lease.confirm_beginning()
             generated = await engine.end(answer)
             if generated == request.output_tokens:
                 lease.answer_tokens = generated
         first = FirstToken(course.first_token_at, course.first_token_at - sent_at)
         counts = tokens, answer.cached_tokens
-        local.note_local_prefill(lease.backend.name, choice, first, generated, counts)
+        local.learn_from_local_prefill(lease.backend.name, choice, first, generated, counts)
         return generated
 
     async def _prefill(self, course: Course, engine: Engine, tokens: int) -> Work:
@@ -450,7 +454,7 @@ class Replay:
         )
         worker = self._rng.choice(self.workers) if len(self.workers) > 1 else self.workers[0]
         try:
-            async with worker.admission.admit(key, request=lambda: pick):
+            async with worker.admission.make_entry(key, request=lambda: pick):
                 done = 0
                 while done < request.output_tokens:  # again if the answer was evacuated
                     is_local = self._skip_prefill and not done

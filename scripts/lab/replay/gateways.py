@@ -13,14 +13,14 @@ from proxy.balancer.engines import EngineFacts
 from proxy.balancer.health import Health, HealthBoard
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.balancer.policies.handoff_times import HandoffTimes, lacks_memory
-from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.policies.prefiller import write_cache_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.journal import Journal, JournalWriter
 from proxy.balancer.shared.memory import QueueHeads, WorkerQueueHead
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
-from proxy.fleet.kv_events.blocks import Blocks
+from proxy.fleet.kv_events.blocks import RankBlocks
 from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
 from proxy.fleet.replicas.state import LocalState, PeerRows, SharedRows
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
@@ -47,7 +47,7 @@ class KvEventRelay:
         self._block_tokens = block_tokens
         self._writers = writers
         self._loop = loop
-        self._blocks = Blocks()
+        self._blocks = RankBlocks()
         self._is_due = False
 
     def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
@@ -61,7 +61,7 @@ class KvEventRelay:
         self._take(AllBlocksCleared())
 
     def _take(self, event: Event) -> None:
-        self._blocks.take((event,))
+        self._blocks.apply_events((event,))
         if not self._is_due:
             self._is_due = True
             self._loop.call_later(_REPORT_SECONDS, self._report)
@@ -69,7 +69,7 @@ class KvEventRelay:
     def _report(self) -> None:
         self._is_due = False
         for writer in self._writers:
-            write_count(writer, self._backend.slot, self._blocks.count)
+            write_cache_count(writer, self._backend.slot, self._blocks.cache_count)
 
 
 MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
@@ -95,27 +95,27 @@ class NamedStore:
     store: SharedStore
     name: str
 
-    async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
+    async def exchange_messages(self, message: bytes, lost_gateways: Collection[str] = ()) -> dict[str, bytes]:
         await asyncio.sleep(self.store.seconds)
         self.store.fields[self.name] = message
         found = dict(self.store.fields)
         await asyncio.sleep(self.store.seconds)
         return found
 
-    async def publish(self, news: bytes) -> None:
+    async def publish_news(self, news: bytes) -> None:
         loop = asyncio.get_running_loop()
         for listener in self.store.listeners:
             loop.call_later(2 * self.store.seconds, listener, news)
         await asyncio.sleep(2 * self.store.seconds)
 
-    async def listen(self, listener: Callable[[bytes], None]) -> None:
+    async def listen_for_news(self, listener: Callable[[bytes], None]) -> None:
         self.store.listeners.append(listener)
         try:
             await asyncio.get_running_loop().create_future()
         finally:
             self.store.listeners.remove(listener)
 
-    async def leave(self) -> None:
+    async def delete_own_message(self) -> None:
         self.store.fields.pop(self.name, None)
 
 
@@ -128,17 +128,17 @@ class Worker:
             has_room=self._has_room,
             metrics=Metrics(),
             clock=clock,
-            line_up=pools.prefill,
-            front=front,
-            would_take=lambda: pools.decode.would_take() and pools.prefill.would_take(),
-            fits=lambda request: pools.decode.has_room(lambda: request),
-            hold_seconds=lambda *waits: (
+            queue_order=pools.prefill,
+            queue_head=front,
+            would_take_now=lambda: pools.decode.would_take_now() and pools.prefill.would_take_now(),
+            fits_engines=lambda request: pools.decode.has_room(lambda: request),
+            max_hold_seconds=lambda *waits: (
                 pools.prefill if pools.decode.has_room() else pools.decode
-            ).policy.hold_seconds(*waits),
+            ).policy.max_hold_seconds(*waits),
         )
         self.admission = AdmissionQueue(parts, AdmissionLimits())
         for each in (pools.prefill, pools.decode):
-            each.on_release = self.admission.notify
+            each.on_release = self.admission.check_soon
 
     def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         return self.pools.decode.has_room(request) and self.pools.prefill.has_room(request)
@@ -174,8 +174,8 @@ class Gateway:
         self._plan = plan
         count = plan.prefillers + plan.decoders
         self.scoreboard = Scoreboard(workers=plan.workers, slots=count + 1, guests=guests)
-        self._journal = Journal(plan.workers + guests, write_only=int(plan.kv_events))
-        self.events = self._journal.writer(self._journal.workers) if plan.kv_events else None
+        self._journal = Journal(plan.workers + guests, write_only_rings=int(plan.kv_events))
+        self.events = self._journal.writer_for(self._journal.worker_count) if plan.kv_events else None
         """Writer of received KV events. None: the gateway receives none."""
         addresses = [("10.0.0.1", FIRST_PORT + number) for number in range(count)]
         places = set(addresses)
@@ -191,32 +191,32 @@ class Gateway:
     def _worker(self, number: int) -> Worker:
         handoffs = HandoffTimes(self._context(number, Role.DECODE, None), self._is_full)
         prefill, decode = (self._pool(number, role, handoffs) for role in (Role.PREFILL, Role.DECODE))
-        pools = Pools(prefill=prefill, decode=decode, handoffs=handoffs)
-        return Worker(pools, self._clock, self._fronts.of_worker(number))
+        pools = Pools(prefill=prefill, decode=decode, handoff_times=handoffs)
+        return Worker(pools, self._clock, self._fronts.view_of_worker(number))
 
     def exchange(self, store: SharedStore) -> StateExchange:
         """Return the exchange that shares this gateway's state with the others."""
         sections = {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": self._plan.replicas}
         workers = self._plan.workers
-        board, usage = HealthBoard(workers, self.scoreboard.slots), KeyUsage(workers, slots=1, guests=1)
+        board, usage = HealthBoard(workers, self.scoreboard.slot_count), KeyUsage(workers, slots=1, guest_rows=1)
         rows = SharedRows(
             scoreboard=self.scoreboard,
             key_usage=usage,
-            board=board,
+            health_board=board,
             queue_heads=self._fronts,
-            journal=self._journal.writer(workers),
+            journal_writer=self._journal.writer_for(workers),
         )
         return StateExchange(
             ExchangeParts(
                 store=store.of(self._name),
-                me=self._name,
-                own=LocalState(self._name, self.roster, dict, rows),
-                guests=PeerRows(rows),
-                key_slots=dict,
+                own_name=self._name,
+                local_state=LocalState(self._name, self.roster, dict, rows),
+                peer_rows=PeerRows(rows),
+                get_key_slots=dict,
                 settings=Settings.model_validate(sections),
                 metrics=Metrics(),
                 clock=self._clock,
-                rng=self._rng,
+                random_source=self._rng,
             )
         )
 
@@ -226,14 +226,14 @@ class Gateway:
     def _context(self, worker: int, role: Role, handoffs: HandoffTimes | None) -> PolicyContext:
         return PolicyContext(
             worker,
-            rng=self._rng,
+            random_source=self._rng,
             clock=self._clock,
-            facts=self._plan.facts,
-            journal=self._journal.writer(worker) if self._journal.rings > 1 else None,
+            facts_of_engine=self._plan.facts,
+            journal_writer=self._journal.writer_for(worker) if self._journal.ring_count > 1 else None,
             role=role,
-            others_running=self.scoreboard.others_running(self.scoreboard.row(worker)),
-            lag_within=self._plan.loop_lag.within if self._plan.loop_lag else lambda began, ended: 0.0,
-            handoffs=handoffs,
+            others_running_requests=self.scoreboard.others_running_requests(self.scoreboard.load_row(worker)),
+            loop_lag_within=self._plan.loop_lag.longest_lag_within if self._plan.loop_lag else lambda began, ended: 0.0,
+            handoff_predictions=handoffs,
         )
 
     def _pool(self, worker: int, role: Role, handoffs: HandoffTimes) -> Pool:
@@ -243,11 +243,11 @@ class Gateway:
                 role=role,
                 policy=self._plan.policies[role](context, self._engines),
                 scoreboard=self.scoreboard,
-                row=self.scoreboard.row(worker),
+                load_row=self.scoreboard.load_row(worker),
                 roster=self.roster,
                 health=self.health,
-                limits=PoolLimits(max_running=self._plan.max_running[role]),
+                pool_limits=PoolLimits(max_running=self._plan.max_running[role]),
                 clock=self._clock,
-                rng=self._rng,
+                random_source=self._rng,
             )
         )

@@ -11,7 +11,7 @@ from typing import Final
 from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet, MakePolicy, Subject
 from lab.replay.trace import BLOCK_TOKENS
-from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext, Tracker
+from proxy.balancer.pick import Candidate, LeaseTracker, PickRequest, Policy, PolicyContext
 from proxy.balancer.policies.least_tokens import LeastTokens, RoundRobin, make_policy
 from proxy.common.backend import Backend, Load
 from proxy.settings import POLICIES
@@ -63,8 +63,8 @@ class _PrefixAware(Policy):
         super().__init__(context)
         self._sent = SentBlocks(self.blocks)
 
-    def track(self, backend: Backend, request: PickRequest) -> Tracker:
-        tracker = super().track(backend, request)
+    def start_tracker(self, backend: Backend, request: PickRequest) -> LeaseTracker:
+        tracker = super().start_tracker(backend, request)
         self._sent.add(backend, request)
         return tracker
 
@@ -76,9 +76,11 @@ class _PrefixAware(Policy):
 class LeastRequests(LeastTokens):
     """Chooses the fewest requests. Equal backends take turns."""
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        fewest = min(candidate.running for candidate in candidates)
-        return self._take_turn([candidate for candidate in candidates if candidate.running == fewest])
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
+        fewest = min(candidate.running_requests for candidate in candidates)
+        return self._choose_in_turn([candidate for candidate in candidates if candidate.running_requests == fewest])
 
 
 class CacheAware(_PrefixAware):
@@ -91,8 +93,10 @@ class CacheAware(_PrefixAware):
     # max_tree_size is 2^24 characters.
     blocks = 2**24 // (4 * BLOCK_TOKENS)
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        running = [candidate.running for candidate in candidates]
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
+        running = [candidate.running_requests for candidate in candidates]
         if max(running) - min(running) > 64 and max(running) > 1.5 * min(running):
             return candidates[running.index(min(running))]
         best = max(candidates, key=lambda candidate: self.match(candidate, request))
@@ -108,7 +112,7 @@ class CacheAwareLeastLoad(CacheAware):
     """The rule of newer SGLang routers: without a match, choose the fewest requests."""
 
     def _of_misses(self, candidates: Sequence[Candidate]) -> Candidate:
-        return min(candidates, key=lambda candidate: candidate.running)
+        return min(candidates, key=lambda candidate: candidate.running_requests)
 
 
 class AscendExample(Policy):
@@ -118,10 +122,15 @@ class AscendExample(Policy):
     equals is chosen.
     """
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        return min(candidates, key=lambda candidate: candidate.load.compute_tokens + 0.3 * candidate.load.kv_tokens)
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
+        return min(
+            candidates,
+            key=lambda candidate: candidate.charged_load.compute_tokens + 0.3 * candidate.charged_load.kv_tokens,
+        )
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
         """Return the cost in nanoseconds, which are integers."""
         cost = 34_500 * request.prompt_tokens + 120_074_500
         return Load(cost, cost)
@@ -130,34 +139,43 @@ class AscendExample(Policy):
 class AscendExampleDecode(AscendExample):
     """The rule of the same example for decoders: the sum of prompt lengths."""
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
         return Load(request.prompt_tokens, 0)
 
 
 class _LeastSum(_PrefixAware):
     """Chooses the least sum of the cost in flight and the cost of this prompt."""
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         return min(
-            candidates, key=lambda each: each.load.compute_tokens + self.cost_of(each.backend, request).compute_tokens
+            candidates,
+            key=lambda each: (
+                each.charged_load.compute_tokens + self.load_of_request(each.backend, request).compute_tokens
+            ),
         )
 
 
 class Dynamo(_LeastSum):
     """Dynamo's KV router for prefillers (`scheduling/selector/default.rs`): uncached tokens to compute."""
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
         return Load(request.prompt_tokens - self._sent.tokens(backend, request), request.prompt_tokens)
 
 
 class LeastKv(LeastTokens):
     """Dynamo's rule for decoders: the fewest blocks in use. Equal backends take turns."""
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        fewest = min(candidate.load.kv_tokens for candidate in candidates)
-        return self._take_turn([candidate for candidate in candidates if candidate.load.kv_tokens == fewest])
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
+        fewest = min(candidate.charged_load.kv_tokens for candidate in candidates)
+        return self._choose_in_turn(
+            [candidate for candidate in candidates if candidate.charged_load.kv_tokens == fewest]
+        )
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
         return Load(0, request.prompt_tokens)
 
 
@@ -168,13 +186,15 @@ class LlmD(_PrefixAware):
     blocks = 31_250 * 64 // BLOCK_TOKENS
     kv_tokens = 1_000_000
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        running = [candidate.running for candidate in candidates]
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
+        running = [candidate.running_requests for candidate in candidates]
         least, most = min(running), max(running)
 
         def score(candidate: Candidate) -> float:
-            queue = 1.0 if most == least else (most - candidate.running) / (most - least)
-            free = 1 - candidate.load.kv_tokens / self.kv_tokens
+            queue = 1.0 if most == least else (most - candidate.running_requests) / (most - least)
+            free = 1 - candidate.charged_load.kv_tokens / self.kv_tokens
             return 3 * self.match(candidate, request) + 2 * queue + 2 * free
 
         return max(candidates, key=score)
@@ -183,9 +203,11 @@ class LlmD(_PrefixAware):
 class LoadAware(_PrefixAware):
     """production-stack's `loadaware` router: the match less the load's relative excess over the mean."""
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        mean = sum(candidate.running for candidate in candidates) / len(candidates) or 1.0
-        return max(candidates, key=lambda each: self.match(each, request) - (each.running - mean) / mean)
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
+        mean = sum(candidate.running_requests for candidate in candidates) / len(candidates) or 1.0
+        return max(candidates, key=lambda each: self.match(each, request) - (each.running_requests - mean) / mean)
 
 
 class Mooncake(_LeastSum):
@@ -198,7 +220,7 @@ class Mooncake(_LeastSum):
         super().__init__(context)
         self._cost = cost
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
         """Return the cost in microseconds."""
         cached = self._sent.tokens(backend, request)
         seconds = self._cost.prefill(request.prompt_tokens - cached, cached)
@@ -218,8 +240,13 @@ class SMetric(Mooncake):
     slo_seconds = 1.0
     slo_seconds_per_token = 62.5e-6
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        queued = [each.load.compute_tokens + self.cost_of(each.backend, request).compute_tokens for each in candidates]
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
+        queued = [
+            each.charged_load.compute_tokens + self.load_of_request(each.backend, request).compute_tokens
+            for each in candidates
+        ]
         limit = _MICROSECONDS * (self.slo_seconds + self.slo_seconds_per_token * request.prompt_tokens)
         matches = [self.match(each, request) for each in candidates]
         best = matches.index(max(matches))
@@ -260,21 +287,23 @@ class Clairvoyant(Policy):
         self._cost = cost
         self._busy = 0.0
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
         return candidates[self._best(candidates, self._waits(candidates), request)]
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         return min(self._waits(candidates)) < _AHEAD_SECONDS
 
-    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+    def shortest_work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         return min(self._own(candidate, request) for candidate in candidates)
 
-    def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+    def index_to_admit(self, candidates: Sequence[Candidate], waiting_requests: Sequence[PickRequest]) -> int | None:
         """Return the first request whose best prefiller has room. Earlier ones wait for theirs."""
         waits = self._waits(candidates)
         self._busy += _BUSY_STEP * (1 - waits.count(0.0) / len(waits) - self._busy)
         free = [wait < _AHEAD_SECONDS for wait in waits]
-        for place, request in enumerate(waiting):
+        for place, request in enumerate(waiting_requests):
             best = self._best(candidates, waits, request)
             if free[best]:
                 return place
@@ -311,18 +340,23 @@ class ClairvoyantDecode(Policy):
         self._kv_tokens = machine.decode.kv_tokens
         self._max_running = min(machine.decode.max_num_seqs, machine.cost.knee or machine.decode.max_num_seqs)
 
-    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        kv_tokens = self._kv_tokens - self.cost_of(candidates[0].backend, request).kv_tokens
-        roomy = [each for each in candidates if each.load.kv_tokens <= kv_tokens]
-        return min(roomy or candidates, key=lambda each: self._cost.decode(each.running + 1, each.load.kv_tokens))
+    def choose_candidate(
+        self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest
+    ) -> Candidate:
+        kv_tokens = self._kv_tokens - self.load_of_request(candidates[0].backend, request).kv_tokens
+        roomy = [each for each in candidates if each.charged_load.kv_tokens <= kv_tokens]
+        return min(
+            roomy or candidates,
+            key=lambda each: self._cost.decode(each.running_requests + 1, each.charged_load.kv_tokens),
+        )
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+    def load_of_request(self, backend: Backend, request: PickRequest) -> Load:
         """Return all tokens of the prompt and the answer."""
-        assert isinstance(request.subject, Subject)
-        return Load(0, request.prompt_tokens + request.subject.request.output_tokens)
+        assert isinstance(request.request_subject, Subject)
+        return Load(0, request.prompt_tokens + request.request_subject.request.output_tokens)
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
-        return any(candidate.running < self._max_running for candidate in candidates)
+        return any(candidate.running_requests < self._max_running for candidate in candidates)
 
 
 OURS: Final = "least_load"
@@ -367,7 +401,7 @@ def _of_table(name: str) -> MakePolicy:
 
 def _without_working_sets(name: str) -> MakePolicy:
     off = Balance(working_sets=False)
-    return lambda context, _engines: make_policy(name, replace(context, balance=lambda: off))
+    return lambda context, _engines: make_policy(name, replace(context, get_balance_options=lambda: off))
 
 
 def _blind(make: Callable[[PolicyContext], Policy]) -> MakePolicy:

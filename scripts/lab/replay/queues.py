@@ -203,13 +203,13 @@ class QueueModel:
             self._at(now + _SAMPLE_SECONDS, self._sample, None)
         if self._is_moving:
             return
-        advice = self._planner.note(self._sampled())
+        advice = self._planner.add_sample(self._sampled())
         if advice is not None:
-            self._planner.note_move(advice)
+            self._planner.record_move(advice)
             self.moves.append((now, advice))
             self._is_moving = True
             leaving: _Prefiller | _Decoder
-            if advice.to is Role.PREFILL:
+            if advice.new_role is Role.PREFILL:
                 leaving = min(self._decoders, key=lambda each: each.count)
                 wait = options.evacuate_after_seconds
                 self._at(now + (options.drain_seconds if wait is None else wait), self._evacuate, leaving)
@@ -225,14 +225,14 @@ class QueueModel:
         active = sum(len(each.active) for each in self._decoders)
         memory = _FULL_KV * self._shape.kv_tokens * active / kv if kv else math.inf
         return FleetSample(
-            at=self._now,
-            prefillers=sum(not each.is_leaving for each in self._prefillers),
-            decoders=sum(not each.is_leaving for each in self._decoders),
-            computing=computing,
-            streams=held + computing,
-            full=max(1.0, min(self._full, memory)),
-            waiting=len(self._queue),
-            handoffs=self._handoffs,
+            taken_at=self._now,
+            prefiller_count=sum(not each.is_leaving for each in self._prefillers),
+            decoder_count=sum(not each.is_leaving for each in self._decoders),
+            computing_prompts=computing,
+            running_answers=held + computing,
+            full_answers=max(1.0, min(self._full, memory)),
+            waiting_requests=len(self._queue),
+            handoff_count=self._handoffs,
         )
 
     def _finish_move(self, leaving: _Prefiller | _Decoder) -> None:

@@ -28,7 +28,7 @@ from lab.replay.fleet import Course, Fleet, Replay
 from lab.replay.policies import AFFINITY, policies
 from lab.replay.sweep import fleets, replay_options, write_json
 from lab.replay.trace import Request
-from proxy.tools.flag_numbers import natural, positive, whole_number
+from proxy.tools.flag_numbers import positive_number, positive_whole_number, whole_number
 
 # The first part of a run fills caches, and is not counted.
 _WARM_UP: Final = 1 / 3
@@ -233,23 +233,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="run this number of concurrent sessions instead of a trace; 2x: twice the number that fits",
     )
-    add("--seconds", type=positive, default=900.0, help="virtual time of a run (default: %(default)s)")
+    add("--seconds", type=positive_number, default=900.0, help="virtual time of a run (default: %(default)s)")
     add("--recorded", type=Path, metavar="FILE", help="sessions in JSON lines, instead of drawn ones")
     add("--beside", type=whole_number, default=0, metavar="N", help="sessions of a second client key")
     add("--shared-tokens", type=whole_number, default=load.shared_tokens, help="system prompt (default: %(default)s)")
-    add("--systems", type=natural, default=load.systems, help="number of system prompts (default: %(default)s)")
-    add("--first-tokens", type=positive, default=load.first_tokens, help="median (default: %(default)s)")
-    add("--growth-tokens", type=positive, default=load.growth_tokens, help="median per turn (default: %(default)s)")
-    add("--answer-tokens", type=positive, default=load.answer_tokens, help="median (default: %(default)s)")
-    add("--turns", type=positive, default=load.turns, help="mean per session (default: %(default)s)")
+    add(
+        "--systems",
+        type=positive_whole_number,
+        default=load.systems,
+        help="number of system prompts (default: %(default)s)",
+    )
+    add("--first-tokens", type=positive_number, default=load.first_tokens, help="median (default: %(default)s)")
+    add(
+        "--growth-tokens",
+        type=positive_number,
+        default=load.growth_tokens,
+        help="median per turn (default: %(default)s)",
+    )
+    add("--answer-tokens", type=positive_number, default=load.answer_tokens, help="median (default: %(default)s)")
+    add("--turns", type=positive_number, default=load.turns, help="mean per session (default: %(default)s)")
     add("--short-gaps", type=_share, default=load.gaps.short_share, help="share up to 1 s (default: %(default)s)")
     add("--medium-gaps", type=_share, default=load.gaps.medium_share, help="share of 1 to 10 s (default: %(default)s)")
-    add("--longest-gap", type=positive, default=load.gaps.longest, help="seconds (default: %(default)s)")
+    add("--longest-gap", type=positive_number, default=load.gaps.longest, help="seconds (default: %(default)s)")
     add("--subagents", type=_share, default=0.0, help="probability per turn of 1 to 4 sub-agents (default: 0)")
     add("--forks", type=_share, default=0.0, help="probability that a turn is sent twice (default: 0)")
-    add("--compaction-tokens", type=natural, metavar="N", help="replace longer histories by a summary (default: never)")
+    add(
+        "--compaction-tokens",
+        type=positive_whole_number,
+        metavar="N",
+        help="replace longer histories by a summary (default: never)",
+    )
     add("--single-turns", type=_share, default=0.0, help="share of sessions with one turn (default: 0)")
-    add("--reasoning-tokens", type=positive, default=0.0, metavar="N", help="median of an answer's reasoning (none)")
+    add(
+        "--reasoning-tokens",
+        type=positive_number,
+        default=0.0,
+        metavar="N",
+        help="median of an answer's reasoning (none)",
+    )
     add("--drop-reasoning", action="store_true", help="the next prompt has answers without their reasoning")
     add("--read-back", choices=("off", "on"), nargs="+", default=["off"], help="prefillers read answers from decoders")
     add(
@@ -259,7 +280,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=["-"],
         help="decoders have prefix caches, and compute prompts if that is faster",
     )
-    add("--tokenize-us", type=positive, default=1.0, help="per token, before an answer is read (default: %(default)s)")
+    add(
+        "--tokenize-us",
+        type=positive_number,
+        default=1.0,
+        help="per token, before an answer is read (default: %(default)s)",
+    )
     add("--coarse", action="store_true", help="engines find up to 512 tokens less than was sent")
 
 

@@ -67,7 +67,7 @@ def compare(world: World, options: Elastic, slo: Slo) -> tuple[Verdict, Verdict,
         return None
     run = _run(begins, requests, options, world.seconds)
     shares = _shares(begins, requests, run.jobs, slo)
-    turns = sum(before[1].to is not after[1].to for before, after in pairwise(run.moves))
+    turns = sum(before[1].new_role is not after[1].new_role for before, after in pairwise(run.moves))
     return (
         Verdict(world.name, "elastic", average(shares.values()), len(run.moves), turns, _named(shares)),
         Verdict(world.name, world.with_split(best).name, means[best], 0, 0, _named(fixed[best])),

@@ -20,7 +20,7 @@ from lab.common.toxics import Direction, Latency, Slicer
 from lab.soak.cluster import STALL_SECONDS, Cluster, Engine, wait_until
 from lab.soak.evidence import KILL_WORKER, Absence, Fault
 from proxy.common.backend import Role
-from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RestartWalk, RollProgress, RollStopped
+from proxy.tools.roll import GatewayGroup, GatewayProblem, RestartWalk, RollLimits, RollProgress, RollStopped
 
 FaultAction = Callable[["Cluster", "Engine"], Awaitable[None]]
 Change = Callable[["Engine"], Awaitable[None]]
@@ -35,7 +35,7 @@ GRACE_SECONDS = 1.0
 """Time between two faults."""
 EVACUATE_AFTER_SECONDS = 0.2
 """Time after which answers of a removed instance are evacuated."""
-_ROLL_LIMITS = Limits(evacuate_after_seconds=EVACUATE_AFTER_SECONDS, ready_seconds=20.0, settle_seconds=0.5)
+_ROLL_LIMITS = RollLimits(evacuate_after_seconds=EVACUATE_AFTER_SECONDS, ready_seconds=20.0, settle_seconds=0.5)
 
 
 async def kill(cluster: Cluster, engine: Engine) -> None:
@@ -167,7 +167,7 @@ class Changes:
         def restart(address: str) -> None:
             asyncio.run_coroutine_threadsafe(self._rolled(engines[address]), loop).result()
 
-        gateways = Gateways([gateway.url for gateway in self._cluster.gateways], role, None)
+        gateways = GatewayGroup([gateway.url for gateway in self._cluster.gateways], role, None)
         walk = RestartWalk(gateways, RollProgress(None, role, ""), _ROLL_LIMITS, restart, _print)
         await asyncio.to_thread(lambda: walk.run(walk.plan()))
 
@@ -216,7 +216,7 @@ class FaultInjector:
             is_done, target = True, role
             try:
                 target = await self._run(kind, role)
-            except (RollStopped, GatewayTrouble, TimeoutError) as error:
+            except (RollStopped, GatewayProblem, TimeoutError) as error:
                 print(f"  {str(error) or 'timed out'}", file=sys.stderr, flush=True)
                 is_done = False
             is_healed = await self._cluster.becomes_healthy() and is_done

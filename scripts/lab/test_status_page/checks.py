@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lab.common.processes import HOST
 from lab.test_status_page.site import CLIENTS, DOOMED, KEY, MARKUP, Site
-from proxy.tools.top import Scrape, quantile, rate
+from proxy.tools.top import Scrape, counter_rate, histogram_quantile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -180,8 +180,8 @@ async def agrees_with_top(browser: Browser, site: Site) -> list[str]:
     before, after = Scrape.of(earlier, 0.0), Scrape.of(later, seconds)
     expected: list[list[float | None]] = [
         [after.total(name) for name in names],
-        [rate(before, after, name) for name in names],
-        [quantile(before, after, name, share) for name in histograms for share in (0.5, 0.95, 0.99)],
+        [counter_rate(before, after, name) for name in names],
+        [histogram_quantile(before, after, name, share) for name in histograms for share in (0.5, 0.95, 0.99)],
     ]
     async with tab(browser, site.admin_url) as shown:
         found = await shown.run(_FIGURES, earlier, later, seconds, names, histograms)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies.prefill_cost import PromptCosts, Sent
+from proxy.balancer.policies.prefill_cost import PromptCosts, SentPrompt
 from proxy.balancer.policies.prefixes import CachedPrefixes
 from proxy.balancer.policies.session_records import SessionRecords
-from proxy.balancer.policies.working_sets import Session, WorkingSets
+from proxy.balancer.policies.working_sets import CachedSession, WorkingSets
 from proxy.common.backend import Load
 
-_REQUEST = PickRequest.of(Load())
+_REQUEST = PickRequest.make_for_load(Load())
 _PATIENCE = 30.0
 
 
@@ -46,14 +46,14 @@ class Fleet:
         cached: float = 0.0,
         session: str | None = None,
         ends: bool = True,
-    ) -> Sent:
+    ) -> SentPrompt:
         """Send a prompt. `ends`: it is computed at once."""
         prompt = PromptCosts(_REQUEST, keys, [tokens * (place + 1) / len(keys) for place in range(len(keys))], tokens)
         seconds = tokens / 10_000
-        sent = Sent(lambda *_: None, 0, 0, prompt, self.now, seconds, cached, (), 0.0, 0, 0.0)
-        sent.resident_tokens = self.sets.note_sent(self.caches[at], prompt, session, sent, False)
+        sent = SentPrompt(lambda *_: None, 0, 0, prompt, self.now, seconds, cached, (), 0.0, 0, 0.0)
+        sent.resident_tokens = self.sets.record_sent_prompt(self.caches[at], prompt, session, sent, False)
         if ends:
-            self.sets.note_end(self.caches[at], sent, self.now)
+            self.sets.record_prompt_end(self.caches[at], sent, self.now)
         return sent
 
     def turn(self, keys: Sequence[int], tokens: int, *, found: float | None = None, at: int = 0) -> None:
@@ -61,21 +61,21 @@ class Fleet:
         sent = self.send(keys, tokens, at=at, ends=False)
         self.now += 1.0
         if found is not None:
-            sent.note_usage(tokens, round(found * sent.resident_tokens))
-        self.sets.note_end(self.caches[at], sent, self.now)
+            sent.record_usage(tokens, round(found * sent.resident_tokens))
+        self.sets.record_prompt_end(self.caches[at], sent, self.now)
 
     def thrash(self, sessions: int = 10, tokens: int = 10_000, turns: int = 12, at: int = 0) -> None:
         """Let sessions take turns, each of which has lost its prefix, until there is a limit."""
         for number in range(turns):
             for session in range(sessions):
-                if self.sets.is_active:
+                if self.sets.are_limits_active:
                     return
                 self.turn(chain(session, number), tokens, found=0.0, at=at)
 
-    def holds(self, keys: Sequence[int], key: str = "-") -> Session | None:
-        return self.sets.holds(keys, None, key, self.now)
+    def holds(self, keys: Sequence[int], key: str = "-") -> CachedSession | None:
+        return self.sets.session_to_hold(keys, None, key, self.now)
 
-    def next(self, *waiting: tuple[Session, float]) -> list[Session]:
+    def next(self, *waiting: tuple[CachedSession, float]) -> list[CachedSession]:
         return self.sets.next_sessions(waiting, _PATIENCE, self.now)
 
 

@@ -15,31 +15,31 @@ def learned(harm: float, answers: int = 300, noise: float = 0.1, most: float = 0
     for _ in range(answers):
         bucket = rng.randrange(4)
         computing = rng.uniform(0.0, most) * (1 + bucket) / 4
-        made.note(bucket, computing, harm * computing + 0.1 * bucket + rng.gauss(0.0, noise))
+        made.learn_from_answer(bucket, computing, harm * computing + 0.1 * bucket + rng.gauss(0.0, noise))
     return made
 
 
 @pytest.mark.parametrize("harm", [0.0, 0.4, 0.9])
 def test_harm_is_learned_beside_the_effect_of_other_answers(harm: float) -> None:
-    share = learned(harm).share
+    share = learned(harm).harm_per_second
     assert share is not None
     assert harm - 0.1 < share < harm + 0.25
     assert share <= 1.0
 
 
 def test_harm_is_unknown_without_enough_answers_or_prompts() -> None:
-    assert AppendHarm().share is None
-    assert learned(0.5, answers=20).share is None
-    assert learned(0.5, most=0.0).share is None
+    assert AppendHarm().harm_per_second is None
+    assert learned(0.5, answers=20).harm_per_second is None
+    assert learned(0.5, most=0.0).harm_per_second is None
 
 
 def test_harm_is_unknown_while_answers_differ_too_much() -> None:
-    assert learned(0.5, noise=2.0).share is None
+    assert learned(0.5, noise=2.0).harm_per_second is None
 
 
 def test_newer_answers_replace_the_learned_harm() -> None:
     made, rng = learned(0.9), random.Random(2)
     for _ in range(3000):
-        made.note(1, computing := rng.uniform(0.0, 0.5), 0.2 * computing)
-    assert made.share is not None
-    assert made.share < 0.3
+        made.learn_from_answer(1, computing := rng.uniform(0.0, 0.5), 0.2 * computing)
+    assert made.harm_per_second is not None
+    assert made.harm_per_second < 0.3

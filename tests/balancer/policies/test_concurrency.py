@@ -9,7 +9,7 @@ from math import inf
 
 import pytest
 
-from proxy.balancer.policies.concurrency import DOUBT_SECONDS, ConcurrencyEstimate, soonest_free
+from proxy.balancer.policies.concurrency import DOUBT_SECONDS, ConcurrencyEstimate, seconds_until_lane_free
 from proxy.balancer.policies.prefill_cost import PrefillSample
 
 Rule = Callable[[Sequence[float], random.Random], int]
@@ -76,7 +76,7 @@ def shown(
             overtook = any(each[2] < place for each in under_way)
             sample = PrefillSample(tokens, 0.0, now - max(at, answered), now - at, ahead, 0.0, float(overtook), fill)
             answered = now
-            concurrency.learn(sample, SHAPE, now)
+            concurrency.learn_from_sample(sample, SHAPE, now)
         tokens, work = prompts.draw(rng)
         place = rule(free, rng)
         begins = max(now, free[place])
@@ -97,10 +97,10 @@ EVERY_KIND = pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG,
 @pytest.mark.parametrize("batches", [False, True])
 def test_serial_engine_is_recognized_after_few_answers(prompts: Prompts, batches: bool) -> None:
     concurrency = ConcurrencyEstimate()
-    assert not concurrency.is_orderly
+    assert not concurrency.computes_in_order
     assert concurrency.target_in_flight == inf
     shown(concurrency, 1, prompts=prompts, batches=batches, answers=40)
-    assert concurrency.is_orderly
+    assert concurrency.computes_in_order
     assert concurrency.target_in_flight == 1
 
 
@@ -153,17 +153,17 @@ def test_confirmed_concurrency_is_tested_less_and_less_often() -> None:
     for _ in range(4):
         shown(concurrency, 1, answers=500)
         looks += concurrency.target_in_flight > 1
-        assert concurrency.is_orderly
+        assert concurrency.computes_in_order
     assert looks < 4
     for _ in range(1100):
-        concurrency.learn(PrefillSample(1000.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0))
+        concurrency.learn_from_sample(PrefillSample(1000.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0))
     assert concurrency.target_in_flight == 3
 
 
 def test_engine_that_begins_to_compute_in_parallel_is_recognized() -> None:
     concurrency = ConcurrencyEstimate()
     shown(concurrency, 1, answers=30)
-    assert concurrency.is_orderly
+    assert concurrency.computes_in_order
     shown(concurrency, 4, answers=300)
     assert concurrency.target_in_flight == inf
 
@@ -172,33 +172,33 @@ def answered(concurrency: ConcurrencyEstimate, fill: float, seconds: float, now:
     """Teach prompts of a fixed duration with a fixed number of prompts per lane."""
     for number in range(100):
         tokens = 1000.0 + 10 * (number % 5)
-        concurrency.learn(PrefillSample(tokens, 0.0, seconds, 3.0, 1.0, 0.0, 0.0, fill), SHAPE, now)
+        concurrency.learn_from_sample(PrefillSample(tokens, 0.0, seconds, 3.0, 1.0, 0.0, 0.0, fill), SHAPE, now)
 
 
 @pytest.mark.parametrize(("alone", "beyond", "is_kept"), [(1.2, 1.2, True), (0.6, 1.2, True), (1.2, 1.0, False)])
 def test_no_queueing_for_an_hour_when_more_prompts_raise_throughput(alone: float, beyond: float, is_kept: bool) -> None:
     concurrency = ConcurrencyEstimate()
     shown(concurrency, 1, answers=60)
-    assert concurrency.is_orderly
+    assert concurrency.computes_in_order
     answered(concurrency, 3.0, beyond, 1000.0)
     answered(concurrency, 1.0, alone, 1100.0)
-    assert concurrency.is_orderly is is_kept
+    assert concurrency.computes_in_order is is_kept
     if not is_kept:
         shown(concurrency, 1, answers=300, began=1200.0)
         assert concurrency.target_in_flight == inf
         shown(concurrency, 1, answers=100, began=1100.0 + DOUBT_SECONDS)
-        assert concurrency.is_orderly
+        assert concurrency.computes_in_order
 
 
 def test_prompts_computed_alone_do_not_show_concurrency() -> None:
     concurrency = ConcurrencyEstimate()
     for tokens in range(200, 2000):
-        concurrency.learn(PrefillSample(float(tokens), 0.0, tokens / 1000, tokens / 1000, 0.0, 0.0, 0.0))
-    assert concurrency.is_orderly is None
+        concurrency.learn_from_sample(PrefillSample(float(tokens), 0.0, tokens / 1000, tokens / 1000, 0.0, 0.0, 0.0))
+    assert concurrency.computes_in_order is None
 
 
 def test_soonest_free_is_when_the_first_lane_completes() -> None:
-    assert soonest_free([3.0, 1.0], []) == 1.0
-    assert soonest_free([3.0, 1.0], [1.0]) == 2.0
-    assert soonest_free([3.0, 1.0], [5.0]) == 3.0
-    assert soonest_free([3.0, 1.0], [5.0, 1.0]) == 4.0
+    assert seconds_until_lane_free([3.0, 1.0], []) == 1.0
+    assert seconds_until_lane_free([3.0, 1.0], [1.0]) == 2.0
+    assert seconds_until_lane_free([3.0, 1.0], [5.0]) == 3.0
+    assert seconds_until_lane_free([3.0, 1.0], [5.0, 1.0]) == 4.0

@@ -20,48 +20,48 @@ def asking(prompt_tokens: int = PROMPT, limit: int = 256) -> PickRequest:
 
 def lease(memory: DecodeMemory, request: PickRequest | None = None) -> HeldKv:
     held = HeldKv(Load())
-    memory.lease(held, "d", request or asking())
+    memory.add_answer(held, "d", request or asking())
     return held
 
 
 def write(memory: DecodeMemory, tokens: int) -> None:
     """Let each running answer become longer by this number of tokens."""
-    memory.decoders["d"].tokens += tokens
+    memory.kv_by_decoder["d"].charged_tokens += tokens
 
 
 def ended(memory: DecodeMemory, tokens: int, count: int = 10, limit: int = 256) -> None:
     """End answers of this length."""
     for _ in range(count):
-        memory.leave(lease(memory, asking(limit=limit)), tokens)
+        memory.remove_answer(lease(memory, asking(limit=limit)), tokens)
 
 
 def begun(memory: DecodeMemory, count: int, request: PickRequest | None = None) -> list[HeldKv]:
     held = [lease(memory, request) for _ in range(count)]
     for each in held:
-        each.began = each.holder.tokens
+        each.began = each.decoder_kv.charged_tokens
     return held
 
 
 def test_long_answers_are_charged_with_their_mean_and_not_with_the_estimate() -> None:
     memory = DecodeMemory()
-    assert memory.charge(asking()) == PROMPT + 256
+    assert memory.predict_kv_tokens(asking()) == PROMPT + 256
     ended(memory, 15_000)
-    assert memory.charge(asking()) == PROMPT + 15_000
-    assert memory.charge(asking(limit=8000)) == PROMPT + 8000, "another limit"
+    assert memory.predict_kv_tokens(asking()) == PROMPT + 15_000
+    assert memory.predict_kv_tokens(asking(limit=8000)) == PROMPT + 8000, "another limit"
 
 
 def test_answers_shorter_than_their_limit_are_charged_with_their_mean() -> None:
     memory = DecodeMemory()
     ended(memory, 100, limit=4096)
-    assert memory.charge(asking(limit=4096)) == PROMPT + 100
+    assert memory.predict_kv_tokens(asking(limit=4096)) == PROMPT + 100
 
 
 def test_running_answers_show_that_answers_are_long_before_one_has_ended() -> None:
     memory = DecodeMemory()
     begun(memory, 20)
     write(memory, 6000)
-    memory.look([])
-    assert memory.likely_tokens(asking()) == 6000
+    memory.measure_fill([])
+    assert memory.likely_answer_tokens(asking()) == 6000
 
 
 def test_a_few_long_running_answers_do_not_make_all_long() -> None:
@@ -69,28 +69,28 @@ def test_a_few_long_running_answers_do_not_make_all_long() -> None:
     ended(memory, 100, count=1000)
     begun(memory, 10)
     write(memory, 10_000)
-    memory.look([])
-    assert memory.likely_tokens(asking()) == pytest.approx(198, abs=2)
+    memory.measure_fill([])
+    assert memory.likely_answer_tokens(asking()) == pytest.approx(198, abs=2)
 
 
 def test_answers_of_requests_without_details_teach_nothing() -> None:
     memory = DecodeMemory()
-    request = PickRequest.of(Load(1, 100))
+    request = PickRequest.make_for_load(Load(1, 100))
     for _ in range(20):
         (held,) = begun(memory, 1, request)
         write(memory, 500)
-        memory.look(["d"])
-        memory.leave(held, 500)
-    assert memory.charge(request) == 100
+        memory.measure_fill(["d"])
+        memory.remove_answer(held, 500)
+    assert memory.predict_kv_tokens(request) == 100
 
 
 def test_decoder_needs_all_of_long_prompts_with_short_answers() -> None:
     memory = DecodeMemory()
     begun(memory, 10, asking(100_000))
     write(memory, 100)
-    fill = memory.look(["d"])["d"]
-    assert fill.needed == pytest.approx(1.0, rel=0.02)
-    assert fill.prompts == pytest.approx(1.0, rel=0.02)
+    fill = memory.measure_fill(["d"])["d"]
+    assert fill.needed_share == pytest.approx(1.0, rel=0.02)
+    assert fill.prompts_share == pytest.approx(1.0, rel=0.02)
 
 
 def test_decoder_needs_more_when_answers_grow_together() -> None:
@@ -102,7 +102,7 @@ def test_decoder_needs_more_when_answers_grow_together() -> None:
     for _ in range(10):
         begun(staggered, 1)
         write(staggered, 1000)
-    assert together.look(["d"])["d"].needed > 1.3 * staggered.look(["d"])["d"].needed
+    assert together.measure_fill(["d"])["d"].needed_share > 1.3 * staggered.measure_fill(["d"])["d"].needed_share
 
 
 def test_decoder_needs_less_when_answers_end_one_by_one() -> None:
@@ -111,9 +111,9 @@ def test_decoder_needs_less_when_answers_end_one_by_one() -> None:
     for _ in range(10):
         begun(memory, 1)
         write(memory, 1000)
-    staggered = memory.look(["d"])["d"].needed
+    staggered = memory.measure_fill(["d"])["d"].needed_share
     assert staggered < 0.6
-    assert memory.look(["d"])["d"].needed == staggered
+    assert memory.measure_fill(["d"])["d"].needed_share == staggered
 
 
 def test_answer_beyond_the_likely_length_counts_as_longer() -> None:
@@ -121,13 +121,13 @@ def test_answer_beyond_the_likely_length_counts_as_longer() -> None:
     ended(memory, 1000, count=100)
     begun(memory, 1)
     write(memory, 8000)
-    assert memory.look(["d"])["d"].needed > 3
+    assert memory.measure_fill(["d"])["d"].needed_share > 3
 
 
 def test_ended_answers_hold_nothing() -> None:
     memory = DecodeMemory()
     for held in begun(memory, 5):
-        memory.leave(held, None)
-    assert memory.look(["d"])["d"].needed == 1.0
-    memory.forget("d")
-    assert memory.look(["d"]) == {}
+        memory.remove_answer(held, None)
+    assert memory.measure_fill(["d"])["d"].needed_share == 1.0
+    memory.forget_decoder("d")
+    assert memory.measure_fill(["d"]) == {}

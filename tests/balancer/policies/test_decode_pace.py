@@ -39,7 +39,7 @@ def answer(pace: DecodePace, step: Step, spent: Mapping[int, float], now: float 
     places: dict[int, float] = {}
     for answers, seconds in sorted(spent.items()):
         places[PLACES[answers]] = places.get(PLACES[answers], 0.0) + seconds
-    pace.learn(backend, list(places.items()), tokens, now)
+    pace.learn_from_answer(backend, list(places.items()), tokens, now)
 
 
 def taught(step: Step, least: int, most: int, answers: int = 300, now: float = 0.0) -> DecodePace:
@@ -49,7 +49,7 @@ def taught(step: Step, least: int, most: int, answers: int = 300, now: float = 0
         first = rng.randint(least, most)
         seen = range(first, min(most, first + 3) + 1)
         answer(pace, step, {number: rng.uniform(1, 20) for number in seen}, now)
-    pace.look(now)
+    pace.update_saturation(now)
     return pace
 
 
@@ -70,8 +70,8 @@ def ramp_and_steady_load(pace: DecodePace, step: Step, mean: int, tokens: int) -
         seconds = tokens * step(level) / len(numbers)
         answer(pace, step, beside(numbers, seconds), number / 20)
         if number % 20 == 0:
-            pace.look(number / 20)
-            assert pace.most == math.inf, number
+            pace.update_saturation(number / 20)
+            assert pace.saturation_answers == math.inf, number
 
 
 def test_each_number_of_answers_is_in_one_bucket() -> None:
@@ -83,7 +83,7 @@ def test_each_number_of_answers_is_in_one_bucket() -> None:
 def test_rates_are_separated_by_answers_with_different_mixtures() -> None:
     pace = taught(on_an_a3, 1, 12)
     for answers in range(2, 12):
-        assert pace.rates[PLACES[answers]] == pytest.approx(1 / on_an_a3(answers), rel=0.1)
+        assert pace.rates_by_bucket[PLACES[answers]] == pytest.approx(1 / on_an_a3(answers), rel=0.1)
 
 
 def test_rates_are_flat_where_all_mixtures_are_equal() -> None:
@@ -91,10 +91,10 @@ def test_rates_are_flat_where_all_mixtures_are_equal() -> None:
     pace = DecodePace()
     for _ in range(1000):
         answer(pace, constant, dict.fromkeys(range(80, 120), 0.1))
-    pace.look(0.0)
-    rates = pace.rates[PLACES[80] : PLACES[120] + 1]
+    pace.update_saturation(0.0)
+    rates = pace.rates_by_bucket[PLACES[80] : PLACES[120] + 1]
     assert min(rates) == pytest.approx(max(rates), rel=0.02)
-    assert pace.most == math.inf
+    assert pace.saturation_answers == math.inf
 
 
 @pytest.mark.parametrize("step", [constant, on_an_h200, bound_by_compute])
@@ -110,27 +110,27 @@ def test_saturation_point_is_found_by_nearly_equal_mixtures() -> None:
     for number in range(400):
         low = rng.randint(3, 9)
         answer(pace, on_an_a3, beside(range(low, low + 4), rng.uniform(2, 4)), float(number))
-    pace.look(400.0)
-    assert pace.most == 8
+    pace.update_saturation(400.0)
+    assert pace.saturation_answers == 8
 
 
 def test_saturation_point_is_where_throughput_declines() -> None:
     pace = taught(on_an_a3, 1, 12)
-    assert pace.most == 8
-    assert pace.gain_at(8) == pace.gain_at(9) == pace.gain_seconds
-    assert pace.gain_seconds == pytest.approx(on_an_a3(9) / 9 - on_an_a3(8) / 8, rel=0.2)
+    assert pace.saturation_answers == 8
+    assert pace.greatest_gain_at(8) == pace.greatest_gain_at(9) == pace.idle_gain_seconds
+    assert pace.idle_gain_seconds == pytest.approx(on_an_a3(9) / 9 - on_an_a3(8) / 8, rel=0.2)
 
 
 def test_saturation_point_gains_more_where_throughput_falls_further() -> None:
     pace = taught(lambda answers: 0.05 * max(1.0, (answers / 8) ** 2), 1, 16)
-    gains = [pace.gain_at(answers) for answers in (1, 12, 16, 500)]
-    assert 0 < pace.gain_seconds == gains[0] < gains[1] < gains[2] <= gains[3]
+    gains = [pace.greatest_gain_at(answers) for answers in (1, 12, 16, 500)]
+    assert 0 < pace.idle_gain_seconds == gains[0] < gains[1] < gains[2] <= gains[3]
 
 
 def test_decoders_that_only_get_faster_have_no_saturation_point() -> None:
     pace = taught(on_an_h200, 1, 60, answers=2000)
-    assert pace.most == pace.scout_most == math.inf
-    assert pace.gain_seconds == 0.0
+    assert pace.saturation_answers == pace.scout_max_answers == math.inf
+    assert pace.idle_gain_seconds == 0.0
     assert pace.slope / pace.step == pytest.approx(0.00082 / 0.0079, rel=0.25)
 
 
@@ -147,16 +147,16 @@ def test_answers_that_differ_show_no_saturation_point(seed: int, differs: float)
             spent[each] = spent.get(each, 0.0) + seconds
         factor = math.exp(rng.gauss(0, differs))  # as speculative tokens are accepted more or less often
         answer(pace, lambda n, factor=factor: factor * on_an_h200(n), spent)
-        pace.look(0.0)
-        assert pace.most == math.inf, number
+        pace.update_saturation(0.0)
+        assert pace.saturation_answers == math.inf, number
 
 
 def test_saturation_point_requires_enough_answers() -> None:
     pace = DecodePace()
     answer(pace, on_an_a3, {6: 20.0})
     answer(pace, on_an_a3, {12: 20.0})
-    pace.look(0.0)
-    assert pace.most == math.inf
+    pace.update_saturation(0.0)
+    assert pace.saturation_answers == math.inf
 
 
 def test_saturation_point_requires_answers_wholly_beyond_it() -> None:
@@ -165,32 +165,32 @@ def test_saturation_point_requires_answers_wholly_beyond_it() -> None:
     for number in range(400):
         low = rng.randint(3, 8)
         answer(pace, on_an_a3, {**beside(range(low, 9), 4.0), 9: rng.uniform(0.5, 2.5)}, float(number))
-    pace.look(400.0)
-    assert pace.rates[9] < 0.6 * pace.rates[8]
-    assert pace.most == math.inf
+    pace.update_saturation(400.0)
+    assert pace.rates_by_bucket[9] < 0.6 * pace.rates_by_bucket[8]
+    assert pace.saturation_answers == math.inf
 
 
 def test_one_decoder_gets_fewer_answers_when_all_had_many_from_the_start() -> None:
     pace = taught(on_an_a3, 12, 12, answers=20)
-    assert (pace.most, pace.scout_most, pace.scout_prefers) == (math.inf, math.inf, 8)
+    assert (pace.saturation_answers, pace.scout_max_answers, pace.scout_preferred_answers) == (math.inf, math.inf, 8)
     for _ in range(40):
         answer(pace, on_an_a3, {8: 30.0})
-    pace.look(0.0)
-    assert 8 <= pace.most <= 11, "nothing was seen between 8 and 12"
+    pace.update_saturation(0.0)
+    assert 8 <= pace.saturation_answers <= 11, "nothing was seen between 8 and 12"
 
 
 def test_saturation_point_is_tested_by_one_decoder_and_dropped_if_exceeded() -> None:
     pace = taught(on_an_a3, 1, 12)
     for _ in range(5):
         answer(pace, on_an_a3, {6: 30.0}, TRUSTED_SECONDS)
-    pace.look(TRUSTED_SECONDS + 1)
-    assert (pace.most, pace.scout_most) == (8, 9)
+    pace.update_saturation(TRUSTED_SECONDS + 1)
+    assert (pace.saturation_answers, pace.scout_max_answers) == (8, 9)
     now = TRUSTED_SECONDS + 1
     for number in range(400):
         now += 1.0
         answer(pace, on_an_h200, {1 + number % 12: 30.0}, now)
-        pace.look(now)
-    assert pace.most == math.inf
+        pace.update_saturation(now)
+    assert pace.saturation_answers == math.inf
 
 
 def held_at_the_point(pace: DecodePace, step: Step, now: float, answers: int = 12) -> float:
@@ -198,33 +198,33 @@ def held_at_the_point(pace: DecodePace, step: Step, now: float, answers: int = 1
     for _ in range(answers):
         now += 5.0
         answer(pace, step, {7: 1.0, 8: 3.0}, now)
-        pace.look(now)
+        pace.update_saturation(now)
     return now
 
 
 def test_saturation_point_is_kept_while_throughput_at_it_is_higher_than_beyond() -> None:
     pace = taught(on_an_a3, 1, 12)
     held_at_the_point(pace, on_an_a3, 10.0, answers=60)
-    assert pace.most == 8
+    assert pace.saturation_answers == 8
 
 
 def test_saturation_point_is_dropped_for_an_hour_when_throughput_at_it_is_not_higher() -> None:
     pace = taught(on_an_a3, 1, 12)
     now = held_at_the_point(pace, lambda n: 2 * on_an_a3(n), 10.0)
-    assert pace.most == math.inf
-    assert pace.is_doubted
+    assert pace.saturation_answers == math.inf
+    assert pace.is_saturation_doubted
     # Whatever answers show: the answers before showed it, too, and were wrong.
     rng = random.Random(2)
     while now < DOUBT_SECONDS - 100:
         now += 20.0
         answer(pace, on_an_a3, {rng.randint(1, 12): 10.0}, now)
-        pace.look(now)
-        assert pace.most == math.inf
+        pace.update_saturation(now)
+        assert pace.saturation_answers == math.inf
     for _ in range(200):
         now += 20.0
         answer(pace, on_an_a3, {rng.randint(1, 12): 10.0}, now)
-        pace.look(now)
-    assert pace.most == 8, "an hour is over"
+        pace.update_saturation(now)
+    assert pace.saturation_answers == 8, "an hour is over"
 
 
 def test_slow_clients_do_not_show_a_saturation_point() -> None:
@@ -232,8 +232,8 @@ def test_slow_clients_do_not_show_a_saturation_point() -> None:
     for _ in range(300):
         answers = rng.randint(1, 40)
         answer(pace, lambda n: on_an_h200(n) * rng.choice((1, 1, 1, 1, 30)), {answers: 20.0})
-    pace.look(0.0)
-    assert pace.most == math.inf
+    pace.update_saturation(0.0)
+    assert pace.saturation_answers == math.inf
 
 
 def test_slow_decoder_does_not_change_the_pace_of_all() -> None:
@@ -244,18 +244,18 @@ def test_slow_decoder_does_not_change_the_pace_of_all() -> None:
         answer(pace, on_an_h200, spent, backend="second")
         answer(pace, lambda n: 2 * on_an_h200(n), spent, backend="slow")
         if number % 10 == 0:
-            pace.look(0.0)
-    ratio = pace.slowness("slow") / pace.slowness("first")
+            pace.update_saturation(0.0)
+    ratio = pace.slowness_of("slow") / pace.slowness_of("first")
     assert ratio == pytest.approx(2, rel=0.1)
-    assert pace.slowness("first") == pytest.approx(pace.slowness("second"), rel=0.01)
-    pace.forget("slow")
-    assert pace.slowness("slow") == 1.0
+    assert pace.slowness_of("first") == pytest.approx(pace.slowness_of("second"), rel=0.01)
+    pace.forget_backend("slow")
+    assert pace.slowness_of("slow") == 1.0
 
 
 def test_answer_without_tokens_or_duration_is_not_learned() -> None:
     pace = DecodePace()
-    pace.learn("d", [(1, 0.0)], 5, 0.0)
-    pace.learn("d", [(1, 0.05), (2, 0.04)], 20, 0.0)
-    pace.learn("d", [], 5, 0.0)
-    pace.learn("d", [(1, 1.0)], 0, 0.0)
-    assert not pace.samples
+    pace.learn_from_answer("d", [(1, 0.0)], 5, 0.0)
+    pace.learn_from_answer("d", [(1, 0.05), (2, 0.04)], 20, 0.0)
+    pace.learn_from_answer("d", [], 5, 0.0)
+    pace.learn_from_answer("d", [(1, 1.0)], 0, 0.0)
+    assert not pace.sample_count

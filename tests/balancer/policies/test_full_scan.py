@@ -10,7 +10,7 @@ import pytest
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.health import Health
 from proxy.balancer.lease import Lease
-from proxy.balancer.pick import PickRequest, Policy, PolicyContext, reason
+from proxy.balancer.pick import PickRequest, Policy, PolicyContext, pick_reason
 from proxy.balancer.policies.handoff_times import HandoffTimes
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_seconds import LeastSeconds
@@ -59,7 +59,7 @@ class World:
         self.pools = Pools(
             self.pool(self.prefill_policy),
             self.pool(decode(self.context(Role.DECODE))),
-            handoffs=self.handoffs,
+            handoff_times=self.handoffs,
         )
 
     def context(self, role: Role) -> PolicyContext:
@@ -68,8 +68,8 @@ class World:
             random.Random(1),
             clock=self.clock,
             role=role,
-            facts=lambda _: EngineFacts(kv_tokens=self.kv_tokens),
-            handoffs=self.handoffs,
+            facts_of_engine=lambda _: EngineFacts(kv_memory_tokens=self.kv_tokens),
+            handoff_predictions=self.handoffs,
         )
 
     def pool(self, policy: Policy) -> Pool:
@@ -79,10 +79,10 @@ class World:
             self.scoreboard,
             policy=policy,
             health=self.health,
-            handoffs=self.handoffs,
+            handoff_times=self.handoffs,
             clock=self.clock,
-            rng=random.Random(1),
-            limits=PoolLimits(max_running=40),
+            random_source=random.Random(1),
+            pool_limits=PoolLimits(max_running=40),
         )
 
     def ask(self, request: PickRequest) -> list[object]:
@@ -91,33 +91,42 @@ class World:
         rooms: list[object] = [
             prefill.has_room(lambda: request),
             decode.has_room(lambda: request),
-            prefill.soonest_seconds(request),
+            prefill.soonest_completion_seconds(request),
         ]
         if not all(rooms[:2]):
             self.waiting.append(request)
-            return [*rooms, prefill.work_seconds(request), prefill.policy.hold_seconds(request, len(self.waiting))]
+            return [
+                *rooms,
+                prefill.predict_work_seconds(request),
+                prefill.policy.max_hold_seconds(request, len(self.waiting)),
+            ]
         return [*rooms, *self.lease(request)]
 
     def look(self) -> list[object]:
         """Let one of the queued requests go."""
         if not self.waiting:
             return []
-        for prompt in self.prefill_policy._waiting.values():
-            prompt.by_prefiller.clear()  # costs that were predicted when it began to wait, which may differ by now
-        place = self.pools.prefill.first_to_admit(self.waiting)
+        for prompt in self.prefill_policy._waiting_costs.values():
+            prompt.costs_by_prefiller.clear()  # costs predicted when it began to wait may differ by now
+        place = self.pools.prefill.index_to_admit(self.waiting)
         if place is None:
             return [None]
         request = self.waiting.pop(place)
-        self.pools.prefill.left_queue(request)
+        self.pools.prefill.on_left_queue(request)
         return [place, *self.lease(request)]
 
     def lease(self, request: PickRequest) -> list[object]:
         try:
-            prefiller, decoder = self.pools.lease_both(request)
+            prefiller, decoder = self.pools.enter_both_leases(request)
         except NoBackendAvailable:
             return ["none"]
         self.open.append((prefiller, decoder, request))
-        return [prefiller.backend.name, reason(prefiller.pick), decoder.backend.name, reason(decoder.pick)]
+        return [
+            prefiller.backend.name,
+            pick_reason(prefiller.backend_pick),
+            decoder.backend.name,
+            pick_reason(decoder.backend_pick),
+        ]
 
     def end(self, number: int, share: float, failure: Failure | None) -> None:
         """End a prefill, or an answer whose prefill has ended. `share`: the part of the prompt that was cached."""
@@ -126,10 +135,10 @@ class World:
             error = UpstreamError(failure, prefiller.backend, "failed")
             prefiller.__exit__(type(error), error, None)
         elif decoder is not None:
-            prefiller.note_usage(request.prompt_tokens, int(share * request.prompt_tokens))
-            prefiller.free_compute()
-            decoder.confirm()
-            self.handoffs.note(
+            prefiller.record_usage(request.prompt_tokens, int(share * request.prompt_tokens))
+            prefiller.release_compute()
+            decoder.confirm_beginning()
+            self.handoffs.record_handoff(
                 prefiller.backend,
                 decoder.backend,
                 request.prompt_tokens,
@@ -137,7 +146,7 @@ class World:
                 self.clock.now,
             )
             self.open.append((decoder, None, request))
-            prefiller.free_kv()
+            prefiller.release_kv()
             prefiller.__exit__(None, None, None)
             return
         else:
@@ -147,39 +156,41 @@ class World:
             decoder.__exit__(RuntimeError, RuntimeError(), None)
 
     def instance(self, number: int) -> Backend:
-        return [member.backend for role in (Role.PREFILL, Role.DECODE) for member in self.roster.members(role)][number]
+        return [member.backend for role in (Role.PREFILL, Role.DECODE) for member in self.roster.members_of_role(role)][
+            number
+        ]
 
     def change(self, kind: str, number: int) -> None:
         """Change an instance."""
         backend = self.instance(number)
         role, host, port = backend.role, backend.host, backend.port
         if kind == "disable":
-            self.roster.disable(role, host, port)
+            self.roster.disable_backend(role, host, port)
         elif kind == "enable":
-            self.roster.enable(role, host, port)
+            self.roster.enable_backend(role, host, port)
         elif kind == "weight":
-            self.roster.set_weight(role, host, port, 30)
+            self.roster.set_backend_weight(role, host, port, 30)
         elif kind == "full weight":
-            self.roster.set_weight(role, host, port, 100)
+            self.roster.set_backend_weight(role, host, port, 100)
         elif kind == "down":
             self.health.on_outcome(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
         elif kind == "up":
             self.health.on_probe(backend, True, "test")
         elif kind == "press":
-            pool = self.pools.of(role)
-            pool.report(backend, UpstreamError(Failure.RECOMPUTED, backend, "recomputed"))
+            pool = self.pools.pool_of(role)
+            pool.report_outcome(backend, UpstreamError(Failure.RECOMPUTED, backend, "recomputed"))
         elif kind == "other load":  # of another worker
-            self.scoreboard.row(1).add(backend.slot, 1, 1, 5000 if role is Role.PREFILL else 0, 3000)
+            self.scoreboard.load_row(1).add_load(backend.slot, 1, 1, 5000 if role is Role.PREFILL else 0, 3000)
         elif kind == "no other load":
-            self.scoreboard.erase(1)
+            self.scoreboard.erase_row(1)
         elif kind == "computes in order":
-            for prefiller in self.prefill_policy._prefillers.by_key.values():
-                prefiller.concurrency.is_orderly = True
-                prefiller.concurrency._valid_left = 1000
-                prefiller.shared_seconds = 0.05 * (number % 3)
+            for prefiller in self.prefill_policy._prefillers.prefillers_by_key.values():
+                prefiller.concurrency_estimate.computes_in_order = True
+                prefiller.concurrency_estimate._remaining_validity = 1000
+                prefiller.shared_step_seconds = 0.05 * (number % 3)
         elif kind == "limits sessions":
-            sets = self.prefill_policy._sets
-            sets.is_active = not sets.is_active
+            sets = self.prefill_policy._session_limits
+            sets.are_limits_active = not sets.are_limits_active
 
 
 CHANGES = (
@@ -193,7 +204,7 @@ def requests(rng: random.Random) -> PickRequest:
     """Return a short request, one with a prefix of which others have a part, or one that is passed through."""
     kind = rng.random()
     if kind < 0.05:
-        return PickRequest.of(Load(rng.choice([0, 500]), 700))
+        return PickRequest.make_for_load(Load(rng.choice([0, 500]), 700))
     tokens = rng.randint(1, 200) if kind < 0.4 else PIECE * rng.randint(1, 12)
     session = None if rng.random() < 0.7 else f"session {rng.randrange(5)}"
     keys = NO_PREFIX_KEYS
@@ -213,8 +224,8 @@ def test_choices_are_those_of_a_scan_of_all_instances(seed: int) -> None:
     worlds = [World(scans, worker, kv_tokens) for scans in (False, True)]
     for world in worlds:
         for pool in (world.pools.prefill, world.pools.decode):
-            for backend in pool.backends():
-                pool.note_success(backend)
+            for backend in pool.all_backends():
+                pool.record_success(backend)
     decided: set[object] = set()
     in_flight = rng.choice([4, 20, 120])
     for step in range(STEPS):

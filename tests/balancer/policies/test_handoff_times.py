@@ -51,7 +51,7 @@ class Pairs:
         seconds = 0.01 + FAST * self.factors.get((prefiller, decoder), 1.0) * tokens / TOKENS + wait
         began = self.clock()
         self.clock.now += seconds
-        self.times.note(self.prefillers[prefiller], self.decoders[decoder], tokens, began, self.clock())
+        self.times.record_handoff(self.prefillers[prefiller], self.decoders[decoder], tokens, began, self.clock())
 
     def run(self, rounds: int, seed: int = 1) -> None:
         """Hand over prompts of several lengths between all pairs."""
@@ -64,13 +64,13 @@ class Pairs:
 
     def extra(self, prefiller: int) -> list[float] | None:
         candidates = [Candidate(decoder, None, Scoreboard(1, 1)) for decoder in self.decoders]
-        return self.times.extra_seconds(self.prefillers[prefiller], candidates, TOKENS)
+        return self.times.extra_handoff_seconds(self.prefillers[prefiller], candidates, TOKENS)
 
 
 def test_handoff_times_find_no_slow_pair_when_all_links_are_alike() -> None:
     pairs = Pairs()
     pairs.run(30)
-    assert (pairs.times.slow, pairs.extra(0)) == ({}, None)
+    assert (pairs.times.slow_pairs_by_decoder, pairs.extra(0)) == ({}, None)
 
 
 def test_handoff_times_predict_the_excess_of_a_slow_pair() -> None:
@@ -128,9 +128,9 @@ def test_handoff_times_log_a_pair_once(caplog: pytest.LogCaptureFixture) -> None
 def test_slow_pair_needs_several_handoffs() -> None:
     pairs = Pairs()
     pairs.run(5)
-    pairs.times.note(Backend(Role.PREFILL, "10.9.9.9", 7000, 9), pairs.decoders[0], TOKENS, 0.0, 9.0)
+    pairs.times.record_handoff(Backend(Role.PREFILL, "10.9.9.9", 7000, 9), pairs.decoders[0], TOKENS, 0.0, 9.0)
     pairs.run(5)
-    assert pairs.times.slow == {}
+    assert pairs.times.slow_pairs_by_decoder == {}
 
 
 def test_slow_pair_is_tried_again_after_a_while_with_one_request() -> None:
@@ -139,7 +139,7 @@ def test_slow_pair_is_tried_again_after_a_while_with_one_request() -> None:
     pairs.run(10)
     pairs.clock.now += 121.0
     assert pairs.extra(0) == [0.0] * 4
-    pairs.times.note_pick(pairs.prefillers[0], pairs.decoders[2])
+    pairs.times.record_pick(pairs.prefillers[0], pairs.decoders[2])
     extra = pairs.extra(0)
     assert extra is not None
     assert extra[2] > FAST
@@ -151,25 +151,25 @@ def test_long_handoffs_to_a_full_decoder_are_not_learned() -> None:
     for _ in range(30):
         pairs.hand_over(0, 3, wait=5.0)
         pairs.hand_over(1, 3, wait=5.0)
-    assert pairs.times.slow == {}
+    assert pairs.times.slow_pairs_by_decoder == {}
 
 
 def test_late_event_loop_teaches_no_handoff_times() -> None:
     clock = Clock()
-    times = HandoffTimes(PolicyContext(clock=clock, lag_within=lambda began, ended: 0.3))
+    times = HandoffTimes(PolicyContext(clock=clock, loop_lag_within=lambda began, ended: 0.3))
     (prefiller,), decoders = backends(Role.PREFILL, 1), backends(Role.DECODE, 2)
     for _ in range(40):
-        times.note(prefiller, decoders[0], TOKENS, clock(), clock() + 0.05)
-        times.note(prefiller, decoders[1], TOKENS, clock(), clock() + 0.5)
+        times.record_handoff(prefiller, decoders[0], TOKENS, clock(), clock() + 0.05)
+        times.record_handoff(prefiller, decoders[1], TOKENS, clock(), clock() + 0.5)
         clock.now += 1
-    assert times.slow == {}
+    assert times.slow_pairs_by_decoder == {}
 
 
 def test_prefiller_with_slow_links_only_is_far() -> None:
     pairs = Pairs()
     pairs.factors.update({(1, decoder): 10.0 for decoder in range(4)})
     pairs.run(10)
-    near, far = pairs.times.least_extra_seconds(pairs.prefillers, TOKENS)
+    near, far = pairs.times.least_extra_handoff_seconds(pairs.prefillers, TOKENS)
     assert (near, far) == (0.0, pytest.approx(9 * FAST, rel=0.2))
 
 
@@ -177,8 +177,8 @@ def test_handoff_times_forget_a_backend_that_left() -> None:
     pairs = Pairs()
     pairs.factors[0, 2] = 10.0
     pairs.run(10)
-    pairs.times.forget(pairs.decoders[2])
-    assert pairs.times.slow == {}
+    pairs.times.forget_backend(pairs.decoders[2])
+    assert pairs.times.slow_pairs_by_decoder == {}
 
 
 def test_handoff_times_keep_a_bounded_number_of_pairs() -> None:
@@ -187,22 +187,22 @@ def test_handoff_times_keep_a_bounded_number_of_pairs() -> None:
     decoders = backends(Role.DECODE, 100)
     for prefiller in backends(Role.PREFILL, 60):
         for decoder in decoders:
-            times.note(prefiller, decoder, TOKENS, 0.0, 0.05)
-    assert len(times._pairs) == 4096
+            times.record_handoff(prefiller, decoder, TOKENS, 0.0, 0.05)
+    assert len(times._pairs_by_names) == 4096
 
 
 @pytest.mark.parametrize(
     ("facts", "load", "is_full"),
     [
         (None, Load(0, 10**9), False),
-        (EngineFacts(kv_tokens=1000), Load(0, 900), True),
-        (EngineFacts(kv_tokens=1000), Load(0, 100), False),
+        (EngineFacts(kv_memory_tokens=1000), Load(0, 900), True),
+        (EngineFacts(kv_memory_tokens=1000), Load(0, 100), False),
         (EngineFacts(max_num_seqs=1), Load(0, 1), True),
     ],
 )
 def test_decoder_lacks_memory(facts: EngineFacts | None, load: Load, is_full: bool) -> None:
     scoreboard = Scoreboard(1, 1)
-    scoreboard.row(0).add(0, 1, 1, load.compute_tokens, load.kv_tokens)
+    scoreboard.load_row(0).add_load(0, 1, 1, load.compute_tokens, load.kv_tokens)
     assert lacks_memory(scoreboard, Backend(Role.DECODE, "d", 1, 0), facts) is is_full
 
 
@@ -212,22 +212,22 @@ def test_decoder_lacks_memory(facts: EngineFacts | None, load: Load, is_full: bo
 def pools_of(pairs: Pairs, policy: str = "least_load", decoders: int = 4) -> Pools:
     scoreboard = Scoreboard(1, 8)
     roster = Roster([(f"p{n}", 1) for n in range(2)], [(f"d{n}", 1) for n in range(decoders)], scoreboard)
-    pairs.prefillers = [member.backend for member in roster.members(Role.PREFILL)]
-    pairs.decoders = [member.backend for member in roster.members(Role.DECODE)]
+    pairs.prefillers = [member.backend for member in roster.members_of_role(Role.PREFILL)]
+    pairs.decoders = [member.backend for member in roster.members_of_role(Role.DECODE)]
     made = {}
     for role in (Role.PREFILL, Role.DECODE):
-        context = PolicyContext(role=role, clock=pairs.clock, handoffs=pairs.times)
+        context = PolicyContext(role=role, clock=pairs.clock, handoff_predictions=pairs.times)
         parts = PoolParts(
             role=role,
             policy=make_policy(policy, context),
             scoreboard=scoreboard,
-            row=scoreboard.row(0),
+            load_row=scoreboard.load_row(0),
             roster=roster,
             health=Health(None, pairs.clock, random.Random(1)),
             clock=pairs.clock,
         )
         made[role] = Pool(parts)
-    return Pools(prefill=made[Role.PREFILL], decode=made[Role.DECODE], handoffs=pairs.times)
+    return Pools(prefill=made[Role.PREFILL], decode=made[Role.DECODE], handoff_times=pairs.times)
 
 
 def asking() -> PickRequest:
@@ -240,7 +240,7 @@ def leased(pools: Pools, request: PickRequest | None = None, count: int = 1) -> 
     with ExitStack() as stack:
         pairs = []
         for _ in range(count):
-            prefiller, decoder = pools.lease_both(request or asking())
+            prefiller, decoder = pools.enter_both_leases(request or asking())
             stack.push(decoder)
             stack.push(prefiller)
             pairs.append((prefiller.backend, decoder.backend))
@@ -265,7 +265,7 @@ def test_slow_pair_is_used_when_its_decoder_is_the_only_one() -> None:
     pools = pools_of(pairs)
     pairs.factors.update({(0, 0): 10.0, (1, 0): 10.0})
     pairs.run(10)
-    request = asking().avoiding(pairs.decoders[1:])
+    request = asking().copy_avoiding(pairs.decoders[1:])
     with leased(pools, request) as [(_, decoder)]:
         assert decoder == pairs.decoders[0]
 
@@ -276,8 +276,8 @@ def test_prefiller_is_given_back_when_there_is_no_decoder() -> None:
     pairs.factors[0, 0] = 10.0
     pairs.run(10)
     with pytest.raises(NoBackendAvailable):
-        pools.lease_both(asking().avoiding(pairs.decoders))
-    assert [pools.prefill.scoreboard.requests(backend.slot) for backend in pairs.prefillers] == [0, 0]
+        pools.enter_both_leases(asking().copy_avoiding(pairs.decoders))
+    assert [pools.prefill.scoreboard.open_leases(backend.slot) for backend in pairs.prefillers] == [0, 0]
 
 
 def test_prefiller_whose_links_are_slow_gets_prompts_when_the_others_are_busy() -> None:
@@ -299,7 +299,7 @@ def test_quarantined_decoder_is_avoided_when_the_prefiller_is_chosen_first() -> 
     pairs.run(10)
     for prefiller in pairs.prefillers:
         for _ in range(2):
-            pools.quarantine.note_failure(prefiller, pairs.decoders[0])
+            pools.pair_quarantine.record_failed_handoff(prefiller, pairs.decoders[0])
     for _ in range(6):
         with leased(pools) as [(_, decoder)]:
             assert decoder == pairs.decoders[1]
@@ -334,10 +334,10 @@ def test_handoff_times_change_nothing_when_no_link_is_slow() -> None:
 def test_prompt_is_computed_after_those_ahead_of_it_for_other_decoders() -> None:
     pairs = Pairs()
     (prefiller, other), (decoder, second, *_) = pairs.prefillers, pairs.decoders
-    pairs.times.note_answer(prefiller, decoder, 10.0, 17.0)
+    pairs.times.record_prefill_answer(prefiller, decoder, 10.0, 17.0)
     assert pairs.times.last_answer_ahead(prefiller, second, 11.0) == 17.0
     assert pairs.times.last_answer_ahead(prefiller, second, 9.0) == -math.inf, "it was sent later"
     assert pairs.times.last_answer_ahead(prefiller, decoder, 11.0) == -math.inf, "its own link may be slow"
     assert pairs.times.last_answer_ahead(other, second, 11.0) == -math.inf
-    pairs.times.forget(prefiller)
+    pairs.times.forget_backend(prefiller)
     assert pairs.times.last_answer_ahead(prefiller, second, 11.0) == -math.inf

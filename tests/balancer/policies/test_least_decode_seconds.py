@@ -23,7 +23,7 @@ from tests.balancer.policies.test_least_seconds import Subject
 
 def asking(prompt_tokens: int = 1000, output_tokens: int = 256, prefer: Backend | None = None) -> PickRequest:
     load = Load(DECODE_OVERHEAD_TOKENS, prompt_tokens + output_tokens)
-    return PickRequest(load, load, Subject(prompt_tokens, NO_PREFIX_KEYS, output_tokens), prefer=prefer)
+    return PickRequest(load, load, Subject(prompt_tokens, NO_PREFIX_KEYS, output_tokens), preferred_backend=prefer)
 
 
 class Decoders:
@@ -38,21 +38,21 @@ class Decoders:
             PolicyContext(
                 clock=balancer.clock,
                 role=Role.DECODE,
-                facts=lambda _: EngineFacts(kv_tokens=self.kv_tokens),
-                others_running=lambda _: self.others,
+                facts_of_engine=lambda _: EngineFacts(kv_memory_tokens=self.kv_tokens),
+                others_running_requests=lambda _: self.others,
             )
         )
         self.pool = balancer.pool(Role.DECODE, self.policy)
 
     def begin(self, request: PickRequest | None = None) -> Lease:
         """Begin an answer and note its first token."""
-        lease = self.pool.lease(request or asking()).__enter__()
-        lease.confirm()
+        lease = self.pool.make_lease(request or asking()).__enter__()
+        lease.confirm_beginning()
         return lease
 
     def write(self, streams: int, tokens: int = 100, step: Callable[[int], float] = on_an_a3) -> None:
         """Write this number of answers at a time on each of the decoders, as fast as an A3 writes them."""
-        leases = [self.begin(asking(prefer=backend)) for backend in self.pool.backends() for _ in range(streams)]
+        leases = [self.begin(asking(prefer=backend)) for backend in self.pool.all_backends() for _ in range(streams)]
         self.clock.now += tokens * step(streams)
         for lease in leases:
             lease.answer_tokens = tokens + 1
@@ -88,7 +88,7 @@ def test_answer_goes_to_fewest_running_answers_regardless_of_prompt_length(decod
 def test_equal_decoders_take_turns(decoders: Decoders) -> None:
     backends = []
     for _ in range(4):
-        with decoders.pool.lease(asking()) as lease:
+        with decoders.pool.make_lease(asking()) as lease:
             backends.append(lease.backend)
     assert backends[0] != backends[1]
     assert backends[:2] == backends[2:]
@@ -102,29 +102,29 @@ def test_harm_of_prompts_is_learned_from_the_answers_beside_them(decoders: Decod
         answer = decoders.begin()
         prompt = replace(asking(prefer=answer.backend), computes_prompt=True)
         seconds = number % 4
-        with decoders.pool.lease(prompt) as lease:
+        with decoders.pool.make_lease(prompt) as lease:
             decoders.clock.now += seconds
-            lease.confirm()
+            lease.confirm_beginning()
         written = 100 * step + (1 - harm) * seconds
         decoders.clock.now += 100 * step
         answer.answer_tokens = 1 + round(written / step)
         answer.__exit__(None, None, None)
         decoders.clock.now += 1.0
-    assert decoders.policy.append_harm == pytest.approx(harm, abs=0.2)
+    assert decoders.policy.append_harm_per_second == pytest.approx(harm, abs=0.2)
 
 
 def test_prompt_that_fails_is_no_longer_computed(decoders: Decoders) -> None:
-    backend = decoders.pool.backends()[0]
-    with decoders.pool.lease(replace(asking(prefer=backend), computes_prompt=True)):
-        assert decoders.policy._decoders[backend.name].prompts == 1
-    assert decoders.policy._decoders[backend.name].prompts == 0
+    backend = decoders.pool.all_backends()[0]
+    with decoders.pool.make_lease(replace(asking(prefer=backend), computes_prompt=True)):
+        assert decoders.policy._decoders_by_name[backend.name].computing_prompts == 1
+    assert decoders.policy._decoders_by_name[backend.name].computing_prompts == 0
 
 
 def test_decoder_at_its_saturation_point_has_no_room(decoders: Decoders) -> None:
     assert decoders.pool.has_room()
     decoders.teach()
-    assert decoders.policy.pace.most == 8
-    assert decoders.policy.most_running(decoders.pool.backends()[0]) == 8
+    assert decoders.policy.decode_pace.saturation_answers == 8
+    assert decoders.policy.learned_max_running(decoders.pool.all_backends()[0]) == 8
     leases = [decoders.begin() for _ in range(15)]
     assert decoders.pool.has_room()
     leases.append(decoders.begin())
@@ -145,7 +145,7 @@ def test_requests_are_spread_when_all_decoders_reach_the_tried_count(decoders: D
     """The decoder that is to have fewer answers does not get all others."""
     for _ in range(10):
         decoders.write(4)
-    assert decoders.policy.pace.scout_prefers < 4
+    assert decoders.policy.decode_pace.scout_preferred_answers < 4
     leases = [decoders.begin() for _ in range(60)]
     counts = [sum(lease.backend == backend for lease in leases) for backend in {lease.backend for lease in leases}]
     assert max(counts) <= 31
@@ -159,14 +159,16 @@ def test_streams_of_other_workers_count(decoders: Decoders) -> None:
         decoders.clock.now += 49 * on_an_a3(8)
         other.answer_tokens = 50
         other.__exit__(None, None, None)
-    assert decoders.policy.pace.rates[8] == pytest.approx(1 / on_an_a3(8), rel=0.05)
+    assert decoders.policy.decode_pace.rates_by_bucket[8] == pytest.approx(1 / on_an_a3(8), rel=0.05)
 
 
 def test_kv_of_answers_is_learned_by_their_token_limits(decoders: Decoders) -> None:
     for _ in range(10):
         decoders.write(1, tokens=100)
-    assert decoders.policy.cost_of(decoders.begin().backend, asking()).kv_tokens == 1101
-    assert decoders.policy.cost_of(decoders.begin().backend, asking(1000, 8192)).kv_tokens == 9192, "another limit"
+    assert decoders.policy.load_of_request(decoders.begin().backend, asking()).kv_tokens == 1101
+    assert decoders.policy.load_of_request(decoders.begin().backend, asking(1000, 8192)).kv_tokens == 9192, (
+        "another limit"
+    )
 
 
 def test_decoder_without_kv_memory_for_an_answer_has_no_room(decoders: Decoders) -> None:
@@ -183,7 +185,7 @@ def test_answers_in_prefill_count_for_kv_memory(decoders: Decoders) -> None:
     decoders.begin(asking(18_000, 100))
     for _ in range(3):
         assert decoders.pool.has_room()
-        decoders.pool.lease(asking(18_000, 100)).__enter__()
+        decoders.pool.make_lease(asking(18_000, 100)).__enter__()
     assert not decoders.pool.has_room()
 
 
@@ -198,14 +200,14 @@ def test_failed_answer_is_not_learned(decoders: Decoders) -> None:
     decoders.clock.now += 5.0
     lease.answer_tokens = 50
     lease.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert not decoders.policy.pace.samples
+    assert not decoders.policy.decode_pace.sample_count
 
 
 def test_decoder_in_slow_start_gets_its_share(balancer: Balancer, decoders: Decoders) -> None:
-    slow: Backend = decoders.pool.backends()[0]
+    slow: Backend = decoders.pool.all_backends()[0]
     balancer.put_on_probation(slow)
-    with decoders.pool.lease(asking()) as lease:
-        lease.free_compute()
+    with decoders.pool.make_lease(asking()) as lease:
+        lease.release_compute()
     leases = [decoders.begin() for _ in range(22)]
     assert sum(lease.backend == slow for lease in leases) <= 3
 
@@ -219,23 +221,23 @@ def test_learned_saturation_point_is_logged_when_it_acts_and_when_it_is_dropped(
     leases = [decoders.begin() for _ in range(16)]
     for _ in range(3):
         assert not decoders.pool.has_room()
-        assert decoders.pool.would_take()
+        assert decoders.pool.would_take_now()
     assert [message for message in caplog.messages if "requests wait" in message] == caplog.messages
     assert len(caplog.messages) == 1
     for lease in leases:
         lease.__exit__(None, None, None)
     for _ in range(12):
         decoders.write(8, tokens=50, step=lambda answers: 2.2 * on_an_a3(answers))
-    assert decoders.policy.pace.most == float("inf")
+    assert decoders.policy.decode_pace.saturation_answers == float("inf")
     assert len(caplog.messages) == 2
     assert "dropped" in caplog.messages[1]
 
 
 def test_request_waits_at_most_twice_its_gain_from_the_saturation_point(decoders: Decoders) -> None:
     request = asking()
-    assert decoders.pool.policy.hold_seconds(request, 1) == float("inf"), "nothing is learned"
+    assert decoders.pool.policy.max_hold_seconds(request, 1) == float("inf"), "nothing is learned"
     decoders.teach()
-    assert decoders.pool.policy.hold_seconds(request, 1) == float("inf"), "decoders are free"
+    assert decoders.pool.policy.max_hold_seconds(request, 1) == float("inf"), "decoders are free"
     for _ in range(16):
         decoders.begin()
     assert not decoders.pool.has_room()
@@ -243,17 +245,17 @@ def test_request_waits_at_most_twice_its_gain_from_the_saturation_point(decoders
     for waiting in (2, 20):
         # Without the limit all of them would share the two decoders.
         expected = pytest.approx(2 * gain * (16 + waiting) / 2, rel=0.2)
-        assert decoders.pool.policy.hold_seconds(request, waiting) == expected
-        assert decoders.pool.policy.hold_seconds(None, waiting) == expected
+        assert decoders.pool.policy.max_hold_seconds(request, waiting) == expected
+        assert decoders.pool.policy.max_hold_seconds(None, waiting) == expected
 
 
 def test_would_take_ignores_learned_limits(decoders: Decoders) -> None:
     decoders.kv_tokens = 40_000
     leases = [decoders.begin(asking(18_000, 100)) for _ in range(4)]
     assert not decoders.pool.has_room()
-    assert decoders.pool.would_take(), "what an answer more will hold is a guess"
+    assert decoders.pool.would_take_now(), "what an answer more will hold is a guess"
     leases += [decoders.begin(asking(18_000, 100)) for _ in range(2)]
-    assert not decoders.pool.would_take()
+    assert not decoders.pool.would_take_now()
 
 
 def test_earlier_large_answers_do_not_serialize_small_ones(decoders: Decoders) -> None:
@@ -270,18 +272,18 @@ def test_answer_is_not_learned_when_the_event_loop_was_late(
     balancer: Balancer, lag: float | None, learns: bool
 ) -> None:
     decoders = Decoders(balancer)
-    decoders.policy.context.lag_within = lambda began, ended: lag
+    decoders.policy.context.loop_lag_within = lambda began, ended: lag
     decoders.write(1)
     decoders.clock.now += 1.0
     decoders.write(1)
-    assert bool(decoders.policy.pace.samples) == learns
+    assert bool(decoders.policy.decode_pace.sample_count) == learns
 
 
 def test_answer_is_learned_once_the_lag_is_known(decoders: Decoders) -> None:
     lag: float | None = None
-    decoders.policy.context.lag_within = lambda began, ended: lag
+    decoders.policy.context.loop_lag_within = lambda began, ended: lag
     decoders.write(1)
     lag = 0.0
     decoders.clock.now += 1.0
     decoders.write(1)
-    assert decoders.policy.pace.samples >= 2
+    assert decoders.policy.decode_pace.sample_count >= 2

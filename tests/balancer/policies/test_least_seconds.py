@@ -11,8 +11,8 @@ import pytest
 from proxy.balancer.lease import Lease
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.policies.least_seconds import LeastSeconds
-from proxy.balancer.policies.prefill_cost import PrefillSample, Step
-from proxy.balancer.policies.prefiller import Prefiller, write_count
+from proxy.balancer.policies.prefill_cost import PrefillSample, PrefillStep
+from proxy.balancer.policies.prefiller import Prefiller, write_cache_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.shared.journal import Journal
 from proxy.common.backend import Backend, Load, Role
@@ -32,10 +32,10 @@ class Subject:
     session_id: str | None = None
     first_token_seconds: float | None = None
 
-    def texts(self) -> None:
+    def request_texts(self) -> None:
         return None
 
-    def priority(self, *, lower_first: bool) -> None:
+    def requested_priority(self, *, is_lower_first: bool) -> None:
         return None
 
 
@@ -55,33 +55,33 @@ class Prefillers:
         self, balancer: Balancer, max_running: int | None = None, *, worker: int = 0, journal: Journal | None = None
     ) -> None:
         self.clock = balancer.clock
-        seat = None if journal is None else journal.writer(worker)
-        self.policy = LeastSeconds(PolicyContext(worker, clock=balancer.clock, journal=seat))
-        self.pool = balancer.pool(Role.PREFILL, self.policy, max_running, row=balancer.scoreboard.row(worker))
+        seat = None if journal is None else journal.writer_for(worker)
+        self.policy = LeastSeconds(PolicyContext(worker, clock=balancer.clock, journal_writer=seat))
+        self.pool = balancer.pool(Role.PREFILL, self.policy, max_running, load_row=balancer.scoreboard.load_row(worker))
         self.scoreboard = balancer.scoreboard
         self.roster = balancer.roster
         self.health = balancer.health
 
     @property
     def candidates(self) -> Sequence[Candidate]:
-        self.pool.backends()
+        self.pool.all_backends()
         return self.pool._chooser.candidates
 
     @property
     def states(self) -> list[Prefiller]:
         """States of the prefillers that were chosen, in this order."""
-        return list(self.policy._prefillers.by_key.values())
+        return list(self.policy._prefillers.prefillers_by_key.values())
 
     def begin(self, request: PickRequest) -> Lease:
-        return self.pool.lease(request).__enter__()
+        return self.pool.make_lease(request).__enter__()
 
     def serve(self, request: PickRequest, *, cached: int | None = 0, seconds: float | None = None) -> Backend:
         """Serve a request while no other one is in flight, and return its backend."""
-        with self.pool.lease(request) as lease:
+        with self.pool.make_lease(request) as lease:
             uncached = request.prompt_tokens - (cached or 0)
             self.clock.now += uncached / 1000 if seconds is None else seconds
-            lease.note_usage(request.prompt_tokens, cached)
-            lease.free_compute()
+            lease.record_usage(request.prompt_tokens, cached)
+            lease.release_compute()
             return lease.backend
 
     def teach(self) -> None:
@@ -95,9 +95,9 @@ def one_at_a_time(prefillers: Prefillers) -> None:
         for number in range(20):
             tokens = 1000.0 + 500 * (number % 5)
             sample = PrefillSample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
-            if prefiller.concurrency.target_in_flight > 1:
-                prefiller.concurrency.learn(sample)
-        assert prefiller.concurrency.target_in_flight == 1
+            if prefiller.concurrency_estimate.target_in_flight > 1:
+                prefiller.concurrency_estimate.learn_from_sample(sample)
+        assert prefiller.concurrency_estimate.target_in_flight == 1
 
 
 @pytest.fixture
@@ -144,34 +144,34 @@ def test_cached_prefix_outweighs_session(prefillers: Prefillers) -> None:
 def test_uncached_work_is_charged_and_released_exactly(prefillers: Prefillers) -> None:
     prefillers.teach()
     cold = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8))
-    charged = prefillers.scoreboard.load(cold.backend.slot).compute_tokens
-    cold.note_usage(8 * PIECE, 0)
+    charged = prefillers.scoreboard.load_of(cold.backend.slot).compute_tokens
+    cold.record_usage(8 * PIECE, 0)
     prefillers.clock.now += 4.0
-    cold.free_compute()
+    cold.release_compute()
     cold.__exit__(None, None, None)
     warm = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8, 9))
     assert warm.backend == cold.backend
-    assert prefillers.scoreboard.load(warm.backend.slot).compute_tokens < 0.7 * charged
+    assert prefillers.scoreboard.load_of(warm.backend.slot).compute_tokens < 0.7 * charged
     warm.__exit__(None, None, None)
-    assert {prefillers.scoreboard.load(slot) for slot in range(4)} == {Load()}
+    assert {prefillers.scoreboard.load_of(slot) for slot in range(4)} == {Load()}
 
 
 def test_request_without_subject_is_charged_its_load(prefillers: Prefillers) -> None:
     load = Load(12_345, 678)
-    with prefillers.pool.lease(PickRequest.of(load)) as lease:
-        assert prefillers.scoreboard.load(lease.backend.slot) == load
+    with prefillers.pool.make_lease(PickRequest.make_for_load(load)) as lease:
+        assert prefillers.scoreboard.load_of(lease.backend.slot) == load
 
 
 def test_failed_prompt_is_not_expected_in_the_cache(prefillers: Prefillers) -> None:
-    with pytest.raises(RuntimeError), prefillers.pool.lease(prompt(1, 2, 3)) as lease:
+    with pytest.raises(RuntimeError), prefillers.pool.make_lease(prompt(1, 2, 3)) as lease:
         raise RuntimeError
-    cached = prefillers.policy._prefillers.of(lease.backend).cached
-    assert cached.hit([1, 2, 3]) == 0
+    cached = prefillers.policy._prefillers.prefiller_of(lease.backend).cached_prefixes
+    assert cached.count_cached_pieces([1, 2, 3]) == 0
 
 
 def test_predictions_are_learned_from_answers(prefillers: Prefillers) -> None:
     prefillers.teach()
-    assert prefillers.pool.work_seconds(prompt(*range(5, 25))) == pytest.approx(10.24, rel=0.15)
+    assert prefillers.pool.predict_work_seconds(prompt(*range(5, 25))) == pytest.approx(10.24, rel=0.15)
 
 
 def test_waiting_time_is_not_learned_as_prefill_time(prefillers: Prefillers) -> None:
@@ -183,10 +183,10 @@ def test_waiting_time_is_not_learned_as_prefill_time(prefillers: Prefillers) -> 
     for pair in zip(*by_backend.values(), strict=True):
         prefillers.clock.now += 8 * PIECE / 1000
         for lease in pair:
-            lease.note_usage(8 * PIECE, 0)
-            lease.free_compute()
+            lease.record_usage(8 * PIECE, 0)
+            lease.release_compute()
             lease.__exit__(None, None, None)
-    assert prefillers.pool.work_seconds(prompt(*range(5000, 5008))) == pytest.approx(4.1, rel=0.15)
+    assert prefillers.pool.predict_work_seconds(prompt(*range(5000, 5008))) == pytest.approx(4.1, rel=0.15)
 
 
 def test_prefiller_has_room_when_its_work_is_almost_done(prefillers: Prefillers) -> None:
@@ -222,8 +222,8 @@ def test_waiting_request_is_overtaken_by_one_that_suits_the_free_prefiller(prefi
     busy = prefillers.serve(prompt(*range(1, 30)))
     lease = prefillers.begin(hot[0])
     assert lease.backend == busy
-    assert prefillers.pool.first_to_admit([hot[1]]) is None
-    assert prefillers.pool.first_to_admit([hot[1], cold]) == 1
+    assert prefillers.pool.index_to_admit([hot[1]]) is None
+    assert prefillers.pool.index_to_admit([hot[1], cold]) == 1
     assert prefillers.begin(cold).backend != busy
 
 
@@ -233,16 +233,16 @@ def test_queue_for_one_cache_moves_to_a_free_prefiller(prefillers: Prefillers) -
     prefillers.serve(prompt(*range(1, 5)))
     prefillers.begin(prompt(*range(1, 5), 99))
     waiting = [prompt(*range(1, 5), *range(1000 * number, 1000 * number + 6)) for number in range(10)]
-    assert prefillers.pool.first_to_admit(waiting) is not None
+    assert prefillers.pool.index_to_admit(waiting) is not None
 
 
 def test_decoders_are_charged_in_tokens(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, "least_load")
-    first = pool.lease(prompt(1, 2, 3, 4)).__enter__()
-    assert balancer.scoreboard.load(first.backend.slot) == Load(0, 4 * PIECE)
-    assert pool.lease(prompt(1, 2)).__enter__().backend != first.backend
+    first = pool.make_lease(prompt(1, 2, 3, 4)).__enter__()
+    assert balancer.scoreboard.load_of(first.backend.slot) == Load(0, 4 * PIECE)
+    assert pool.make_lease(prompt(1, 2)).__enter__().backend != first.backend
     assert pool.has_room()
-    assert pool.first_to_admit([prompt(1)]) == 0
+    assert pool.index_to_admit([prompt(1)]) == 0
 
 
 def test_overdue_prefiller_is_avoided(prefillers: Prefillers) -> None:
@@ -268,23 +268,23 @@ def test_conversation_follows_the_choice_of_another_worker(workers: list[Prefill
 
 def test_workers_share_an_instance_that_came_back_in_another_slot(workers: list[Prefillers]) -> None:
     one, other = workers
-    back = one.pool.backends()[0]
+    back = one.pool.all_backends()[0]
     assert other.serve(prompt(7)).port in (1, 2)
     roster = one.roster
-    assert roster.remove(Role.PREFILL, back.host, back.port)
-    assert roster.finalize() == [back]
+    assert roster.remove_backend(Role.PREFILL, back.host, back.port)
+    assert roster.drop_drained_backends() == [back]
     for port in (3, back.port):  # the first of them takes its slot
         added = Backend(Role.PREFILL, back.host, port)
-        assert roster.add(added)
+        assert roster.add_for_administrator(added)
         for worker in workers:
-            assert added in worker.pool.backends()
+            assert added in worker.pool.all_backends()
             worker.health.on_probe(added, True, "test")
-            assert added in worker.pool.eligible()
+            assert added in worker.pool.eligible_backends()
             worker.serve(prompt(port))
-    assert one.pool.backends()[-1] == back
+    assert one.pool.all_backends()[-1] == back
     one.clock.now += 60.0  # slow start is over
     pieces = range(500, 508)
-    assert one.serve(replace(prompt(*pieces), prefer=back)) == back
+    assert one.serve(replace(prompt(*pieces), preferred_backend=back)) == back
     assert other.serve(prompt(*pieces, 509), cached=8 * PIECE) == back
 
 
@@ -293,35 +293,43 @@ def test_workers_learn_the_same_values(workers: list[Prefillers]) -> None:
     candidates = other.candidates
     for number in range(40):
         one.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
-        other.policy._prefillers.look_up(candidates)  # applies the records
+        other.policy._prefillers.prefillers_of(candidates)  # applies the records
     failed = one.begin(prompt(7, 8, 9))
     failed.__exit__(RuntimeError, RuntimeError(), None)
     for place in range(20):
         one.serve(prompt(*range(1, 6)), cached=0 if place else None)
-    assert other.pool.work_seconds(prompt(*range(50, 70))) == pytest.approx(10.24, rel=0.2)
+    assert other.pool.predict_work_seconds(prompt(*range(50, 70))) == pytest.approx(10.24, rel=0.2)
     for mine, its in zip(
-        one.policy._prefillers.look_up(candidates), other.policy._prefillers.look_up(candidates), strict=True
+        one.policy._prefillers.prefillers_of(candidates),
+        other.policy._prefillers.prefillers_of(candidates),
+        strict=True,
     ):
-        assert its.cached.hit([7, 8, 9]) == mine.cached.hit([7, 8, 9]) == 0
-        assert its.cached.hit(range(1, 6)) == mine.cached.hit(range(1, 6))
-        assert its.cached.trust == mine.cached.trust
-        assert its.cached.odometer == pytest.approx(mine.cached.odometer)
+        assert (
+            its.cached_prefixes.count_cached_pieces([7, 8, 9])
+            == mine.cached_prefixes.count_cached_pieces([7, 8, 9])
+            == 0
+        )
+        assert its.cached_prefixes.count_cached_pieces(range(1, 6)) == mine.cached_prefixes.count_cached_pieces(
+            range(1, 6)
+        )
+        assert its.cached_prefixes.hit_trust == mine.cached_prefixes.hit_trust
+        assert its.cached_prefixes.token_odometer == pytest.approx(mine.cached_prefixes.token_odometer)
 
 
 @pytest.mark.parametrize("lag", [0.0, 0.2])
 def test_workers_share_samples_except_late_ones(workers: list[Prefillers], lag: float) -> None:
     one, other = workers
-    one.policy.context.lag_within = lambda began, ended: lag
+    one.policy.context.loop_lag_within = lambda began, ended: lag
     request = prompt(*range(50, 70))
-    before = other.pool.work_seconds(request)
+    before = other.pool.predict_work_seconds(request)
     served = one.serve(prompt(*range(1, 9)), seconds=40.0)
     for number in range(40):
         one.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=10.0)
     read_records(workers)
-    assert (other.pool.work_seconds(request) > 2 * before) is (lag == 0.0)
-    known = other.policy._prefillers.of(served)
-    assert not known.in_flight, "that prompts have ended is heard at once"
-    assert known.cached.hit(list(range(1, 9))) == 8
+    assert (other.pool.predict_work_seconds(request) > 2 * before) is (lag == 0.0)
+    known = other.policy._prefillers.prefiller_of(served)
+    assert not known.in_flight_count, "that prompts have ended is heard at once"
+    assert known.cached_prefixes.count_cached_pieces(list(range(1, 9))) == 8
 
 
 def test_policy_logs_that_a_prefiller_computes_more_with_more_prompts(
@@ -329,68 +337,83 @@ def test_policy_logs_that_a_prefiller_computes_more_with_more_prompts(
 ) -> None:
     one_at_a_time(prefillers)
     known = prefillers.policy._prefillers
-    prefiller = known.of(prefillers.pool.backends()[0])
+    prefiller = known.prefiller_of(prefillers.pool.all_backends()[0])
     for fill, seconds in ((3.0, 0.1), (1.0, 1.0)):
         for _ in range(100):
             prefillers.clock.now += seconds
             sample = PrefillSample(1000.0, 0.0, seconds, 3.0, 1.0, 0.0, 0.0, fill)
-            known.learn(prefiller, sample, prefillers.clock.now)
-    assert not prefiller.concurrency.is_orderly
+            known.learn_prefill(prefiller, sample, prefillers.clock.now)
+    assert not prefiller.concurrency_estimate.computes_in_order
     assert [record.fields for record in caplog.records] == [{"backend": prefiller.backend.name}]  # type: ignore[attr-defined]
 
 
 def test_sample_is_shared_once_the_lag_is_known(workers: list[Prefillers]) -> None:
     one, other = workers
     known_until = 0.0
-    one.policy.context.lag_within = lambda began, ended: 0.0 if ended <= known_until else None
+    one.policy.context.loop_lag_within = lambda began, ended: 0.0 if ended <= known_until else None
     for number in range(40):
         one.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=10.0)
     read_records(workers)
-    assert other.policy._prefillers.cost.samples == 0
+    assert other.policy._prefillers.prefill_cost.sample_count == 0
     known_until = one.clock.now
     one.serve(prompt(3))
     read_records(workers)
-    assert other.policy._prefillers.cost.samples > 20
+    assert other.policy._prefillers.prefill_cost.sample_count > 20
 
 
 def test_cache_counts_reach_all_workers() -> None:
-    balancer, journal = Balancer(), Journal(workers=2, write_only=1)
+    balancer, journal = Balancer(), Journal(workers=2, write_only_rings=1)
     workers = [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
-    engines = journal.writer(2)
+    engines = journal.writer_for(2)
     there = workers[0].serve(prompt(1, 2, 3))
     read_records(workers)
-    write_count(engines, there.slot, CacheCount(stored=10**6, reach=10_000, evicts=True, cleared=0))
+    write_cache_count(
+        engines, there.slot, CacheCount(stored_tokens=10**6, reach_tokens=10_000, has_evicted=True, cleared_at_tokens=0)
+    )
     workers[0].serve(prompt(*range(50, 58)))
     read_records(workers)
     for worker in workers:
-        cached = worker.policy._prefillers.of(there).cached
-        assert (cached.capacity, cached.hit([1, 2, 3])) == (10_000, 3)
-    write_count(engines, there.slot, CacheCount(stored=10**6, reach=0, evicts=False, cleared=1))
+        cached = worker.policy._prefillers.prefiller_of(there).cached_prefixes
+        assert (cached.capacity_tokens, cached.count_cached_pieces([1, 2, 3])) == (10_000, 3)
+    write_cache_count(
+        engines, there.slot, CacheCount(stored_tokens=10**6, reach_tokens=0, has_evicted=False, cleared_at_tokens=1)
+    )
     read_records(workers)
-    assert [worker.policy._prefillers.of(there).cached.hit([1, 2, 3]) for worker in workers] == [0, 0]
+    assert [
+        worker.policy._prefillers.prefiller_of(there).cached_prefixes.count_cached_pieces([1, 2, 3])
+        for worker in workers
+    ] == [0, 0]
 
 
 def test_cleared_cache_keeps_the_engine_and_its_prompts_in_flight() -> None:
-    journal = Journal(workers=1, write_only=1)
+    journal = Journal(workers=1, write_only_rings=1)
     prefillers = Prefillers(Balancer(), journal=journal)
     served = prefillers.serve(prompt(1, 2, 3))
-    known = prefillers.policy._prefillers.of(served)
-    known._alone = 100
-    write_count(journal.writer(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=0))
+    known = prefillers.policy._prefillers.prefiller_of(served)
+    known._prompts_computed_alone = 100
+    write_cache_count(
+        journal.writer_for(1),
+        served.slot,
+        CacheCount(stored_tokens=10**6, reach_tokens=0, has_evicted=0, cleared_at_tokens=0),
+    )
     lease = prefillers.begin(prompt(1, 2, 3, 4))
     assert lease.backend == served
     read_records([prefillers])
-    write_count(journal.writer(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=1))
+    write_cache_count(
+        journal.writer_for(1),
+        served.slot,
+        CacheCount(stored_tokens=10**6, reach_tokens=0, has_evicted=0, cleared_at_tokens=1),
+    )
     prefillers.serve(prompt(7, 8, 9))
     read_records([prefillers])
     assert known.computes_one_at_a_time
-    assert known.cached.hit([1, 2, 3, 4]) == 4
+    assert known.cached_prefixes.count_cached_pieces([1, 2, 3, 4]) == 4
     lease.__exit__(None, None, None)
 
 
 def read_records(workers: list[Prefillers]) -> None:
     for worker in workers:
-        worker.policy._prefillers.look_up(worker.candidates)
+        worker.policy._prefillers.prefillers_of(worker.candidates)
 
 
 def test_prompt_of_another_worker_counts_with_its_remaining_time(workers: list[Prefillers]) -> None:
@@ -400,9 +423,9 @@ def test_prompt_of_another_worker_counts_with_its_remaining_time(workers: list[P
     assert len({lease.backend for lease in leases}) == 2
     one.clock.now += 3.5
     candidates = other.candidates
-    other.policy._prefillers.look_up(candidates)
-    reader = other.policy._prefillers.reader
-    waits = other.policy._waits(reader.places, reader.compute, other.clock())
+    other.policy._prefillers.prefillers_of(candidates)
+    reader = other.policy._prefillers.slot_reader
+    waits = other.policy._wait_seconds_of(reader.all_places, reader.compute_by_place, other.clock())
     assert all(0.2 < wait < 1.2 for wait in waits)
     for lease in leases:
         lease.__exit__(None, None, None)
@@ -412,7 +435,7 @@ def test_prefiller_that_was_unreachable_has_an_empty_cache(balancer: Balancer, p
     gone = prefillers.serve(prompt(1, 2, 3))
     assert prefillers.policy.remembered_prefixes
     balancer.health.on_outcome(gone, UpstreamError(Failure.CONNECT, gone, "refused"))
-    prefillers.pool.backends()
+    prefillers.pool.all_backends()
     assert not prefillers.policy.remembered_prefixes
 
 
@@ -421,9 +444,9 @@ def test_prediction_assumes_the_expected_cache_hits(prefillers: Prefillers) -> N
     for number in range(4):  # failed cache hits raise the charge and not the prediction
         prefillers.serve(prompt(*range(1, 9), 100 + number), cached=0)
     lease = prefillers.begin(prompt(*range(1, 9), 200))
-    assert lease.prediction is not None
-    assert lease.prediction.cached_tokens == 8 * PIECE
-    assert lease.prediction.seconds == pytest.approx(PIECE / 1000, rel=0.5)
+    assert lease.policy_prediction is not None
+    assert lease.policy_prediction.cached_tokens == 8 * PIECE
+    assert lease.policy_prediction.predicted_seconds == pytest.approx(PIECE / 1000, rel=0.5)
     lease.__exit__(None, None, None)
 
 
@@ -435,9 +458,9 @@ def test_prediction_of_a_fully_cached_prompt_is_the_rest_of_its_last_block(
     for _ in range(30):
         prefillers.serve(whole, cached=8 * PIECE - 128, seconds=0.128)
         prefillers.serve(prompt(*range(1, 5)), cached=4 * PIECE - 128, seconds=0.128)
-    with prefillers.pool.lease(whole) as lease:
-        assert lease.prediction is not None
-        assert lease.prediction.cached_tokens == 8 * PIECE - 128
+    with prefillers.pool.make_lease(whole) as lease:
+        assert lease.policy_prediction is not None
+        assert lease.policy_prediction.cached_tokens == 8 * PIECE - 128
         prefillers.clock.now += 0.3
 
 
@@ -452,7 +475,7 @@ def burst(prefillers: Prefillers, *, together: bool) -> None:
             prefillers.clock.now += 1.024
         for each in by_backend.values():
             if len(each) > place:
-                each[place].note_usage(2 * PIECE, 0)
+                each[place].record_usage(2 * PIECE, 0)
                 each[place].__exit__(None, None, None)
 
 
@@ -482,7 +505,7 @@ def test_batched_prompts_share_the_fixed_cost_of_a_step(prefillers: Prefillers) 
     behind = [prefillers.begin(prompt(10 * number, 10 * number + 1)) for number in range(1, 6)]
     there = [lease for lease in [first, *behind] if lease.backend == first.backend]
     assert len(there) == 3
-    predicted = [lease.prediction.seconds for lease in there if lease.prediction is not None]
+    predicted = [lease.policy_prediction.predicted_seconds for lease in there if lease.policy_prediction is not None]
     assert predicted == pytest.approx([step(4), step(4) + step(2), step(4) + step(4)], rel=0.05)
 
 
@@ -496,14 +519,14 @@ def test_simultaneous_answers_are_learned_as_one_step(prefillers: Prefillers) ->
             by_backend.setdefault(lease.backend, []).append(lease)
         prefillers.clock.now += step(4)
         for first, *_ in by_backend.values():
-            first.note_usage(4 * PIECE, 0)
+            first.record_usage(4 * PIECE, 0)
             first.__exit__(None, None, None)
         prefillers.clock.now += step(8)
         for _, *others in by_backend.values():
             for each in others:
-                each.note_usage(4 * PIECE, 0)
+                each.record_usage(4 * PIECE, 0)
                 each.__exit__(None, None, None)
-    assert prefillers.pool.work_seconds(request) == pytest.approx(step(4), rel=0.05)
+    assert prefillers.pool.predict_work_seconds(request) == pytest.approx(step(4), rel=0.05)
 
 
 @pytest.mark.parametrize(("pieces", "goes"), [(1, True), (12, False)])
@@ -519,10 +542,10 @@ def test_waiting_prompt_joins_the_next_step_when_it_saves_more_than_it_delays(
         assert prefillers.pool.has_room()
         prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
     waiting = prompt(*range(100, 104), *range(500, 500 + pieces))  # it takes less time where the first one went
-    prefillers.pool.work_seconds(waiting)
+    prefillers.pool.predict_work_seconds(waiting)
     assert prefillers.pool.has_room()
-    assert (prefillers.pool.first_to_admit([waiting]) == 0) is goes
-    prefillers.pool.left_queue(waiting)
+    assert (prefillers.pool.index_to_admit([waiting]) == 0) is goes
+    prefillers.pool.on_left_queue(waiting)
 
 
 def test_prompt_with_equal_costs_everywhere_joins_the_next_step(prefillers: Prefillers) -> None:
@@ -532,7 +555,7 @@ def test_prompt_with_equal_costs_everywhere_joins_the_next_step(prefillers: Pref
     for number in (1, 2):
         prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
     sent = 0
-    while prefillers.pool.first_to_admit([prompt(start := 10**6 + 100 * sent, start + 1)]) == 0:
+    while prefillers.pool.index_to_admit([prompt(start := 10**6 + 100 * sent, start + 1)]) == 0:
         prefillers.begin(prompt(start, start + 1))
         sent += 1
     assert sent * 2 * PIECE == 2 * 16_384, "until the next step of both has no room"
@@ -544,8 +567,8 @@ def test_prompt_that_exceeds_the_next_step_waits(prefillers: Prefillers) -> None
     one_at_a_time(prefillers)
     for number in (1, 2):
         prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
-    assert prefillers.pool.first_to_admit([prompt(*range(10**6, 10**6 + 33))]) is None
-    assert prefillers.pool.first_to_admit([prompt(*range(10**6, 10**6 + 32))]) == 0
+    assert prefillers.pool.index_to_admit([prompt(*range(10**6, 10**6 + 33))]) is None
+    assert prefillers.pool.index_to_admit([prompt(*range(10**6, 10**6 + 32))]) == 0
 
 
 def test_batching_is_tested_again_periodically_and_after_a_restart(prefillers: Prefillers) -> None:
@@ -558,24 +581,34 @@ def test_batching_is_tested_again_periodically_and_after_a_restart(prefillers: P
     assert [prefiller.computes_one_at_a_time for prefiller in known] == [False, True]
     for number in range(1100):
         request = prompt(2 * 10**9 + 10 * number)
-        prefillers.serve(PickRequest(request.prefill, request.decode, request.subject, prefer=known[1].backend))
+        prefillers.serve(
+            PickRequest(
+                request.prefill_load, request.decode_load, request.request_subject, preferred_backend=known[1].backend
+            )
+        )
     assert not known[1].computes_one_at_a_time
 
 
 def test_step_capacity_is_learned_from_full_steps(prefillers: Prefillers) -> None:
-    known = prefillers.policy._prefillers.of(prefillers.serve(prompt(1)))
-    full = Step(8000.0, 0.0, 0.2, began=0.0, largest=1000.0)
+    known = prefillers.policy._prefillers.prefiller_of(prefillers.serve(prompt(1)))
+    full = PrefillStep(8000.0, 0.0, 0.2, began_at=0.0, largest_prompt_tokens=1000.0)
     for _ in range(60):
-        known.note_step(full, left_out=1000.0)
-    assert known.step_tokens == pytest.approx(9000.0, rel=0.01)
-    known.note_step(Step(2000.0, 0.0, 0.2, began=0.0, largest=1000.0), left_out=30_000.0)
-    assert known.step_tokens == pytest.approx(9000.0, rel=0.01)
-    known.note_step(Step(12_000.0, 0.0, 0.2, began=0.0, largest=1000.0), left_out=None)
-    assert known.step_tokens > 12_000
-    known.note_step(Step(30_000.0, 0.0, 0.2, began=0.0, largest=30_000.0), left_out=None)
-    assert known.step_tokens < 13_000, "such a prompt takes several steps"
+        known.learn_step_capacity(full, left_out_tokens=1000.0)
+    assert known.step_capacity_tokens == pytest.approx(9000.0, rel=0.01)
+    known.learn_step_capacity(
+        PrefillStep(2000.0, 0.0, 0.2, began_at=0.0, largest_prompt_tokens=1000.0), left_out_tokens=30_000.0
+    )
+    assert known.step_capacity_tokens == pytest.approx(9000.0, rel=0.01)
+    known.learn_step_capacity(
+        PrefillStep(12_000.0, 0.0, 0.2, began_at=0.0, largest_prompt_tokens=1000.0), left_out_tokens=None
+    )
+    assert known.step_capacity_tokens > 12_000
+    known.learn_step_capacity(
+        PrefillStep(30_000.0, 0.0, 0.2, began_at=0.0, largest_prompt_tokens=30_000.0), left_out_tokens=None
+    )
+    assert known.step_capacity_tokens < 13_000, "such a prompt takes several steps"
     prefillers.policy.forget_cache(known.backend)
-    assert known.step_tokens == 16_384
+    assert known.step_capacity_tokens == 16_384
 
 
 def test_long_prompts_computed_alone_are_not_evidence_against_batching(prefillers: Prefillers) -> None:
@@ -587,7 +620,7 @@ def test_long_prompts_computed_alone_are_not_evidence_against_batching(prefiller
         for place in range(3):
             prefillers.clock.now += 10.24
             for lease in leases[2 * place : 2 * place + 2]:
-                lease.note_usage(20 * PIECE, 0)
+                lease.record_usage(20 * PIECE, 0)
                 lease.__exit__(None, None, None)
     assert not any(prefiller.computes_one_at_a_time for prefiller in prefillers.states)
 
@@ -596,41 +629,41 @@ def test_long_prompts_computed_alone_are_not_evidence_against_batching(prefiller
 def test_costs_are_not_learned_while_the_event_loop_is_late(balancer: Balancer, lag: float) -> None:
     prefillers = Prefillers(balancer)
     prefillers.teach()
-    before = prefillers.pool.work_seconds(prompt(*range(50, 70)))
-    prefillers.policy.context.lag_within = lambda began, ended: lag
+    before = prefillers.pool.predict_work_seconds(prompt(*range(50, 70)))
+    prefillers.policy.context.loop_lag_within = lambda began, ended: lag
     for number in range(60):
         prefillers.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=1.024 + lag)
-    assert prefillers.pool.work_seconds(prompt(*range(50, 70))) == before
+    assert prefillers.pool.predict_work_seconds(prompt(*range(50, 70))) == before
 
 
 def test_costs_are_learned_once_the_lag_is_known(balancer: Balancer) -> None:
     prefillers = Prefillers(balancer)
     known_until = 0.0
-    prefillers.policy.context.lag_within = lambda began, ended: 0.0 if ended <= known_until else None
+    prefillers.policy.context.loop_lag_within = lambda began, ended: 0.0 if ended <= known_until else None
     prefillers.teach()
     request = prompt(*range(50, 70))
-    before = prefillers.pool.work_seconds(request)
+    before = prefillers.pool.predict_work_seconds(request)
     known_until = prefillers.clock.now
     prefillers.serve(prompt(3))
-    assert prefillers.pool.work_seconds(request) > 2 * before
+    assert prefillers.pool.predict_work_seconds(request) > 2 * before
 
 
 def test_request_waits_at_most_about_twice_its_predicted_wait(prefillers: Prefillers) -> None:
-    assert prefillers.policy.hold_seconds(None, 1) == inf
+    assert prefillers.policy.max_hold_seconds(None, 1) == inf
     prefillers.teach()
     one_at_a_time(prefillers)
     for number in (1, 2):
         prefillers.begin(prompt(*range(100 * number, 100 * number + 8)))
     waiting = [prompt(*range(1000 * number, 1000 * number + 8)) for number in range(1, 5)]
     for request in waiting:
-        prefillers.pool.work_seconds(request)
+        prefillers.pool.predict_work_seconds(request)
     # Each prompt takes 4.1 s. Each prefiller has one in flight and two that wait.
-    held = prefillers.pool.policy.hold_seconds(waiting[0], 4)
+    held = prefillers.pool.policy.max_hold_seconds(waiting[0], 4)
     assert held == pytest.approx(2 * (4.1 + 2 * 4.1 + 3 * 4.1), rel=0.15)
     for request in waiting:
-        prefillers.pool.left_queue(request)
-    assert prefillers.pool.policy.hold_seconds(waiting[0], 1) < held - 12
-    assert prefillers.pool.would_take()
+        prefillers.pool.on_left_queue(request)
+    assert prefillers.pool.policy.max_hold_seconds(waiting[0], 1) < held - 12
+    assert prefillers.pool.would_take_now()
 
 
 def test_request_that_waits_for_decoders_has_no_prefill_hold(prefillers: Prefillers) -> None:
@@ -638,7 +671,7 @@ def test_request_that_waits_for_decoders_has_no_prefill_hold(prefillers: Prefill
     one_at_a_time(prefillers)
     prefillers.begin(prompt(*range(100, 108)))
     waiting = prompt(*range(1000, 1008))
-    prefillers.pool.work_seconds(waiting)
-    assert prefillers.pool.policy.hold_seconds(waiting, 1) == inf
+    prefillers.pool.predict_work_seconds(waiting)
+    assert prefillers.pool.policy.max_hold_seconds(waiting, 1) == inf
     prefillers.begin(prompt(*range(200, 208)))
-    assert prefillers.pool.policy.hold_seconds(waiting, 1) < inf
+    assert prefillers.pool.policy.max_hold_seconds(waiting, 1) < inf

@@ -15,10 +15,10 @@ from proxy.balancer.policies.least_tokens import (
     LeastTokens,
     LengthGroups,
     PowerOfTwo,
-    Random,
+    RandomChoice,
     RoundRobin,
     make_policy,
-    nearness,
+    nearness_to_range,
 )
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
@@ -34,11 +34,11 @@ SHORT, LONG = 1_000, 60_000
 
 def choose(policy: Policy, backends: Sequence[Backend], weights: Sequence[int]) -> Backend:
     candidates = [Candidate(backend, None, BOARD) for backend in backends]
-    return policy.choose(candidates, weights, PickRequest.of(Load())).backend
+    return policy.choose_candidate(candidates, weights, PickRequest.make_for_load(Load())).backend
 
 
 def drawing(seed: int) -> PolicyContext:
-    return PolicyContext(rng=random.Random(seed))
+    return PolicyContext(random_source=random.Random(seed))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -83,7 +83,7 @@ def test_round_robin_does_not_look_at_loads() -> None:
 
 
 def test_random_is_even() -> None:
-    policy = Random(drawing(1))
+    policy = RandomChoice(drawing(1))
     chosen = Counter(choose(policy, EIGHT, [100, 0, 0, 0, 0, 0, 0, 0]) for _ in range(8000))
     assert all(800 < chosen[backend] < 1200 for backend in EIGHT)
 
@@ -97,7 +97,7 @@ def test_power_of_two_never_takes_the_most_loaded_and_prefers_the_freer() -> Non
 
 
 def test_seed_makes_random_choices_repeatable() -> None:
-    for kind in (Random, PowerOfTwo):
+    for kind in (RandomChoice, PowerOfTwo):
         one, other = kind(drawing(7)), kind(drawing(7))
         assert [choose(one, EIGHT, IDLE) for _ in range(50)] == [choose(other, EIGHT, IDLE) for _ in range(50)]
 
@@ -109,7 +109,7 @@ def test_waiting_kv_weighs_less_than_work_on_a_prefiller_and_the_same_on_a_decod
 def chosen(weights: list[int], prompt_tokens: int, policy: LengthGroups | None = None) -> int:
     candidates = [Candidate(Backend(Role.DECODE, "d", port, slot=port), None, BOARD) for port in range(len(weights))]
     request = PickRequest(Load(), Load(), Subject(prompt_tokens, NO_PREFIX_KEYS))
-    return (policy or LengthGroups()).choose(candidates, weights, request).backend.port
+    return (policy or LengthGroups()).choose_candidate(candidates, weights, request).backend.port
 
 
 @pytest.mark.parametrize(("prompt_tokens", "half"), [(SHORT, {0, 1}), (LONG, {2, 3}), (32 * 1024, {2, 3})])
@@ -149,7 +149,7 @@ def test_prompt_far_from_the_other_length_overflows_later() -> None:
 
 def test_length_bounds_come_from_the_settings() -> None:
     settings = Balance(long_prompt_tokens=500, longest_prompt_tokens=2_000)
-    policy = LengthGroups(PolicyContext(balance=lambda: settings))
+    policy = LengthGroups(PolicyContext(get_balance_options=lambda: settings))
     assert chosen([9, 9, 8, 9], SHORT, policy) == 2
     settings = Balance(long_prompt_tokens=5_000, longest_prompt_tokens=20_000)
     assert chosen([9, 8, 7, 9], SHORT, policy) == 1
@@ -157,6 +157,6 @@ def test_length_bounds_come_from_the_settings() -> None:
 
 def test_nearness_is_one_at_the_edge_and_falls_with_the_distance() -> None:
     # As `_calculate_length_affinity` has it for buckets (0, 32 K) and (32 K, 128 K).
-    assert nearness(32 * 1024, 0, 32 * 1024) == 1.0
-    assert nearness(96 * 1024, 0, 32 * 1024) == pytest.approx(math.exp(-0.1 * 4))
-    assert nearness(0, 32 * 1024, 128 * 1024) == pytest.approx(math.exp(-0.1 * 2 / 3))
+    assert nearness_to_range(32 * 1024, 0, 32 * 1024) == 1.0
+    assert nearness_to_range(96 * 1024, 0, 32 * 1024) == pytest.approx(math.exp(-0.1 * 4))
+    assert nearness_to_range(0, 32 * 1024, 128 * 1024) == pytest.approx(math.exp(-0.1 * 2 / 3))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.pick import PickRequest, Tracker
+from proxy.balancer.pick import LeaseTracker, PickRequest
 from proxy.common.backend import Backend
 from proxy.settings import POLICIES
 from proxy.sim.engine import SimulatedEngine
@@ -45,7 +45,7 @@ def who_prefilled(gateway: Deployment) -> list[int]:
 
 
 def backend_of(gateway: Deployment, engine: SimulatedEngine) -> Backend:
-    return next(each for each in gateway.worker.pools.prefill.backends() if each.port == engine.port)
+    return next(each for each in gateway.worker.pools.prefill.all_backends() if each.port == engine.port)
 
 
 async def test_turns_of_a_conversation_go_to_one_prefiller(deploy: Deploy) -> None:
@@ -108,7 +108,7 @@ async def test_prefiller_is_charged_for_uncached_tokens(deploy: Deploy) -> None:
     slot = backend_of(gateway, again).slot
     async with gateway.asking(turn(LONG)):
         await until(lambda: len(generations(again)) == 2, "the second prefill")
-        charged = gateway.scoreboard.load(slot)
+        charged = gateway.scoreboard.load_of(slot)
         assert (charged.compute_tokens, charged.kv_tokens > len(LONG) // 8) == (3480, True)
 
 
@@ -134,11 +134,11 @@ async def test_failed_prefill_is_not_remembered(deploy: Deploy, is_the_clients_d
 async def test_client_headers_reach_the_policy(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PickRequest] = []
 
-    def track(policy: PrefixAffinity, backend: Backend, request: PickRequest) -> Tracker:
+    def track(policy: PrefixAffinity, backend: Backend, request: PickRequest) -> LeaseTracker:
         seen.append(request)
-        return Tracker(policy.cost_of(backend, request))
+        return LeaseTracker(policy.load_of_request(backend, request))
 
-    monkeypatch.setattr(PrefixAffinity, "track", track)
+    monkeypatch.setattr(PrefixAffinity, "start_tracker", track)
     gateway = await deploy(**CHOOSING)
     await gateway.ask(turn(LONG, prompt_cache_key="a conversation"), x_ttft_deadline_ms="1500")
     (wanted,) = seen
@@ -150,5 +150,5 @@ async def test_reload_with_the_same_policy_keeps_learned_values(deploy: Deploy) 
     gateway = await deploy(2, 1, **CHOOSING)
     await gateway.ask(request(Api.CHAT, LONG))
     worker, policy = gateway.worker, policy_of(gateway)
-    worker.apply(worker.current)
+    worker.apply_snapshot(worker.current_snapshot)
     assert policy_of(gateway) is policy

@@ -41,22 +41,22 @@ class Workers:
                 Role.DECODE,
                 roster,
                 self.scoreboard,
-                policy=make_policy(self.policy, PolicyContext(worker=worker)),
-                row=self.scoreboard.row(worker),
+                policy=make_policy(self.policy, PolicyContext(worker_number=worker)),
+                load_row=self.scoreboard.load_row(worker),
             )
             for worker in range(self.count)
         ]
 
     def loads(self) -> list[int]:
-        return [self.scoreboard.load(slot).compute_tokens for slot in range(self.backends)]
+        return [self.scoreboard.load_of(slot).compute_tokens for slot in range(self.backends)]
 
     def look(self, worker: int, load: Load = ONE) -> Backend:
         """Choose a backend, the first half of entering a lease."""
-        return self.pools[worker].take(PickRequest.of(load))[0][0]
+        return self.pools[worker].take_pick(PickRequest.make_for_load(load))[0][0]
 
     def charge(self, worker: int, backend: Backend, load: Load = ONE) -> None:
         """Charge a backend, the second half. A negative load releases."""
-        self.pools[worker].row.add(backend.slot, compute=load.compute_tokens)
+        self.pools[worker].load_row.add_load(backend.slot, compute=load.compute_tokens)
 
     def pick_at_once(self) -> list[int]:
         """Let all workers choose before the first one charges, and return the chosen slots."""
@@ -147,7 +147,7 @@ def test_burst_of_several_processes_is_balanced_within_one_per_worker() -> None:
                 os.close(writing)
                 os.read(reading, 1)  # all of them begin when the pipe is closed
                 for _ in range(each):
-                    together.pools[worker].lease(PickRequest.of(ONE)).__enter__()
+                    together.pools[worker].make_lease(PickRequest.make_for_load(ONE)).__enter__()
                 status = 0
             finally:
                 os._exit(status)

@@ -26,22 +26,22 @@ class Story:
         for word in words.split():
             match word.split(":"):
                 case ["refuse"]:
-                    self.streak = self.back_offs.refuse(A, self.now, None, doubles=True)
+                    self.streak = self.back_offs.record_refusal(A, self.now, None, doubles=True)
                 case ["alone"]:
-                    self.streak = self.back_offs.refuse(A, self.now, None, doubles=False)
+                    self.streak = self.back_offs.record_refusal(A, self.now, None, doubles=False)
                 case ["refuse", seconds]:
-                    self.streak = self.back_offs.refuse(A, self.now, float(seconds), doubles=True)
+                    self.streak = self.back_offs.record_refusal(A, self.now, float(seconds), doubles=True)
                 case ["turn"]:
-                    self.back_offs.take_turn(A, self.now)
+                    self.back_offs.use_turn(A, self.now)
                 case ["begin"]:
-                    self.back_offs.serve(A, self.now, is_complete=False)
+                    self.back_offs.record_answer_begin(A, self.now, is_complete=False)
                 case ["complete"]:
-                    self.back_offs.serve(A, self.now, is_complete=True)
+                    self.back_offs.record_answer_begin(A, self.now, is_complete=True)
                 case ["left"]:
-                    self.back_offs.make_room(A, self.now)
+                    self.back_offs.record_end_without_success(A, self.now)
                 case _:
                     self.now += float(word.removesuffix("s"))
-            states.append("x" if self.back_offs.refuses(A, self.now) else ".")
+            states.append("x" if self.back_offs.would_refuse(A, self.now) else ".")
         return "".join(states)
 
 
@@ -91,17 +91,17 @@ def test_streak_counts_simultaneous_refusals_once_and_ends_with_an_answer() -> N
 def test_next_backend_in_a_slot_has_no_back_off() -> None:
     story = Story()
     story.tell("refuse")
-    assert story.back_offs.of(Backend(Role.DECODE, "b", 1, slot=3)) == UNKNOWN
-    story.back_offs.forget(A)
-    assert story.back_offs.of(A) == UNKNOWN
+    assert story.back_offs.standing_of(Backend(Role.DECODE, "b", 1, slot=3)) == UNKNOWN
+    story.back_offs.forget_backend(A)
+    assert story.back_offs.standing_of(A) == UNKNOWN
 
 
 def test_every_write_of_a_back_off_is_a_change() -> None:
     story = Story()
-    seen = [story.back_offs.changes[0]]
+    seen = [story.back_offs.change_cells[0]]
     for word in ("refuse", "1s", "turn", "complete"):
         story.tell(word)
-        seen.append(story.back_offs.changes[0])
+        seen.append(story.back_offs.change_cells[0])
     assert len(set(seen)) == 4
 
 
@@ -115,4 +115,4 @@ def test_retry_after_of_a_backend_is_kept_without_a_maximum() -> None:
         ("refuse:600 refuse", 0.0),
     ):
         story.tell(words)
-        assert story.back_offs.of(A).closed_until == closed_until, words
+        assert story.back_offs.standing_of(A).retry_after_until == closed_until, words

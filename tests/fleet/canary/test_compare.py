@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict
-from proxy.fleet.canary import Agreement, CanaryPrompt, agreement, by_counters, by_time, by_usage, prompt_bytes
+from proxy.fleet.canary import (
+    Agreement,
+    CanaryPrompt,
+    compare_answers,
+    judge_by_counters,
+    judge_by_time,
+    judge_by_usage,
+    prompt_bytes,
+)
 from proxy.wire.exposition import PromptTokenTotals
 
 BEFORE = PromptTokenTotals(100.0, 1000.0, 10.0)
@@ -31,12 +39,12 @@ def after(transferred: float = 0, computed: float = 0, cached: float = 0) -> Pro
 def test_counters_before_and_after_a_canary_give_a_verdict(
     reading: PromptTokenTotals | None, verdict: HandoffVerdict | None
 ) -> None:
-    assert by_counters(BEFORE, reading, 2000, from_store=False) is verdict
+    assert judge_by_counters(BEFORE, reading, 2000, reads_from_store=False) is verdict
 
 
 def test_cached_tokens_of_a_fresh_prompt_were_fetched() -> None:
-    assert by_usage(1999, 2000) is HandoffVerdict.TRANSFERRED
-    assert by_usage(0, 2000) is by_usage(None, 2000) is HandoffVerdict.UNKNOWN
+    assert judge_by_usage(1999, 2000) is HandoffVerdict.TRANSFERRED
+    assert judge_by_usage(0, 2000) is judge_by_usage(None, 2000) is HandoffVerdict.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -52,33 +60,33 @@ def test_cached_tokens_of_a_fresh_prompt_were_fetched() -> None:
 def test_handoff_as_slow_as_a_prefill_is_judged_as_computed(
     handoff_seconds: float | None, alone_seconds: float | None, verdict: HandoffVerdict
 ) -> None:
-    assert by_time(handoff_seconds, alone_seconds) is verdict
+    assert judge_by_time(handoff_seconds, alone_seconds) is verdict
 
 
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
         ([5, 6, 7, 8], [5, 6, 7, 8], Agreement.SAME),
-        ([5, 6, 7, 8], [5, 6, 7, 9], Agreement.DRIFTS),
+        ([5, 6, 7, 8], [5, 6, 7, 9], Agreement.DRIFTS_APART),
         ([5, 6, 7, 8], [5, 9, 7, 8], Agreement.DIFFERS),
         ("apple beach", "apple beach", Agreement.SAME),
-        ("apple beach", "apple bears", Agreement.DRIFTS),
+        ("apple beach", "apple bears", Agreement.DRIFTS_APART),
         ("apple beach", "apart", Agreement.DIFFERS),
     ],
 )
 def test_answers_with_an_equal_beginning_drift(
     one: list[int] | str, other: list[int] | str, expected: Agreement
 ) -> None:
-    assert agreement(one, other) is expected
+    assert compare_answers(one, other) is expected
 
 
 def test_prompt_fits_even_if_every_byte_is_a_token() -> None:
     size = prompt_bytes(2048, 4, [131_072, 4096])
-    assert len(CanaryPrompt.of("m", size).text) <= size < 4096
+    assert len(CanaryPrompt.make_prompt("m", size).prompt_text) <= size < 4096
     assert prompt_bytes(2048, 4, []) == 8192
 
 
 def test_canaries_of_one_prompt_have_different_cache_salts() -> None:
-    prompt = CanaryPrompt.of("m", 1000)
-    assert prompt.body()["cache_salt"] != prompt.body()["cache_salt"]
-    assert prompt.text != CanaryPrompt.of("m", 1000).text
+    prompt = CanaryPrompt.make_prompt("m", 1000)
+    assert prompt.make_body()["cache_salt"] != prompt.make_body()["cache_salt"]
+    assert prompt.prompt_text != CanaryPrompt.make_prompt("m", 1000).prompt_text

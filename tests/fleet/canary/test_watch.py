@@ -23,7 +23,9 @@ def canaries(gateway: Deployment) -> dict[str, float]:
 def set_interval(gateway: Deployment, every_seconds: float) -> None:
     settings = gateway.worker.settings
     doctor = settings.doctor.model_copy(update={"every_seconds": every_seconds})
-    gateway.worker.apply(replace(gateway.worker.current, settings=settings.model_copy(update={"doctor": doctor})))
+    gateway.worker.apply_snapshot(
+        replace(gateway.worker.current_snapshot, settings=settings.model_copy(update={"doctor": doctor}))
+    )
 
 
 def log_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:

@@ -14,8 +14,8 @@ from proxy.balancer.health import Health, Transition
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Role
-from proxy.fleet.discovery.joining import Joiner
-from proxy.fleet.discovery.prober import Prober, ProberParts
+from proxy.fleet.discovery.joining import InstanceJoiner
+from proxy.fleet.discovery.prober import HealthProber, ProberParts
 from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining
 from proxy.upstream import EngineClient
@@ -112,8 +112,10 @@ class Gateway:
         self.roster = Roster([(HOST, port) for port in prefill], [(HOST, port) for port in decode], self.scoreboard)
         self.health = Health(lambda: HealthChecks(fall=3, rise=2))
         self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
-        row = self.scoreboard.row(0)
-        self.pools = {role: make_pool(role, self.roster, self.scoreboard, row=row, health=self.health) for role in Role}
+        row = self.scoreboard.load_row(0)
+        self.pools = {
+            role: make_pool(role, self.roster, self.scoreboard, load_row=row, health=self.health) for role in Role
+        }
         self.checks = HealthChecks(
             interval_seconds=interval_seconds, changing_interval_seconds=0.01, timeout_seconds=timeout_seconds
         )
@@ -121,29 +123,34 @@ class Gateway:
         self.keys = EngineKeys("s3cret")
         self.restarts = Metrics().background_restarts_total
 
-    def prober(self, client: EngineClient, fresh_client: EngineClient | None = None) -> Prober:
+    def prober(self, client: EngineClient, fresh_client: EngineClient | None = None) -> HealthProber:
         parts = ProberParts(
             pools=self.pools,
             roster=self.roster,
             health=self.health,
-            client=client,
+            engine_client=client,
             fresh_client=fresh_client or client,
-            engine_headers=self.keys.headers,
+            engine_headers=self.keys.credential_headers,
             on_transition=self.transitions.put_nowait,
-            restarts=self.restarts,
+            restart_counter=self.restarts,
         )
-        return Prober(parts, lambda: self.checks)
+        return HealthProber(parts, lambda: self.checks)
 
     @asynccontextmanager
-    async def joining(self, client: EngineClient) -> AsyncIterator[Joiner]:
+    async def joining(self, client: EngineClient) -> AsyncIterator[InstanceJoiner]:
         """Run a joiner that announces joined instances to a prober."""
         async with (
             self.prober(client) as prober,
-            Joiner(
-                self.pools, self.roster, lambda: self.settings, client, self.keys.headers, prober.note_joined
+            InstanceJoiner(
+                self.pools,
+                self.roster,
+                lambda: self.settings,
+                client,
+                self.keys.credential_headers,
+                prober.on_backend_joined,
             ) as joiner,
         ):
             yield joiner
 
     def names(self, role: Role) -> list[str]:
-        return [backend.name for backend in self.pools[role].backends()]
+        return [backend.name for backend in self.pools[role].all_backends()]

@@ -85,7 +85,7 @@ class DnsKeeper:
 def impatient(settings: Settings) -> Iterator[WatchedSlices]:
     """Yield the sources of the settings, without a pause between two watches."""
     for source in watched_slices(settings):
-        yield replace(source, server=replace(source.server, pause_seconds=0.001))
+        yield replace(source, api_server=replace(source.api_server, pause_seconds=0.001))
 
 
 class KubernetesKeeper:

@@ -11,7 +11,7 @@ from proxy.common.backend import Backend
 class Listed:
     """A source of the instances that a test sets."""
 
-    name = "test"
+    source_name = "test"
 
     def __init__(self, *backends: Backend) -> None:
         self._backends = backends
@@ -28,7 +28,7 @@ class Listed:
         self._problem = problem
         self._has_changed.set()
 
-    async def watch(self) -> AsyncGenerator[tuple[Backend, ...], None]:
+    async def watch_instances(self) -> AsyncGenerator[tuple[Backend, ...], None]:
         self.watches += 1
         try:
             while True:

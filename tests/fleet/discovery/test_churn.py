@@ -24,7 +24,7 @@ CLIENTS = 4
 def serving(gateway: Deployment) -> set[int]:
     """Return the ports of instances that are enabled and up."""
     pools = gateway.worker.pools
-    return {backend.port for pool in (pools.prefill, pools.decode) for backend in pool.eligible()}
+    return {backend.port for pool in (pools.prefill, pools.decode) for backend in pool.eligible_backends()}
 
 
 def ports(engines: Collection[SimulatedEngine]) -> set[int]:
@@ -84,7 +84,10 @@ async def test_clients_are_served_while_a_source_changes_and_fails(
             if turn % 4 == 1:
                 source.fail(turn // 4)
                 states = gateway.sources
-                await until(lambda: all(one.problem for one in states.all().values()), "the failure to be noticed")  # noqa: B023
+                await until(
+                    lambda states=states: all(one.problem for one in states.states_by_origin().values()),
+                    "the failure to be noticed",
+                )
                 await wait_until_only(*chosen)
             chosen = [
                 *chance.sample(prefillers, chance.randint(1, len(prefillers))),

@@ -32,7 +32,7 @@ def source(
 
 
 async def named(server: NameServer, name: str, role: Role = Role.DECODE) -> list[str]:
-    async with aclosing(source(server, name, role).watch()) as found:
+    async with aclosing(source(server, name, role).watch_instances()) as found:
         return names_of(await anext(found))
 
 
@@ -86,7 +86,7 @@ async def test_truncated_answer_is_requested_over_tcp(server: NameServer) -> Non
 async def test_name_is_looked_up_again_when_its_records_expire(server: NameServer) -> None:
     server.set_records("alias.test", "CNAME", "decode.test.", ttl=0)
     server.set_records("decode.test", "A", "10.0.0.1", ttl=3600)
-    async with aclosing(source(server, "alias.test:1").watch()) as found:
+    async with aclosing(source(server, "alias.test:1").watch_instances()) as found:
         assert names_of(await anext(found)) == ["decode 10.0.0.1:1"]
         server.set_records("decode.test", "A", "10.0.0.1", "10.0.0.2", ttl=3600)
         assert names_of(await anext(found)) == ["decode 10.0.0.1:1", "decode 10.0.0.2:1"]
@@ -94,13 +94,13 @@ async def test_name_is_looked_up_again_when_its_records_expire(server: NameServe
 
 @pytest.mark.parametrize(("ttl", "pause_seconds"), [(0, 5.0), (30, 30.0), (3600, 60.0)])
 def test_lookup_interval_is_bounded_for_any_record_lifetime(ttl: int, pause_seconds: float) -> None:
-    name = LookedUpName(Role.DECODE, "decode.test:1", (), min_seconds=5.0, max_seconds=60.0)
+    name = LookedUpName(Role.DECODE, "decode.test:1", (), min_pause_seconds=5.0, max_pause_seconds=60.0)
     assert name.pause_seconds(ttl) == pause_seconds
 
 
 async def test_long_lived_record_is_looked_up_again_after_the_maximum(server: NameServer) -> None:
     server.set_records("decode.test", "A", "10.0.0.1", ttl=3600)
-    async with aclosing(source(server, "decode.test:1", max_seconds=0.001).watch()) as found:
+    async with aclosing(source(server, "decode.test:1", max_seconds=0.001).watch_instances()) as found:
         for _ in range(3):
             await anext(found)
     assert server.asked["decode.test", "A"] == 3
@@ -120,6 +120,6 @@ async def test_no_answer_is_a_failure_and_not_an_empty_list(server: NameServer, 
 
 async def test_silent_name_server_is_a_failure(server: NameServer) -> None:
     server.is_silent = True
-    async with aclosing(replace(source(server, "decode.test:1"), timeout_seconds=0.05).watch()) as found:
+    async with aclosing(replace(source(server, "decode.test:1"), timeout_seconds=0.05).watch_instances()) as found:
         with pytest.raises(DNSException, match="timed out"):
             await anext(found)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.engines import EngineFacts, EngineVersion, Identity
-from proxy.fleet.discovery.facts import needs_chat_ids_question, with_chat_ids
+from proxy.balancer.engines import EngineFacts, EngineIdentity, EngineVersion
+from proxy.fleet.discovery.facts import needs_chat_ids_question, update_chat_ids
 from proxy.upstream import BufferedResponse
 
 
@@ -22,7 +22,7 @@ from proxy.upstream import BufferedResponse
 def test_only_recent_sglang_is_asked_for_chat_token_ids(
     kind: str | None, version: EngineVersion, is_asked: bool
 ) -> None:
-    assert needs_chat_ids_question(EngineFacts(version, identity=Identity(kind=kind))) is is_asked
+    assert needs_chat_ids_question(EngineFacts(version, identity=EngineIdentity(engine_kind=kind))) is is_asked
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_only_recent_sglang_is_asked_for_chat_token_ids(
     ],
 )
 def test_answer_shows_whether_chats_have_token_ids(answer: BufferedResponse | None, reports_ids: bool) -> None:
-    setup = with_chat_ids(EngineFacts(), answer).identity.setup
+    setup = update_chat_ids(EngineFacts(), answer).identity.engine_setup
     assert setup is not None
     assert setup.has_chat_token_ids is reports_ids

@@ -32,7 +32,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 async def first(pattern: Path | str) -> list[str]:
-    async with aclosing(WatchedFiles(str(pattern)).watch()) as found:
+    async with aclosing(WatchedFiles(str(pattern)).watch_instances()) as found:
         return names_of(await anext(found))
 
 
@@ -129,7 +129,7 @@ async def test_broken_or_missing_file_is_a_failure_of_its_source(
 async def test_watch_yields_changes_when_files_appear_and_disappear(tmp_path: Path) -> None:
     one, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
     one.write_text(DECODERS, encoding="utf-8")
-    async with aclosing(WatchedFiles(str(tmp_path / "*.yaml"), check_seconds=0.001).watch()) as found:
+    async with aclosing(WatchedFiles(str(tmp_path / "*.yaml"), check_seconds=0.001).watch_instances()) as found:
         assert names_of(await anext(found)) == ["decode d:1", "decode d:2"]
         replace_file(other, DECODERS.replace("d:2", "d:3"))
         assert names_of(await anext(found)) == ["decode d:1", "decode d:2", "decode d:1", "decode d:3"]
@@ -144,14 +144,14 @@ async def test_file_is_not_read_while_it_is_written(tmp_path: Path, monkeypatch:
     path.write_text(DECODERS, encoding="utf-8")
     group = "- targets: [d:3]\n  labels: {role: decode}\n"
     steps = ["", group, group * 2, group * 3]  # after each step, the file is valid
-    look = files._stamps
+    look = files._file_stamps
 
-    def written_between_looks(pattern: str) -> files.Stamps:
+    def written_between_looks(pattern: str) -> files.FileStamps:
         if steps:
             path.write_text(DECODERS + steps.pop(0), encoding="utf-8")
         return look(pattern)
 
-    monkeypatch.setattr(files, "_stamps", written_between_looks)
-    async with aclosing(WatchedFiles(str(path), check_seconds=0.0).watch()) as found:
+    monkeypatch.setattr(files, "_file_stamps", written_between_looks)
+    async with aclosing(WatchedFiles(str(path), check_seconds=0.0).watch_instances()) as found:
         assert names_of(await anext(found)) == ["decode d:1", "decode d:2"]
         assert names_of(await anext(found)) == ["decode d:1", "decode d:2", *["decode d:3"] * 3]

@@ -19,7 +19,7 @@ from proxy.fleet.discovery.kubernetes import (
     ApiServer,
     ApiServerError,
     WatchedSlices,
-    instances,
+    ready_instances,
 )
 from tests.asking import until
 from tests.fleet.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
@@ -32,7 +32,7 @@ def endpoint(address: str, uid: str | None = None, **conditions: bool) -> dict[s
 
 
 def named(*slices: dict[str, Any], role: Role = Role.DECODE, port_name: str | None = None) -> list[str]:
-    return names_of(instances(role, slices, port_name))
+    return names_of(ready_instances(role, slices, port_name))
 
 
 # Contents of slices
@@ -113,18 +113,18 @@ def test_invalid_bootstrap_port_is_rejected() -> None:
 @pytest.mark.parametrize("where", ["annotations", "labels"])
 def test_slice_annotation_makes_endpoints_elastic(where: str) -> None:
     elastic = endpoint_slice("d", "h", metadata={"name": "d", where: {ELASTIC_KEY: "true"}})
-    found = [instances(Role.DECODE, [one], None) for one in (elastic, endpoint_slice("d", "h"))]
+    found = [ready_instances(Role.DECODE, [one], None) for one in (elastic, endpoint_slice("d", "h"))]
     assert [backend.is_elastic for backends in found for backend in backends] == [True, False]
 
 
 @pytest.mark.parametrize("where", ["annotations", "labels"])
 def test_slice_annotation_names_the_models_of_its_endpoints(where: str) -> None:
     said = endpoint_slice("d", "h", metadata={"name": "d", where: {MODEL_KEY: "x,y"}})
-    assert [backend.models for backend in instances(Role.DECODE, [said], None)] == [("x", "y")]
-    assert [backend.models for backend in instances(Role.DECODE, [endpoint_slice("d", "h")], None)] == [()]
+    assert [backend.models for backend in ready_instances(Role.DECODE, [said], None)] == [("x", "y")]
+    assert [backend.models for backend in ready_instances(Role.DECODE, [endpoint_slice("d", "h")], None)] == [()]
     wrong = endpoint_slice("d", "h", metadata={"name": "d", where: {MODEL_KEY: "x" * 300}})
     with pytest.raises(ValueError, match=f"{MODEL_KEY} of EndpointSlice d: the names"):
-        instances(Role.DECODE, [wrong], None)
+        ready_instances(Role.DECODE, [wrong], None)
 
 
 # Listing and watching
@@ -148,7 +148,7 @@ def decode_slice(name: str, *addresses: str) -> dict[str, Any]:
 async def test_watch_delivers_changes_without_another_list(server: KubernetesServer) -> None:
     server.put(decode_slice("d-1", "10.0.0.1"))
     server.put(endpoint_slice("prefill", "10.0.9.1"))
-    async with aclosing(source(server).watch()) as found:
+    async with aclosing(source(server).watch_instances()) as found:
         assert names_of(await anext(found)) == ["decode 10.0.0.1:8000"]
         server.put(decode_slice("d-2", "10.0.0.2"))
         assert names_of(await anext(found)) == ["decode 10.0.0.1:8000", "decode 10.0.0.2:8000"]
@@ -164,7 +164,7 @@ async def test_long_lists_are_paged_and_long_events_reassembled(server: Kubernet
     server.page = 2
     for number in range(5):
         server.put(decode_slice(f"d-{number}", f"10.0.0.{number}"))
-    async with aclosing(source(server).watch()) as found:
+    async with aclosing(source(server).watch_instances()) as found:
         assert len(await anext(found)) == 5
         assert server.lists == 3
         addresses = [f"10.1.{high}.{low}" for high in range(40) for low in range(250)]
@@ -174,7 +174,7 @@ async def test_long_lists_are_paged_and_long_events_reassembled(server: Kubernet
 
 async def test_watch_continues_from_the_last_bookmark_after_its_end(server: KubernetesServer) -> None:
     server.put(decode_slice("d-1", "10.0.0.1"))
-    async with aclosing(source(server).watch()) as found:
+    async with aclosing(source(server).watch_instances()) as found:
         await anext(found)
         server.put(decode_slice("d-1", "10.0.0.2"))
         await anext(found)
@@ -189,7 +189,7 @@ async def test_watch_continues_from_the_last_bookmark_after_its_end(server: Kube
 @pytest.mark.parametrize("how", ["status", "event"])
 async def test_instances_are_listed_again_when_the_version_has_expired(server: KubernetesServer, how: str) -> None:
     server.put(decode_slice("d-1", "10.0.0.1"))
-    async with aclosing(source(server).watch()) as found:
+    async with aclosing(source(server).watch_instances()) as found:
         await anext(found)
         server.put(decode_slice("d-1", "10.0.0.2"))
         await anext(found)
@@ -204,7 +204,7 @@ async def test_instances_are_listed_again_when_the_version_has_expired(server: K
 
 
 async def test_error_in_a_watch_is_a_failure(server: KubernetesServer) -> None:
-    async with aclosing(source(server).watch()) as found:
+    async with aclosing(source(server).watch_instances()) as found:
         assert list(await anext(found)) == []
         server.put(decode_slice("d", "10.0.0.1"))
         await anext(found)
@@ -216,7 +216,7 @@ async def test_error_in_a_watch_is_a_failure(server: KubernetesServer) -> None:
 async def test_error_quotes_the_message_of_the_api_server(server: KubernetesServer) -> None:
     server.refusal = 403, 'endpointslices is forbidden: User "pdproxy" cannot list resource'
     with pytest.raises(ApiServerError, match=r"^the API server answered 403: endpointslices is forbidden"):
-        async with aclosing(source(server).watch()) as found:
+        async with aclosing(source(server).watch_instances()) as found:
             await anext(found)
 
 
@@ -224,7 +224,7 @@ async def test_token_file_is_read_for_each_request(server: KubernetesServer, tmp
     file = tmp_path / "token"
     file.write_text("one\n", encoding="utf-8")
     server.token = "one"
-    async with aclosing(source(server, token_file=file).watch()) as found:
+    async with aclosing(source(server, token_file=file).watch_instances()) as found:
         await anext(found)
         server.put(decode_slice("d", "10.0.0.1"))
         await anext(found)
@@ -235,7 +235,7 @@ async def test_token_file_is_read_for_each_request(server: KubernetesServer, tmp
         assert names_of(await anext(found)) == ["decode 10.0.0.2:8000"]
     file.unlink()
     with pytest.raises(ApiServerError, match="token cannot be read: no such file or directory"):
-        async with aclosing(source(server, token_file=file).watch()) as found:
+        async with aclosing(source(server, token_file=file).watch_instances()) as found:
             await anext(found)
 
 
@@ -243,7 +243,7 @@ async def test_error_names_the_cause_outside_of_a_cluster(monkeypatch: pytest.Mo
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     pod = WatchedSlices(Role.DECODE, "a=b", ApiServer(None, None, None, None), None)
     with pytest.raises(ApiServerError, match=r"not run in a pod of Kubernetes: set kubernetes\.api_server"):
-        async with aclosing(pod.watch()) as found:
+        async with aclosing(pod.watch_instances()) as found:
             await anext(found)
 
 
@@ -251,7 +251,7 @@ async def test_error_names_the_cause_outside_of_a_cluster(monkeypatch: pytest.Mo
 async def test_endless_paging_is_a_failure(server: KubernetesServer) -> None:
     server.is_endless = True
     server.put(decode_slice("d", "10.0.0.1"))
-    async with aclosing(source(server).watch()) as found:
+    async with aclosing(source(server).watch_instances()) as found:
         with pytest.raises(ApiServerError, match="more than 200 pages"):
             await anext(found)
 
@@ -260,7 +260,7 @@ async def test_endless_paging_is_a_failure(server: KubernetesServer) -> None:
 async def test_too_many_objects_are_a_failure(server: KubernetesServer) -> None:
     for number in range(10_001):
         server.put(decode_slice(f"d{number}"))
-    async with aclosing(source(server).watch()) as found:
+    async with aclosing(source(server).watch_instances()) as found:
         with pytest.raises(ApiServerError, match="more than 200 pages"):
             await anext(found)
 
@@ -268,7 +268,7 @@ async def test_too_many_objects_are_a_failure(server: KubernetesServer) -> None:
 @pytest.mark.fault(111)
 async def test_simultaneous_changes_are_yielded_together(server: KubernetesServer) -> None:
     server.put(decode_slice("d", "10.0.0.1"))
-    async with aclosing(source(server).watch()) as found:
+    async with aclosing(source(server).watch_instances()) as found:
         await anext(found)
         following = asyncio.ensure_future(anext(found))
         await until(lambda: server.watching, "the watch")

@@ -14,7 +14,7 @@ from lab.replay import virtual_time
 from proxy.balancer.models import ServedModels
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, UnknownModel
-from proxy.fleet.discovery.facts import facts_of
+from proxy.fleet.discovery.facts import make_engine_facts
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.settings import Settings
 from proxy.upstream import EngineClient
@@ -43,9 +43,9 @@ class CountedEngines:
         """Names of models and adapters that each engine reports, by address."""
         self.prober = gateway.prober(cast("EngineClient", self))
         for role in (Role.PREFILL, Role.DECODE):
-            for backend in gateway.pools[role].backends():
+            for backend in gateway.pools[role].all_backends():
                 gateway.health.on_probe(backend, True, "passed its health check")
-                gateway.health.note_facts(backend, facts_of(None, self._list_models(backend.url)))
+                gateway.health.set_engine_facts(backend, make_engine_facts(None, self._list_models(backend.url)))
         none: Any = None
         models = ServedModels(gateway.roster, gateway.health, (Role.PREFILL, Role.DECODE))
         self.lanes = Lanes(
@@ -55,10 +55,10 @@ class CountedEngines:
             Settings(),
             self.prober.refresh_models,
         )
-        models.refresh()
-        assert (models.is_mixed, models.is_closed) == (True, not adapters_only)
+        models.update_names()
+        assert (models.has_several_groups, models.are_all_names_known) == (True, not adapters_only)
 
-    async def get(self, url: str, path: str, timeout_seconds: float, headers: object) -> BufferedResponse:
+    async def get_body(self, url: str, path: str, timeout_seconds: float, headers: object) -> BufferedResponse:
         """Answer as EngineClient.get does."""
         assert path == "/v1/models"
         self.times.setdefault(url, []).append(asyncio.get_running_loop().time())
@@ -77,7 +77,7 @@ class CountedEngines:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(at - loop.time())
         try:
-            await self.lanes.find(name)
+            await self.lanes.find_lane(name)
         except UnknownModel:
             return loop.time() - at
         return None

@@ -27,11 +27,11 @@ from tests.fleet.discovery.engines import HOST, Engine, Gateway, answering, sile
 
 async def test_one_passed_probe_confirms_a_backend(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
-    assert not gateway.pools[Role.PREFILL].is_ready()
+    assert not gateway.pools[Role.PREFILL].is_ready_to_serve()
     async with gateway.prober(client):
         transition = await gateway.transitions.get()
-    assert (transition.old, transition.new) == (HealthState.UNKNOWN, HealthState.UP)
-    assert gateway.pools[Role.PREFILL].is_ready()
+    assert (transition.old_state, transition.new_state) == (HealthState.UNKNOWN, HealthState.UP)
+    assert gateway.pools[Role.PREFILL].is_ready_to_serve()
     assert engine.seen[0] == ("/health", "Bearer s3cret")
 
 
@@ -41,11 +41,11 @@ async def test_failing_backend_goes_down_and_comes_up_again(client: EngineClient
         await gateway.transitions.get()
         engine.status, engine.seen = 503, []
         down = await gateway.transitions.get()
-        assert (down.new, down.reason) == (HealthState.DOWN, "/health answered with status 503")
+        assert (down.new_state, down.reason) == (HealthState.DOWN, "/health answered with status 503")
         assert len(engine.seen) >= 3
         engine.status, engine.seen = 200, []
         up = await gateway.transitions.get()
-        assert up.new is HealthState.UP
+        assert up.new_state is HealthState.UP
         assert len(engine.seen) >= 2
 
 
@@ -53,7 +53,7 @@ async def test_refused_connection_is_a_failed_probe(client: EngineClient) -> Non
     gateway = Gateway([unused_port()])
     async with gateway.prober(client):
         transition = await gateway.transitions.get()
-    assert (transition.new, transition.reason) == (HealthState.DOWN, "cannot connect (connection refused)")
+    assert (transition.new_state, transition.reason) == (HealthState.DOWN, "cannot connect (connection refused)")
 
 
 async def test_late_answer_is_a_failed_probe(client: EngineClient) -> None:
@@ -61,14 +61,14 @@ async def test_late_answer_is_a_failed_probe(client: EngineClient) -> None:
         gateway = Gateway([port], timeout_seconds=0.05)
         async with gateway.prober(client):
             transition = await gateway.transitions.get()
-    assert (transition.new, transition.reason) == (HealthState.DOWN, "/health did not answer within 0.05 s")
+    assert (transition.new_state, transition.reason) == (HealthState.DOWN, "/health did not answer within 0.05 s")
 
 
 async def test_invalid_host_name_is_a_failed_probe(client: EngineClient) -> None:
     gateway = Gateway([])
-    gateway.roster.add(Backend(Role.PREFILL, "a..b", 1))
+    gateway.roster.add_for_administrator(Backend(Role.PREFILL, "a..b", 1))
     async with gateway.prober(client):
-        assert (await gateway.transitions.get()).new is HealthState.DOWN
+        assert (await gateway.transitions.get()).new_state is HealthState.DOWN
 
 
 async def test_slow_backend_does_not_delay_other_probes(client: EngineClient, engine: Engine) -> None:
@@ -86,8 +86,8 @@ async def test_drained_backend_is_dropped(
     caplog.set_level(logging.INFO)
     gateway = Gateway([engine.port])
     async with gateway.prober(client):
-        with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
-            assert gateway.roster.remove(Role.PREFILL, HOST, engine.port)
+        with gateway.pools[Role.PREFILL].make_lease(PickRequest.make_for_load(Load())):
+            assert gateway.roster.remove_backend(Role.PREFILL, HOST, engine.port)
             engine.seen.clear()
             await until(lambda: len(engine.seen) > 1)
             assert gateway.names(Role.PREFILL) == [f"{HOST}:{engine.port}"]
@@ -105,17 +105,17 @@ async def test_backend_removed_during_its_probe_stays_removed(client: EngineClie
 
     async with answering(answer, "/health") as port:
         gateway = Gateway([port])
-        (backend,) = gateway.pools[Role.PREFILL].backends()
+        (backend,) = gateway.pools[Role.PREFILL].all_backends()
         async with gateway.prober(client) as prober:
             await arrived.wait()
-            gateway.roster.remove(Role.PREFILL, HOST, port)
-            prober.drop_drained()
+            gateway.roster.remove_backend(Role.PREFILL, HOST, port)
+            prober.remove_drained_backends()
             go_on.set()
             arrived.clear()
             # Its next probe ends after the old one.
-            gateway.roster.add(Backend(Role.DECODE, HOST, port))
+            gateway.roster.add_for_administrator(Backend(Role.DECODE, HOST, port))
             await gateway.transitions.get()
-        assert gateway.health.of(backend).state is HealthState.UNKNOWN
+        assert gateway.health.health_of(backend).health_state is HealthState.UNKNOWN
 
 
 async def test_instance_added_by_another_worker_serves_after_a_passed_probe(
@@ -123,36 +123,36 @@ async def test_instance_added_by_another_worker_serves_after_a_passed_probe(
 ) -> None:
     gateway = Gateway([unused_port()], interval_seconds=3600)
     pool = gateway.pools[Role.PREFILL]
-    (known,) = pool.backends()
-    gateway.roster.add(Backend(Role.PREFILL, HOST, engine.port))
-    _, added = pool.backends()
-    assert pool.eligible() == (known,)
+    (known,) = pool.all_backends()
+    gateway.roster.add_for_administrator(Backend(Role.PREFILL, HOST, engine.port))
+    _, added = pool.all_backends()
+    assert pool.eligible_backends() == (known,)
     async with gateway.prober(client):
-        changes = {(change.backend, change.new) for change in [await gateway.transitions.get() for _ in range(2)]}
+        changes = {(change.backend, change.new_state) for change in [await gateway.transitions.get() for _ in range(2)]}
     assert changes == {(known, HealthState.DOWN), (added, HealthState.UP)}
-    assert pool.eligible() == (added,)
+    assert pool.eligible_backends() == (added,)
 
 
 async def test_backend_that_refused_connections_is_probed_soon(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port, unused_port()], interval_seconds=3600)
-    backend, _ = gateway.pools[Role.PREFILL].backends()
+    backend, _ = gateway.pools[Role.PREFILL].all_backends()
     async with gateway.prober(client):
-        await until(lambda: gateway.health.of(backend).facts is not None)
+        await until(lambda: gateway.health.health_of(backend).engine_facts is not None)
         while not gateway.transitions.empty():
             gateway.transitions.get_nowait()
-        gateway.health.forget(gateway.pools[Role.PREFILL].backends()[1])
+        gateway.health.forget_backend(gateway.pools[Role.PREFILL].all_backends()[1])
         for _ in range(2):
-            gateway.pools[Role.PREFILL].report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
-        assert gateway.health.of(backend).state is HealthState.EJECTED
-        await until(lambda: gateway.health.of(backend).state is HealthState.UP)
-        await until(lambda: gateway.health.of(backend).facts is not None)
+            gateway.pools[Role.PREFILL].report_outcome(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
+        assert gateway.health.health_of(backend).health_state is HealthState.EJECTED
+        await until(lambda: gateway.health.health_of(backend).health_state is HealthState.UP)
+        await until(lambda: gateway.health.health_of(backend).engine_facts is not None)
 
 
 async def test_engine_facts_are_requested_once(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
-    (backend,) = gateway.pools[Role.PREFILL].backends()
+    (backend,) = gateway.pools[Role.PREFILL].all_backends()
     async with gateway.prober(client):
-        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 18), 4096))
+        await until(lambda: gateway.health.health_of(backend).engine_facts == EngineFacts((0, 18), 4096))
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
     asked = Counter(path for path, _ in engine.seen)
@@ -162,15 +162,15 @@ async def test_engine_facts_are_requested_once(client: EngineClient, engine: Eng
 
 async def test_returned_engine_is_asked_for_facts_once_it_is_up(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
-    (backend,) = gateway.pools[Role.PREFILL].backends()
+    (backend,) = gateway.pools[Role.PREFILL].all_backends()
     async with gateway.prober(client):
-        await until(lambda: gateway.health.of(backend).facts is not None)
+        await until(lambda: gateway.health.health_of(backend).engine_facts is not None)
         engine.status = 503
-        await until(lambda: not gateway.health.of(backend).is_healthy)
-        assert gateway.health.of(backend).facts is None
+        await until(lambda: not gateway.health.health_of(backend).is_healthy)
+        assert gateway.health.health_of(backend).engine_facts is None
         engine.answers["/version"] = {"version": "0.30.0"}
         engine.status, engine.seen = 200, []
-        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 30), 4096))
+        await until(lambda: gateway.health.health_of(backend).engine_facts == EngineFacts((0, 30), 4096))
     asked = Counter(path for path, _ in engine.seen)
     assert (asked["/version"], asked["/v1/models"]) == (1, 1)
 
@@ -179,27 +179,27 @@ async def test_engine_on_probation_is_asked_for_facts(client: EngineClient, engi
     """Its first request ends the probation, and the requests behind it depend on the facts."""
     gateway = Gateway([engine.port, unused_port()])
     pool = gateway.pools[Role.PREFILL]
-    backend, other = pool.backends()
+    backend, other = pool.all_backends()
     async with gateway.prober(client):
-        await until(lambda: gateway.health.of(backend).facts is not None)
-        gateway.health.forget(other)
+        await until(lambda: gateway.health.health_of(backend).engine_facts is not None)
+        gateway.health.forget_backend(other)
         for _ in range(5):
-            pool.report(backend, UpstreamError(Failure.BROKEN, backend, "broken"))
+            pool.report_outcome(backend, UpstreamError(Failure.BROKEN, backend, "broken"))
         engine.status = 503
-        await until(lambda: gateway.health.of(backend).state is HealthState.DOWN)
+        await until(lambda: gateway.health.health_of(backend).health_state is HealthState.DOWN)
         engine.answers["/version"], engine.status = {"version": "0.30.0"}, 200
-        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 30), 4096))
-        assert gateway.health.of(backend).state in (HealthState.EJECTED, HealthState.PROBATION)
+        await until(lambda: gateway.health.health_of(backend).engine_facts == EngineFacts((0, 30), 4096))
+        assert gateway.health.health_of(backend).health_state in (HealthState.EJECTED, HealthState.PROBATION)
 
 
 async def test_engine_reports_its_maximum_number_of_sequences(client: EngineClient, engine: Engine) -> None:
     engine.answers["/server_info"] = {"internal_states": [{"effective_max_running_requests_per_dp": 8}] * 2}
     gateway = Gateway([engine.port])
     pool = gateway.pools[Role.PREFILL]
-    (backend,) = pool.backends()
+    (backend,) = pool.all_backends()
     async with gateway.prober(client):
-        await until(lambda: pool.limit(backend) == 16)
-        assert gateway.health.of(backend).facts == EngineFacts((0, 18), 4096, 16, ranks=2)
+        await until(lambda: pool.running_limit(backend) == 16)
+        assert gateway.health.health_of(backend).engine_facts == EngineFacts((0, 18), 4096, 16, data_parallel_ranks=2)
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
     assert [path for path, _ in engine.seen].count("/server_info") == 1
@@ -212,9 +212,11 @@ async def test_ranks_of_vllm_are_read_from_metrics_without_server_info(
     engine.answers["/v1/models"] = {"data": [{"id": "kimi", "owned_by": kind}]}
     engine.answers["/metrics"] = "".join(f'vllm:num_requests_running{{engine="{rank}"}} 0.0\n' for rank in range(2))
     gateway = Gateway([engine.port])
-    (backend,) = gateway.pools[Role.PREFILL].backends()
+    (backend,) = gateway.pools[Role.PREFILL].all_backends()
     async with gateway.prober(client):
-        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 18), ranks=ranks))
+        await until(
+            lambda: gateway.health.health_of(backend).engine_facts == EngineFacts((0, 18), data_parallel_ranks=ranks)
+        )
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
     assert [path for path, _ in engine.seen].count("/metrics") == (ranks is not None)
@@ -235,15 +237,15 @@ async def test_limits_of_an_engine_are_forgotten_when_it_goes_down(client: Engin
     async with answering(answer, "/health", "/version", "/v1/models", "/server_info") as port:
         gateway = Gateway([port])
         pool = gateway.pools[Role.PREFILL]
-        (backend,) = pool.backends()
+        (backend,) = pool.all_backends()
         async with gateway.prober(client):
             await asked.wait()
             for ok in (False, False, False, True, True):
                 gateway.health.on_probe(backend, ok, "test")
-            await until(lambda: pool.limit(backend) == 4)
+            await until(lambda: pool.running_limit(backend) == 4)
             go_on.set()
             await until(lambda: not [task for task in asyncio.all_tasks() if "_ask_setup" in repr(task)])
-        assert pool.limit(backend) == 4
+        assert pool.running_limit(backend) == 4
 
 
 async def test_setup_is_noted_when_models_change_during_the_question(
@@ -262,10 +264,10 @@ async def test_setup_is_noted_when_models_change_during_the_question(
         gateway = Gateway([port])
         gateway.checks = gateway.checks.model_copy(update={"models_interval_seconds": 0.01})
         pool = gateway.pools[Role.PREFILL]
-        (backend,) = pool.backends()
+        (backend,) = pool.all_backends()
 
         def models() -> frozenset[str]:
-            facts = gateway.health.of(backend).facts
+            facts = gateway.health.health_of(backend).engine_facts
             return frozenset() if facts is None else facts.identity.models
 
         async with gateway.prober(client):
@@ -273,7 +275,7 @@ async def test_setup_is_noted_when_models_change_during_the_question(
             model = "glm"
             await until(lambda: models() == {"glm"})
             go_on.set()
-            await until(lambda: pool.limit(backend) == 8)
+            await until(lambda: pool.running_limit(backend) == 8)
             assert models() == {"glm"}
 
 
@@ -283,12 +285,12 @@ async def test_engine_without_facts_is_healthy_and_not_asked_again(
 ) -> None:
     engine.answers = {"/version": says, "/v1/models": says}
     gateway = Gateway([engine.port])
-    (backend,) = gateway.pools[Role.PREFILL].backends()
+    (backend,) = gateway.pools[Role.PREFILL].all_backends()
     async with gateway.prober(client):
-        await until(lambda: gateway.health.of(backend).facts == EngineFacts(UNKNOWN_VERSION, None))
+        await until(lambda: gateway.health.health_of(backend).engine_facts == EngineFacts(UNKNOWN_VERSION, None))
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
-    assert gateway.health.of(backend).is_confirmed
+    assert gateway.health.health_of(backend).is_confirmed_healthy
     assert [path for path, _ in engine.seen].count("/version") == 1
 
 
@@ -306,13 +308,13 @@ async def test_engine_is_asked_again_when_it_did_not_answer_for_facts(client: En
 
     async with answering(answer, "/health", "/version", "/v1/models") as port:
         gateway = Gateway([port])
-        (backend,) = gateway.pools[Role.PREFILL].backends()
+        (backend,) = gateway.pools[Role.PREFILL].all_backends()
         async with gateway.prober(client):
             pool = gateway.pools[Role.PREFILL]
 
             def has_facts() -> bool:
-                facts = pool.health.of(backend).facts
-                return pool.engine_version(backend) is not None and facts is not None and facts.max_model_len == 4096
+                facts = pool.health.health_of(backend).engine_facts
+                return pool.engine_version_of(backend) is not None and facts is not None and facts.max_model_len == 4096
 
             await until(has_facts)
             count, probes = asked[path], asked["/health"]
@@ -333,17 +335,17 @@ async def test_facts_are_dropped_when_the_engine_left_during_the_question(
 
     async with answering(answer, "/health", "/version", "/v1/models") as port:
         gateway = Gateway([port])
-        (backend,) = gateway.pools[Role.PREFILL].backends()
+        (backend,) = gateway.pools[Role.PREFILL].all_backends()
         async with gateway.prober(client) as prober:
             await asked.wait()
-            gateway.roster.remove(Role.PREFILL, HOST, port)
-            prober.drop_drained()
+            gateway.roster.remove_backend(Role.PREFILL, HOST, port)
+            prober.remove_drained_backends()
             assert gateway.names(Role.PREFILL) == []
             go_on.set()
             # Its facts arrive after the old answer.
-            gateway.roster.add(Backend(Role.DECODE, HOST, port))
-            await until(lambda: gateway.health.of(Backend(Role.DECODE, HOST, port)).facts is not None)
-        assert gateway.health.of(backend).facts is None
+            gateway.roster.add_for_administrator(Backend(Role.DECODE, HOST, port))
+            await until(lambda: gateway.health.health_of(Backend(Role.DECODE, HOST, port)).engine_facts is not None)
+        assert gateway.health.health_of(backend).engine_facts is None
 
 
 async def test_prober_exit_cancels_all_tasks(client: EngineClient, engine: Engine) -> None:
@@ -351,11 +353,11 @@ async def test_prober_exit_cancels_all_tasks(client: EngineClient, engine: Engin
     gateway = Gateway([engine.port], interval_seconds=3600, joining_interval_seconds=3600)
     before = asyncio.all_tasks()
     async with gateway.joining(client) as joiner:
-        joiner.join(Backend(Role.DECODE, HOST, unused_port()))
+        joiner.join_when_ready(Backend(Role.DECODE, HOST, unused_port()))
         await gateway.transitions.get()
     ours = {task for task in asyncio.all_tasks() - before if "Prober" in repr(task) or "Joiner" in repr(task)}
     assert not ours
-    assert joiner.joining(Role.DECODE) == []
+    assert joiner.joining_instances(Role.DECODE) == []
 
 
 async def test_changed_settings_hold_for_the_next_probe(client: EngineClient, engine: Engine) -> None:
@@ -364,7 +366,7 @@ async def test_changed_settings_hold_for_the_next_probe(client: EngineClient, en
         await gateway.transitions.get()
         gateway.checks = HealthChecks(path="/nowhere", interval_seconds=0.01, changing_interval_seconds=0.01)
         transition = await gateway.transitions.get()
-        assert (transition.new, transition.reason) == (HealthState.DOWN, "/nowhere answered with status 404")
+        assert (transition.new_state, transition.reason) == (HealthState.DOWN, "/nowhere answered with status 404")
 
 
 async def test_transition_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -404,16 +406,16 @@ async def test_gone_check_uses_a_new_connection(client: EngineClient) -> None:
     listener = await asyncio.start_server(serve, HOST, 0)
     port = listener.sockets[0].getsockname()[1]
     gateway = Gateway([port], interval_seconds=3600.0)
-    (backend,) = gateway.pools[Role.PREFILL].backends()
+    (backend,) = gateway.pools[Role.PREFILL].all_backends()
     async with (
         EngineClient(keeps_connections=False) as fresh,
         gateway.prober(client, fresh) as prober,
     ):
         await gateway.transitions.get()
-        assert not await prober.is_gone(backend, 0.0)
+        assert not await prober.is_backend_gone(backend, 0.0)
         listener.close()
-        assert (await client.get(f"http://{HOST}:{port}", "/health", 5.0)).status == 200  # on the kept connection
-        assert await prober.is_gone(backend, 0.0)
+        assert (await client.get_body(f"http://{HOST}:{port}", "/health", 5.0)).status == 200  # on the kept connection
+        assert await prober.is_backend_gone(backend, 0.0)
     await asyncio.gather(*filter(None, served))
 
 

@@ -43,24 +43,24 @@ async def test_instances_of_a_custom_source_serve_drain_and_leave(
         (configured,) = gateway.decoders
         pool = gateway.worker.pools.decode
         listed.publish(*map(backend, found))
-        await until(lambda: len(pool.eligible()) == 3, "both to be there")
+        await until(lambda: len(pool.eligible_backends()) == 3, "both to be there")
         async with asyncio.timeout(60):
             for engine in found:
                 while await shown_state(gateway, engine) != [["listed:test"], "enabled", "up"]:
                     pass
 
-        gateway.worker.joiner.remove(Role.DECODE, configured.host, configured.port)
+        gateway.worker.joiner.remove_instance(Role.DECODE, configured.host, configured.port)
         body = request(Api.CHAT, stream=True, max_tokens=60)
         asked = [asyncio.create_task(gateway.ask(body)) for _ in range(4)]
         leaving, stays = found
         await leaving.wait_until(lambda state: state.live == 2)
         listed.publish(backend(stays))
-        await until(lambda: list(pool.eligible()) == [backend(stays)], "only one to be left")
+        await until(lambda: list(pool.eligible_backends()) == [backend(stays)], "only one to be left")
         assert (await shown_state(gateway, leaving))[:2] == [[], "draining"]
         for task in asked:
             answer = await task
             assert (answer.is_done, answer.text) == (True, await answer_alone(body))
-        await until(lambda: backend(leaving) not in pool.backends(), "it to be dropped")
+        await until(lambda: backend(leaving) not in pool.all_backends(), "it to be dropped")
         assert not gateway.metrics("pdproxy_resumes_total")
 
         seen = len(leaving.requests)

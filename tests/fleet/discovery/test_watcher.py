@@ -14,7 +14,7 @@ from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.fleet.discovery.sources import MakeSources
-from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts, look_once
+from proxy.fleet.discovery.watcher import OwnAddresses, SourceWatcher, WatcherParts, load_sources_once
 from proxy.settings import Settings
 from tests.asking import until
 from tests.fleet.discovery.listed import Listed
@@ -36,23 +36,25 @@ class Gateway:
     def members(self) -> list[str]:
         return [
             f"{member.backend.port} {'+'.join(member.origins) or 'draining'}"
-            for member in self.roster.members(Role.DECODE)
+            for member in self.roster.members_of_role(Role.DECODE)
         ]
 
     def parts(self, kinds: Mapping[str, MakeSources], own: OwnAddresses | None = None) -> WatcherParts:
         roles = (Role.PREFILL, Role.DECODE)
-        return WatcherParts(kinds=kinds, roster=self.roster, states=self.states, roles=roles, own=own)
+        return WatcherParts(
+            source_kinds=kinds, roster=self.roster, source_states=self.states, roles=roles, own_addresses=own
+        )
 
     @asynccontextmanager
-    async def watching(self, **sources: Listed) -> AsyncIterator[Watcher]:
+    async def watching(self, **sources: Listed) -> AsyncIterator[SourceWatcher]:
         kinds = {kind: lambda _, source=source: [source] for kind, source in sources.items()}
-        async with Watcher(self.parts(kinds), SETTINGS, retry_seconds=0.001) as watcher:
+        async with SourceWatcher(self.parts(kinds), SETTINGS, retry_seconds=0.001) as watcher:
             yield watcher
         assert all(source.watches == 0 for source in sources.values())
 
     def state(self, origin: str) -> tuple[bool, int, str | None]:
         """Return whether a source has ever succeeded, its number of failures, and its current problem."""
-        state = self.states.all()[origin]
+        state = self.states.states_by_origin()[origin]
         return state.succeeded_at is not None, state.failures, state.problem
 
     async def has(self, *members: str) -> None:
@@ -110,7 +112,7 @@ async def test_repeated_failures_of_a_source_are_logged_once(
     tries = 0
 
     class Broken(Listed):
-        def watch(self):  # type: ignore[no-untyped-def]
+        def watch_instances(self):  # type: ignore[no-untyped-def]
             nonlocal tries
             tries += 1
             raise RuntimeError
@@ -156,27 +158,27 @@ async def test_next_worker_continues_with_the_last_instances(gateway: Gateway) -
 async def test_source_is_stopped_when_a_reload_removes_it(gateway: Gateway) -> None:
     listed, wanted = Listed(decoder(2)), True
     kinds = {"listed": lambda _: [listed] if wanted else []}
-    async with Watcher(gateway.parts(kinds), SETTINGS) as watcher:
+    async with SourceWatcher(gateway.parts(kinds), SETTINGS) as watcher:
         await gateway.has("1 config", "2 listed:test")
-        watcher.configure(SETTINGS)
+        watcher.apply_settings(SETTINGS)
         assert gateway.members() == ["1 config", "2 listed:test"]
         wanted = False
-        watcher.configure(SETTINGS)
+        watcher.apply_settings(SETTINGS)
         assert gateway.members() == ["1 config", "2 draining"]
         await until(lambda: listed.watches == 0, "the end of its watch")
-        assert gateway.states.all() == {}
+        assert gateway.states.states_by_origin() == {}
 
 
 async def test_instance_stays_when_it_moves_between_sources(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     sources = [Listed(decoder(2), decoder(3))]
     kinds = {"listed": lambda _: sources}
-    async with Watcher(gateway.parts(kinds), SETTINGS, retry_seconds=0.001) as watcher:
+    async with SourceWatcher(gateway.parts(kinds), SETTINGS, retry_seconds=0.001) as watcher:
         await gateway.has("1 config", "2 listed:test", "3 listed:test")
         new = Listed(decoder(2))
-        new.name = "new"
+        new.source_name = "new"
         new.fail(OSError("not yet"))
         sources[:] = [new]
-        watcher.configure(SETTINGS)
+        watcher.apply_settings(SETTINGS)
         await until(lambda: gateway.state("listed:new")[1], "the new one to fail")
         assert gateway.members() == ["1 config", "2 listed:test", "3 listed:test"]
         caplog.clear()
@@ -193,9 +195,9 @@ async def test_look_once_reads_all_sources_concurrently() -> None:
     class Met(Listed):
         """Yields its instances only while another source is read, too."""
 
-        async def watch(self) -> AsyncGenerator[tuple[Backend, ...], None]:
+        async def watch_instances(self) -> AsyncGenerator[tuple[Backend, ...], None]:
             await meeting.wait()
-            async with aclosing(super().watch()) as lists:
+            async with aclosing(super().watch_instances()) as lists:
                 async for instances in lists:
                     yield instances
 
@@ -204,7 +206,7 @@ async def test_look_once_reads_all_sources_concurrently() -> None:
     failing.fail(OSError("gone"))
     sources = {"one": Met(decoder(2)), "gone": failing, "other": Met(decoder(3))}
     kinds = {kind: lambda _, source=source: [source] for kind, source in sources.items()}
-    assert await look_once(kinds, gateway.roster, SETTINGS, within_seconds=5.0) == {"gone:test": "gone"}
+    assert await load_sources_once(kinds, gateway.roster, SETTINGS, within_seconds=5.0) == {"gone:test": "gone"}
     assert gateway.members() == ["1 config", "2 one:test", "3 other:test"]
     assert all(source.watches == 0 for source in sources.values())
 
@@ -230,10 +232,10 @@ async def test_list_with_the_gateways_own_address_is_rejected(bound: str) -> Non
         gateway = Gateway()
         listed = Listed(Backend(Role.DECODE, "localhost", port))
         kinds = {"listed": lambda _: [listed]}
-        watcher = Watcher(gateway.parts(kinds, own), SETTINGS, retry_seconds=0.001)
+        watcher = SourceWatcher(gateway.parts(kinds, own), SETTINGS, retry_seconds=0.001)
         async with watcher:
             await until(lambda: gateway.state("listed:test")[2], "the failure")
             assert gateway.state("listed:test")[2] == f"localhost:{port}: the gateway itself listens there"
         assert gateway.members() == ["1 config"]
-        assert not own.has("127.0.0.1", port + 1)
-        assert not own.has("203.0.113.7", port)
+        assert not own.is_own_address("127.0.0.1", port + 1)
+        assert not own.is_own_address("203.0.113.7", port)

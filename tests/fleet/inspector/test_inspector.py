@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import pytest
 
-from proxy.balancer.engines import EngineFacts, EngineKeys, Identity
+from proxy.balancer.engines import EngineFacts, EngineIdentity, EngineKeys
 from proxy.common.backend import Backend, Role
-from proxy.fleet.inspector import makes_progress
+from proxy.fleet.inspector import do_counters_grow
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.options import ProtocolName
 from proxy.upstream import EngineClient
@@ -176,7 +176,7 @@ async def test_handoffs_to_an_engine_without_counters_are_unknown(
 async def test_short_prompts_give_no_verdict(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy_with_readings(deploy, decoder={"protocol": "none"})
     await send(gateway, 5, "hi")
-    assert gateway.scoreboard.handoffs(gateway.worker.pools.decode.backends()[0].slot).count == 0
+    assert gateway.scoreboard.count_handoffs(gateway.worker.pools.decode.all_backends()[0].slot).handoff_count == 0
     assert logged(caplog, "WARNING") == []
     gateway.expects_pinned, gateway.expects_inexact_pins = 5, True
 
@@ -516,9 +516,10 @@ async def test_engines_compatible_with_the_connector_are_not_logged(
     engine: dict[str, Any] = {**options.get("engine", {}), "dev_mode": True}
     gateway = await deploy(**{**options, "engine": engine}, health=SHORT_INTERVAL)
     health, pools = gateway.worker.health, gateway.worker.pools
-    backends = [*pools.prefill.backends(), *pools.decode.backends()]
+    backends = [*pools.prefill.all_backends(), *pools.decode.all_backends()]
     await until(
-        lambda: all((f := health.of(b).facts) and f.identity.setup for b in backends), "the setup of all engines"
+        lambda: all((f := health.health_of(b).engine_facts) and f.identity.engine_setup for b in backends),
+        "the setup of all engines",
     )
     await send(gateway, 1)
     assert misfits(gateway) == set()
@@ -538,13 +539,16 @@ async def test_model_is_not_logged_when_its_decoder_is_down(deploy: Deploy, capl
     both = [[SimulatedEngine(role=role, model=model) for model in ("sim", "other")] for role in ("prefill", "decode")]
     gateway = await deploy(*both, health=SHORT_INTERVAL)
     worker = gateway.worker
-    (first, second), health = worker.pools.decode.backends(), worker.health
-    await until(lambda: worker.pools.decode.eligible() and worker.lanes.models.is_mixed, "the engines' models")
+    (first, second), health = worker.pools.decode.all_backends(), worker.health
+    await until(
+        lambda: worker.pools.decode.eligible_backends() and worker.lanes.served_models.has_several_groups,
+        "the engines' models",
+    )
     for _ in range(10):
         health.on_probe(second, False, "it is down")
-    facts = health.of(first).facts
+    facts = health.health_of(first).engine_facts
     assert facts is not None
-    health.note_facts(first, replace(facts, identity=replace(facts.identity, models=frozenset({"third"}))))
+    health.set_engine_facts(first, replace(facts, identity=replace(facts.identity, models=frozenset({"third"}))))
     await until(lambda: misfits(gateway), "a model that only one serves")
     assert misfits(gateway) == {(first.name, "model", "decode"), (address(gateway.prefillers[0]), "model", "prefill")}
 
@@ -565,15 +569,15 @@ async def test_engine_added_without_its_required_key_is_logged(
     key = "the-engines-key"
     gateway = await deploy(engine={"api_key": key}, auth={"engine_api_key": key}, health=SHORT_INTERVAL)
     async with SimulatedEngine(role="decode", api_key=key) as added:
-        gateway.roster.add(Backend(Role.DECODE, added.host, added.port))
-        backend = gateway.worker.pools.decode.backends()[-1]
+        gateway.roster.add_for_administrator(Backend(Role.DECODE, added.host, added.port))
+        backend = gateway.worker.pools.decode.all_backends()[-1]
         gateway.worker.health.on_probe(backend, True, "test")
-        gateway.worker.health.note_facts(backend, EngineFacts(identity=Identity(refused_key=True)))
+        gateway.worker.health.set_engine_facts(backend, EngineFacts(identity=EngineIdentity(has_refused_key=True)))
         await wait_for_misfits(gateway, (address(added), "engine_key", "decode"))
         (line,) = logged(caplog, "WARNING")
         assert 'requires a key, and pdproxy sends it none because it was added without "send_key": true' in line
-        gateway.roster.remove(Role.DECODE, added.host, added.port)
-        gateway.worker.prober.drop_drained()
+        gateway.roster.remove_backend(Role.DECODE, added.host, added.port)
+        gateway.worker.prober.remove_drained_backends()
         assert misfits(gateway) == set()
 
 
@@ -634,7 +638,7 @@ async def test_closed_bootstrap_port_is_logged_and_the_prefiller_stays_healthy(
         gateway = await deploy(
             [prefiller], 1, connector="mooncake_bootstrap", health=SHORT_INTERVAL, retry={"max_attempts": 1}
         )
-        backend = gateway.worker.pools.prefill.backends()[0]
+        backend = gateway.worker.pools.prefill.all_backends()[0]
         for _ in range(3):
             answer = await gateway.ask(request(Api.CHAT))
             assert (answer.status, answer.error["code"]) == (503, "prefill_bootstrap")
@@ -646,9 +650,11 @@ async def test_closed_bootstrap_port_is_logged_and_the_prefiller_stays_healthy(
         assert line.startswith(
             f"inspector: prefill instance {address(engine)} cannot be met by decoders: its bootstrap server"
         )
-        assert gateway.worker.health.of(backend).is_confirmed
+        assert gateway.worker.health.health_of(backend).is_confirmed_healthy
 
-        gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port))
+        gateway.roster.add_for_administrator(
+            Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port)
+        )
         await send(gateway, 1)
         assert misfits(gateway) == set()
         assert len(logged(caplog, "INFO", "fits again: its bootstrap server answers")) == 1
@@ -677,8 +683,8 @@ async def test_bootstrap_port_of_another_prefiller_does_not_blame_the_decoder(
             for number in range(8):  # both prefillers are used; requests that fail at one are retried at the other
                 answer = await gateway.ask(request(Api.CHAT, f"{number} {LONG}", stream=bool(number % 2)))
                 assert answer.status == 200
-            (decoder,) = gateway.worker.pools.decode.backends()
-            assert gateway.worker.health.of(decoder).consecutive_failures == 0
+            (decoder,) = gateway.worker.pools.decode.all_backends()
+            assert gateway.worker.health.health_of(decoder).consecutive_failures == 0
             assert misfits(gateway) == {(address(wrong), "bootstrap", "prefill")}
             (line,) = logged(caplog, "WARNING", "cannot be met by decoders")
             assert line.startswith(
@@ -699,7 +705,7 @@ async def test_prefiller_with_an_engine_id_is_not_met_at_a_foreign_port(
         stand_in = StandIn("prefill", port=one.port, bootstrap_port=other.bootstrap_port)
         gateway = await deploy([stand_in], 1, connector="mooncake_bootstrap", health=SHORT_INTERVAL)
         pool = gateway.worker.pools.prefill
-        await until(lambda: pool.engine_id(pool.backends()[0]), "its engine_id")
+        await until(lambda: pool.engine_id_of(pool.all_backends()[0]), "its engine_id")
         answer = await gateway.ask(request(Api.CHAT))
         assert (answer.status, answer.error["code"]) == (503, "prefill_bootstrap")
         (line,) = logged(caplog, "WARNING", "cannot be met by decoders")
@@ -751,11 +757,11 @@ async def test_prefill_error_with_status_200_is_an_error(
 async def test_engine_makes_progress_while_its_token_counters_grow(profile: str) -> None:
     async with SimulatedEngine(role="decode", profile_name=profile) as engine, EngineClient() as client:
         backend = Backend(Role.DECODE, engine.host, engine.port)
-        assert not await makes_progress(client, EngineKeys(None), backend, 0.0)
-        looking = asyncio.create_task(makes_progress(client, EngineKeys(None), backend, 0.2))
+        assert not await do_counters_grow(client, EngineKeys(None), backend, 0.0)
+        looking = asyncio.create_task(do_counters_grow(client, EngineKeys(None), backend, 0.2))
         await until(lambda: _readings(engine) == 3, "the first reading")
         body = b'{"model": "sim", "prompt": "x"}'
-        assert (await client.post(engine.url, "/v1/completions", 5.0, body)).status == 200
+        assert (await client.post_json(engine.url, "/v1/completions", 5.0, body)).status == 200
         assert await looking
 
 
@@ -764,5 +770,5 @@ async def test_silent_engine_makes_no_progress() -> None:
     async with EngineClient() as client:
         async with CannedEngine("decode") as engine:
             backend = Backend(Role.DECODE, engine.host, engine.port)
-            assert not await makes_progress(client, EngineKeys(None), backend, 0.0)
-        assert not await makes_progress(client, EngineKeys(None), backend, 0.0)
+            assert not await do_counters_grow(client, EngineKeys(None), backend, 0.0)
+        assert not await do_counters_grow(client, EngineKeys(None), backend, 0.0)

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from proxy.fleet.kv_events import blocks as module
-from proxy.fleet.kv_events.blocks import Blocks, sum_of_ranks
+from proxy.fleet.kv_events.blocks import RankBlocks, sum_of_ranks
 from proxy.sim.hardware.work import KvBlocks
 from proxy.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, UnreadableEvent
 
@@ -29,19 +29,19 @@ def removed(*hashes: int, group: int | None = None, medium: str | None = None) -
 class Engine:
     """An engine whose KV memory publishes events to `Blocks`."""
 
-    def __init__(self, count: int, blocks: Blocks) -> None:
+    def __init__(self, count: int, blocks: RankBlocks) -> None:
         self.memory = KvBlocks(count)
         self.memory.watcher = self
         self._blocks = blocks
 
     def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
-        self._blocks.take([BlocksStored(list(names), parent, SIZE, "GPU", 0, True)])  # type: ignore[arg-type]
+        self._blocks.apply_events([BlocksStored(list(names), parent, SIZE, "GPU", 0, True)])  # type: ignore[arg-type]
 
     def removed(self, name: Hashable) -> None:
-        self._blocks.take([BlocksRemoved([name], "GPU", 0)])  # type: ignore[list-item]
+        self._blocks.apply_events([BlocksRemoved([name], "GPU", 0)])  # type: ignore[list-item]
 
     def cleared(self) -> None:
-        self._blocks.take([AllBlocksCleared()])
+        self._blocks.apply_events([AllBlocksCleared()])
 
     def serve(self, *names: int) -> int:
         taken = self.memory.take(names, len(names))
@@ -58,102 +58,104 @@ def prompt(number: int, length: int = 10) -> range:
 
 @pytest.mark.parametrize("count", [50, 400])
 def test_cache_reach_is_learned_from_a_few_evictions(count: int) -> None:
-    blocks, rng = Blocks(), random.Random(1)
+    blocks, rng = RankBlocks(), random.Random(1)
     engine = Engine(count, blocks)
     number = 0
-    while not blocks.count.evicts:
+    while not blocks.cache_count.has_evicted:
         number += 1
         engine.serve(*prompt(number, rng.randrange(2, 12)))
-    assert blocks.count.reach == pytest.approx(count * SIZE, rel=0.15)
-    assert blocks.stored <= (count + 25) * SIZE
+    assert blocks.cache_count.reach_tokens == pytest.approx(count * SIZE, rel=0.15)
+    assert blocks.stored_tokens <= (count + 25) * SIZE
 
 
 def test_reused_blocks_shorten_the_cache_reach() -> None:
     """A prompt that is used again and again keeps half of the memory, so new blocks have the other half."""
-    blocks = Blocks()
+    blocks = RankBlocks()
     engine = Engine(100, blocks)
     engine.serve(*prompt(1, 50))
     for number in range(2, 60):
         engine.serve(*prompt(1, 50))
         engine.serve(*prompt(number))
-    assert blocks.count.reach == pytest.approx(50 * SIZE, rel=0.2)
+    assert blocks.cache_count.reach_tokens == pytest.approx(50 * SIZE, rel=0.2)
 
 
 def test_cache_reach_is_unlimited_before_the_first_eviction() -> None:
-    blocks = Blocks()
-    blocks.take([stored(1, 2, 3)])
-    assert (blocks.count.reach, blocks.count.evicts) == (3 * SIZE, False)
-    blocks.take([removed(99), stored(4)])  # an unknown block
-    assert (blocks.count.reach, blocks.count.evicts) == (3 * SIZE, False)
+    blocks = RankBlocks()
+    blocks.apply_events([stored(1, 2, 3)])
+    assert (blocks.cache_count.reach_tokens, blocks.cache_count.has_evicted) == (3 * SIZE, False)
+    blocks.apply_events([removed(99), stored(4)])  # an unknown block
+    assert (blocks.cache_count.reach_tokens, blocks.cache_count.has_evicted) == (3 * SIZE, False)
 
 
 def test_late_subscriber_learns_from_new_blocks() -> None:
-    engine = Engine(100, Blocks())
+    engine = Engine(100, RankBlocks())
     for number in range(30):
         engine.serve(*prompt(number))
-    blocks = engine._blocks = Blocks()
+    blocks = engine._blocks = RankBlocks()
     engine.serve(*prompt(29), *prompt(50))  # after an unknown block
-    assert blocks.stored == 10 * SIZE
+    assert blocks.stored_tokens == 10 * SIZE
     assert not len(blocks)
     for number in range(60, 75):
         engine.serve(*prompt(number))
-    assert blocks.count.evicts
-    assert blocks.count.reach == pytest.approx(100 * SIZE, rel=0.15)
+    assert blocks.cache_count.has_evicted
+    assert blocks.cache_count.reach_tokens == pytest.approx(100 * SIZE, rel=0.15)
 
 
-@pytest.mark.parametrize("how", [AllBlocksCleared(), "note_lost_events", "restarted"])
+@pytest.mark.parametrize("how", [AllBlocksCleared(), "forget_after_lost_events", "forget_after_restart"])
 def test_old_evictions_no_longer_count(how: object) -> None:
-    blocks = Blocks()
+    blocks = RankBlocks()
     engine = Engine(20, blocks)
     for number in range(9):
         engine.serve(*prompt(number))
-    assert blocks.count.evicts
+    assert blocks.cache_count.has_evicted
     if isinstance(how, AllBlocksCleared):
-        blocks.take([how])
+        blocks.apply_events([how])
     else:
         getattr(blocks, str(how))()
-    assert blocks.count == (90 * SIZE, 0, False, int(how != "note_lost_events"))
+    assert blocks.cache_count == (90 * SIZE, 0, False, int(how != "forget_after_lost_events"))
     assert not len(blocks)
-    blocks.take([removed(*prompt(8))])
-    assert not blocks.count.evicts
+    blocks.apply_events([removed(*prompt(8))])
+    assert not blocks.cache_count.has_evicted
 
 
 def test_blocks_of_other_layer_groups_are_not_counted_again() -> None:
-    blocks = Blocks()
+    blocks = RankBlocks()
     window = BlocksStored([5, 6], None, SIZE, "GPU", 0, has_full_attention=False)
-    blocks.take([window, stored(1, 2, group=1), stored(1, 2, group=2), removed(1, 2, group=2), removed(5, 6, group=0)])
-    assert blocks.stored == 2 * SIZE
+    blocks.apply_events(
+        [window, stored(1, 2, group=1), stored(1, 2, group=2), removed(1, 2, group=2), removed(5, 6, group=0)]
+    )
+    assert blocks.stored_tokens == 2 * SIZE
     assert len(blocks) == 2
-    blocks.take([removed(1)])  # older engines do not name the group
+    blocks.apply_events([removed(1)])  # older engines do not name the group
     assert len(blocks) == 1
 
 
 def test_device_evictions_do_not_count_with_lower_tiers() -> None:
-    blocks = Blocks()
+    blocks = RankBlocks()
     engine = Engine(20, blocks)
     for number in range(9):
         engine.serve(*prompt(number))
-    blocks.take([stored(3, medium="CPU"), removed(3, medium="CPU"), UnreadableEvent("")])
-    assert blocks.count == (90 * SIZE, 0, False, 0)
+    blocks.apply_events([stored(3, medium="CPU"), removed(3, medium="CPU"), UnreadableEvent("")])
+    assert blocks.cache_count == (90 * SIZE, 0, False, 0)
 
 
 def test_number_of_remembered_blocks_is_limited() -> None:
-    blocks = Blocks(max_blocks=100)
+    blocks = RankBlocks(max_blocks=100)
     engine = Engine(400, blocks)
     for number in range(200):
         engine.serve(*prompt(number))
         assert len(blocks) <= 100
-    assert blocks.count.reach == pytest.approx(400 * SIZE, rel=0.15)
+    assert blocks.cache_count.reach_tokens == pytest.approx(400 * SIZE, rel=0.15)
 
 
 @pytest.mark.parametrize("lost", [52, 60])
 def test_blocks_with_a_lost_removal_are_eventually_dropped(lost: int) -> None:
-    blocks = Blocks(max_blocks=60)
-    blocks.take([stored(*prompt(900, lost), group=0)])
+    blocks = RankBlocks(max_blocks=60)
+    blocks.apply_events([stored(*prompt(900, lost), group=0)])
     engine = Engine(20, blocks)
     for number in range(100):
         engine.serve(*prompt(number, 4))
-    assert blocks.count.reach == pytest.approx(20 * SIZE, rel=0.25)
+    assert blocks.cache_count.reach_tokens == pytest.approx(20 * SIZE, rel=0.25)
 
 
 def test_full_table_is_scanned_once_per_turnover_of_the_cache(
@@ -166,80 +168,80 @@ def test_full_table_is_scanned_once_per_turnover_of_the_cache(
         return reaches[-1]
 
     monkeypatch.setattr(module, "median", counted)
-    blocks = Blocks(max_blocks=30)
+    blocks = RankBlocks(max_blocks=30)
     engine = Engine(40, blocks)
     scanned = set[int]()
     kept = []  # keeps their ids different
     for number in range(100):
         engine.serve(*prompt(number, 4))
-        if id(blocks._blocks) not in scanned:
-            scanned.add(id(blocks._blocks))
-            kept.append(blocks._blocks)
+        if id(blocks._depth_by_block) not in scanned:
+            scanned.add(id(blocks._depth_by_block))
+            kept.append(blocks._depth_by_block)
     assert 1 < len(kept) <= 1 + 100 * 4 / 30
     assert len(reaches) == len(kept) - 1
-    assert blocks.count.evicts
+    assert blocks.cache_count.has_evicted
 
 
 def test_dropped_blocks_leave_room_for_later_ones() -> None:
-    blocks = Blocks(max_blocks=10)
-    blocks.take([stored(*prompt(1)), stored(*prompt(2))])
-    blocks.note_lost_events()
-    blocks.take([stored(*prompt(3, 100), parent=99), stored(*prompt(4)), stored(5)])
+    blocks = RankBlocks(max_blocks=10)
+    blocks.apply_events([stored(*prompt(1)), stored(*prompt(2))])
+    blocks.forget_after_lost_events()
+    blocks.apply_events([stored(*prompt(3, 100), parent=99), stored(*prompt(4)), stored(5)])
     assert len(blocks) == 10
 
 
 def test_ranks_count_together_and_are_empty_only_together() -> None:
-    one, other = Blocks(), Blocks()
+    one, other = RankBlocks(), RankBlocks()
     for blocks in (one, other):
         engine = Engine(20, blocks)
         for number in range(60):
             engine.serve(*prompt(number, 3))
     both = sum_of_ranks([one, other])
-    assert both.stored == 360 * SIZE
-    assert both.evicts
-    assert both.reach == pytest.approx(40 * SIZE, rel=0.2)
-    one.take([AllBlocksCleared()])
-    assert (sum_of_ranks([one, other]).cleared, sum_of_ranks([one, other]).evicts) == (0, False)
-    other.take([AllBlocksCleared()])
-    assert sum_of_ranks([one, other]).cleared == 1
+    assert both.stored_tokens == 360 * SIZE
+    assert both.has_evicted
+    assert both.reach_tokens == pytest.approx(40 * SIZE, rel=0.2)
+    one.apply_events([AllBlocksCleared()])
+    assert (sum_of_ranks([one, other]).cleared_at_tokens, sum_of_ranks([one, other]).has_evicted) == (0, False)
+    other.apply_events([AllBlocksCleared()])
+    assert sum_of_ranks([one, other]).cleared_at_tokens == 1
 
 
 def test_reach_is_that_of_the_tier_that_keeps_blocks_longest() -> None:
     """A block is copied to the host when it is stored, and 20 blocks fit there. The device keeps 4."""
-    blocks = Blocks()
+    blocks = RankBlocks()
     for number in range(60):
-        blocks.take([stored(number), copied(number)])
+        blocks.apply_events([stored(number), copied(number)])
         if number >= 4:
-            blocks.take([removed(number - 4)])
+            blocks.apply_events([removed(number - 4)])
         if number >= 20:
-            blocks.take([removed(number - 20, medium="CPU")])
-    assert (blocks.count.reach, blocks.count.evicts) == (20 * SIZE, True)
+            blocks.apply_events([removed(number - 20, medium="CPU")])
+    assert (blocks.cache_count.reach_tokens, blocks.cache_count.has_evicted) == (20 * SIZE, True)
 
 
 def test_reach_is_not_known_before_a_lower_tier_has_evicted_blocks() -> None:
-    blocks = Blocks()
+    blocks = RankBlocks()
     for number in range(30):
-        blocks.take([stored(number), copied(number)])
+        blocks.apply_events([stored(number), copied(number)])
         if number >= 4:
-            blocks.take([removed(number - 4)])
-    assert (blocks.count.reach, blocks.count.evicts) == (0, False)
+            blocks.apply_events([removed(number - 4)])
+    assert (blocks.cache_count.reach_tokens, blocks.cache_count.has_evicted) == (0, False)
 
 
 def test_lower_tier_is_forgotten_when_events_are_lost() -> None:
-    blocks = Blocks()
+    blocks = RankBlocks()
     for number in range(30):
-        blocks.take([stored(number), copied(number)])
-        blocks.take([removed(number - 20, medium="CPU")] if number >= 20 else [])
-    assert blocks.count.evicts
-    blocks.note_lost_events()
-    assert not blocks.count.evicts
+        blocks.apply_events([stored(number), copied(number)])
+        blocks.apply_events([removed(number - 20, medium="CPU")] if number >= 20 else [])
+    assert blocks.cache_count.has_evicted
+    blocks.forget_after_lost_events()
+    assert not blocks.cache_count.has_evicted
 
 
 def test_names_of_tiers_are_bounded() -> None:
-    blocks = Blocks()
+    blocks = RankBlocks()
     for number in range(1000):
-        blocks.take([stored(1, medium=f"tier {number}")])
-    assert len(blocks._tiers) == 4
+        blocks.apply_events([stored(1, medium=f"tier {number}")])
+    assert len(blocks._tiers_by_name) == 4
 
 
 def copied(number: int) -> BlocksStored:

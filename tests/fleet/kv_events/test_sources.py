@@ -6,7 +6,7 @@ import pytest
 
 from proxy.common.backend import Backend, Role
 from proxy.fleet.kv_events.messages import EventSource
-from proxy.fleet.kv_events.subscriptions import address, configured_publishers, endpoints
+from proxy.fleet.kv_events.subscriptions import choose_address, configured_publishers, event_sources_at
 from proxy.settings.fleet import KvEvents
 from proxy.upstream import AddressRules
 from proxy.wire.kv_events import EventPublisher
@@ -30,19 +30,19 @@ def test_ports_out_of_range_are_rejected() -> None:
 def test_endpoints_use_the_resolved_address() -> None:
     told = [EventPublisher(5557, 5657, "kv"), EventPublisher(5558, None, "")]
     backend = Backend(Role.PREFILL, "a", 7100)
-    assert endpoints("10.0.0.1", backend, told) == [
+    assert event_sources_at("10.0.0.1", backend, told) == [
         EventSource("prefill a 7100", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657", "kv"),
         EventSource("prefill a 7100", "tcp://10.0.0.1:5558", None, ""),
     ]
-    assert endpoints("::1", backend, told[1:]) == [EventSource("prefill a 7100", "tcp://[::1]:5558", None, "")]
+    assert event_sources_at("::1", backend, told[1:]) == [EventSource("prefill a 7100", "tcp://[::1]:5558", None, "")]
 
 
 async def test_subscription_keeps_its_address_while_the_name_has_it(clock: Clock) -> None:
     async with desk(clock) as at:
-        assert address(at.names, "engine", None) is None
+        assert choose_address(at.names, "engine", None) is None
         at.server.say(["::1", "127.0.0.2", "127.0.0.1"])
-        await at.names.find("engine")
-        assert address(at.names, "engine", None) == "127.0.0.2"
+        await at.names.find_addresses("engine")
+        assert choose_address(at.names, "engine", None) == "127.0.0.2"
         for found, expected in (
             (["127.0.0.1", "127.0.0.2"], "127.0.0.2"),
             (["127.0.0.1"], "127.0.0.1"),
@@ -52,13 +52,13 @@ async def test_subscription_keeps_its_address_while_the_name_has_it(clock: Clock
             at.server.say(found)
             at.names.known_addresses("engine")
             await at.refreshed("engine")
-            assert address(at.names, "engine", "127.0.0.2") == expected
+            assert choose_address(at.names, "engine", "127.0.0.2") == expected
 
 
 async def test_addresses_outside_the_allowed_networks_are_not_used(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
-        await at.names.find("engine")
-        assert address(at.names, "engine", None) == "127.0.0.1"
-        at.names.configure(AddressRules(["10.0.0.0/8"]), [])
-        assert address(at.names, "engine", "127.0.0.1") is None
+        await at.names.find_addresses("engine")
+        assert choose_address(at.names, "engine", None) == "127.0.0.1"
+        at.names.set_rules(AddressRules(["10.0.0.0/8"]), [])
+        assert choose_address(at.names, "engine", "127.0.0.1") is None

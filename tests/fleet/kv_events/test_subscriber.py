@@ -15,7 +15,7 @@ import zmq
 
 from proxy.fleet.kv_events import subscriber as subscriber_module
 from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
-from proxy.fleet.kv_events.subscriber import Subscriber, Subscription, run
+from proxy.fleet.kv_events.subscriber import Subscriber, Subscription, run_subscriber
 from tests.asking import until
 from tests.fleet.kv_events.test_subscription import (
     CONFIG,
@@ -38,9 +38,9 @@ async def test_ranks_of_an_instance_are_reported_together_and_only_changes() -> 
                 await wait_for_subscription(subscription, publisher)
                 publisher.publish(stored(1))
                 await wait_for_tokens(subscription, SIZE)
-            (report,) = subscriber.reports()
+            (report,) = subscriber.take_reports()
             assert (report.count, report.events) == ((2 * SIZE, 2 * SIZE, False, 0), {"stored": 2})
-            assert not list(subscriber.reports())
+            assert not list(subscriber.take_reports())
             subscriber.subscribe_to([source_of(one)])
             assert list(subscriber._subscriptions.values()) == ranks[:1]
 
@@ -51,7 +51,7 @@ def removed(*numbers: int) -> bytes:
 
 def _received(subscription: Subscription) -> Subscription:
     """Return the subscription after it has taken all waiting messages."""
-    subscription.receive()
+    subscription.receive_messages()
     return subscription
 
 
@@ -61,25 +61,25 @@ async def test_endpoint_that_cannot_be_opened_does_not_affect_others() -> None:
     async with publishing(CONFIG) as publisher:
         with closing(Subscriber()) as subscriber:
             subscriber.subscribe_to([odd, source_of(publisher), EventSource("prefill other 1", "tcp://no host:2")])
-            first, other = subscriber.reports()
+            first, other = subscriber.take_reports()
             assert (first.unopened, other.unopened) == (
                 "tcp://no host:1: Invalid argument",
                 "tcp://no host:2: Invalid argument",
             )
-            assert not list(subscriber.reports())
+            assert not list(subscriber.take_reports())
             (rank,) = subscriber._subscriptions.values()
             await wait_for_subscription(rank, publisher)
             for number in range(20):
                 publisher.publish(stored(number))
             await wait_for_tokens(rank, 20 * SIZE)
             publisher.publish(removed(*range(10)))
-            await until(lambda: _received(rank).blocks.count.evicts, "evictions")
-            (report,) = subscriber.reports()
-            assert report.count[:3] == (20 * SIZE, rank.blocks.count.reach, False)
+            await until(lambda: _received(rank).cached_blocks.cache_count.has_evicted, "evictions")
+            (report,) = subscriber.take_reports()
+            assert report.count[:3] == (20 * SIZE, rank.cached_blocks.cache_count.reach_tokens, False)
             subscriber.subscribe_to([source_of(publisher)])
             publisher.publish(removed(10))
-            await until(lambda: _received(rank).events, "another event")
-            (report,) = subscriber.reports()
+            await until(lambda: _received(rank).event_counts, "another event")
+            (report,) = subscriber.take_reports()
             assert report.count[2]
 
 
@@ -92,7 +92,7 @@ def test_subscriber_raises_the_limit_of_sockets() -> None:
 def running(sources: list[EventSource]) -> Iterator[Iterator[InstanceReport]]:
     """Run the program in a thread, and yield its reports."""
     (asked, ask), (answers, answer) = os.pipe(), os.pipe()
-    thread = Thread(target=run, args=(asked, answer))
+    thread = Thread(target=run_subscriber, args=(asked, answer))
     thread.start()
     try:
         os.write(ask, msgspec.json.encode(SubscribeTo(sources)) + b"\n")

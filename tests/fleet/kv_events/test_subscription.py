@@ -51,7 +51,7 @@ async def wait_for_subscription(subscription: Subscription, publisher: KvEventPu
 
     def has_subscribed() -> bool:
         publisher.publish(msgspec.msgpack.encode([0.0, [], 0]))
-        subscription.receive()
+        subscription.receive_messages()
         return subscription._next != before
 
     await until(has_subscribed, "the subscription")
@@ -59,8 +59,8 @@ async def wait_for_subscription(subscription: Subscription, publisher: KvEventPu
 
 async def wait_for_tokens(subscription: Subscription, tokens: int) -> None:
     def has_tokens() -> bool:
-        subscription.receive()
-        return subscription.blocks.stored == tokens
+        subscription.receive_messages()
+        return subscription.cached_blocks.stored_tokens == tokens
 
     await until(has_tokens, f"{tokens} tokens")
 
@@ -76,8 +76,8 @@ async def test_events_of_all_engines_are_received(context: zmq.Context[zmq.Socke
             publisher.removed("c")
             publisher.cleared()
             await wait_for_tokens(subscription, 3 * SIZE)
-            assert subscription.events == {"stored": 2, "removed": 1, "cleared": 1}
-            assert (subscription.blocks.cleared, subscription.gaps) == (1, {})
+            assert subscription.event_counts == {"stored": 2, "removed": 1, "cleared": 1}
+            assert (subscription.cached_blocks.cleared_at_tokens, subscription.gap_counts) == (1, {})
 
 
 @pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
@@ -90,8 +90,8 @@ async def test_lost_messages_are_replayed(context: zmq.Context[zmq.Socket[bytes]
                 for number in range(lost + 1):
                     publisher.publish(stored(number))
             await wait_for_tokens(subscription, 11 * SIZE)
-            assert subscription.gaps["lost"] == 0
-            assert subscription.gaps["replayed"]
+            assert subscription.gap_counts["lost"] == 0
+            assert subscription.gap_counts["replayed"]
 
 
 async def test_blocks_are_dropped_when_messages_are_lost_for_good(
@@ -110,8 +110,8 @@ async def test_blocks_are_dropped_when_messages_are_lost_for_good(
                 for number in range(6):
                     publisher.publish(stored(number))
                 await wait_for_tokens(subscription, 2 * SIZE)
-                assert subscription.gaps == {"lost": 1}
-                assert subscription.blocks.count.reach == SIZE
+                assert subscription.gap_counts == {"lost": 1}
+                assert subscription.cached_blocks.cache_count.reach_tokens == SIZE
 
 
 def test_long_replay_is_processed_in_parts(
@@ -127,13 +127,13 @@ def test_long_replay_is_processed_in_parts(
             pub.recv()
             for number in (0, 10):
                 pub.send_multipart((b"", number.to_bytes(8, "big"), stored(number)))
-            assert not subscription.receive()
+            assert not subscription.receive_messages()
             client, _, first = router.recv_multipart()
             for number in range(int.from_bytes(first, "big"), 11):
                 router.send_multipart((client, b"", number.to_bytes(8, "big"), stored(number)))
             router.send_multipart((client, b"", (-1).to_bytes(8, "big", signed=True), b""))
-            assert [subscription.receive() for _ in range(4)] == [True, True, True, False]
-            assert (subscription.blocks.stored, subscription.gaps) == (11 * SIZE, {"replayed": 1})
+            assert [subscription.receive_messages() for _ in range(4)] == [True, True, True, False]
+            assert (subscription.cached_blocks.stored_tokens, subscription.gap_counts) == (11 * SIZE, {"replayed": 1})
 
 
 async def test_gap_without_a_replay_endpoint_counts_as_lost(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -145,7 +145,10 @@ async def test_gap_without_a_replay_endpoint_counts_as_lost(context: zmq.Context
             publisher.publish(stored(1))
             publisher.publish(stored(2))
             await wait_for_tokens(subscription, SIZE)
-            assert (subscription.gaps, subscription.unopened) == ({"lost": 1}, "tcp://no host:1: Invalid argument")
+            assert (subscription.gap_counts, subscription.unopened_problem) == (
+                {"lost": 1},
+                "tcp://no host:1: Invalid argument",
+            )
 
 
 async def test_restarted_publisher_has_nothing_cached(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -160,8 +163,8 @@ async def test_restarted_publisher_has_nothing_cached(context: zmq.Context[zmq.S
             await wait_for_subscription(subscription, restarted)
             restarted.publish(stored(1))
             await wait_for_tokens(subscription, 2 * SIZE)
-            assert subscription.gaps == {"started_anew": 1}
-            assert subscription.blocks.count == (2 * SIZE, SIZE, False, 1)
+            assert subscription.gap_counts == {"started_anew": 1}
+            assert subscription.cached_blocks.cache_count == (2 * SIZE, SIZE, False, 1)
 
 
 @pytest.mark.parametrize("payload", [b"", b"GET / HTTP/1.1\r\n\r\n", msgspec.msgpack.encode([0.0, [["BlockStored"]]])])
@@ -175,8 +178,8 @@ async def test_unreadable_message_does_not_affect_others(
             publisher._pub.send_multipart((b"", b"1", b"2", b"3"))
             publisher.publish(stored(1))
             await wait_for_tokens(subscription, SIZE)
-            assert subscription.events == {"unreadable": 2, "stored": 1}
-            assert subscription.unreadable
+            assert subscription.event_counts == {"unreadable": 2, "stored": 1}
+            assert subscription.unreadable_problem
 
 
 async def test_messages_of_other_topics_are_ignored(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -188,7 +191,7 @@ async def test_messages_of_other_topics_are_ignored(context: zmq.Context[zmq.Soc
             await wait_for_subscription(right, publisher)
             publisher.publish(stored(1))
             await wait_for_tokens(right, SIZE)
-            assert not wrong.receive()
+            assert not wrong.receive_messages()
             assert wrong._next is None
 
 

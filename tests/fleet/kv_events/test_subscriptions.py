@@ -40,9 +40,9 @@ def prompt(number: int, words: int = 300) -> dict[str, Any]:
 
 async def cached_prefixes(gateway: Deployment) -> CachedPrefixes:
     """Return the known prefixes of the only prefiller. `has_room` takes the latest events."""
-    (prefiller,) = gateway.worker.pools.prefill.policy._prefillers.by_key.values()  # type: ignore[attr-defined]
+    (prefiller,) = gateway.worker.pools.prefill.policy._prefillers.prefillers_by_key.values()  # type: ignore[attr-defined]
     gateway.worker.pools.prefill.has_room()
-    return prefiller.cached
+    return prefiller.cached_prefixes
 
 
 async def wait_for_prefixes(
@@ -78,7 +78,7 @@ async def test_early_evictions_and_resets_of_engines_are_noted(deploy: Deploy) -
     for number in range(20):
         await gateway.ask(prompt(number))
     cached = await wait_for_prefixes(gateway, lambda cached: cached.knows_capacity, "evictions")
-    assert cached.capacity == pytest.approx(1000 * SIZE, rel=0.3)
+    assert cached.capacity_tokens == pytest.approx(1000 * SIZE, rel=0.3)
     assert len(cached)
     async with gateway.session.post(gateway.url + "/reset_prefix_cache") as response:
         assert response.status == 200

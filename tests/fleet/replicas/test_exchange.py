@@ -22,11 +22,11 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.common.errors import LimitExceeded
 from proxy.fleet.replicas import ExchangeParts, LocalState, PeerRows, SharedRows, StateExchange, Store
-from proxy.fleet.replicas.state import GatewayState, decode, encode
-from proxy.fleet.replicas.store import StoreRefused
-from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, TokenLimit, minute_of
+from proxy.fleet.replicas.state import GatewayState, decode_state, encode_state
+from proxy.fleet.replicas.store import StoreCommandRefused
+from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, TokenLimit, minute_and_milliseconds
 from proxy.observe.metrics import Metrics
-from proxy.process.shared import Listeners, share
+from proxy.process.shared import ListeningSockets, create_shared_state
 from proxy.settings import ClientKey, LoadedSettings
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -52,12 +52,12 @@ class Gateway:
     usage: KeyUsage
 
     def slot(self, address: tuple[str, int]) -> int:
-        members = self.roster.members(Role.DECODE)
+        members = self.roster.members_of_role(Role.DECODE)
         return next(m.backend.slot for m in members if (m.backend.host, m.backend.port) == address)
 
     def running(self, address: tuple[str, int]) -> int:
         """Return the requests on the instance, as policies of this gateway see them."""
-        return self.scoreboard.running(self.slot(address))
+        return self.scoreboard.running_requests(self.slot(address))
 
     @property
     def peers(self) -> float:
@@ -75,31 +75,33 @@ async def _gateway(
 ) -> AsyncIterator[Gateway]:
     settings = settings_with(replicas)
     board = Scoreboard(workers=workers, slots=8, guests=1)
-    gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guests=1))
-    journal = Journal(workers + 1).writer(workers)
+    gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guest_rows=1))
+    journal = Journal(workers + 1).writer_for(workers)
     rows = SharedRows(
         scoreboard=board,
         key_usage=gateway.usage,
-        board=HealthBoard(workers, slots=8),
+        health_board=HealthBoard(workers, slot_count=8),
         queue_heads=QueueHeads(workers, guests=1),
-        journal=journal,
+        journal_writer=journal,
     )
     async with (
         kind(settings, name) as store,
         StateExchange(
             ExchangeParts(
                 store=store,
-                me=name,
-                own=LocalState(name, gateway.roster, lambda: keys, rows),
-                guests=PeerRows(rows),
-                key_slots=lambda: keys,
+                own_name=name,
+                local_state=LocalState(name, gateway.roster, lambda: keys, rows),
+                peer_rows=PeerRows(rows),
+                get_key_slots=lambda: keys,
                 settings=settings,
                 metrics=gateway.metrics,
             )
         ),
     ):
         yield gateway
-    assert all(board.running(slot) == board.own(slot)[0] for slot in range(8)), "no load of other gateways is left"
+    assert all(board.running_requests(slot) == board.own_load(slot)[0] for slot in range(8)), (
+        "no load of other gateways is left"
+    )
 
 
 async def test_load_of_other_gateways_is_charged_by_instance(store_port: int) -> None:
@@ -110,19 +112,19 @@ async def test_load_of_other_gateways_is_charged_by_instance(store_port: int) ->
         _gateway("three", replicas, [_A]) as three,
     ):
         assert one.slot(_A) != two.slot(_A)
-        one.scoreboard.row(0).add(one.slot(_A), requests=1, running=1, compute=5, kv=7)
-        one.scoreboard.row(1).add(one.slot(_A), requests=2, running=1, compute=5, kv=7)
-        one.scoreboard.row(1).add(one.slot(_B), kv=3)
-        two.scoreboard.row(0).add(two.slot(_A), requests=1, running=1, compute=1, kv=1)
+        one.scoreboard.load_row(0).add_load(one.slot(_A), requests=1, running=1, compute=5, kv=7)
+        one.scoreboard.load_row(1).add_load(one.slot(_A), requests=2, running=1, compute=5, kv=7)
+        one.scoreboard.load_row(1).add_load(one.slot(_B), kv=3)
+        two.scoreboard.load_row(0).add_load(two.slot(_A), requests=1, running=1, compute=1, kv=1)
         await until(lambda: three.running(_A) == 3, "the third hears the other two")
-        await until(lambda: two.scoreboard.load(two.slot(_B)) == Load(0, 3), "the second hears the first")
+        await until(lambda: two.scoreboard.load_of(two.slot(_B)) == Load(0, 3), "the second hears the first")
         assert two.running(_A) == 3
-        assert two.scoreboard.load(two.slot(_A)) == Load(11, 15)
-        assert two.scoreboard.requests(two.slot(_A)) == 1  # drains wait only for local requests
-        assert two.scoreboard.own(two.slot(_A)) == (1, Load(1, 1))
+        assert two.scoreboard.load_of(two.slot(_A)) == Load(11, 15)
+        assert two.scoreboard.open_leases(two.slot(_A)) == 1  # drains wait only for local requests
+        assert two.scoreboard.own_load(two.slot(_A)) == (1, Load(1, 1))
         await until(lambda: one.running(_A) == 3, "nothing comes back as another's")
         await until(lambda: (one.peers, two.peers, three.peers) == (2, 2, 2), "all know each other")
-        one.scoreboard.row(0).add(one.slot(_A), requests=-1, running=-1, compute=-5, kv=-7)
+        one.scoreboard.load_row(0).add_load(one.slot(_A), requests=-1, running=-1, compute=-5, kv=-7)
         await until(lambda: three.running(_A) == 2, "the ended request is subtracted")
 
 
@@ -130,17 +132,19 @@ async def test_changes_arrive_before_the_next_exchange(store_port: int) -> None:
     replicas = {**_sections(store_port), "interval_seconds": 20.0, "news_seconds": 0.001}
     settings = settings_with(replicas)
     async with Store(settings, "before") as before:
-        await before.exchange(encode(GatewayState(1)))  # a gateway that the first one announces changes to
+        await before.exchange_messages(
+            encode_state(GatewayState(1))
+        )  # a gateway that the first one announces changes to
         async with _gateway("one", replicas, [_A]) as one:
             await until(lambda: one.peers == 1, "its exchange")
             async with _gateway("two", replicas, [_A]) as two:
                 await until(lambda: two.peers == 2, "its exchange")
                 while not two.running(_A):  # earlier messages are lost
-                    one.scoreboard.row(0).add(0, running=1)
+                    one.scoreboard.load_row(0).add_load(0, running=1)
                     await asyncio.sleep(0.01)
                 running = one.running(_A)
                 await until(lambda: two.running(_A) == running, "all of it")
-                one.scoreboard.row(0).add(0, running=-running)
+                one.scoreboard.load_row(0).add_load(0, running=-running)
                 await until(lambda: two.running(_A) == 0, "its end")
                 sent, received = (
                     gateway.metrics.replicas_news_total.labels(direction)._value.get()
@@ -158,9 +162,9 @@ async def test_exception_of_a_listener_is_no_failure_of_the_store(store_port: in
         raise ValueError("not a number")
 
     async with Store(settings, "one") as one, Store(settings, "two") as two:
-        listening = asyncio.create_task(two.listen(on_news))
+        listening = asyncio.create_task(two.listen_for_news(on_news))
         while not listening.done():  # earlier messages are lost
-            await one.publish(b"7")
+            await one.publish_news(b"7")
             await asyncio.sleep(0.001)
         with pytest.raises(ValueError, match="not a number"):
             await listening
@@ -170,11 +174,11 @@ async def test_exception_of_a_listener_is_no_failure_of_the_store(store_port: in
 class WithoutChannel(Store):
     """A store that refuses the channel: its user may access only the hash."""
 
-    async def publish(self, news: bytes) -> None:
-        raise StoreRefused("NOPERM")
+    async def publish_news(self, news: bytes) -> None:
+        raise StoreCommandRefused("NOPERM")
 
-    async def listen(self, on_news: Callable[[bytes], None]) -> None:
-        raise StoreRefused("NOPERM")
+    async def listen_for_news(self, on_news: Callable[[bytes], None]) -> None:
+        raise StoreCommandRefused("NOPERM")
 
 
 async def test_exchange_continues_with_one_warning_without_the_channel(
@@ -187,7 +191,7 @@ async def test_exchange_continues_with_one_warning_without_the_channel(
         _gateway("two", replicas, [_A], kind=WithoutChannel) as two,
     ):
         for running in range(1, 5):
-            one.scoreboard.row(0).add(0, running=1)
+            one.scoreboard.load_row(0).add_load(0, running=1)
             await until(lambda running=running: two.running(_A) == running, "the load of the other")
     lines = [record.message for record in caplog.records]
     assert lines == ["replicas: the store refuses subscriptions: changes arrive with the next exchange: NOPERM"] * 2
@@ -196,7 +200,7 @@ async def test_exchange_continues_with_one_warning_without_the_channel(
 async def test_exchange_shares_loads_without_the_channel(store_port: int) -> None:
     replicas = {**_sections(store_port), "news_seconds": None}
     async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
-        one.scoreboard.row(0).add(0, running=1)
+        one.scoreboard.load_row(0).add_load(0, running=1)
         await until(lambda: two.running(_A) == 1, "the load of the other")
         assert two.metrics.replicas_news_total.labels("heard")._value.get() == 0
 
@@ -205,7 +209,7 @@ async def test_stopping_gateway_removes_its_load_at_once(store_port: int) -> Non
     replicas = _sections(store_port, ttl_seconds=3600.0)
     async with _gateway("one", replicas, [_A]) as one:
         async with _gateway("two", replicas, [_A]) as two:
-            two.scoreboard.row(0).add(0, requests=1, running=1)
+            two.scoreboard.load_row(0).add_load(0, requests=1, running=1)
             await until(lambda: one.running(_A) == 1, "the load of the other")
         await until(lambda: one.running(_A) == 0, "its end")
 
@@ -216,8 +220,8 @@ async def test_gateways_of_another_group_are_ignored(store_port: int) -> None:
         _gateway("two", _sections(store_port), [_A]) as two,
         _gateway("else", _sections(store_port, group="h"), [_A]) as stranger,
     ):
-        stranger.scoreboard.row(0).add(0, requests=1, running=1)
-        two.scoreboard.row(0).add(0, requests=2, running=2)
+        stranger.scoreboard.load_row(0).add_load(0, requests=1, running=1)
+        two.scoreboard.load_row(0).add_load(0, requests=2, running=2)
         await until(lambda: one.running(_A) == 2, "the load of the same group")
         assert one.peers == 1
 
@@ -225,12 +229,12 @@ async def test_gateways_of_another_group_are_ignored(store_port: int) -> None:
 async def test_load_of_a_removed_instance_and_slot_is_dropped(store_port: int) -> None:
     replicas = _sections(store_port)
     async with _gateway("one", replicas, [_A, _B]) as one, _gateway("two", replicas, [_A, _B]) as two:
-        two.scoreboard.row(0).add(two.slot(_B), running=1, compute=9, kv=9)
+        two.scoreboard.load_row(0).add_load(two.slot(_B), running=1, compute=9, kv=9)
         await until(lambda: one.running(_B) == 1, "the load")
         slot = one.slot(_B)
-        one.roster.remove(Role.DECODE, *_B)
-        one.roster.finalize()
-        await until(lambda: one.scoreboard.load(slot) == Load(), "the slot is free")
+        one.roster.remove_backend(Role.DECODE, *_B)
+        one.roster.drop_drained_backends()
+        await until(lambda: one.scoreboard.load_of(slot) == Load(), "the slot is free")
 
 
 async def test_lost_store_drops_peer_loads_and_logs_each_change_once(
@@ -248,7 +252,7 @@ async def test_lost_store_drops_peer_loads_and_logs_each_change_once(
         port = first.enter_context(serving())
         replicas = _sections(port, ttl_seconds=1.0)
         async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
-            two.scoreboard.row(0).add(0, requests=1, running=1)
+            two.scoreboard.load_row(0).add_load(0, requests=1, running=1)
             await until(lambda: one.running(_A) == 1, "the load of the other")
             caplog.clear()
             await asyncio.to_thread(first.close)
@@ -266,34 +270,34 @@ async def test_picks_avoid_instances_that_another_gateway_loads(store_port: int,
     deployment = await deploy(decoders=2, replicas=_sections(store_port))
     busy, free = deployment.decoders
     settings = settings_with(_sections(store_port))
-    backend = next(b for b in deployment.worker.pools.decode.backends() if b.port == busy.port)
+    backend = next(b for b in deployment.worker.pools.decode.all_backends() if b.port == busy.port)
     async with Store(settings, "another") as other:
-        await other.exchange(encode(GatewayState(1, {backend.key: (5, 500, 500)})))
-        await until(lambda: deployment.scoreboard.running(backend.slot) == 5, "the load of the other")
+        await other.exchange_messages(encode_state(GatewayState(1, {backend.key: (5, 500, 500)})))
+        await until(lambda: deployment.scoreboard.running_requests(backend.slot) == 5, "the load of the other")
         for _ in range(4):
             assert (await deployment.ask(request(Api.CHAT))).status == 200
         assert [len(generations(engine)) for engine in (busy, free)] == [0, 4]
-        await other.leave()
-    await until(lambda: deployment.scoreboard.running(backend.slot) == 0, "its end")
+        await other.delete_own_message()
+    await until(lambda: deployment.scoreboard.running_requests(backend.slot) == 0, "its end")
 
 
 def test_no_load_stays_charged_when_the_exchanging_worker_dies() -> None:
     settings = settings_with({"url": "redis://nowhere"}, workers=2)
     loaded = LoadedSettings(settings, {})
-    with Listeners(socket.create_server(("127.0.0.1", 0))) as listeners:
-        shared = share(loaded, lambda: loaded, listeners)
+    with ListeningSockets(socket.create_server(("127.0.0.1", 0))) as listeners:
+        shared = create_shared_state(loaded, lambda: loaded, listeners)
         board = shared.scoreboard
-        board.row(board.workers).charge(0, 1, 2, 3)
-        shared.key_usage.row(2).charge(0, 4, minute_of(time.monotonic())[0], (0, 0))
-        shared.erase(1)
-        assert (board.running(0), shared.key_usage.in_flight(0)) == (1, 4)
-        shared.erase(0)
-        assert (board.running(0), board.load(0), shared.key_usage.in_flight(0)) == (0, Load(), 0)
+        board.load_row(board.worker_count).replace_load(0, 1, 2, 3)
+        shared.key_usage.usage_row(2).replace_counts(0, 4, minute_and_milliseconds(time.monotonic())[0], (0, 0))
+        shared.erase_worker(1)
+        assert (board.running_requests(0), shared.key_usage.count_in_flight(0)) == (1, 4)
+        shared.erase_worker(0)
+        assert (board.running_requests(0), board.load_of(0), shared.key_usage.count_in_flight(0)) == (0, Load(), 0)
 
 
 def _refusal(usage: KeyUsage, key: ApiKey) -> str | None:
     try:
-        with ApiKeys(usage).enter(key):
+        with ApiKeys(usage).count_in_flight(key):
             return None
     except LimitExceeded as refused:
         return refused.code
@@ -307,55 +311,59 @@ async def test_client_key_limits_apply_across_all_gateways(store_port: int) -> N
     ):
         held = ApiKey("team", 3, max_concurrent=3)
         for worker in range(2):
-            one.usage.row(worker).add(0, 1)
+            one.usage.usage_row(worker).add_in_flight(0, 1)
         assert _refusal(two.usage, held) is None
-        await until(lambda: two.usage.in_flight(3) == 2, "requests in flight at the other gateway")
-        with ApiKeys(two.usage).enter(held):
+        await until(lambda: two.usage.count_in_flight(3) == 2, "requests in flight at the other gateway")
+        with ApiKeys(two.usage).count_in_flight(held):
             assert _refusal(two.usage, held) == "key_concurrency"
-            await until(lambda: one.usage.in_flight(0) == 3, "the request at this gateway")
-        one.usage.row(0).add(0, -1)
+            await until(lambda: one.usage.count_in_flight(0) == 3, "the request at this gateway")
+        one.usage.usage_row(0).add_in_flight(0, -1)
         await until(lambda: _refusal(two.usage, held) is None, "the end of a request")
-        one.usage.row(1).add(0, -1)
+        one.usage.usage_row(1).add_in_flight(0, -1)
 
         a_few = ApiKey("other", 0, requests_per_minute=5)
         for _ in range(4):
-            with ApiKeys(one.usage, 1).enter(ApiKey("other", 1)):
+            with ApiKeys(one.usage, 1).count_in_flight(ApiKey("other", 1)):
                 pass
-        await until(lambda: two.usage.own(0, time.monotonic())[1] == 0 and _used(two.usage, 0) >= 4, "the requests")
+        await until(
+            lambda: two.usage.own_usage(0, time.monotonic())[1] == 0 and _used(two.usage, 0) >= 4, "the requests"
+        )
         assert _refusal(two.usage, a_few) is None
         assert _refusal(two.usage, a_few) == "key_rate"
-        assert two.usage.own(0, time.monotonic())[1] == 1  # requests of others are not counted as local
+        assert two.usage.own_usage(0, time.monotonic())[1] == 1  # requests of others are not counted as local
 
-        one.usage.row(1).count_tokens(1, minute_of(time.monotonic())[0], 1000)
+        one.usage.usage_row(1).count_tokens(1, minute_and_milliseconds(time.monotonic())[0], 1000)
         few_tokens = ApiKey("other", 0, token_limit=TokenLimit(500, 0, ApiKeys(two.usage)))
         await until(lambda: _refusal(two.usage, few_tokens) == "key_tokens", "the tokens of the other gateway")
 
 
 def _used(usage: KeyUsage, slot: int) -> int:
-    minute = minute_of(time.monotonic())[0]
-    return usage.counted(slot, minute) + usage.counted(slot, minute - 1)
+    minute = minute_and_milliseconds(time.monotonic())[0]
+    return usage.recent_requests(slot, minute) + usage.recent_requests(slot, minute - 1)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
 async def test_client_key_limits_are_shared_only_if_enabled(is_shared: bool, deploy: Deploy, store_port: int) -> None:
     replicas = {**_sections(store_port), "key_limits": is_shared}
     deployment = await deploy(replicas=replicas)
-    live, count_peers = deployment.worker.live, deployment.worker.metrics.replicas_peers._value.get
+    live, count_peers = deployment.worker.live_configuration, deployment.worker.metrics.replicas_peers._value.get
     names = {"limited": {"max_concurrent": 5}, "rated": {"requests_per_minute": 5}, "free": {}}
     keys = tuple(
         ClientKey.model_validate({"name": name, "key_sha256": sha256(name.encode()).hexdigest(), **limits})
         for name, limits in names.items()
     )
-    live.apply(replace(live.current, client_keys=keys, slots={"limited": 0, "rated": 1, "free": 2}))
+    live.apply_snapshot(
+        replace(live.current_snapshot, client_keys=keys, slots_by_key={"limited": 0, "rated": 1, "free": 2})
+    )
     async with Store(live.settings, "another") as other:
         for name in names:
             assert (await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status == 200
         shared_keys: list[dict[str, tuple[int, int]]] = []
         for turn in count():
-            messages = await other.exchange(
-                encode(GatewayState(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
+            messages = await other.exchange_messages(
+                encode_state(GatewayState(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
             )
-            states = [decode(message) for name, message in messages.items() if name != "another"]
+            states = [decode_state(message) for name, message in messages.items() if name != "another"]
             shared_keys += [each.keys for each in states if each is not None]
             # The store may still have the message of a time before the requests ended.
             if (not is_shared and len(shared_keys) == 3) or {"limited": (0, 1), "rated": (0, 1)} in shared_keys:
@@ -364,16 +372,16 @@ async def test_client_key_limits_are_shared_only_if_enabled(is_shared: bool, dep
         await until(lambda: count_peers() == 1, "the other gateway")
         statuses = [(await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status for name in names]
         assert statuses == ([429, 429, 200] if is_shared else [200, 200, 200])
-        await other.leave()
+        await other.delete_own_message()
 
 
 async def test_undecodable_field_does_not_affect_other_fields(store_port: int) -> None:
     replicas = _sections(store_port)
     settings = settings_with(replicas)
     async with _gateway("one", replicas, [_A]) as one, Store(settings, "poisoned") as poisoned:
-        await poisoned.exchange(b'{"turn": 1, "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+        await poisoned.exchange_messages(b'{"turn": 1, "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
         async with _gateway("two", replicas, [_A]) as two:
-            two.scoreboard.row(0).add(0, running=1)
+            two.scoreboard.load_row(0).add_load(0, running=1)
             await until(lambda: one.running(_A) == 1, "the load of the gateway whose field can be decoded")
     assert one.metrics.background_restarts_total.labels("replica_exchange")._value.get() == 0
 
@@ -382,11 +390,11 @@ async def test_exchange_restarts_after_an_unexpected_exception(store_port: int) 
     class Poisoned(Store):
         exchanges = 0
 
-        async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
+        async def exchange_messages(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
             Poisoned.exchanges += 1
             if Poisoned.exchanges == 2:
                 raise ZeroDivisionError
-            return await super().exchange(message, lost)
+            return await super().exchange_messages(message, lost)
 
     async with _gateway("one", _sections(store_port), [_A], kind=Poisoned) as one:
         await until(lambda: Poisoned.exchanges > 3, "an exchange after the failure")
@@ -412,5 +420,5 @@ async def test_exchange_works_with_a_store_without_hello() -> None:
         port = server.sockets[0].getsockname()[1]
         settings = settings_with(_sections(port))
         async with Store(settings, "one") as store:
-            assert await store.exchange(b"{}") == {}
+            assert await store.exchange_messages(b"{}") == {}
     assert b"HELLO" not in commands

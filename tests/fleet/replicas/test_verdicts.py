@@ -14,7 +14,7 @@ from proxy.balancer.health import HealthBoard
 from proxy.common.backend import Backend, Role
 from proxy.fleet.replicas import Store
 from proxy.fleet.replicas.peers import Peers
-from proxy.fleet.replicas.state import GatewayState, News, decode, decode_news, encode, encode_news
+from proxy.fleet.replicas.state import GatewayState, News, decode_news, decode_state, encode_news, encode_state
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -36,15 +36,17 @@ class Another:
     async def report_unhealthy(self, *backends: Backend) -> None:
         """Report these instances as unhealthy, and no others."""
         self._verdicts = {backend.key: next(_TURNS) for backend in backends}
-        await self._store.exchange(encode(GatewayState(next(_TURNS), verdicts=self._verdicts)))
+        await self._store.exchange_messages(encode_state(GatewayState(next(_TURNS), verdicts=self._verdicts)))
 
     async def next_state(self) -> GatewayState:
         """Return the next state that the tested gateway publishes."""
         states: dict[int, GatewayState] = {}
         while len(states) < 3:  # the second one may have been written before the call
-            messages = await self._store.exchange(encode(GatewayState(next(_TURNS), verdicts=self._verdicts)))
+            messages = await self._store.exchange_messages(
+                encode_state(GatewayState(next(_TURNS), verdicts=self._verdicts))
+            )
             states |= {
-                each.turn: each for name, text in messages.items() if name != "another" and (each := decode(text))
+                each.turn: each for name, text in messages.items() if name != "another" and (each := decode_state(text))
             }
         return states[max(states)]
 
@@ -54,7 +56,7 @@ async def _another(replicas: dict[str, object]) -> AsyncIterator[Another]:
     settings = settings_with(replicas)
     async with Store(settings, "another") as store:
         yield Another(store)
-        await store.leave()
+        await store.delete_own_message()
 
 
 def _replicas(port: int) -> dict[str, object]:
@@ -63,13 +65,13 @@ def _replicas(port: int) -> dict[str, object]:
 
 def _backends(deployment: Deployment) -> list[Backend]:
     """Return the backends in the order of the engines."""
-    known = {backend.port: backend for backend in deployment.worker.pools.decode.backends()}
+    known = {backend.port: backend for backend in deployment.worker.pools.decode.all_backends()}
     return [known[engine.port] for engine in deployment.decoders]
 
 
 def _state(deployment: Deployment, backend: Backend) -> HealthState:
-    deployment.worker.pools.of(backend.role).eligible()  # updates the states that are due
-    return deployment.worker.health.of(backend).state
+    deployment.worker.pools.pool_of(backend.role).eligible_backends()  # updates the states that are due
+    return deployment.worker.health.health_of(backend).health_state
 
 
 async def test_instance_found_wedged_by_a_peer_is_tried_once(store_port: int, deploy: Deploy) -> None:
@@ -134,7 +136,7 @@ async def test_instance_that_refuses_a_peer_is_put_on_trial(store_port: int, dep
     assert ejected == {(name, "refuses", role.value): 1.0}
     await until(lambda: there.metrics("pdproxy_instance_ejected_total"), "the finding of the other gateway")
     assert there.metrics("pdproxy_instance_ejected_total") == {(name, "other_gateway", role.value): 1.0}
-    (backend,) = [each for each in there.worker.pools.of(role).backends() if each.name == name]
+    (backend,) = [each for each in there.worker.pools.pool_of(role).all_backends() if each.name == name]
     await until(lambda: _state(there, backend) is PROBATION, "a trial")  # its health check has passed
     before = len(generations(bad))
     for _ in range(8):
@@ -159,19 +161,22 @@ async def test_peer_verdicts_on_all_instances_leave_the_needed_ones(store_port: 
 
 def test_peer_verdicts_expire_with_the_messages_of_their_gateway() -> None:
     peers = Peers("me", ttl_seconds=1.0)
-    peers.take_messages(
-        {"one": encode(GatewayState(1, verdicts={"a": 7})), "two": encode(GatewayState(1, verdicts={"a": 3, "b": 4}))},
+    peers.apply_messages(
+        {
+            "one": encode_state(GatewayState(1, verdicts={"a": 7})),
+            "two": encode_state(GatewayState(1, verdicts={"a": 3, "b": 4})),
+        },
         100.0,
     )
-    assert peers.verdicts(100.9) == {("a", "one", 7), ("a", "two", 3), ("b", "two", 4)}
-    assert peers.take_news(News("two", 2, verdicts={"a": 0, "c": 5}), 100.9)
-    assert peers.verdicts(101.5) == {("b", "two", 4), ("c", "two", 5)}
-    assert peers.verdicts(102.0) == set()
+    assert peers.current_verdicts(100.9) == {("a", "one", 7), ("a", "two", 3), ("b", "two", 4)}
+    assert peers.apply_news(News("two", 2, verdicts={"a": 0, "c": 5}), 100.9)
+    assert peers.current_verdicts(101.5) == {("b", "two", 4), ("c", "two", 5)}
+    assert peers.current_verdicts(102.0) == set()
 
 
 def test_peer_verdict_is_read_with_any_host_uptime() -> None:
     number = round(10_000_000 * 1e9)  # nanoseconds of 115 days
-    state = decode(encode(GatewayState(number, {}, verdicts={"a": number})))
+    state = decode_state(encode_state(GatewayState(number, {}, verdicts={"a": number})))
     assert state is not None
     assert state.verdicts == {"a": number}
     news = decode_news(encode_news(News("one", number, verdicts={"a": number})))
@@ -181,8 +186,8 @@ def test_peer_verdict_is_read_with_any_host_uptime() -> None:
 
 @pytest.mark.parametrize("state", [HealthState.DOWN, HealthState.EJECTED])
 def test_peer_verdict_is_not_published_as_a_local_one(state: HealthState) -> None:
-    board, backend = HealthBoard(workers=2, slots=4), Backend(Role.DECODE, "d", 1, slot=2)
+    board, backend = HealthBoard(worker_count=2, slot_count=4), Backend(Role.DECODE, "d", 1, slot=2)
     board.set_state(0, backend, state, is_from_peer=True)
-    assert (board.is_found_unhealthy(backend), board.states(backend)) == (False, [state, HealthState.UNKNOWN])
+    assert (board.is_found_unhealthy(backend), board.states_by_worker(backend)) == (False, [state, HealthState.UNKNOWN])
     board.set_state(1, backend, state)
     assert board.is_found_unhealthy(backend)

@@ -54,4 +54,4 @@ async def _measure(loop_lag: LoopLag) -> None:
     while True:
         due = loop.time() + _TICK_SECONDS
         await asyncio.sleep(_TICK_SECONDS)
-        loop_lag.note(loop.time(), loop.time() - due)
+        loop_lag.add_lag(loop.time(), loop.time() - due)

@@ -52,7 +52,7 @@ class FleetOfRanks(Fleet):
 
     @property
     def prefiller_facts(self) -> EngineFacts:
-        return EngineFacts(ranks=RANKS if self.tells_ranks else None)
+        return EngineFacts(data_parallel_ranks=RANKS if self.tells_ranks else None)
 
     def engines(self, role: Role) -> Iterator[Any]:
         if role is Role.DECODE:

@@ -18,7 +18,7 @@ def test_split_measures_how_busy_both_roles_are(replayed: Callable[..., Replay],
     """Two prefillers with 1.1 s of work every 2 s; two decoders make 200 of 12,800 tokens a second."""
     run = replayed([Request(2.0 * number, 1000, 400, ()) for number in range(101)])
     split = split_of(run, fleet)
-    assert (split.name, split.prefill_busy) == ("2P2D", pytest.approx(101 * 1.1 / 200 / 2))
+    assert (split.split_name, split.prefill_busy) == ("2P2D", pytest.approx(101 * 1.1 / 200 / 2))
     assert split.decode_busy == pytest.approx(101 * 400 / 200 / (2 * 6400))
 
 

@@ -55,18 +55,18 @@ def test_decoder_has_no_room_past_saturation_and_answers_need_memory() -> None:
     )
     policy = ClairvoyantDecode(machine, PolicyContext())
     scoreboard = Scoreboard(slots=2)
-    row = scoreboard.row(0)
+    row = scoreboard.load_row(0)
     candidates = [Candidate(Backend(Role.DECODE, "d", slot, slot), None, scoreboard) for slot in range(2)]
 
     def wanted(prompt: int, answer: int) -> PickRequest:
         return PickRequest(Load(), Load(), Subject(Request(0.0, prompt, answer, ())))
 
-    row.add(0, requests=2, running=2, kv=100)
-    row.add(1, requests=1, running=1, kv=3000)
-    assert policy.choose(candidates, [0, 0], wanted(1000, 500)).backend.slot == 1
-    assert policy.choose(candidates, [0, 0], wanted(1000, 1500)).backend.slot == 0
+    row.add_load(0, requests=2, running=2, kv=100)
+    row.add_load(1, requests=1, running=1, kv=3000)
+    assert policy.choose_candidate(candidates, [0, 0], wanted(1000, 500)).backend.slot == 1
+    assert policy.choose_candidate(candidates, [0, 0], wanted(1000, 1500)).backend.slot == 0
     assert policy.has_room(candidates)
-    row.add(1, requests=1, running=1, kv=100)
+    row.add_load(1, requests=1, running=1, kv=100)
     assert not policy.has_room(candidates)
 
 

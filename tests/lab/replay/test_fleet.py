@@ -61,8 +61,8 @@ def test_run_leaves_no_load(replayed: Callable[..., Replay]) -> None:
     assert all(not engine.batch.running + engine.batch.blocks.used for engine in replay.engines.values())
     pools = replay.pools
     for pool in (pools.prefill, pools.decode):
-        assert {pool.scoreboard.requests(backend.slot) for backend in pool.backends()} == {0}
-        assert {replay.load(backend) for backend in pool.backends()} == {Load()}
+        assert {pool.scoreboard.open_leases(backend.slot) for backend in pool.all_backends()} == {0}
+        assert {replay.load(backend) for backend in pool.all_backends()} == {Load()}
 
 
 def test_run_is_repeatable_with_any_hash_seed() -> None:

@@ -21,24 +21,24 @@ class Bench:
     def __init__(self, name: str) -> None:
         self.policy: Policy = PEERS[name][0](PolicyContext())
         self.scoreboard = Scoreboard(slots=3)
-        self.row = self.scoreboard.row(0)
+        self.row = self.scoreboard.load_row(0)
         self.backends = [Backend(Role.PREFILL, "p", 7000 + slot, slot) for slot in range(3)]
         self.candidates = [Candidate(backend, None, self.scoreboard) for backend in self.backends]
 
     def send(self, place: int, request: PickRequest) -> None:
-        load = self.policy.cost_of(self.backends[place], request)
-        self.row.add(place, requests=1, running=1, compute=load.compute_tokens, kv=load.kv_tokens)
-        self.policy.track(self.backends[place], request)
+        load = self.policy.load_of_request(self.backends[place], request)
+        self.row.add_load(place, requests=1, running=1, compute=load.compute_tokens, kv=load.kv_tokens)
+        self.policy.start_tracker(self.backends[place], request)
 
     def idle(self) -> None:
         for backend in self.backends:
-            load, running = self.scoreboard.load(backend.slot), self.scoreboard.running(backend.slot)
-            self.row.add(
+            load, running = self.scoreboard.load_of(backend.slot), self.scoreboard.running_requests(backend.slot)
+            self.row.add_load(
                 backend.slot, requests=-running, running=-running, compute=-load.compute_tokens, kv=-load.kv_tokens
             )
 
     def chosen(self, request: PickRequest) -> int:
-        return self.policy.choose(self.candidates, [0] * len(self.candidates), request).backend.slot
+        return self.policy.choose_candidate(self.candidates, [0] * len(self.candidates), request).backend.slot
 
 
 def prompt(tokens: int, *blocks: int) -> PickRequest:

@@ -41,9 +41,13 @@ def ran(policy: str, sessions: int, workload: Workload = _SMALL, *, workers: int
         await asyncio.sleep(0)
 
     virtual_time.run(course(), virtual_time.VirtualLoop())
-    left = [each.admission.waiting + each.admission.running for each in made[0].workers]
+    left = [each.admission.waiting_count + each.admission.running_count for each in made[0].workers]
     assert left == [0] * workers
-    assert all(sets.waiting == 0 for each in made[0].workers if (sets := each.pools.prefill.working_sets) is not None)
+    assert all(
+        sets.waiting_turn_count == 0
+        for each in made[0].workers
+        if (sets := each.pools.prefill.working_sets) is not None
+    )
     label = {
         "policy": policy,
         "read_back": "off",

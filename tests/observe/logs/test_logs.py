@@ -25,7 +25,7 @@ from proxy.observe.logs.handler import (
     JsonFormatter,
     LineFormatter,
     access_record,
-    encoded,
+    encode_line,
 )
 from proxy.observe.logs.lines import (
     BURST_LINES,
@@ -62,7 +62,7 @@ class File:
     def __init__(self, format: str, level: str = "INFO", **options: Any) -> None:
         self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.opened.append(self._file)
-        logs.setup(Log.model_validate({"format": format, "level": level}), self._file, **options)
+        logs.set_up_logging(Log.model_validate({"format": format, "level": level}), self._file, **options)
 
     @property
     def text(self) -> str:
@@ -105,7 +105,7 @@ def test_auto_format_is_text_on_a_terminal_and_json_otherwise() -> None:
     assert file.objects[0]["message"] == "hello"
     screen, terminal = os.openpty()
     with open(screen, "rb") as reader, open(terminal, "w") as stream:
-        logs.setup(Log(format="auto"), stream)
+        logs.set_up_logging(Log(format="auto"), stream)
         logger.info("hello")
         assert reader.readline().endswith(b" INFO proxy.somewhere hello\r\n")
         assert os.get_blocking(terminal)  # the shell shares this flag
@@ -194,10 +194,10 @@ def test_any_value_stays_in_one_line(format: str, value: str) -> None:
 )
 def test_fast_access_line_equals_the_formatted_one(fields: dict[str, object]) -> None:
     formatter = JsonFormatter(Redaction())
-    line = formatter.request(1_700_000_000.25, fields)
-    assert line == LineFormatter.request(formatter, 1_700_000_000.25, fields)
+    line = formatter.format_request(1_700_000_000.25, fields)
+    assert line == LineFormatter.format_request(formatter, 1_700_000_000.25, fields)
     if "error" in fields and fields["error"] is not None:
-        assert line == encoded(formatter.format(access_record(1_700_000_000.25, fields)))
+        assert line == encode_line(formatter.format(access_record(1_700_000_000.25, fields)))
 
 
 @settings(deadline=None)
@@ -345,8 +345,8 @@ def test_ten_thousand_invalid_requests_write_few_lines(clock: Clock) -> None:
     clock.now += 1.0
     logs.flush()
     assert len(file.text) < 50_000
-    assert logs.lost().suppressed == 10_000 - sum("id" in line for line in file.objects)
-    assert sum(line.get("suppressed", 0) for line in file.objects) == logs.lost().suppressed
+    assert logs.count_lost_lines().suppressed == 10_000 - sum("id" in line for line in file.objects)
+    assert sum(line.get("suppressed", 0) for line in file.objects) == logs.count_lost_lines().suppressed
 
 
 def test_lines_pass_at_a_fixed_rate_after_a_burst(clock: Clock) -> None:
@@ -383,7 +383,7 @@ def test_number_of_suppressed_lines_is_logged_after_a_second(clock: Clock) -> No
     assert (connections["logger"], connections["level"]) == ("proxy.somewhere", "WARNING")
     assert connections["message"] == "left out: connection %d is refused"
     assert requests["suppressed"] == connections["suppressed"] == 7
-    assert logs.lost() == (0, 14)
+    assert logs.count_lost_lines() == (0, 14)
 
 
 @pytest.mark.parametrize(
@@ -464,11 +464,11 @@ def read_all(fd: int) -> list[dict[str, Any]]:
 
 def test_unread_pipe_never_blocks_the_writer() -> None:
     with pipe() as (reader, stream):
-        logs.setup(Log(format="json"), stream)
+        logs.set_up_logging(Log(format="json"), stream)
         for number in range(10_000):
             logs.access_line({"id": number, "padding": "x" * 500})
         assert os.get_blocking(stream.fileno())  # other users of the description share this flag
-        dropped = logs.lost().dropped
+        dropped = logs.count_lost_lines().dropped
         *lines, notice = read_all(reader)
         assert [line["id"] for line in lines] == list(
             range(10_000 - dropped)
@@ -477,28 +477,28 @@ def test_unread_pipe_never_blocks_the_writer() -> None:
         assert (notice["logger"], notice["level"], notice["dropped"]) == ("proxy.logs", "WARNING", dropped)
         logs.access_line({"id": "after"})
         assert [line["id"] for line in read_all(reader)] == ["after"]
-        assert logs.lost().dropped == dropped
+        assert logs.count_lost_lines().dropped == dropped
 
 
 def test_no_line_is_dropped_after_the_pipe_was_read() -> None:
     with pipe() as (reader, stream):
         writer = LineWriter(stream.fileno(), max_kept_bytes=100)
-        while not writer.dropped:
+        while not writer.dropped_lines:
             writer.write(b"x" * 99 + b"\n")
         while read(reader):
             pass
         assert writer.write(b"y" * 99 + b"\n")
         assert read(reader).endswith(b"xx\n" + b"y" * 99 + b"\n")
-        assert writer.dropped == 1
+        assert writer.dropped_lines == 1
         writer.close()
 
 
 def test_notice_of_dropped_lines_has_no_request_id() -> None:
     with pipe() as (reader, stream):
-        logs.setup(Log(format="json"), stream)
+        logs.set_up_logging(Log(format="json"), stream)
         token = logs.request_id.set("r-42")
         try:
-            while not logs.lost().dropped:
+            while not logs.count_lost_lines().dropped:
                 logger.info("x" * 1000, extra=logs.ALWAYS)
             *lines, notice = read_all(reader)
         finally:
@@ -516,13 +516,13 @@ def test_lines_longer_than_a_pipe_stay_whole(piece: int) -> None:
         for line in lines:
             assert not writer.write(line)
             received += read(reader, piece)
-        while not writer.flush():
+        while not writer.flush_kept():
             received += read(reader, piece)
         while more := read(reader):
             received += more
         writer.close()
     assert received == b"".join(lines)
-    assert writer.dropped == 0
+    assert writer.dropped_lines == 0
 
 
 def test_lines_of_several_processes_do_not_mix() -> None:
@@ -530,7 +530,7 @@ def test_lines_of_several_processes_do_not_mix() -> None:
         import logging, sys
         from proxy.observe import logs
         from proxy.settings import Log
-        logs.setup(Log(format="json"))
+        logs.set_up_logging(Log(format="json"))
         for number in range(3000):
             logs.access_line({"id": f"{sys.argv[1]}-{number}", "padding": sys.argv[1] * (number % 3500)})
     """
@@ -552,14 +552,14 @@ def test_returning_reader_gets_the_number_of_dropped_lines(tmp_path: Path) -> No
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(path, "w") as stream:
-        logs.setup(Log(format="json"), stream)
+        logs.set_up_logging(Log(format="json"), stream)
         logger.info("read")
         assert [line["message"] for line in read_all(reader)] == ["read"]
         os.close(reader)
         for _ in range(3):
             logger.info("lost")
         logs.flush()
-        assert logs.lost().dropped == 3
+        assert logs.count_lost_lines().dropped == 3
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         logger.info("read again")
         first, second = read_all(reader)
@@ -574,12 +574,12 @@ def test_pipe_that_cannot_be_reopened_is_polled_before_each_write(tmp_path: Path
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(path, "w") as stream:
         os.close(reader)  # the kernel refuses to open a pipe without a reader
-        logs.setup(Log(format="json"), stream)
+        logs.set_up_logging(Log(format="json"), stream)
         logger.info("lost")
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         for number in range(3000):
             logs.access_line({"id": number, **dict.fromkeys(map(str, range(number % 50)), "x" * 2000)})
-        dropped = logs.lost().dropped
+        dropped = logs.count_lost_lines().dropped
         lines = [line for line in read_all(reader) if "id" in line]
         assert len(lines) == 3001 - dropped
         assert os.get_blocking(stream.fileno())
@@ -590,26 +590,26 @@ def test_unread_socket_never_blocks_the_writer() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, ours.makefile("w") as stream:
         theirs.setblocking(False)
-        logs.setup(Log(format="json"), stream)
+        logs.set_up_logging(Log(format="json"), stream)
         for number in range(10_000):
             logs.access_line({"id": number, "padding": "x" * 500})
         assert os.get_blocking(ours.fileno())
-        dropped = logs.lost().dropped
+        dropped = logs.count_lost_lines().dropped
         *lines, notice = read_all(theirs.fileno())
         assert [line["id"] for line in lines] == list(range(10_000 - dropped))
         assert notice["dropped"] == dropped
         theirs.close()
         logger.info("lost")
-        assert logs.lost().dropped == dropped + 1
+        assert logs.count_lost_lines().dropped == dropped + 1
 
 
 def test_full_disk_only_drops_lines() -> None:
     with open("/dev/full", "w") as stream:
-        logs.setup(Log(format="json"), stream)
+        logs.set_up_logging(Log(format="json"), stream)
         for _ in range(5):
             logger.info("lost")
             logs.flush()
-        assert logs.lost().dropped == 5
+        assert logs.count_lost_lines().dropped == 5
 
 
 def test_partly_written_line_is_finished_before_the_next(tmp_path: Path) -> None:
@@ -624,7 +624,7 @@ def test_partly_written_line_is_finished_before_the_next(tmp_path: Path) -> None
             writer.write(line)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         writer.write(b"the fourth line\\n")
-        raise SystemExit(writer.dropped)
+        raise SystemExit(writer.dropped_lines)
     """
     with open(path, "w") as stream:
         dropped = subprocess.run([sys.executable, "-c", code], stdout=stream, check=False).returncode
@@ -638,7 +638,7 @@ def test_log_goes_to_stderr_without_stdout(closed: tuple[int, ...], is_logged: b
         import logging
         from proxy.observe import logs
         from proxy.settings import Log
-        logs.setup(Log())
+        logs.set_up_logging(Log())
         logging.getLogger("proxy.somewhere").info("hello")
         logs.flush()
     """
@@ -659,14 +659,14 @@ def test_log_goes_to_stderr_without_stdout(closed: tuple[int, ...], is_logged: b
 def test_forked_process_does_not_write_kept_lines_of_its_parent() -> None:
     with pipe() as (reader, stream):
         fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
-        logs.setup(Log(format="json"), stream)
+        logs.set_up_logging(Log(format="json"), stream)
         for number in range(20):
             logs.access_line({"id": number, "padding": "x" * 500})
         pid = os.fork()
         if pid == 0:
-            logs.setup(Log(format="json"), stream)
+            logs.set_up_logging(Log(format="json"), stream)
             logs.access_line({"id": "the child's", "padding": "x" * 4000})
-            os._exit(logs.lost().dropped)
+            os._exit(logs.count_lost_lines().dropped)
         _, status = os.waitpid(pid, 0)
         assert status == 0
         assert [line["id"] for line in read_all(reader)] == list(range(20))

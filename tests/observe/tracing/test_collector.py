@@ -136,7 +136,7 @@ async def test_remaining_spans_are_sent_at_the_end(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
     await gateway.ask(request(Api.CHAT))
-    gateway.worker.observers.settle()
+    gateway.worker.request_observers.flush_batch()
     assert collector.received == []
     await gateway.end()
     (root,) = collector.requests

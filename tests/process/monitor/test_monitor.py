@@ -15,7 +15,7 @@ import pytest
 
 from proxy.observe import logs
 from proxy.observe.metrics import Metrics
-from proxy.process.monitor import Memory, Monitor, MonitorParts, OpenFds, Overload, overload_of
+from proxy.process.monitor import MemoryUse, MonitorParts, OpenFds, OverloadState, WorkerMonitor, overload_of
 from proxy.settings import Log
 from tests.clock import Clock
 
@@ -53,7 +53,7 @@ class Machine:
         self.write(f"{tree}/memory.stat", f"anon {anonymous * MIB}\nfile 12345\ninactive_file {cache * MIB}\n")
 
     def share(self, workers: int = 1, address_space_bytes: int = NO_LIMIT) -> float:
-        return round(Memory(workers, self.root, address_space_bytes).share(), 3)
+        return round(MemoryUse(workers, self.root, address_space_bytes).used_share(), 3)
 
 
 @pytest.fixture
@@ -130,36 +130,36 @@ def test_control_groups_of_version_1_limit_memory_too(machine: Machine) -> None:
 
 
 def test_resident_memory_is_in_bytes(machine: Machine) -> None:
-    assert Memory(4, machine.root, NO_LIMIT).resident_bytes() == 100 * MIB
+    assert MemoryUse(4, machine.root, NO_LIMIT).resident_bytes() == 100 * MIB
     (machine.root / "proc/self/statm").unlink()
-    assert Memory(4, machine.root, NO_LIMIT).resident_bytes() == 0
+    assert MemoryUse(4, machine.root, NO_LIMIT).resident_bytes() == 0
 
 
 def test_limits_are_read_again(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/\n")
     machine.group("", limit=200, used=150)
-    memory = Memory(1, machine.root, NO_LIMIT)
-    assert memory.share() == 0.75
+    memory = MemoryUse(1, machine.root, NO_LIMIT)
+    assert memory.used_share() == 0.75
     machine.group("", limit=300, used=150)
-    assert memory.share() == 0.5
+    assert memory.used_share() == 0.5
 
 
 def test_memory_share_is_zero_when_the_system_reports_nothing(tmp_path: Path) -> None:
-    assert Memory(1, tmp_path, NO_LIMIT).share() == 0.0
+    assert MemoryUse(1, tmp_path, NO_LIMIT).used_share() == 0.0
 
 
 def test_this_machine_tells_its_share() -> None:
-    assert 0.0 < Memory().share() < 1.0
+    assert 0.0 < MemoryUse().used_share() < 1.0
 
 
 # --- file descriptors ------------------------------------------------------------------------------------------------
 
 
 def test_open_descriptors_are_counted() -> None:
-    before = OpenFds(limit=1000).share()
+    before = OpenFds(limit=1000).used_share()
     assert before is not None
     pipes = [os.pipe() for _ in range(50)]
-    share = OpenFds(limit=1000).share()
+    share = OpenFds(limit=1000).used_share()
     for fd in (fd for pipe in pipes for fd in pipe):
         os.close(fd)
     assert share == pytest.approx(before + 0.1)
@@ -169,19 +169,22 @@ def test_open_descriptors_are_counted() -> None:
 def test_on_old_kernels_they_are_listed_piece_by_piece(more: int, steps: int) -> None:
     # It has the same entries, and the size 0 that /proc/self/fd had before Linux 6.2.
     fds = OpenFds("/proc/self/fdinfo", limit=10_000)
-    few = fds.share()
+    few = fds.used_share()
     assert few is not None
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(more)]
     try:
         for _ in range(2):
-            assert [fds.share() for _ in range(steps)] == [*[None] * (steps - 1), pytest.approx(few + more / 10_000)]
+            assert [fds.used_share() for _ in range(steps)] == [
+                *[None] * (steps - 1),
+                pytest.approx(few + more / 10_000),
+            ]
     finally:
         for fd in opened:
             os.close(fd)
 
 
 def test_uncountable_descriptors_count_as_closed(tmp_path: Path) -> None:
-    assert OpenFds(str(tmp_path / "nothing")).share() == 0.0
+    assert OpenFds(str(tmp_path / "nothing")).used_share() == 0.0
 
 
 # --- overload --------------------------------------------------------------------------------------------------------
@@ -196,26 +199,27 @@ def test_uncountable_descriptors_count_as_closed(tmp_path: Path) -> None:
     ],
 )
 def test_overload_is_left_lower_than_it_is_entered(shares: list[float], states: list[int]) -> None:
-    state, seen = Overload.NONE, []
+    state, seen = OverloadState.NONE, []
     for share in shares:
         state = overload_of(share, state)
         seen.append(state)
     assert seen == states
 
 
-def monitor(metrics: Metrics, machine: Machine, clock: Clock, **options: object) -> Monitor:
-    memory, fds = Memory(1, machine.root, NO_LIMIT), OpenFds(limit=1 << 20)
-    return Monitor(metrics, MonitorParts(memory=memory, fds=fds, clock=clock, shrink_heap=lambda: None, **options))  # type: ignore[arg-type]
+def monitor(metrics: Metrics, machine: Machine, clock: Clock, **options: object) -> WorkerMonitor:
+    memory, fds = MemoryUse(1, machine.root, NO_LIMIT), OpenFds(limit=1 << 20)
+    parts = MonitorParts(memory=memory, open_fds=fds, clock=clock, shrink_heap=lambda: None, **options)  # type: ignore[arg-type]
+    return WorkerMonitor(metrics, parts)
 
 
 def test_monitor_reports_cpu_time_and_memory_of_the_process(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     watching = monitor(metrics, machine, clock)
-    watching.tick()
+    watching.run_due_measurements()
     before = value(metrics, "pdproxy_cpu_seconds_total")
     assert 0 < before <= time.process_time()
     clock.now += 2.0
-    watching.tick()
+    watching.run_due_measurements()
     assert before < value(metrics, "pdproxy_cpu_seconds_total") <= time.process_time()
     assert value(metrics, "pdproxy_resident_memory_bytes") == 100 * MIB
 
@@ -230,8 +234,10 @@ def test_each_change_of_overload_is_one_line_and_the_metric(
         for mib in (100, 930, 930, 960, 940, 500, 500):
             machine.use(mib)
             clock.now += 1.0
-            watching.tick()
-            seen.append((watching.closes_connections, watching.refuses, value(metrics, "pdproxy_overload_state")))
+            watching.run_due_measurements()
+            seen.append(
+                (watching.closes_connections, watching.refuses_requests, value(metrics, "pdproxy_overload_state"))
+            )
     assert value(metrics, "pdproxy_memory_share") == 0.5
     calm, closing, refusing = (False, False, 0.0), (True, False, 1.0), (True, True, 2.0)
     assert seen == [calm, closing, closing, refusing, refusing, calm, calm]
@@ -250,36 +256,36 @@ def test_monitor_reports_the_load_of_the_event_loop(
     shares: list[float] = []
     watching = monitor(Metrics(), machine, clock, on_busy_share=shares.append)
     clock.now += 0.5
-    watching.tick()
-    watching.tick()  # at the same time
+    watching.run_due_measurements()
+    watching.run_due_measurements()  # at the same time
     clock.now += 0.5
-    watching.tick()
+    watching.run_due_measurements()
     assert shares == [0.5, 1.0]
 
 
 def test_memory_is_looked_at_once_a_second(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     watching = monitor(metrics, machine, clock)
-    watching.tick()
+    watching.run_due_measurements()
     machine.use(960)
     clock.now += 0.99
-    watching.tick()
-    assert not watching.refuses
+    watching.run_due_measurements()
+    assert not watching.refuses_requests
     clock.now += 0.01
-    watching.tick()
-    assert watching.refuses
+    watching.run_due_measurements()
+    assert watching.refuses_requests
 
 
 def test_memory_that_is_free_is_given_back_while_there_is_too_little(machine: Machine, clock: Clock) -> None:
     shrunk: list[float] = []
-    memory = Memory(1, machine.root, NO_LIMIT)
-    watching = Monitor(
+    memory = MemoryUse(1, machine.root, NO_LIMIT)
+    watching = WorkerMonitor(
         Metrics(),
         MonitorParts(memory=memory, clock=clock, shrink_heap=lambda: shrunk.append(clock.now - 1000.0)),
     )
     for mib in [100, *[930] * 12, *[100] * 20, 930]:
         machine.use(mib)
-        watching.tick()
+        watching.run_due_measurements()
         clock.now += 1.0
     assert shrunk == [1.0, 11.0, 33.0]
 
@@ -289,24 +295,26 @@ def test_free_memory_goes_back_to_the_system(machine: Machine, clock: Clock) -> 
     blocks = [bytes(10_000) for _ in range(10_000)]
     last = blocks.pop()  # the allocator returns free memory behind the last block to the system
     blocks.clear()
-    before = Memory().share()
+    before = MemoryUse().used_share()
     machine.use(930)
-    Monitor(Metrics(), MonitorParts(memory=Memory(1, machine.root, NO_LIMIT), clock=clock)).tick()
-    assert Memory().share() < before
+    WorkerMonitor(
+        Metrics(), MonitorParts(memory=MemoryUse(1, machine.root, NO_LIMIT), clock=clock)
+    ).run_due_measurements()
+    assert MemoryUse().used_share() < before
     assert last
 
 
 def test_share_of_open_descriptors_is_measured_every_five_seconds(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     watching = monitor(metrics, machine, clock)
-    watching.tick()
+    watching.run_due_measurements()
     before = value(metrics, "pdproxy_open_fds_share")
     with tempfile.TemporaryFile():
         clock.now += 4.9
-        watching.tick()
+        watching.run_due_measurements()
         assert value(metrics, "pdproxy_open_fds_share") == before
         clock.now += 0.1
-        watching.tick()
+        watching.run_due_measurements()
         assert value(metrics, "pdproxy_open_fds_share") > before
 
 
@@ -319,7 +327,7 @@ def test_lag_is_the_worst_of_the_last_fifteen_seconds(machine: Machine, clock: C
     seen = []
     for late in [0.0, 1.0, 2.0, 0.5, *[0.0] * 31]:
         clock.now += 0.5 + late
-        watching.tick()
+        watching.run_due_measurements()
         seen.append(value(metrics, "pdproxy_loop_lag_seconds"))
     # The tick that was 2 s late counts until the one 15 s after it; the next worst came 1 s after it.
     assert seen[1:] == [1.0, *[2.0] * 30, 0.5, 0.5, 0.0]
@@ -327,14 +335,14 @@ def test_lag_is_the_worst_of_the_last_fifteen_seconds(machine: Machine, clock: C
 
 def test_loop_that_has_not_ticked_for_long_is_not_alive(machine: Machine, clock: Clock) -> None:
     watching = monitor(Metrics(), machine, clock, is_ready=lambda: True)
-    watching.tick()
+    watching.run_due_measurements()
     clock.now += 30.0
     assert watching.is_alive()
     assert watching.was_ready()
     clock.now += 0.1
     assert not watching.is_alive()
     assert not watching.was_ready()
-    watching.tick()
+    watching.run_due_measurements()
     assert watching.is_alive()
 
 
@@ -344,10 +352,10 @@ def test_readiness_is_what_it_was_at_the_last_tick(machine: Machine, clock: Cloc
     assert not watching.was_ready()
     ready[0] = True
     assert not watching.was_ready()
-    watching.tick()
+    watching.run_due_measurements()
     ready[0] = False
     assert watching.was_ready()
-    watching.tick()
+    watching.run_due_measurements()
     assert not watching.was_ready()
 
 
@@ -362,7 +370,7 @@ async def test_running_monitor_ticks_and_calls_its_listeners() -> None:
             enough.set()
 
     metrics = Metrics()
-    async with Monitor(metrics, MonitorParts(every_tick=(count,), tick_seconds=0.001)) as watching:
+    async with WorkerMonitor(metrics, MonitorParts(tick_callbacks=(count,), tick_seconds=0.001)) as watching:
         await enough.wait()
         assert watching.was_ready()
         assert 0.0 < value(metrics, "pdproxy_memory_share") < 1.0
@@ -383,7 +391,7 @@ async def test_caller_that_fails_stops_neither_the_others_nor_the_ticking() -> N
         if len(calls) == 2:
             twice.set()
 
-    async with Monitor(Metrics(), MonitorParts(every_tick=(fail, note), tick_seconds=0.001)):
+    async with WorkerMonitor(Metrics(), MonitorParts(tick_callbacks=(fail, note), tick_seconds=0.001)):
         await twice.wait()
     assert all(isinstance(problem, ZeroDivisionError) for problem in problems)
     assert len(problems) >= 2
@@ -391,7 +399,7 @@ async def test_caller_that_fails_stops_neither_the_others_nor_the_ticking() -> N
 
 async def test_monitor_that_was_left_ticks_no_more() -> None:
     ticked = asyncio.Event()
-    async with Monitor(Metrics(), MonitorParts(every_tick=(ticked.set,), tick_seconds=0.0)) as watching:
+    async with WorkerMonitor(Metrics(), MonitorParts(tick_callbacks=(ticked.set,), tick_seconds=0.0)) as watching:
         await ticked.wait()
     assert watching._timer is not None
     assert watching._timer.cancelled()
@@ -404,19 +412,19 @@ async def test_monitor_that_was_left_ticks_no_more() -> None:
 def test_lost_log_lines_are_logged_and_counted(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     with tempfile.TemporaryFile("w+") as file:
-        logs.setup(Log(format="text"), file, clock=clock)
+        logs.set_up_logging(Log(format="text"), file, clock=clock)
         watching = monitor(metrics, machine, clock)
         for _ in range(25):
             logs.access_line({"term": "PR", "code": 400})
         clock.now += 1.0
-        watching.tick()
-        watching.tick()
+        watching.run_due_measurements()
+        watching.run_due_measurements()
         assert os.pread(file.fileno(), 1 << 16, 0).endswith(b" left out: request term=PR code=400 suppressed=5\n")
     assert value(metrics, "pdproxy_log_lines_suppressed_total") == 5.0
     with open("/dev/full", "w") as full:
-        logs.setup(Log(format="text"), full, clock=clock)
+        logs.set_up_logging(Log(format="text"), full, clock=clock)
         watching = monitor(metrics, machine, clock)
         for _ in range(3):
             logs.access_line({"term": "--", "code": 200})
-            watching.tick()
+            watching.run_due_measurements()
     assert value(metrics, "pdproxy_log_lines_dropped_total") == 3.0

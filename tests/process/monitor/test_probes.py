@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from proxy.observe.metrics import Metrics
-from proxy.process.monitor import Monitor, MonitorParts, ProbeServer
+from proxy.process.monitor import MonitorParts, ProbeServer, WorkerMonitor
 from tests.clock import Clock
 
 
@@ -144,7 +144,7 @@ def test_several_servers_share_one_socket() -> None:
 async def test_probes_are_answered_while_the_event_loop_is_blocked() -> None:
     ticked = asyncio.Event()
     answers: list[tuple[int, bytes]] = []
-    async with Monitor(Metrics(), MonitorParts(every_tick=(ticked.set,), tick_seconds=0.001)) as monitor:
+    async with WorkerMonitor(Metrics(), MonitorParts(tick_callbacks=(ticked.set,), tick_seconds=0.001)) as monitor:
         await ticked.wait()
         with probes(monitor.is_alive, monitor.was_ready) as address:
             client = threading.Thread(
@@ -156,11 +156,11 @@ async def test_probes_are_answered_while_the_event_loop_is_blocked() -> None:
 
 
 def test_loop_that_stands_still_for_too_long_is_reported(clock: Clock) -> None:
-    monitor = Monitor(Metrics(), MonitorParts(clock=clock))
+    monitor = WorkerMonitor(Metrics(), MonitorParts(clock=clock))
     with probes(monitor.is_alive, monitor.was_ready) as address:
-        monitor.tick()
+        monitor.run_due_measurements()
         assert ask(address, "/readyz")[0] == 200
         clock.now += 31.0
         assert ask(address, "/livez")[0] == ask(address, "/readyz")[0] == 503
-        monitor.tick()
+        monitor.run_due_measurements()
         assert ask(address, "/livez")[0] == ask(address, "/readyz")[0] == 200

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from proxy.process.shared import Shared
+from proxy.process.shared import SharedState
 from proxy.process.supervisor import RestartPolicy, run_supervisor
 from proxy.process.supervisor.listening import create_listener, open_listeners
 from proxy.process.supervisor.supervisor import _metrics_directory
@@ -38,7 +38,7 @@ class Stop(Exception):
     """The worker is to leave."""
 
 
-def signal_worker(shared: Shared, worker: int, alive_fd: int | None) -> int:
+def signal_worker(shared: SharedState, worker: int, alive_fd: int | None) -> int:
     """Charge one request at the start, and release it only at the stop signal."""
     scoreboard = shared.scoreboard
 
@@ -50,20 +50,21 @@ def signal_worker(shared: Shared, worker: int, alive_fd: int | None) -> int:
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGHUP, lambda *_: say("signal", worker, "SIGHUP"))
     signal.signal(
-        signal.SIGUSR1, lambda *_: say("requests", worker, scoreboard.requests(0), shared.key_usage.in_flight(0))
+        signal.SIGUSR1,
+        lambda *_: say("requests", worker, scoreboard.open_leases(0), shared.key_usage.count_in_flight(0)),
     )
     try:
-        scoreboard.row(worker).add(0, requests=1)
-        shared.key_usage.row(worker).add(0, 1)
+        scoreboard.load_row(worker).add_load(0, requests=1)
+        shared.key_usage.usage_row(worker).add_in_flight(0, 1)
         say("ready", worker, os.getpid(), shared.listeners.clients.getsockname()[1])
         select.select([] if alive_fd is None else [alive_fd], [], [])
         say("orphan", worker)
     except Stop:
-        scoreboard.row(worker).add(0, requests=-1)
+        scoreboard.load_row(worker).add_load(0, requests=-1)
     return 0
 
 
-def draining_worker(shared: Shared, worker: int, alive_fd: int | None) -> int:
+def draining_worker(shared: SharedState, worker: int, alive_fd: int | None) -> int:
     """Needs two signals: at the first one it only stops accepting."""
     numbers = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -78,7 +79,7 @@ def failing_worker(*_: Any) -> int:
     raise RuntimeError("cannot work")
 
 
-def metrics_worker(shared: Shared, worker: int, alive_fd: int | None) -> int:
+def metrics_worker(shared: SharedState, worker: int, alive_fd: int | None) -> int:
     import prometheus_client  # decides, as worker.run's imports do, how metrics are kept
 
     directory = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])

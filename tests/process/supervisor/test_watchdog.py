@@ -80,14 +80,14 @@ def test_short_timeout_is_looked_at_often_enough() -> None:
 
 def test_heartbeats_are_shared_with_forked_workers() -> None:
     heartbeats = Heartbeats(3)
-    in_child(lambda: heartbeats.beat(1))
-    heartbeats.beat(1)
-    assert heartbeats.counts() == {0: 0, 1: 2, 2: 0}
+    in_child(lambda: heartbeats.record_beat(1))
+    heartbeats.record_beat(1)
+    assert heartbeats.counts_by_worker() == {0: 0, 1: 2, 2: 0}
 
 
 def test_replacements_are_counted_by_reason() -> None:
     heartbeats = Heartbeats(2)
     for reason in ("died", "frozen", "died"):
-        heartbeats.note_replacement(reason)
-    assert heartbeats.replacements() == {"died": 2, "frozen": 1}
-    assert heartbeats.counts() == {0: 0, 1: 0}
+        heartbeats.record_replacement(reason)
+    assert heartbeats.replacements_by_reason() == {"died": 2, "frozen": 1}
+    assert heartbeats.counts_by_worker() == {0: 0, 1: 0}

@@ -47,7 +47,7 @@ async def test_systemd_is_notified_while_the_event_loop_runs(tmp_path: Path) -> 
 
 def test_name_that_begins_with_an_at_sign_is_no_file() -> None:
     with systemd("\0pdproxy-test-of-notify") as hear:
-        ServiceManager({"NOTIFY_SOCKET": "@pdproxy-test-of-notify"}).notify(READY, "listening")
+        ServiceManager({"NOTIFY_SOCKET": "@pdproxy-test-of-notify"}).send_state(READY, "listening")
         assert hear() == "READY=1\nSTATUS=listening"
 
 
@@ -57,5 +57,5 @@ def test_name_that_begins_with_an_at_sign_is_no_file() -> None:
 async def test_service_manager_does_nothing_when_no_socket_listens(environ: dict[str, str]) -> None:
     manager = ServiceManager(environ)
     async with manager.sending_heartbeats():
-        manager.notify(READY, "listening")
+        manager.send_state(READY, "listening")
         await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from proxy.observe.verdict import StatusBoard
-from proxy.process.worker.status import Growth
+from proxy.process.worker.status import CounterGrowth
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.conftest import Deploy
@@ -57,11 +57,11 @@ async def test_status_names_the_role_without_an_instance_and_the_instance(deploy
 
 async def test_status_and_instances_name_a_pair_that_is_kept_apart(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
-    pools, quarantine = gateway.worker.pools, gateway.worker.pools.quarantine
-    (prefiller,), (decoder, _) = pools.prefill.backends(), pools.decode.backends()
+    pools, quarantine = gateway.worker.pools, gateway.worker.pools.pair_quarantine
+    (prefiller,), (decoder, _) = pools.prefill.all_backends(), pools.decode.all_backends()
     assert quarantine is not None
-    quarantine.note_failure(prefiller, decoder)
-    assert quarantine.note_failure(prefiller, decoder)
+    quarantine.record_failed_handoff(prefiller, decoder)
+    assert quarantine.record_failed_handoff(prefiller, decoder)
     status = await status_when(gateway, lambda status: reason(status, "pair_apart") is not None)
     assert status["state"] == "degraded"
     found = reason(status, "pair_apart")
@@ -71,7 +71,7 @@ async def test_status_and_instances_name_a_pair_that_is_kept_apart(deploy: Deplo
         apart = {each["address"]: each["apart_from"] for each in (await response.json())["instances"]}
     assert apart[prefiller.name] == [decoder.name]
     assert apart[decoder.name] == [prefiller.name]
-    quarantine.note_success(prefiller, decoder)
+    quarantine.record_successful_handoff(prefiller, decoder)
 
 
 async def test_history_shows_the_tokens_of_the_gateway_and_its_decoders(
@@ -94,8 +94,8 @@ async def test_history_shows_the_tokens_of_the_gateway_and_its_decoders(
 
 async def test_pace_of_a_removed_instance_is_dropped(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
-    paces = gateway.worker.upstream.paces
-    kept, removed = (backend.name for backend in gateway.worker.pools.decode.backends())
+    paces = gateway.worker.upstream.paces_by_name
+    kept, removed = (backend.name for backend in gateway.worker.pools.decode.all_backends())
     paces |= {kept: (1, 0.1), removed: (1, 0.1)}
     change = {"type": "decode", "instances": removed}
     async with gateway.session.post(gateway.url + "/instances/remove", json=change) as response:
@@ -105,18 +105,18 @@ async def test_pace_of_a_removed_instance_is_dropped(deploy: Deploy) -> None:
 
 
 def test_counters_of_a_replaced_worker_grow_from_zero() -> None:
-    growth = Growth()
+    growth = CounterGrowth()
     series = ("0", "rejected", "queue_full")
-    assert growth.add(0.0, {series: 5.0}) == {series[1:]: 5.0}
-    assert growth.add(2.0, {series: 2.0}) == {series[1:]: 7.0}
-    assert growth.add(31.0, {series: 2.0}) == {series[1:]: 2.0}
+    assert growth.add_values(0.0, {series: 5.0}) == {series[1:]: 5.0}
+    assert growth.add_values(2.0, {series: 2.0}) == {series[1:]: 7.0}
+    assert growth.add_values(31.0, {series: 2.0}) == {series[1:]: 2.0}
 
 
 def test_report_of_a_dead_worker_is_erased() -> None:
     board = StatusBoard(2)
-    board.report(0, {"at": 1.0, "apart": [("p:1", "d:1", 9.0)]})
-    board.report(1, {"at": 2.0, "apart": [("p:1", "d:1", 7.0), ("p:1", "d:2", 3.0)]})
-    assert board.pairs_apart() == {("p:1", "d:1"): 9.0, ("p:1", "d:2"): 3.0}
-    board.erase(1)
-    assert set(board.reports()) == {0}
-    assert board.verdict(9.0) == {"state": "healthy", "at": None, "reasons": [], "omitted": 0}
+    board.publish_report(0, {"at": 1.0, "apart": [("p:1", "d:1", 9.0)]})
+    board.publish_report(1, {"at": 2.0, "apart": [("p:1", "d:1", 7.0), ("p:1", "d:2", 3.0)]})
+    assert board.quarantined_pairs() == {("p:1", "d:1"): 9.0, ("p:1", "d:2"): 3.0}
+    board.erase_report(1)
+    assert set(board.latest_reports()) == {0}
+    assert board.current_verdict(9.0) == {"state": "healthy", "at": None, "reasons": [], "omitted": 0}

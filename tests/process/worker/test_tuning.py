@@ -9,10 +9,10 @@ import pytest
 
 PROGRAM = """
 from proxy.common.terms import Stage
-from proxy.process.worker.tuning import tune
+from proxy.process.worker.tuning import tune_process
 before = [Stage[name] for name in Stage.__members__]
-tune()
-tune()
+tune_process()
+tune_process()
 assert [getattr(Stage, name) for name in Stage.__members__] == before == list(Stage)
 assert Stage("E") is Stage.ENCODE
 try:

@@ -15,12 +15,12 @@ import aiohttp
 import pytest
 
 from proxy.balancer.backend_health import HealthState
-from proxy.balancer.policies.least_tokens import Random, RoundRobin
+from proxy.balancer.policies.least_tokens import RandomChoice, RoundRobin
 from proxy.common.backend import Backend, Role
 from proxy.connectors.releaser import KvTransfer
 from proxy.process.configuration import ConfigSnapshot
 from proxy.process.worker import engines, process
-from proxy.process.worker.process import Stop
+from proxy.process.worker.process import StopRequest
 from proxy.settings import POLICIES, ClientKey, Settings
 from proxy.settings.tls import TlsFiles
 from proxy.wire.openai import Api
@@ -35,7 +35,7 @@ async def test_worker_that_stops_accepting_finishes_what_it_began(deploy: Deploy
     body = request(Api.CHAT, stream=True, max_tokens=50)
     await gateway.ask(request(Api.CHAT))  # leaves a connection on which nothing is answered
     async with gateway.session.post(gateway.url + Api.CHAT.path, json=body) as response:
-        gateway.worker.drain.is_draining = True
+        gateway.worker.drain_manager.is_draining = True
         await gateway.stop_accepting()
         async with aiohttp.ClientSession() as another:
             with pytest.raises(aiohttp.ClientConnectorError):
@@ -48,8 +48,8 @@ async def test_worker_that_stops_accepting_finishes_what_it_began(deploy: Deploy
 
 
 async def test_draining_worker_says_so_and_serves_on(gateway: Deployment) -> None:
-    gateway.worker.drain.is_draining = True
-    gateway.worker.look()
+    gateway.worker.drain_manager.is_draining = True
+    gateway.worker.apply_other_decisions()
     async with gateway.session.get(gateway.url + "/readyz") as response:
         assert response.status == 503
         assert (await response.json())["error"]["code"] == "draining"
@@ -72,11 +72,11 @@ async def test_worker_knows_how_much_it_has_to_do(deploy: Deploy) -> None:
     gateway.prefillers[0].faults.add("hang_before_headers")
     async with gateway.asking(request(Api.CHAT)), gateway.asking(request(Api.COMPLETIONS)):
         await gateway.prefillers[0].wait_until(lambda state: state.live == 2)
-        assert gateway.worker.drain.in_flight == 2
+        assert gateway.worker.drain_manager.in_flight_count == 2
         assert gateway.metrics("pdproxy_inflight_requests") == {("chat",): 1.0, ("completions",): 1.0}
         async with gateway.session.get(gateway.url + "/healthcheck") as response:
             assert (await response.json())["request_num"] == 2
-    await gateway.worker.drain.idle()
+    await gateway.worker.drain_manager.wait_until_idle()
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -100,13 +100,13 @@ async def test_unhealthy_engine_gets_no_requests_until_it_is_healthy(deploy: Dep
     gateway = await deploy(2, 1, health={**checks, "slow_start_seconds": 0.0})
     sick, well = gateway.prefillers
     sick.faults.add("refuse_status", path="/health")
-    pool = gateway.worker.pools.of(Role.PREFILL)
-    await until(lambda: len(pool.eligible()) == 1, "the unhealthy prefiller to be noticed")
+    pool = gateway.worker.pools.pool_of(Role.PREFILL)
+    await until(lambda: len(pool.eligible_backends()) == 1, "the unhealthy prefiller to be noticed")
     for _ in range(4):
         assert (await gateway.ask(request(Api.CHAT))).is_done
     assert (len(generations(sick)), len(generations(well))) == (0, 4)
     sick.faults.clear()
-    await until(lambda: len(pool.eligible()) == 2, "the prefiller to be well again")
+    await until(lambda: len(pool.eligible_backends()) == 2, "the prefiller to be well again")
     for _ in range(2):
         assert (await gateway.ask(request(Api.CHAT))).is_done
     assert len(generations(sick)) == 1
@@ -127,12 +127,12 @@ async def test_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
     (prefiller,) = gateway.prefillers
     assert (await gateway.ask(request(Api.CHAT))).is_done
     await prefiller.kill()
-    pool = gateway.worker.pools.of(Role.PREFILL)
-    await until(lambda: not pool.eligible(), "the end of the prefiller to be noticed")
+    pool = gateway.worker.pools.pool_of(Role.PREFILL)
+    await until(lambda: not pool.eligible_backends(), "the end of the prefiller to be noticed")
     answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, "no_healthy_prefill")
     await prefiller.start()
-    await until(pool.eligible, "the prefiller to be back")
+    await until(pool.eligible_backends, "the prefiller to be back")
     assert (await gateway.ask(request(Api.CHAT))).is_done
 
 
@@ -141,12 +141,12 @@ async def test_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
 
 def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sections: dict[str, Any]) -> ConfigSnapshot:
     """Return the current settings with other options in some sections."""
-    current = gateway.worker.current
+    current = gateway.worker.current_snapshot
     settings = current.settings.model_dump()
     for name, options in sections.items():
         settings[name] = {**settings[name], **options}
     slots = {key.name: slot for slot, key in enumerate(client_keys)}
-    return replace(current, settings=Settings.model_validate(settings), client_keys=client_keys, slots=slots)
+    return replace(current, settings=Settings.model_validate(settings), client_keys=client_keys, slots_by_key=slots)
 
 
 @pytest.mark.parametrize("section", ["listen", "engines"])
@@ -158,7 +158,7 @@ async def test_expiry_of_a_certificate_ends_with_its_use(deploy: Deploy, tmp_pat
 
     name = "pdproxy_tls_certificate_expiry_timestamp_seconds"
     assert gateway.metrics(name)[section,] > 0
-    gateway.worker.apply(replace(gateway.worker.current, tls=TlsFiles()))
+    gateway.worker.apply_snapshot(replace(gateway.worker.current_snapshot, tls_files=TlsFiles()))
     assert math.isnan(gateway.metrics(name)[section,])
 
 
@@ -169,27 +169,29 @@ async def test_reload_applies_to_the_next_request(gateway: Deployment) -> None:
         return (await gateway.ask(request(Api.CHAT, **fields))).status
 
     assert await status(n=3) == 200
-    gateway.worker.apply(changed(gateway, fanout={"max_units": 2}))
+    gateway.worker.apply_snapshot(changed(gateway, fanout={"max_units": 2}))
     assert await status(n=3) == 400
-    gateway.worker.apply(changed(gateway, listen={"max_body_bytes": 20}))
+    gateway.worker.apply_snapshot(changed(gateway, listen={"max_body_bytes": 20}))
     assert await status() == 413
-    gateway.worker.apply(changed(gateway, listen={"max_body_bytes": 2000}, auth={"engine_api_key": "k-2"}))
+    gateway.worker.apply_snapshot(changed(gateway, listen={"max_body_bytes": 2000}, auth={"engine_api_key": "k-2"}))
     assert await status() == 200
     assert generations(decoder)[-1].headers["authorization"] == "Bearer k-2"
-    gateway.worker.apply(changed(gateway, listen={"cors_origins": ["*"]}))
+    gateway.worker.apply_snapshot(changed(gateway, listen={"cors_origins": ["*"]}))
     assert (await gateway.ask(request(Api.CHAT), origin="null")).headers["access-control-allow-origin"] == "*"
     key = ClientKey(name="a", key_sha256=hashlib.sha256(b"sk-1").hexdigest())
-    gateway.worker.apply(changed(gateway, (key,)))
+    gateway.worker.apply_snapshot(changed(gateway, (key,)))
     assert await status() == 401
     assert (await gateway.ask(request(Api.CHAT), authorization="Bearer sk-1")).status == 200
-    gateway.worker.apply(changed(gateway, timeouts={"prefill_seconds": 0.05, "prefill_seconds_per_1k_tokens": 0.0}))
+    gateway.worker.apply_snapshot(
+        changed(gateway, timeouts={"prefill_seconds": 0.05, "prefill_seconds_per_1k_tokens": 0.0})
+    )
     gateway.prefillers[0].faults.add("hang_before_headers")
     assert await status() == 504
 
 
 async def test_reload_applies_to_connections_single_hops_and_orphaned_kv(gateway: Deployment) -> None:
     worker = gateway.worker
-    gateway.worker.apply(
+    gateway.worker.apply_snapshot(
         changed(
             gateway,
             timeouts={"connect_seconds": 1.5},
@@ -198,7 +200,7 @@ async def test_reload_applies_to_connections_single_hops_and_orphaned_kv(gateway
         )
     )
     assert worker.upstream._timeouts.connect_seconds == 1.5  # visible only when a host does not answer at all
-    (prefiller,) = worker.pools.prefill.backends()
+    (prefiller,) = worker.pools.prefill.all_backends()
     assert worker.releaser.pin_seconds(prefiller, KvTransfer.OTHER) == 7.0
     async with gateway.session.post(gateway.url + "/tokenize", json={"prompt": "a long one"}) as response:
         assert response.status == 413
@@ -212,7 +214,7 @@ async def test_reload_applies_to_connections_single_hops_and_orphaned_kv(gateway
 
 async def test_reload_applies_to_the_choice_of_backends(gateway: Deployment) -> None:
     worker = gateway.worker
-    worker.apply(
+    worker.apply_snapshot(
         changed(
             gateway,
             admission={"max_running_prefill": 3, "max_running_decode": 4},
@@ -222,21 +224,21 @@ async def test_reload_applies_to_the_choice_of_backends(gateway: Deployment) -> 
         )
     )
     pools = worker.pools
-    (prefiller,), (decoder,) = pools.prefill.backends(), pools.decode.backends()
-    assert (pools.prefill.limit(prefiller), pools.decode.limit(decoder)) == (3, 4)
-    assert [type(pool.policy) for pool in (pools.prefill, pools.decode)] == [RoundRobin, Random]
-    assert pools.quarantine.note_failure(prefiller, decoder)
+    (prefiller,), (decoder,) = pools.prefill.all_backends(), pools.decode.all_backends()
+    assert (pools.prefill.running_limit(prefiller), pools.decode.running_limit(decoder)) == (3, 4)
+    assert [type(pool.policy) for pool in (pools.prefill, pools.decode)] == [RoundRobin, RandomChoice]
+    assert pools.pair_quarantine.record_failed_handoff(prefiller, decoder)
     transition = worker.health.on_probe(decoder, False, "a test")
     assert transition is not None
-    assert transition.new is HealthState.DOWN
-    assert worker.joiner.join(Backend(Role.DECODE, "127.0.0.1", 1))
-    await until(lambda: not worker.joiner.joining(Role.DECODE), "the absent instance to be given up at once")
+    assert transition.new_state is HealthState.DOWN
+    assert worker.joiner.join_when_ready(Backend(Role.DECODE, "127.0.0.1", 1))
+    await until(lambda: not worker.joiner.joining_instances(Role.DECODE), "the absent instance to be given up at once")
 
 
 async def test_ejection_is_counted(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     pool = gateway.worker.pools.decode
-    stalled = pool.backends()[0]
+    stalled = pool.all_backends()[0]
     assert pool.report_stall(stalled)
     assert gateway.metrics("pdproxy_instance_ejected_total") == {(stalled.name, "stall", "decode"): 1.0}
 
@@ -253,12 +255,12 @@ async def test_reload_applies_to_administrators(gateway: Deployment) -> None:
             return (await response.text()) if response.status != 200 else ""
 
     assert await status("wrong") == 200  # there is none, and this is this host
-    gateway.worker.apply(changed(gateway, auth={"admin_key": "k-1"}))
+    gateway.worker.apply_snapshot(changed(gateway, auth={"admin_key": "k-1"}))
     assert (await status("wrong"), await status("k-1")) == (401, 200)
     instance = "127.0.0.2:1"
-    gateway.worker.apply(changed(gateway, admin={"networks": ["10.0.0.0/8"]}))
+    gateway.worker.apply_snapshot(changed(gateway, admin={"networks": ["10.0.0.0/8"]}))
     assert "address_not_allowed" in await add(instance)
-    gateway.worker.apply(changed(gateway, admin={"networks": ["127.0.0.0/8"]}))
+    gateway.worker.apply_snapshot(changed(gateway, admin={"networks": ["127.0.0.0/8"]}))
     assert await add(instance) == ""
 
 
@@ -266,7 +268,7 @@ async def test_log_tells_as_much_as_is_applied(gateway: Deployment) -> None:
     logger = logging.getLogger("proxy")
     before = logger.level
     try:
-        gateway.worker.apply(changed(gateway, log={"level": "ERROR"}))
+        gateway.worker.apply_snapshot(changed(gateway, log={"level": "ERROR"}))
         assert logger.level == logging.ERROR
     finally:
         logger.setLevel(before)
@@ -282,10 +284,10 @@ async def test_drain_tells_every_so_often_how_much_is_left(
     caplog.set_level("INFO", "proxy.worker")
     gateway = await deploy(drain={"not_ready_seconds": 0.0})
     gateway.prefillers[0].faults.add("hang_before_headers")
-    stop = Stop(None, lambda: None)
+    stop = StopRequest(None, lambda: None)
     try:
         async with gateway.asking(request(Api.CHAT)) as client:
-            await until(lambda: gateway.worker.drain.in_flight == 1, "the request")
+            await until(lambda: gateway.worker.drain_manager.in_flight_count == 1, "the request")
             caplog.clear()
             drain = asyncio.create_task(process._drain(gateway.worker, stop, gateway.stop_accepting))
             await until(lambda: len(caplog.records) >= 5, "some lines")

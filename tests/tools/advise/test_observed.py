@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.tools.advise import Observed, Unknown, observed, read
+from proxy.tools.advise import DemandReport, MissingMetric, observe_demand, read_metrics
 
 
 def exposition(
@@ -37,10 +37,10 @@ def exposition(
     )
 
 
-def seen(*expositions: str, token_seconds: float = 0.1, streams_when_full: float | None = None) -> Observed:
+def seen(*expositions: str, token_seconds: float = 0.1, streams_when_full: float | None = None) -> DemandReport:
     """Ten seconds lie between two of them."""
-    samples = [read(10.0 * number, [text]) for number, text in enumerate(expositions)]
-    return observed(samples, token_seconds, streams_when_full)
+    samples = [read_metrics(10.0 * number, [text]) for number, text in enumerate(expositions)]
+    return observe_demand(samples, token_seconds, streams_when_full)
 
 
 def test_prefiller_is_busy_while_it_computes_and_not_while_it_keeps_kv() -> None:
@@ -94,10 +94,12 @@ def test_guess_is_called_one() -> None:
 
 
 def test_several_gateways_are_added_up() -> None:
-    before = read(0.0, [exposition(), exposition()])
-    after = read(10.0, [exposition(computing=(1, 0), tokens=5, streams=60.0), exposition(computing=(0, 1), tokens=5)])
-    found = observed([before, after], 0.1, 6.0)
-    assert (found.split.name, found.split.prefill_busy) == ("2P2D", pytest.approx(0.5))
+    before = read_metrics(0.0, [exposition(), exposition()])
+    after = read_metrics(
+        10.0, [exposition(computing=(1, 0), tokens=5, streams=60.0), exposition(computing=(0, 1), tokens=5)]
+    )
+    found = observe_demand([before, after], 0.1, 6.0)
+    assert (found.split.split_name, found.split.prefill_busy) == ("2P2D", pytest.approx(0.5))
     assert found.streams == pytest.approx(3.0)
 
 
@@ -112,13 +114,15 @@ def test_several_gateways_are_added_up() -> None:
     ],
 )
 def test_missing_metric_is_named(texts: tuple[str, ...], why: str) -> None:
-    with pytest.raises(Unknown, match=why):
+    with pytest.raises(MissingMetric, match=why):
         seen(*texts)
 
 
 def test_low_load_is_no_ground_for_advice() -> None:
     quiet = [exposition(streams=2.0 * number, tokens=20 * number) for number in range(3)]
-    with pytest.raises(Unknown, match=r"too low for advice: 0\.1 streams on each decoder, and prefillers compute 0%"):
+    with pytest.raises(
+        MissingMetric, match=r"too low for advice: 0\.1 streams on each decoder, and prefillers compute 0%"
+    ):
         seen(*quiet)
     busy = [exposition(streams=2.0 * number, tokens=20 * number, computing=(9, 0)) for number in range(3)]
     assert seen(*busy).split.prefill_busy == 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.engines import EngineFacts, EngineKeys, Identity, parse_setup
+from proxy.balancer.engines import EngineFacts, EngineIdentity, EngineKeys, parse_setup
 from proxy.common.backend import Backend, Role
 from proxy.settings import Settings
 from proxy.tools.doctor.examined import Examined, Fleet
@@ -14,7 +14,7 @@ from proxy.tools.doctor.fleet import check_different_places
 def engine(host: str, port: int, dp_size: int) -> Examined:
     transfer = {"kv_connector": "MooncakeConnectorV1", "engine_id": "0"}
     info = {"vllm_config": {"kv_transfer_config": transfer, "parallel_config": {"data_parallel_size": dp_size}}}
-    identity = Identity(kind="vLLM", setup=parse_setup(info))
+    identity = EngineIdentity(engine_kind="vLLM", engine_setup=parse_setup(info))
     backend = Backend(Role.PREFILL, host, port)
     return Examined(backend=backend, addresses=(host,), facts=EngineFacts(identity=identity))
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from proxy.settings import Settings, load_settings
-from proxy.tools.doctor.command import _learned_limits
+from proxy.tools.doctor.command import _fetch_learned_limits
 from proxy.tools.doctor.findings import Finding, Severity
-from proxy.tools.doctor.gateway import Host, check_gateway
+from proxy.tools.doctor.gateway import GatewayHost, check_gateway
 
 PAGE = b"""# TYPE pdproxy_instance_knee gauge
 pdproxy_instance_knee{address="10.0.0.2:8200",role="decode"} 8.0
@@ -26,7 +26,7 @@ def check(
     *flags: str, environ: Mapping[str, str] | None = None, cores: int = 4, is_gateway: bool = False
 ) -> list[Finding]:
     loaded = load_settings([*ENGINES, *flags], {"PROXY_LISTEN__PORT": "0", **(environ or {})})
-    return check_gateway(Host(loaded=loaded, is_gateway=lambda host, port: is_gateway, cores=cores))
+    return check_gateway(GatewayHost(loaded=loaded, is_gateway=lambda host, port: is_gateway, cores=cores))
 
 
 def bad(found: list[Finding]) -> list[tuple[str, Severity]]:
@@ -68,7 +68,7 @@ def test_running_gateway_is_no_problem(taken_port: int) -> None:
 
 def test_learned_limits_of_a_running_gateway_are_reported(taken_port: int) -> None:
     loaded = load_settings([*ENGINES, "--port", str(taken_port)], {})
-    host = Host(
+    host = GatewayHost(
         loaded=loaded,
         is_gateway=lambda host, port: True,
         cores=4,
@@ -93,8 +93,10 @@ def test_learned_limits_are_read_from_the_metrics_of_a_gateway(page: bytes) -> N
 
     with HTTPServer(("127.0.0.1", 0), Metrics) as server, ThreadPoolExecutor(1) as threads:
         threads.submit(server.handle_request)
-        assert _learned_limits(Settings(), "127.0.0.1", server.server_port) == ({"10.0.0.2:8200": 8} if page else {})
-    assert _learned_limits(Settings(), "127.0.0.1", server.server_port) == {}, "nobody answers"
+        assert _fetch_learned_limits(Settings(), "127.0.0.1", server.server_port) == (
+            {"10.0.0.2:8200": 8} if page else {}
+        )
+    assert _fetch_learned_limits(Settings(), "127.0.0.1", server.server_port) == {}, "nobody answers"
 
 
 def test_address_of_another_host_is_reported() -> None:

@@ -11,7 +11,7 @@ import pytest
 from proxy.connectors import CONNECTORS
 from proxy.settings import Settings
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.doctor.findings import Severity, as_json, as_table, exit_code
+from proxy.tools.doctor.findings import Severity, exit_code, findings_as_json, findings_as_table
 from tests.deployment import generations
 from tests.tools.doctor.fleets import Mistake, examine, examined
 
@@ -73,7 +73,7 @@ async def test_pairs_decoders_alone_and_prefillers_again_get_one_canary_and_one_
         assert not one.pins
         assert not two.pins
         prompts = [seen.body["prompt"] for seen in generations(decoder) if "prompt" in seen.body]
-    report = as_json(found).decode() + as_table(found, 100, coloured=False)
+    report = findings_as_json(found).decode() + findings_as_table(found, 100, coloured=False)
     first, second, *_ = prompts[0].split()
     assert f"{first} {second}" not in report
     assert "sk-of-the-engines" not in report

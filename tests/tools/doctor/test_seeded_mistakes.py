@@ -16,10 +16,10 @@ from proxy.observe.metrics import Metrics
 from proxy.settings import Settings
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.doctor.engine import check_engines
-from proxy.tools.doctor.examination import Asker
+from proxy.tools.doctor.examination import EngineAsker
 from proxy.tools.doctor.examined import Fleet
 from proxy.tools.doctor.findings import Severity
-from proxy.upstream import AddressRules, EngineClient, Names
+from proxy.upstream import AddressRules, EngineClient, HostNames
 from tests.tools.doctor.fleets import Mistake, examine, examined, web_server
 
 WARNING = Severity.WARNING
@@ -400,8 +400,8 @@ async def test_dead_address_of_a_host_name_is_reported() -> None:
             return ("127.0.0.9", "127.0.0.1")
 
         rules = AddressRules(settings.admin.networks)
-        async with Names(rules, {backend.host}, Metrics(), look_up=look_up) as names, EngineClient(names) as client:
-            told = await Asker(names, client, EngineKeys(None), settings, idle_seconds=0.01).examine(backend)
+        async with HostNames(rules, {backend.host}, Metrics(), look_up=look_up) as names, EngineClient(names) as client:
+            told = await EngineAsker(names, client, EngineKeys(None), settings, idle_seconds=0.01).examine(backend)
     fleet = Fleet(settings=settings, keys=EngineKeys(None), engines=[told])
     (found,) = check_engines(fleet)
     assert (found.check, found.severity) == ("address", Severity.WARNING)

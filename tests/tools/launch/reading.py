@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from proxy.settings.yaml_file import read_yaml
-from proxy.tools.launch.command import rendered
-from proxy.tools.launch.plan import Plan, planned
+from proxy.tools.launch.command import render_files
+from proxy.tools.launch.plan import Plan, make_plan
 from proxy.tools.launch.topology import parse_topology
 
 ROOT = Path(__file__).parents[3]
@@ -111,7 +111,7 @@ def _with_words(template: str, words: list[str]) -> str:
 
 def plan_of(name: str, **changes: Any) -> Plan:
     """Return the plan of a topology of configs/topologies, with changed members: `roles__decode__tp=8`."""
-    return planned(parse_topology(tree_of(name, **changes), name))
+    return make_plan(parse_topology(tree_of(name, **changes), name))
 
 
 def tree_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def tree_of(name: str, **changes: Any) -> dict[str, Any]:
 
 def files_of(name: str) -> dict[str, str]:
     """Return the rendered files of a topology of configs/topologies."""
-    return rendered(plan_of(name))
+    return render_files(plan_of(name))
 
 
 def gateway_of(files: Mapping[str, str]) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from proxy.__main__ import main
-from proxy.balancer.engines import EngineFacts, Identity, Setup
+from proxy.balancer.engines import EngineFacts, EngineIdentity, EngineSetup
 from proxy.common.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.doctor.examined import Examined
 from proxy.tools.doctor.findings import Finding, Severity, exit_code
-from proxy.tools.launch.command import rendered
-from proxy.tools.launch.fleet import check_ranks, check_version, compared, load_gateway
-from proxy.tools.launch.plan import Plan, planned
+from proxy.tools.launch.command import render_files
+from proxy.tools.launch.fleet import check_ranks, check_version, compare_with_engines, load_gateway
+from proxy.tools.launch.plan import Plan, make_plan
 from proxy.tools.launch.topology import parse_topology
 from tests.tools.doctor.fleets import examine
 from tests.tools.launch.reading import Command, engines, plan_of, tree_of
@@ -36,7 +36,7 @@ def on_loopback(name: str, **changes: Any) -> Plan:
     for number, node in enumerate(tree["nodes"].values(), start=1):
         node["address"] = f"127.{1 + pid // 256 % 250}.{pid % 256}.{number}"
     tree["gateway"] = {}
-    return planned(parse_topology(tree, name))
+    return make_plan(parse_topology(tree, name))
 
 
 def options_of(command: Command) -> dict[str, Any]:
@@ -86,7 +86,7 @@ async def started(plan: Plan, change: Change = lambda node, options: options) ->
     """Start the engines of the rendered commands with changed options, and none where the options become None."""
     async with AsyncExitStack() as stack:
         fleet = []
-        for node, command in engines(rendered(plan)):
+        for node, command in engines(render_files(plan)):
             if "--headless" in command.words or int(command.flags.get("--node-rank", 0)) > 0:
                 continue
             options = change(node, options_of(command))
@@ -99,7 +99,7 @@ async def started(plan: Plan, change: Change = lambda node, options: options) ->
 async def looked_at(plan: Plan, change: Change = lambda node, options: options) -> Looked:
     """Return the comparison of a plan with its started engines."""
     async with started(plan, change) as fleet:
-        return Looked(fleet, await compared(plan, load_gateway(plan, {}, Path()), idle_seconds=0.05))
+        return Looked(fleet, await compare_with_engines(plan, load_gateway(plan, {}, Path()), idle_seconds=0.05))
 
 
 FLEET = (
@@ -196,7 +196,7 @@ async def test_engines_that_hand_nothing_over_need_not_tell_their_role() -> None
 
 def examined(port: int, **told: Any) -> Examined:
     """Return an engine of the K2.6 topology that has reported this."""
-    facts = EngineFacts(identity=Identity(setup=told.pop("setup", None)))
+    facts = EngineFacts(identity=EngineIdentity(engine_setup=told.pop("setup", None)))
     return Examined(backend=Backend(Role.DECODE, "141.0.0.3", port, slot=0), facts=facts, **told)
 
 
@@ -206,7 +206,7 @@ def test_rank_of_another_group_is_named() -> None:
     found = [
         each.words
         for dp_size in (1, 8, 16)
-        for each in check_ranks(examined(7100, setup=Setup(dp_size=dp_size)), launch, plan)
+        for each in check_ranks(examined(7100, setup=EngineSetup(dp_size=dp_size)), launch, plan)
     ]
     assert found == ["is one of 16 data-parallel ranks, and the topology says 8"]
 

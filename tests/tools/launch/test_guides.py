@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from proxy.settings import Settings, load_settings
-from proxy.tools.launch.command import as_text
-from proxy.tools.launch.refusals import refusals
+from proxy.tools.launch.command import files_as_text
+from proxy.tools.launch.refusals import find_refusals
 from tests.tools.launch.reading import TOPOLOGIES, commands, engines, files_of, flags_of, gateway_of, plan_of
 
 HERE = Path(__file__).parent
@@ -147,10 +147,10 @@ def test_every_topology_is_held_against_its_guide() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_topology_is_not_refused_and_nothing_is_to_be_said_of_it(name: str) -> None:
-    assert refusals(plan_of(name)) == []
+    assert find_refusals(plan_of(name)) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rendered_files_equal_the_recorded_ones(name: str) -> None:
     """After a change that is meant: `pdproxy launch render configs/topologies/X.yaml > golden/X.txt`."""
-    assert as_text(files_of(name)) == (HERE / "golden" / f"{name}.txt").read_text()
+    assert files_as_text(files_of(name)) == (HERE / "golden" / f"{name}.txt").read_text()

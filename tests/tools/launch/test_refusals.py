@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.tools.doctor.findings import Severity
-from proxy.tools.launch.refusals import refusals
+from proxy.tools.launch.refusals import find_refusals
 from tests.tools.launch.reading import plan_of
 
 GUIDE = "kimi-k2.6-2p2d"
@@ -178,7 +178,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("changes", "subject", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
 def test_topologies_that_cannot_work_are_refused(changes: dict[str, Any], subject: str, words: str) -> None:
-    found = refusals(plan_of(GUIDE, **changes))
+    found = find_refusals(plan_of(GUIDE, **changes))
     assert (Severity.FAILURE, subject, words) in [(each.severity, each.subject, each.words) for each in found]
     assert all(each.hint for each in found)
 
@@ -201,12 +201,15 @@ WARNED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "words"), [row[1:] for row in WARNED], ids=[row[0] for row in WARNED])
 def test_topology_that_works_badly_is_a_warning(changes: dict[str, Any], words: str) -> None:
-    assert [(each.severity, each.words) for each in refusals(plan_of(GUIDE, **changes))] == [(Severity.WARNING, words)]
+    assert [(each.severity, each.words) for each in find_refusals(plan_of(GUIDE, **changes))] == [
+        (Severity.WARNING, words)
+    ]
 
 
 def test_decoder_with_fewer_devices_for_each_rank_is_joined() -> None:
     assert (
-        refusals(plan_of(GUIDE, roles__decode__dp=16, roles__decode__tp=2, roles__decode__groups=[["d0", "d1"]])) == []
+        find_refusals(plan_of(GUIDE, roles__decode__dp=16, roles__decode__tp=2, roles__decode__groups=[["d0", "d1"]]))
+        == []
     )
 
 
@@ -248,4 +251,4 @@ MIXED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("name", "changes", "words"), MIXED)
 def test_fleet_that_hands_nothing_over_is_looked_at_too(name: str, changes: dict[str, Any], words: list[str]) -> None:
-    assert [each.words for each in refusals(plan_of(name, **changes))] == words
+    assert [each.words for each in find_refusals(plan_of(name, **changes))] == words

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from proxy.settings import Settings
-from proxy.tools.launch.command import rendered
-from proxy.tools.launch.refusals import refusals
+from proxy.tools.launch.command import render_files
+from proxy.tools.launch.refusals import find_refusals
 from tests.tools.launch.reading import Flags, engines, gateway_of, plan_of
 
 GUIDE = "kimi-k2.6-2p2d"
@@ -14,7 +14,7 @@ GUIDE = "kimi-k2.6-2p2d"
 
 def flags_on(node: str, name: str, **changes: Any) -> list[Flags]:
     """Return the options of the engines that a node starts."""
-    files = rendered(plan_of(name, **changes))
+    files = render_files(plan_of(name, **changes))
     return [command.flags for its, command in engines(files) if its == node]
 
 
@@ -27,7 +27,7 @@ def test_node_has_its_own_ports_before_those_of_its_role() -> None:
         "d1": ["8100", "8101", "8102", "8103"],
     }
     assert [its[0]["--kv-transfer-config"]["kv_port"] for its in engines_of.values()] == ["36200", "40000"]
-    tree = gateway_of(rendered(plan_of(GUIDE, roles__decode__groups=groups)))
+    tree = gateway_of(render_files(plan_of(GUIDE, roles__decode__groups=groups)))
     assert tree["decode"] == ["141.0.0.3:7100-7103", "141.0.0.4:8100-8103"]
 
 
@@ -46,19 +46,19 @@ def test_single_rank_has_no_address_for_other_ranks() -> None:
 def test_engines_of_one_node_each_have_their_devices() -> None:
     groups = [["n0"], [{"node": "n0", "port": 8001}]]
     plan = plan_of("kimi-k2-thinking", roles__both__tp=8, roles__both__groups=groups)
-    assert refusals(plan) == []
+    assert find_refusals(plan) == []
     found = [
         (command.environment["ASCEND_RT_VISIBLE_DEVICES"], command.flags["--port"])
-        for _, command in engines(rendered(plan))
+        for _, command in engines(render_files(plan))
     ]
     assert found == [("0,1,2,3,4,5,6,7", "8000"), ("8,9,10,11,12,13,14,15", "8001")]
-    assert gateway_of(rendered(plan))["decode"] == ["141.0.0.1:8000", "141.0.0.1:8001"]
+    assert gateway_of(render_files(plan))["decode"] == ["141.0.0.1:8000", "141.0.0.1:8001"]
 
 
 def test_ipv6_address_is_in_brackets_where_a_port_follows() -> None:
     nodes = {"p0": {"address": "2001:db8::1"}, "d0": {"address": "2001:db8::2"}, "d1": {"address": "2001:db8::3"}}
     more: dict[str, Any] = {"roles__decode__groups": [["d0", "d1"]], "roles__decode__tp": 32}
-    files = rendered(plan_of("kimi-k2.6-sglang-1p1d", nodes=nodes, **more))
+    files = render_files(plan_of("kimi-k2.6-sglang-1p1d", nodes=nodes, **more))
     settings = Settings.model_validate(gateway_of(files))
     assert [endpoint.host for endpoint in (*settings.prefill, *settings.decode)] == ["2001:db8::1", "2001:db8::2"]
     meeting = [command.flags.get("--dist-init-addr") for _, command in engines(files)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.tools.launch.command import rendered
+from proxy.tools.launch.command import render_files
 from tests.tools.launch.reading import engines, files_of, plan_of
 
 _TELLING = """\
@@ -48,7 +48,7 @@ def test_template_gives_vllm_what_it_says(shell: dict[str, str]) -> None:
 
 def test_variables_may_name_others_and_run_nothing(shell: dict[str, str]) -> None:
     environment = {"A": '$TOLD/a:${HOME} "$(vllm)" `vllm` \\ $1'}
-    template = rendered(plan_of("kimi-k2.6-2p2d", environment=environment))["d1/run_dp_template.sh"]
+    template = render_files(plan_of("kimi-k2.6-2p2d", environment=environment))["d1/run_dp_template.sh"]
     ((*_, a, _),) = run(template, {**shell, "HOME": "/home"}, "0", "7100", "8", "4", "141.0.0.3", "12321", "4")
     assert a == f'{shell["TOLD"]}/a:/home "$(vllm)" `vllm` \\ $1'
 
@@ -57,14 +57,14 @@ def test_rank_that_ends_takes_the_others_of_its_node_with_it(shell: dict[str, st
     programs = Path(shell["PATH"])
     (programs / "vllm").write_text('#!/bin/bash\n[[ "$*" != *"--port 7101"* ]] && exec /bin/sleep 60\n')
     (programs / "sleep").symlink_to("/bin/true")
-    script = rendered(plan_of("kimi-k2.6-2p2d", launcher="serve_ranks"))["d1/decode-0.sh"]
+    script = render_files(plan_of("kimi-k2.6-2p2d", launcher="serve_ranks"))["d1/decode-0.sh"]
     done = subprocess.run(["/bin/bash", "-c", script], env=shell, capture_output=True, check=False, timeout=60)
     assert done.returncode == 1
 
 
 @pytest.mark.parametrize("launcher", ["launch_online_dp", "serve_ranks"])
 def test_ranks_are_the_same_for_each_launcher(launcher: str) -> None:
-    found = list(engines(rendered(plan_of("kimi-k2.6-2p2d", launcher=launcher))))
+    found = list(engines(render_files(plan_of("kimi-k2.6-2p2d", launcher=launcher))))
     assert [(node, each.environment["ASCEND_RT_VISIBLE_DEVICES"], each.flags["--port"]) for node, each in found] == [
         (node, devices, str(7100 + number))
         for node in ("p0", "p1", "d0", "d1")
@@ -75,7 +75,7 @@ def test_ranks_are_the_same_for_each_launcher(launcher: str) -> None:
     (theirs, ours) = (
         [
             (each.words[2], sorted(each.flags.items(), key=str))
-            for _, each in engines(rendered(plan_of("kimi-k2.6-2p2d", **given)))
+            for _, each in engines(render_files(plan_of("kimi-k2.6-2p2d", **given)))
         ]
         for given in ({}, {"launcher": launcher})
     )

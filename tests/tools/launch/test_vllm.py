@@ -9,8 +9,8 @@ import pytest
 
 from proxy.settings import Settings
 from proxy.tools.doctor.findings import Severity
-from proxy.tools.launch.command import rendered
-from proxy.tools.launch.refusals import refusals
+from proxy.tools.launch.command import render_files
+from proxy.tools.launch.refusals import find_refusals
 from tests.tools.launch.reading import engines, files_of, gateway_of, plan_of
 
 SMALL, GUIDE, LARGE = "vllm-nixl-1p1d", "vllm-nixl-2p2d", "vllm-nixl-4p8d"
@@ -47,7 +47,7 @@ def test_roles_and_extra_options_are_in_the_transfer_config() -> None:
 
 
 def test_ranks_of_a_group_on_two_hosts_have_one_endpoint() -> None:
-    files = rendered(plan_of(GUIDE, **WIDE))
+    files = render_files(plan_of(GUIDE, **WIDE))
     found = {node: command for node, command in engines(files) if node.startswith("d")}
     flags = ("--data-parallel-size", "--data-parallel-size-local", "--data-parallel-address", "--tensor-parallel-size")
     values = [[command.flags[flag] for flag in flags] for command in found.values()]
@@ -59,18 +59,18 @@ def test_ranks_of_a_group_on_two_hosts_have_one_endpoint() -> None:
 
 def test_gateway_names_the_ranks_of_prefillers_that_push() -> None:
     wide = {"connector": "NixlPushConnector", "roles__prefill__dp": 2, "roles__prefill__tp": 4}
-    files = rendered(plan_of(GUIDE, **wide))
+    files = render_files(plan_of(GUIDE, **wide))
     assert {command.flags["--kv-transfer-config"]["kv_connector"] for _, command in engines(files)} == {
         "NixlPushConnector"
     }
     assert all(command.environment[PORT] for _, command in engines(files))
     gateway = gateway_of(files)
     assert (gateway["connector"], gateway["balance"]) == ("nixl_push", {"prefill_dp_ranks": 2})
-    assert "balance" not in gateway_of(rendered(plan_of(GUIDE, launcher="serve_ranks", **wide)))
+    assert "balance" not in gateway_of(render_files(plan_of(GUIDE, launcher="serve_ranks", **wide)))
 
 
 def test_rank_with_a_separate_endpoint_sees_its_devices() -> None:
-    files = rendered(plan_of(GUIDE, launcher="serve_ranks", **WIDE))
+    files = render_files(plan_of(GUIDE, launcher="serve_ranks", **WIDE))
     found = [
         (command.environment["CUDA_VISIBLE_DEVICES"], command.flags["--port"], command.flags["--data-parallel-rank"])
         for node, command in engines(files)
@@ -124,13 +124,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("name", "changes", "subject", "words"), REFUSED, ids=[row[3] for row in REFUSED])
 def test_topology_that_cannot_work_is_refused(name: str, changes: dict[str, Any], subject: str, words: str) -> None:
-    found = [(each.severity, each.subject, each.words) for each in refusals(plan_of(name, **changes))]
+    found = [(each.severity, each.subject, each.words) for each in find_refusals(plan_of(name, **changes))]
     assert (Severity.FAILURE, subject, words) in found
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 8), (8, 4), (8, 8)])
 def test_tensor_parallel_sizes_may_be_multiples_in_both_directions(prefill: int, decode: int) -> None:
-    assert refusals(plan_of(GUIDE, roles__prefill__tp=prefill, roles__decode__tp=decode)) == []
+    assert find_refusals(plan_of(GUIDE, roles__prefill__tp=prefill, roles__decode__tp=decode)) == []
 
 
 def without_kv_ports(connector: str, **changes: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def without_kv_ports(connector: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_prefillers_with_mooncake_have_a_bootstrap_port_that_the_gateway_knows() -> None:
-    files = rendered(plan_of(SMALL, **without_kv_ports("MooncakeConnector", roles__prefill__bootstrap_port=8999)))
+    files = render_files(plan_of(SMALL, **without_kv_ports("MooncakeConnector", roles__prefill__bootstrap_port=8999)))
     prefill, decode = (command for _, command in engines(files))
     assert prefill.environment["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == "8999"
     assert "VLLM_MOONCAKE_BOOTSTRAP_PORT" not in decode.environment
@@ -152,12 +152,12 @@ def test_prefillers_with_mooncake_have_a_bootstrap_port_that_the_gateway_knows()
 def test_bootstrap_port_of_a_prefiller_collides_with_that_of_another() -> None:
     changes = without_kv_ports("MooncakeConnector", nodes__n0__devices=3)
     groups = [["n0"], [{"node": "n0", "port": 8101}]]
-    found = [finding.words for finding in refusals(plan_of(SMALL, roles__prefill__groups=groups, **changes))]
+    found = [finding.words for finding in find_refusals(plan_of(SMALL, roles__prefill__groups=groups, **changes))]
     assert "bootstrap_port of prefill-0 (8998) would collide with bootstrap_port of prefill-1 (8998)" in found
 
 
 def test_both_roles_read_and_write_a_store() -> None:
-    files = rendered(plan_of(SMALL, **without_kv_ports("MooncakeStoreConnector")))
+    files = render_files(plan_of(SMALL, **without_kv_ports("MooncakeStoreConnector")))
     transfers = [command.flags["--kv-transfer-config"] for _, command in engines(files)]
     sockets = [transfer.pop("kv_connector_extra_config") for transfer in transfers]
     assert sockets == [{"lookup_rpc_port": 8100}, {"lookup_rpc_port": 8200}]
@@ -171,7 +171,7 @@ def test_different_tensor_parallel_sizes_need_a_common_layout_of_mooncakes_store
     changes = without_kv_ports(
         "MooncakeStoreConnector", nodes__n0__devices=6, roles__prefill__tp=4, roles__decode__tp=2
     )
-    (found,) = refusals(plan_of(SMALL, **changes))
+    (found,) = find_refusals(plan_of(SMALL, **changes))
     assert (found.severity, found.hint) == (Severity.WARNING, "set connector_options: {store_tp_size: 4}")
     assert "prefillers have tp 4, decoders tp 2" in found.words
-    assert refusals(plan_of(SMALL, **changes, connector_options={"store_tp_size": 4})) == []
+    assert find_refusals(plan_of(SMALL, **changes, connector_options={"store_tp_size": 4})) == []

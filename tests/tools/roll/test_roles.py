@@ -10,7 +10,7 @@ import pytest
 
 from proxy.settings import SettingsError
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.roll import Gateways, Limits, RoleWalk, RollProgress, RollStopped
+from proxy.tools.roll import GatewayGroup, RoleWalk, RollLimits, RollProgress, RollStopped
 from proxy.tools.roll.command import read_flags
 from tests.conftest import Deploy
 from tests.deployment import Deployment
@@ -28,9 +28,9 @@ def role_walk(gateway: Deployment, path: Path | None = None, told: list[str] | N
     progress = RollProgress(path, "decode-to-prefill", "now")
     if path is not None:
         progress = RollProgress.resumed(path, "decode-to-prefill", "now")
-    now, then = (Gateways([gateway.url], role, None) for role in ("decode", "prefill"))
+    now, then = (GatewayGroup([gateway.url], role, None) for role in ("decode", "prefill"))
     tell = (told if told is not None else []).append
-    return RoleWalk(now, then, progress, Limits(**{**SOON, **limits}), tell, 0.01)
+    return RoleWalk(now, then, progress, RollLimits(**{**SOON, **limits}), tell, 0.01)
 
 
 async def goes(walk: RoleWalk, *only: str) -> None:
@@ -89,12 +89,12 @@ async def test_stopped_roll_cancels_the_move(deploy: Deploy, tmp_path: Path) -> 
     async with load(gateway, 2, holds=True):
         going = asyncio.create_task(goes(walk, address))
         async with asyncio.timeout(60):
-            while not any(member.move for member in gateway.roster.elastic()):  # noqa: ASYNC110 no event
+            while not any(member.pending_move for member in gateway.roster.elastic_members()):  # noqa: ASYNC110 no event
                 await asyncio.sleep(0.01)
         walk.stop()
         with pytest.raises(RollStopped, match="stopped by hand"):
             await going
-        assert all(member.may_serve for member in gateway.roster.elastic())
+        assert all(member.may_serve for member in gateway.roster.elastic_members())
     assert (await roles(gateway))[address] == "decode"
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RestartWalk, RollProgress, RollStopped
-from proxy.tools.roll.gateways import Instance, lost_without
+from proxy.tools.roll import GatewayGroup, GatewayProblem, RestartWalk, RollLimits, RollProgress, RollStopped
+from proxy.tools.roll.gateways import RollInstance, models_lost_without
 from proxy.wire.openai import Api
 from tests.asking import Answer, answer_alone, request, until
 from tests.conftest import Deploy
@@ -47,12 +47,12 @@ class Roll:
         self.while_away: Callable[[], object] = lambda: None
         self._engines = {name_of(engine): engine for engine in gateway.decoders}
         self._loop = asyncio.get_running_loop()
-        self._gateways = Gateways([gateway.url], "decode", None)
+        self._gateways = GatewayGroup([gateway.url], "decode", None)
         self.progress = RollProgress(path, "decode", "now")
         if path is not None:
             self.progress = RollProgress.resumed(path, "decode", "now")
         self.walk = RestartWalk(
-            self._gateways, self.progress, Limits(**{**SOON, **limits}), self._restart, self.told.append, 0.01
+            self._gateways, self.progress, RollLimits(**{**SOON, **limits}), self._restart, self.told.append, 0.01
         )
 
     def _restart(self, address: str) -> None:
@@ -182,7 +182,7 @@ async def test_enough_others_have_to_serve(deploy: Deploy) -> None:
     roll = Roll(gateway, ready_seconds=0.1)
     planned = await asyncio.to_thread(roll.walk.plan)
     await gateway.decoders[1].kill()
-    await until(lambda: len(gateway.worker.pools.decode.eligible()) == 1, "the gateway to see it")
+    await until(lambda: len(gateway.worker.pools.decode.eligible_backends()) == 1, "the gateway to see it")
     with pytest.raises(RollStopped, match=r"timed out after 0.1 s, waiting until enough other instances serve"):
         await asyncio.to_thread(roll.walk.run, planned[:1])
     assert await memberships(gateway) == ["enabled", "enabled"]
@@ -192,14 +192,14 @@ async def test_enough_others_have_to_serve(deploy: Deploy) -> None:
 
 
 def test_models_that_only_one_instance_serves() -> None:
-    def serving(*models: str) -> Instance:
-        return Instance("127.0.0.1:1", is_disabled=False, serves=True, inflight=0, models=frozenset(models))
+    def serving(*models: str) -> RollInstance:
+        return RollInstance("127.0.0.1:1", is_disabled=False, serves=True, inflight=0, models=frozenset(models))
 
     away = serving("kimi", "qwen")
-    assert lost_without(away, [serving("kimi"), serving("kimi")]) == {"qwen"}
-    assert lost_without(away, [serving("kimi"), serving("qwen", "glm")]) == set()
-    assert lost_without(away, [serving("kimi"), serving()]) == set()  # which may serve any
-    assert lost_without(serving(), [serving("kimi")]) == set()
+    assert models_lost_without(away, [serving("kimi"), serving("kimi")]) == {"qwen"}
+    assert models_lost_without(away, [serving("kimi"), serving("qwen", "glm")]) == set()
+    assert models_lost_without(away, [serving("kimi"), serving()]) == set()  # which may serve any
+    assert models_lost_without(serving(), [serving("kimi")]) == set()
 
 
 async def test_only_instance_of_a_model_counts_as_the_only_one(deploy: Deploy) -> None:
@@ -245,19 +245,19 @@ async def test_gateway_that_is_away_for_good_is_one_sentence(deploy: Deploy, mon
     gateway = await deploy(1, 2)
     roll = Roll(gateway)
     await gateway.end()
-    with pytest.raises(GatewayTrouble, match=f"{gateway.url} does not answer"):
+    with pytest.raises(GatewayProblem, match=f"{gateway.url} does not answer"):
         await roll.goes()
 
 
 async def test_refusal_of_a_gateway_is_reported_with_its_text(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, auth={"admin_key": "canary"})
-    with pytest.raises(GatewayTrouble, match="answers 401: this route needs the admin key"):
+    with pytest.raises(GatewayProblem, match="answers 401: this route needs the admin key"):
         await Roll(gateway).goes()
 
 
 async def test_port_of_clients_is_reported_when_administration_has_another(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, admin={"port": 0})
     with pytest.raises(
-        GatewayTrouble, match=r"answers 404: .*; if the gateway has an admin\.port, give that port in --url"
+        GatewayProblem, match=r"answers 404: .*; if the gateway has an admin\.port, give that port in --url"
     ):
         await Roll(gateway).goes()

@@ -44,18 +44,18 @@ async def test_plain_request_runs_through_compiled_modules(
 ) -> None:
     caplog.set_level(logging.WARNING, "proxy")  # the handler of the tests would write the lines
     gateway = await deploy(connector=connector, decoder={"decode_step_ms": 1.0})
-    observers, ended = gateway.worker.observers, Ended()
-    observers.add(ended)
+    observers, ended = gateway.worker.request_observers, Ended()
+    observers.add_listener(ended)
     async with connected(gateway, 1) as lines:
         await ask(lines, 2, stream=stream, max_tokens=16)
         with counting() as calls:
             await ask(lines, REQUESTS, stream=stream, max_tokens=16)
         # All requests end in one batch, so that work per batch does not count.
         records = ended.records[-REQUESTS:]
-        with observers.in_batches(lambda *_, **__: None), counting({BATCH}, None) as batch:
+        with observers.collect_in_batches(lambda *_, **__: None), counting({BATCH}, None) as batch:
             for record in records:
-                observers.end(record)
-            observers.settle()
+                observers.end_record(record)
+            observers.flush_batch()
     calls.functions += batch.functions
     assert list(interpreted(calls, REQUESTS)) == []
 
@@ -69,9 +69,9 @@ async def test_sweep_of_silent_streams_runs_through_compiled_modules(deploy: Dep
                 line.send(raw(request(Api.CHAT, stream=True)))
             for line in lines:
                 await line.has(b"data: ")
-            upstream.sweep()
+            upstream.check_connections()
             with counting({SWEEP}, None) as calls:
-                upstream.sweep()  # no data has arrived since the last look
+                upstream.check_connections()  # no data has arrived since the last look
             assert upstream.busy_connections == STREAMS
         for line in lines:
             await line.has(b"data: [DONE]")
