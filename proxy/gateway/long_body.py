@@ -8,18 +8,44 @@ from __future__ import annotations
 
 import asyncio
 from io import BytesIO
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.common.errors import ShuttingDown
 
 if TYPE_CHECKING:
-    from proxy.gateway.fast_connection import FastConnection
+    from proxy.common.errors import GatewayError
     from proxy.gateway.intake import Intake, RequestHead
     from proxy.wire.document import Document
 
 # A body that is slower goes to aiohttp's reader, which has the deadlines for slow bodies.
 _FIRST_SECONDS: Final = 1.0
 _BYTES_PER_SECOND: Final = 4 * 1024 * 1024
+
+
+class BodyReceiver(Protocol):
+    """The connection of a client that sends a long body."""
+
+    transport: asyncio.Transport
+
+    def hold(self, body_bytes: int) -> bool:
+        """Count bytes of a body in memory. Return False if there is no room for them."""
+
+    def begin_long_request(
+        self, head_bytes: bytes, head: RequestHead, raw: bytes, since: float, document: Document | None
+    ) -> None:
+        """Begin a request whose long body has arrived. `document` None: aiohttp's reader serves or rejects it."""
+
+    def hand_over_unfinished(self) -> None:
+        """Hand the connection to aiohttp in the middle of a body."""
+
+    def end_idle_connection(self, error: GatewayError | None = None) -> None:
+        """Close the connection. `error`: sent to the client before; None: nothing is sent."""
+
+    def pause_writing(self) -> None: ...
+
+    def resume_writing(self) -> None: ...
+
+    def connection_lost(self, exc: Exception | None) -> None: ...
 
 
 class LongBodyReader(asyncio.BufferedProtocol):
@@ -40,9 +66,7 @@ class LongBodyReader(asyncio.BufferedProtocol):
         "since",
     )
 
-    def __init__(
-        self, connection: FastConnection, intake: Intake, head: RequestHead, data: bytes, since: float
-    ) -> None:
+    def __init__(self, connection: BodyReceiver, intake: Intake, head: RequestHead, data: bytes, since: float) -> None:
         """Begin with the bytes that have arrived. The rest of the buffer uses no memory until its bytes arrive.
 
         Args:
