@@ -18,6 +18,8 @@ _MAX_INT_DIGITS: Final = 4300
 """Maximum number of digits of a whole number that Python reads. Longer numbers would take quadratic time."""
 _MAX_DEPTH: Final = 1000
 """Maximum nesting of arrays and objects, about that of orjson. The limit of Python depends on its version."""
+_MAX_WRITTEN_DEPTH: Final = 900
+"""The depth that Python 3.11 can write during a request. Later versions write more than engines can read."""
 
 
 def _parse_digits(digits: str) -> float:
@@ -60,10 +62,10 @@ def parse_again(raw: bytes) -> Any:
     return value
 
 
-def check_nesting_depth(value: Any) -> None:
+def check_nesting_depth(value: Any, max_depth: int = _MAX_DEPTH) -> None:
     """Raise ValueError for a value that is nested too deeply to be written."""
     level = [value]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(max_depth):
         containers = [item for item in level if isinstance(item, dict | list)]
         if not containers:
             return
@@ -84,6 +86,7 @@ def dumps(value: Any) -> bytes:
 
 def _write_python_json(value: Any, error: Exception) -> bytes:
     try:
+        check_nesting_depth(value, _MAX_WRITTEN_DEPTH)
         try:
             text = _encode_like_python(value)
         except ValueError:

@@ -50,12 +50,16 @@ def test_dumps_rejects_values_that_json_does_not_have(value: Any) -> None:
         dumps(value)
 
 
-def test_too_deeply_nested_value_is_an_error() -> None:
+@pytest.mark.parametrize(("depth", "is_written"), [(880, True), (910, False), (100_000, False)])
+def test_maximum_depth_is_the_same_with_each_python(depth: int, is_written: bool) -> None:
     value: Any = "\ud83d"
-    for _ in range(100_000):
+    for _ in range(depth):
         value = [value]
-    with pytest.raises(orjson.JSONEncodeError):
-        dumps(value)
+    if is_written:
+        assert dumps(value) == b"[" * depth + b'"\\ud83d"' + b"]" * depth
+    else:
+        with pytest.raises(orjson.JSONEncodeError):
+            dumps(value)
 
 
 @pytest.mark.parametrize(
