@@ -32,7 +32,7 @@ from proxy.process.worker.optional_parts import build_kv_events, build_replicas,
 from proxy.process.worker.status import StatusParts, StatusReporter
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from aiohttp import web
 
@@ -141,24 +141,7 @@ async def build_worker(
         admin_front = build_administration(basis, balancing, engines, clients, watcher, usage)
         status = _make_status_reporter(basis, balancing, engines, clients)
         metrics.watch_status(lambda: shared.status_board.current_verdict(time.monotonic()))
-        upstream = engines.engine_lines.upstream
-
-        def gather(busy_share: float) -> None:
-            metrics.gather_seconds.set(upstream.set_gathering(busy_share, live.settings.stream))
-
-        monitor_parts = MonitorParts(
-            memory=MemoryUse(basis.settings.workers),
-            tick_callbacks=(
-                lambda: worker.apply_other_decisions(),
-                lambda: shared.heartbeats.record_beat(index),
-                metrics.settle_noted_values,
-                status.report_and_judge,
-            ),
-            is_ready=clients.probe_api.is_ready,
-            loop_lag=basis.loop_lag,
-            on_busy_share=gather,
-        )
-        monitor = WorkerMonitor(metrics, monitor_parts)
+        monitor = _make_monitor(basis, engines, clients, status, lambda: worker.apply_other_decisions())
         role_mover = _make_role_mover(basis, balancing, engines) if index == 0 else None
         role_controller = _make_role_controller(basis, balancing, clients) if index == 0 else None
         worker = Worker(
@@ -173,7 +156,7 @@ async def build_worker(
             pinned_kv=balancing.pinned_kv,
             prober=engines.prober,
             joiner=engines.joiner,
-            upstream=upstream,
+            upstream=engines.engine_lines.upstream,
             releaser=engines.kv_releaser,
             lanes=clients.lanes,
             request_service=clients.lanes.whole_lane.request_service,
@@ -198,6 +181,34 @@ async def build_worker(
                 yield worker
             finally:
                 metrics.settle_noted_values()
+
+
+def _make_monitor(
+    basis: WorkerBasis,
+    engines: EngineParts,
+    clients: ClientParts,
+    status: StatusReporter,
+    apply_other_decisions: Callable[[], None],
+) -> WorkerMonitor:
+    """Make the monitor, which calls `apply_other_decisions` in each of its ticks."""
+    metrics, live, upstream = basis.metrics, basis.live_configuration, engines.engine_lines.upstream
+
+    def gather(busy_share: float) -> None:
+        metrics.gather_seconds.set(upstream.set_gathering(busy_share, live.settings.stream))
+
+    parts = MonitorParts(
+        memory=MemoryUse(basis.settings.workers),
+        tick_callbacks=(
+            apply_other_decisions,
+            lambda: basis.shared.heartbeats.record_beat(basis.worker_number),
+            metrics.settle_noted_values,
+            status.report_and_judge,
+        ),
+        is_ready=clients.probe_api.is_ready,
+        loop_lag=basis.loop_lag,
+        on_busy_share=gather,
+    )
+    return WorkerMonitor(metrics, parts)
 
 
 def _make_status_reporter(
