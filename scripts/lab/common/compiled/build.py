@@ -27,19 +27,18 @@ COMPILED: Final = Path("build/compiled", sys.implementation.cache_tag)
 _STAMP: Final = "compiled-from"
 _HERE: Final = Path(__file__).parent
 # Classes that other code may subclass, in addition to those with interpreted subclasses in the package.
-_PORTS: Final = {
+PORTS: Final = {
     "ChatCompletions",
-    "Client",
     "CommonAbilities",
     "Connector",
     "Dialect",
     "Engine",
     "FastForward",
+    "LeaseTracker",
     "OpenAi",
     "Policy",
     "RequestListener",
     "Segment",
-    "Tracker",
 }
 # Nothing outside the one extension module calls its functions. Without these flags each call between them goes through
 # a table and cannot be inlined, which costs 4 % of a request's CPU time.
@@ -128,7 +127,7 @@ def rewritten(root: Path) -> Iterator[tuple[str, str]]:
     `root`: directory of the package. Raises NotCompiled.
     """
     sources = {str(path.relative_to(root)): path.read_text() for path in root.glob("proxy/**/*.py")}
-    names = _PORTS.union(*(subclassed(source) for path, source in sources.items() if path not in MODULES))
+    names = PORTS.union(*(subclassed(source) for path, source in sources.items() if path not in MODULES))
     names = with_subclasses(names, [sources[path] for path in MODULES])
     for path in MODULES:
         try:

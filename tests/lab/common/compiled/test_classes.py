@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from lab.common.compiled.build import PORTS
 from lab.common.compiled.classes import Refused, compilable, subclassed, with_subclasses
 from lab.common.compiled.modules import MODULES
 
@@ -114,3 +116,13 @@ def test_class_of_one_line_is_rejected() -> None:
 def test_subclasses_of_open_classes_are_open() -> None:
     sources = ["class Leaf(Middle): ...\nclass Other(Enum): ...", "class Middle(Open): ...\nclass Open: ..."]
     assert with_subclasses({"Open", "Enum"}, sources) == {"Open", "Enum", "Middle", "Leaf"}
+
+
+def test_every_port_is_a_class_of_a_compiled_module() -> None:
+    classes = {
+        node.name
+        for path in MODULES
+        for node in ast.walk(ast.parse(Path(path).read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert classes >= PORTS
