@@ -50,8 +50,8 @@ class Listen(Section):
     """The address that clients connect to, and limits on client requests."""
 
     host: Host = "127.0.0.1"
-    """Host name or IP address to listen on. 0.0.0.0 listens on all IPv4 interfaces, :: on all interfaces. Requires a
-    restart."""
+    """Host name or IP address to listen on. 0.0.0.0 listens on all IPv4 interfaces, :: on all interfaces. In YAML,
+    write IPv6 addresses in quotes: "::". Requires a restart."""
     port: ListenPort = 1999
     """TCP port to listen on. 0 selects a free port. Requires a restart."""
     max_body_bytes: Positive = 64 * 1024 * 1024
