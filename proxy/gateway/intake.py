@@ -265,10 +265,15 @@ class Intake:
 
     def is_too_heavy(self, head: RequestHead, body_bytes: bytes) -> bool:
         """Return whether a body may have more elements than the limit, so that aiohttp's reader must count them."""
-        max_elements = self._max_elements[head.request_path]
-        if len(body_bytes) <= LONG_BYTES:
-            return bound_element_counts(body_bytes)[0] > max_elements
-        return estimate_weight(body_bytes).elements > max_elements
+        return bound_element_counts(body_bytes)[0] > self._max_elements[head.request_path]
+
+    def bound_long_body_memory(self, head: RequestHead, body_bytes: bytes) -> int | None:
+        """Return an upper bound of the memory of a long body's objects, in bytes.
+
+        None: the body may have more elements than the limit, so that aiohttp's reader must count them.
+        """
+        weight = estimate_weight(body_bytes)
+        return weight.memory_bytes if weight.elements <= self._max_elements[head.request_path] else None
 
     def parse_long_body(self, body_bytes: bytes) -> Document | None:
         """Return the parsed body. None: it is no valid request, and aiohttp's reader must reject it."""

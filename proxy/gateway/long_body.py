@@ -140,7 +140,8 @@ class LongBodyReader(asyncio.BufferedProtocol):
             return
         self._view.release()
         raw = self._buffer.getvalue()  # no copy
-        if self._intake.is_too_heavy(self.head, raw):
+        memory_bytes = self._intake.bound_long_body_memory(self.head, raw)
+        if memory_bytes is None or not self._connection.hold(memory_bytes):
             self._finish(raw, None)
         else:
             self._intake.request_parts.loop.call_soon(self._parse, raw)

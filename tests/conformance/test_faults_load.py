@@ -176,7 +176,7 @@ class Memory:
 
     used = 0.0
 
-    def share(self) -> float:
+    def used_share(self) -> float:
         return self.used
 
     def resident_bytes(self) -> int:

@@ -63,7 +63,7 @@ class Owner:
 class Client:
     """A client that accepts all data at once."""
 
-    line = None
+    chunk_output = None
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -72,7 +72,7 @@ class Client:
         self.parts.append(data)
         return False
 
-    def keep(self, data: bytes) -> None:
+    def write_with_next(self, data: bytes) -> None:
         self.parts.append(data)
 
 

@@ -34,7 +34,7 @@ WORDS: Final = words(
     \xff \n\n :\x20ping\n\n {"a":1} "created": "prompt_tokens_details": {"cached_tokens":1} 99999999999999999999
     """
 )
-_ATTEMPT: Final = cast("AnsweredAttempt", SimpleNamespace(prompt_tokens=7, prompt_details=None))
+_ATTEMPT: Final = cast("AnsweredAttempt", SimpleNamespace(prompt_tokens=7, prompt_tokens_details=None))
 
 
 def check_translated(dialect: TranslatedDialect, question: bytes, data: bytes) -> None:
