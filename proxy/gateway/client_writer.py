@@ -222,14 +222,14 @@ class ClientWriter:
             self.connection.transport.abort()
             raise ClientStalled from None
 
-    def end_stream(self, last_bytes: bytes) -> None:
+    def end_stream(self, last_part: bytes) -> None:
         """Send the last bytes and the end mark, which shows the client that the answer is complete."""
         if self._delayed_bytes:
-            last_bytes, self._delayed_bytes = self._delayed_bytes + last_bytes, b""
+            last_part, self._delayed_bytes = self._delayed_bytes + last_part, b""
         connection = self.connection
         if connection.transport.is_closing():
             return
-        framed = self._frame_chunk(last_bytes) if last_bytes else self._framed_head()
+        framed = self._frame_chunk(last_part) if last_part else self._framed_head()
         connection.transport.write(framed + b"0\r\n\r\n" if connection.supports_chunked_encoding else framed)
 
     def break_off_stream(self, error_event: bytes) -> None:

@@ -117,8 +117,8 @@ class FastConnection(FirstProtocol):
         """Whether no request is being served and none has begun to arrive."""
         return self._request is None and self._head is None
 
-    def end_idle_connection(self, error: GatewayError | None = None) -> None:
-        """Close an idle connection. `error`: sent to the client before; None: nothing is sent."""
+    def end_connection(self, error: GatewayError | None = None) -> None:
+        """Close a connection whose request has not begun. `error`: sent to the client before; None: nothing is sent."""
         if error is not None:
             self.transport.write(self._listener.make_refusal_bytes(self, error, make_request_id()))
         self.transport.close()
@@ -198,7 +198,7 @@ class FastConnection(FirstProtocol):
         if missing_bytes == 0:
             if not self._begin_request(head, data[size_bytes:], intake.request_parts.clock()):
                 self._hand_over_to_aiohttp(data)
-        elif missing_bytes < 0 or not intake.waits_for_body(head) or not self.hold(len(data)):
+        elif missing_bytes < 0 or not intake.waits_for_body(head) or not self.reserve_body_memory(len(data)):
             self._hand_over_to_aiohttp(data)
         else:
             self._head, self._missing_bytes, self._request_begun_at = head, missing_bytes, intake.request_parts.clock()
@@ -244,11 +244,11 @@ class FastConnection(FirstProtocol):
 
     # For LongBodyReader
 
-    def hold(self, body_bytes: int) -> bool:
+    def reserve_body_memory(self, size_bytes: int) -> bool:
         """Count bytes of a body in memory. Return False if there is no room for them."""
-        has_room = self._intake.body_buffers.reserve_bytes(body_bytes)
+        has_room = self._intake.body_buffers.reserve_bytes(size_bytes)
         if has_room:
-            self._held_bytes += body_bytes
+            self._held_bytes += size_bytes
         return has_room
 
     def hand_over_unfinished(self) -> None:
@@ -258,26 +258,26 @@ class FastConnection(FirstProtocol):
         pieces, self._body = self._body, []
         reader, self._reader = self._reader, None
         if reader is not None:
-            pieces = [reader.received()]
+            pieces = [reader.arrived_bytes()]
             reader.end()
             self._let_read(self)
         self._hand_over_to_aiohttp(b"".join(pieces))
 
     def begin_long_request(
-        self, head_bytes: bytes, head: RequestHead, raw: bytes, since: float, document: Document | None
+        self, raw_head: bytes, head: RequestHead, raw_body: bytes, since: float, document: Document | None
     ) -> None:
         """Begin a request whose long body has arrived. `document` None: aiohttp's reader serves or rejects it."""
         self._release_body_bytes()
         self._head = self._reader = None
         self._let_read(self)
-        if document is None or not self._begin_request(head, raw, since, document):
-            self._hand_over_to_aiohttp(head_bytes + raw)
+        if document is None or not self._begin_request(head, raw_body, since, document):
+            self._hand_over_to_aiohttp(raw_head + raw_body)
 
     def _receive_body_piece(self, head: RequestHead, data: bytes) -> None:
         """Handle another piece of a request body."""
         self._body.append(data)
         self._missing_bytes -= len(data)
-        if self._missing_bytes < 0 or not self.hold(len(data)):
+        if self._missing_bytes < 0 or not self.reserve_body_memory(len(data)):
             self.hand_over_unfinished()
         elif self._missing_bytes == 0:
             self._release_body_bytes()

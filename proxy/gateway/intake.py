@@ -263,33 +263,33 @@ class Intake:
             return False
         return not self._admission_queue.is_short_of_memory
 
-    def is_too_heavy(self, head: RequestHead, body_bytes: bytes) -> bool:
+    def is_too_heavy(self, head: RequestHead, raw_body: bytes) -> bool:
         """Return whether a body may have more elements than the limit, so that aiohttp's reader must count them."""
-        return bound_element_counts(body_bytes)[0] > self._max_elements[head.request_path]
+        return bound_element_counts(raw_body)[0] > self._max_elements[head.request_path]
 
-    def bound_long_body_memory(self, head: RequestHead, body_bytes: bytes) -> int | None:
+    def bound_long_body_memory(self, head: RequestHead, raw_body: bytes) -> int | None:
         """Return an upper bound of the memory of a long body's objects, in bytes.
 
         None: the body may have more elements than the limit, so that aiohttp's reader must count them.
         """
-        weight = estimate_weight(body_bytes)
+        weight = estimate_weight(raw_body)
         return weight.memory_bytes if weight.elements <= self._max_elements[head.request_path] else None
 
-    def parse_long_body(self, body_bytes: bytes) -> Document | None:
+    def parse_long_body(self, raw_body: bytes) -> Document | None:
         """Return the parsed body. None: it is no valid request, and aiohttp's reader must reject it."""
         try:
-            return parse_body(body_bytes)
+            return parse_body(raw_body)
         except GatewayError:
             return None
 
     def begin_request(
-        self, client: ClientConnection, head: RequestHead, body_bytes: bytes, document: Document | None = None
+        self, client: ClientConnection, head: RequestHead, raw_body: bytes, document: Document | None = None
     ) -> Request | None:
         """Return the request, ready to start, or None if aiohttp must serve or reject it.
 
-        `document`: the parsed body, of which the elements were counted; None: `body_bytes` is counted and parsed here.
+        `document`: the parsed body, of which the elements were counted; None: `raw_body` is counted and parsed here.
         """
-        parts, size_bytes = self.request_parts, len(body_bytes)
+        parts, size_bytes = self.request_parts, len(raw_body)
         if (
             parts.http_listener.is_closing
             or size_bytes > self._max_body_bytes
@@ -298,8 +298,8 @@ class Intake:
             return None
         dialect = self.dialects_by_path[head.request_path]
         is_slight = size_bytes <= ALWAYS_LIGHT_BYTES
-        is_light = is_slight or document is not None or is_light_json(body_bytes, self._max_elements[head.request_path])
-        if not is_light and self.is_too_heavy(head, body_bytes):
+        is_light = is_slight or document is not None or is_light_json(raw_body, self._max_elements[head.request_path])
+        if not is_light and self.is_too_heavy(head, raw_body):
             return None
         try:
             key = ANONYMOUS
@@ -310,7 +310,7 @@ class Intake:
             self._admission_queue.check_queue_room(key.key_name)
             headers = head.headers_with_credential if key is ANONYMOUS else head.headers_for_engines
             if document is None:
-                document = parse_body(body_bytes)
+                document = parse_body(raw_body)
             call = self.parse_call(dialect, document, headers, key)
             lanes = parts.all_lanes
             if lanes.served_models.has_several_groups:
@@ -319,7 +319,7 @@ class Intake:
                 parts = self.request_parts_of(lanes.lane_of_model(call.served_model))
         except GatewayError:
             return None
-        held_bytes = size_bytes if is_slight else body_memory_bytes(body_bytes, document.read_values)
+        held_bytes = size_bytes if is_slight else body_memory_bytes(raw_body, document.read_values)
         if not self.body_buffers.reserve_bytes(held_bytes):
             return None
         quota = None

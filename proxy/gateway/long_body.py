@@ -27,18 +27,18 @@ class BodyReceiver(Protocol):
 
     transport: asyncio.Transport
 
-    def hold(self, body_bytes: int) -> bool:
+    def reserve_body_memory(self, size_bytes: int) -> bool:
         """Count bytes of a body in memory. Return False if there is no room for them."""
 
     def begin_long_request(
-        self, head_bytes: bytes, head: RequestHead, raw: bytes, since: float, document: Document | None
+        self, raw_head: bytes, head: RequestHead, raw_body: bytes, since: float, document: Document | None
     ) -> None:
         """Begin a request whose long body has arrived. `document` None: aiohttp's reader serves or rejects it."""
 
     def hand_over_unfinished(self) -> None:
         """Hand the connection to aiohttp in the middle of a body."""
 
-    def end_idle_connection(self, error: GatewayError | None = None) -> None:
+    def end_connection(self, error: GatewayError | None = None) -> None:
         """Close the connection. `error`: sent to the client before; None: nothing is sent."""
 
     def pause_writing(self) -> None: ...
@@ -57,7 +57,7 @@ class LongBodyReader(asyncio.BufferedProtocol):
     __slots__ = (
         "_buffer",
         "_connection",
-        "_head_bytes",
+        "_raw_head",
         "_intake",
         "_is_ended",
         "_view",
@@ -80,12 +80,12 @@ class LongBodyReader(asyncio.BufferedProtocol):
         self.since = since
         self._connection = connection
         self._intake = intake
-        self._head_bytes = data[: head.head_size_bytes]
+        self._raw_head = data[: head.head_size_bytes]
         self._buffer = BytesIO(bytes(head.body_bytes))  # no copy, because there is no other reference
         self._view = self._buffer.getbuffer()
-        begun = memoryview(data)[head.head_size_bytes :]
-        self._view[: len(begun)] = begun
-        self.received_bytes = len(begun)
+        first_part = memoryview(data)[head.head_size_bytes :]
+        self._view[: len(first_part)] = first_part
+        self.received_bytes = len(first_part)
         """Bytes of the body that have arrived."""
         self._is_ended = False
         intake.request_parts.drain_manager.count_request(self)
@@ -105,13 +105,13 @@ class LongBodyReader(asyncio.BufferedProtocol):
             self._is_ended = True
             self._intake.request_parts.drain_manager.stop_counting_request(self)
 
-    def received(self) -> bytes:
+    def arrived_bytes(self) -> bytes:
         """Return the head and the bytes of the body that have arrived."""
-        return b"".join((self._head_bytes, self._view[: self.received_bytes]))
+        return b"".join((self._raw_head, self._view[: self.received_bytes]))
 
     def cut_off_request(self) -> None:
         """Reject the request, because the gateway shuts down."""
-        self._connection.end_idle_connection(ShuttingDown())
+        self._connection.end_connection(ShuttingDown())
 
     # asyncio.BufferedProtocol
 
@@ -120,7 +120,7 @@ class LongBodyReader(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self.received_bytes += nbytes
-        if not self._connection.hold(nbytes):
+        if not self._connection.reserve_body_memory(nbytes):
             self._connection.hand_over_unfinished()
         elif self.received_bytes == self.head.body_bytes:
             self._connection.transport.pause_reading()
@@ -139,20 +139,20 @@ class LongBodyReader(asyncio.BufferedProtocol):
         if self._is_ended:
             return
         self._view.release()
-        raw = self._buffer.getvalue()  # no copy
-        memory_bytes = self._intake.bound_long_body_memory(self.head, raw)
-        if memory_bytes is None or not self._connection.hold(memory_bytes):
-            self._finish(raw, None)
+        raw_body = self._buffer.getvalue()  # no copy
+        memory_bytes = self._intake.bound_long_body_memory(self.head, raw_body)
+        if memory_bytes is None or not self._connection.reserve_body_memory(memory_bytes):
+            self._finish(raw_body, None)
         else:
-            self._intake.request_parts.loop.call_soon(self._parse, raw)
+            self._intake.request_parts.loop.call_soon(self._parse, raw_body)
 
-    def _parse(self, raw: bytes) -> None:
+    def _parse(self, raw_body: bytes) -> None:
         if not self._is_ended:
-            self._intake.request_parts.loop.call_soon(self._finish, raw, self._intake.parse_long_body(raw))
+            self._intake.request_parts.loop.call_soon(self._finish, raw_body, self._intake.parse_long_body(raw_body))
 
-    def _finish(self, raw: bytes, document: Document | None) -> None:
+    def _finish(self, raw_body: bytes, document: Document | None) -> None:
         """Begin the request. `document` None: aiohttp's reader must count the elements of the body, or reject it."""
         if self._is_ended or self._connection.transport.is_closing():
             return
-        self._connection.begin_long_request(self._head_bytes, self.head, raw, self.since, document)
+        self._connection.begin_long_request(self._raw_head, self.head, raw_body, self.since, document)
         self.end()

@@ -74,15 +74,11 @@ async def read_json(
     return raw
 
 
-def body_memory_bytes(body_bytes: bytes, parsed_values: object) -> int:
+def body_memory_bytes(raw_body: bytes, parsed_values: object) -> int:
     """Return the memory of a body with its values that have become Python objects."""
-    if len(body_bytes) <= ALWAYS_LIGHT_BYTES:
-        return len(body_bytes)
-    return (
-        len(body_bytes)
-        + count_object_bytes(body_bytes, parsed_values)
-        + count_wide_text_bytes(body_bytes, parsed_values)
-    )
+    if len(raw_body) <= ALWAYS_LIGHT_BYTES:
+        return len(raw_body)
+    return len(raw_body) + count_object_bytes(raw_body, parsed_values) + count_wide_text_bytes(raw_body, parsed_values)
 
 
 async def read_body(

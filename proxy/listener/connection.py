@@ -139,13 +139,13 @@ class AiohttpConnection(web.RequestHandler):
         super().data_received(data)
         if self.awaits_request:
             if data and self._http_listener.count_head_bytes(self, len(data)) > _MAX_HEAD_BYTES:
-                self.end_idle_connection(make_malformed_error("the headers are too long", status=431))
+                self.end_connection(make_malformed_error("the headers are too long", status=431))
         elif self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
             self._is_head_request = data.startswith(b"HEAD ")
             self._on_unreadable_data(make_unreadable_error(self._messages[-1][0].exc))
 
-    def end_idle_connection(self, error: GatewayError | None = None) -> None:
-        """Close a connection that awaits a request. `error`: is sent before; None: nothing is sent."""
+    def end_connection(self, error: GatewayError | None = None) -> None:
+        """Close a connection whose request has not begun. `error`: sent to the client before; None: nothing is sent."""
         if error is not None and self.transport is not None:
             self.transport.write(self._http_listener.make_refusal_bytes(self, error, make_request_id()))
         self.force_close()
@@ -158,7 +158,7 @@ class AiohttpConnection(web.RequestHandler):
         """
         request = self._current_request
         if self.awaits_request:
-            self.end_idle_connection()
+            self.end_connection()
         elif request is not None and request.content.is_eof() and not self._messages:
             self.close()
 
@@ -255,8 +255,8 @@ class FirstProtocol(asyncio.Protocol, ABC):
         """Whether no answer is under way and no part of a request has arrived."""
 
     @abstractmethod
-    def end_idle_connection(self, error: GatewayError | None = None) -> None:
-        """Close a connection that awaits a request. `error`: is sent before; None: nothing is sent."""
+    def end_connection(self, error: GatewayError | None = None) -> None:
+        """Close a connection whose request has not begun. `error`: sent to the client before; None: nothing is sent."""
 
     @abstractmethod
     def end_after_answer(self) -> None:

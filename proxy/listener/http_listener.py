@@ -206,7 +206,7 @@ class HttpListener:
     def close_overdue_connections(self) -> None:
         """Close the connections whose time limits have passed."""
         for transport, has_begun in self._heads.overdue_connections(self._listen.header_seconds):
-            cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end_idle_connection(
+            cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end_connection(
                 _slow_header_error() if has_begun else None
             )
             self._heads.stop_timing(transport)

@@ -23,6 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
 from proxy.balancer.backend_health import EjectionCause
@@ -34,7 +35,6 @@ from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 from proxy.observe.instances import InstanceMetrics, collect_models, collect_sources, collect_status
 from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
 from proxy.observe.key_usage import TOKEN_KINDS
-from proxy.observe.merging import merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -613,10 +613,11 @@ class WorkerFiles:
         """Return the metrics of all workers. Raises GatewayError."""
         for is_last in (False, True):
             try:
+                collector = MultiProcessCollector(None, self._directory)  # type: ignore[no-untyped-call]
                 # A worker that starts creates an empty file, and then extends it. An empty file cannot be read.
-                files = (file for file in self._directory.iterdir() if file.suffix == ".db")
-                return merge([str(file) for file in files if file.stat().st_size > 0])
-            except (FileNotFoundError, NotADirectoryError) as error:  # the directory, or a file in it, is gone
+                filled = [str(file) for file in self._directory.glob("*.db") if file.stat().st_size > 0]
+                return collector.merge(filled, accumulate=True)  # type: ignore[no-any-return,no-untyped-call]
+            except (ValueError, FileNotFoundError) as error:  # the directory, or a file in it, was just deleted
                 if is_last:
                     message = f"the metrics' directory {self._directory} cannot be read: {self.last_problem or error}"
                     raise GatewayError(message, code="metrics_unavailable", status=503) from None

@@ -264,9 +264,9 @@ class PlainHead(NamedTuple):
 
 # Engines repeat a head for a second, until its date changes. So most heads are found in the cache.
 @lru_cache(maxsize=128)
-def parse_plain_head(head_bytes: bytes) -> PlainHead | None:
+def parse_plain_head(raw_head: bytes) -> PlainHead | None:
     """Parse the bytes before the first blank line. Return None if the answer is not a common one."""
-    match = _HEAD.fullmatch(head_bytes)
+    match = _HEAD.fullmatch(raw_head)
     if match is None:
         return None
     status, fields = int(match[1]), match[2]

@@ -258,50 +258,5 @@ def test_one_worker_serves_the_metrics_of_all_workers(tmp_path: Path) -> None:
     assert found.stdout.count("pdproxy_build_info{") == 1
 
 
-MERGED = """
-    import glob, os, sys
-
-    from prometheus_client.multiprocess import MultiProcessCollector
-    from proxy.observe.merging import merge
-    from proxy.observe.metrics import Metrics
-
-    def work(worker):
-        metrics = Metrics()
-        for count in range(1, 4):
-            metrics.requests_total.labels("chat", f"20{count}").inc(count * worker)
-            metrics.instance_requests_total.labels("prefill", f"p:{worker}", "ok").inc()
-            for seconds in (0.003, 0.3, 1e9):
-                metrics.request_duration_seconds.labels("chat", "true").observe(seconds * worker)
-        metrics.inflight_requests.labels("chat").inc(worker)
-        metrics.loop_lag_seconds.set(worker)
-        metrics.config_last_reload_successful.set(worker % 2)
-
-    for worker in (1, 2, 3):
-        if os.fork() == 0:
-            work(worker)
-            os._exit(0)
-        os.wait()
-
-    def series(families):
-        return sorted(
-            (family.name, family.type, family.documentation, sample.name, sorted(sample.labels.items()), sample.value)
-            for family in families
-            for sample in family.samples
-        )
-
-    files = sorted(glob.glob(os.environ["PROMETHEUS_MULTIPROC_DIR"] + "/*.db"))
-    expected = series(MultiProcessCollector.merge(files))
-    assert len(expected) > 300
-    for _ in range(2):  # names and labels are kept after the first time
-        assert series(merge(files)) == expected
-"""
-
-
-def test_merged_files_equal_those_of_the_library(tmp_path: Path) -> None:
-    script = [sys.executable, "-c", textwrap.dedent(MERGED)]
-    found = subprocess.run(script, env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}, capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (0, "")
-
-
 def test_every_resume_action_has_an_initial_series() -> None:
     assert set(RESUME_ACTIONS) == {action.value for action in Action}
