@@ -38,6 +38,17 @@ class Stop(Exception):
     """The worker is to leave."""
 
 
+def wait_for_lost_supervisor(alive_fd: int | None, wakeup_fd: int) -> None:
+    """Wait for the end of the supervisor, and run the handlers of signals.
+
+    A signal that arrives just before `select` does not interrupt it. Python writes a byte to the other end of
+    `wakeup_fd` for each signal. `alive_fd` None: there is no supervisor.
+    """
+    watched = [wakeup_fd] if alive_fd is None else [wakeup_fd, alive_fd]
+    while alive_fd not in select.select(watched, [], [])[0]:
+        os.read(wakeup_fd, 4096)
+
+
 def signal_worker(shared: SharedState, worker: int, alive_fd: int | None) -> int:
     """Charge one request at the start, and release it only at the stop signal."""
     scoreboard = shared.scoreboard
@@ -46,6 +57,9 @@ def signal_worker(shared: SharedState, worker: int, alive_fd: int | None) -> int
         say("signal", worker, signal.Signals(number).name)
         raise Stop
 
+    wakeup_fd, written_fd = os.pipe()
+    os.set_blocking(written_fd, False)
+    signal.set_wakeup_fd(written_fd)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGHUP, lambda *_: say("signal", worker, "SIGHUP"))
@@ -57,7 +71,7 @@ def signal_worker(shared: SharedState, worker: int, alive_fd: int | None) -> int
         scoreboard.load_row(worker).add_load(0, requests=1)
         shared.key_usage.usage_row(worker).add_in_flight(0, 1)
         say("ready", worker, os.getpid(), shared.listeners.clients.getsockname()[1])
-        select.select([] if alive_fd is None else [alive_fd], [], [])
+        wait_for_lost_supervisor(alive_fd, wakeup_fd)
         say("orphan", worker)
     except Stop:
         scoreboard.load_row(worker).add_load(0, requests=-1)
