@@ -78,12 +78,12 @@ async def ask_engine(
     """Query an engine and return its JSON. Raises UpstreamError.
 
     Args:
-        client: The client for engines.
+        engine_client: The client for engines.
         backend: The engine.
         path: The path, with a query.
         headers: The headers for the engine.
         timeout_seconds: The time limit of the query in seconds.
-        what: A verb and its object for error messages, such as "list its models".
+        purpose: A verb and its object for error messages, such as "list its models".
     """
     try:
         answer = await engine_client.get_body(backend.url, path, timeout_seconds, headers, _MAX_ANSWER_BYTES)
@@ -119,8 +119,8 @@ def make_no_answer_error(engine_errors: Sequence[UpstreamError], purpose: str) -
     """Return the error for a query that no engine has answered.
 
     Args:
-        errors: The errors of the engines. One that the client has caused is returned.
-        what: The object of the query for the message, such as "its models".
+        engine_errors: The errors of the engines. One that the client has caused is returned.
+        purpose: The object of the query for the message, such as "its models".
     """
     for error in engine_errors:
         if error.is_fault_of_client:

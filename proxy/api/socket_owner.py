@@ -35,8 +35,8 @@ def find_owner_objection(peer_address: tuple[Any, ...], local_address: tuple[Any
     It reads up to one line for each socket of the host, so call it in a thread.
 
     Args:
-        peer: The address and port from which the connection comes.
-        local: The gateway's own address and port of the connection.
+        peer_address: The address and port from which the connection comes.
+        local_address: The gateway's own address and port of the connection.
     """
     try:
         owner = _find_socket_owner(peer_address, local_address)

@@ -316,9 +316,9 @@ class BackendHealth:
         The first probe decides for an unknown backend, and `fall` or `rise` consecutive ones for others.
 
         Args:
-            ok: Whether the probe passed.
+            has_passed: Whether the probe passed.
             now: Clock seconds.
-            checks: Current settings.
+            health_checks: Current settings.
             is_late: Whether the backend did not answer in time.
             is_busy: Whether a late answer is excused, because the backend is working.
         """

@@ -40,7 +40,8 @@ class FailureBlame:
     A context manager, entered outside of all leases. Leaving it settles the failures.
 
     Args:
-        ways: Engines on which the request has broken down. All units of a request share it. None: the unit is alone.
+        failed_engines: Engines on which the request has broken down. All units of a request share it. None: the unit is
+            alone.
     """
 
     __slots__ = ("_unsettled_errors", "_failed_engines")

@@ -55,12 +55,12 @@ def judge_counters(
     """Return the verdict on the handoffs between two readings, or None if there were fewer than `min_handoffs`.
 
     Args:
-        before: Counters of the earlier reading.
-        after: Counters of the later reading.
-        sent: Handoffs between the two.
-        from_store: The engines share a store. A decoder does not read from the store what its own prefix cache has, so
-            only many computed tokens per handoff show that the store had nothing.
-        least: Minimum number of handoffs for a verdict.
+        counters_before: Counters of the earlier reading.
+        counters_after: Counters of the later reading.
+        handoffs_sent: Handoffs between the two.
+        reads_from_store: The engines share a store. A decoder does not read from the store what its own prefix cache
+            has, so only many computed tokens per handoff show that the store had nothing.
+        min_handoffs: Minimum number of handoffs for a verdict.
     """
     transferred, computed, cached = (new - old for new, old in zip(counters_after, counters_before, strict=True))
     if min(transferred, computed, cached) < 0:
@@ -95,7 +95,7 @@ class CounterWatch:
 
         Args:
             reading: Counters of the decoder. None: it reports none.
-            sent: All handoffs that were sent before the counters were requested.
+            total_sent: All handoffs that were sent before the counters were requested.
         """
         count, tokens = (
             total_sent.handoff_count - self.sent_since_reading.handoff_count,
@@ -154,7 +154,7 @@ class ExpiryWatch:
         Args:
             now: Clock seconds.
             totals: Counts until now. None: the prefiller reports none.
-            fetch_nothing: Decoders that are known not to fetch from this prefiller.
+            decoders_fetch_nothing: Decoders that are known not to fetch from this prefiller.
             lease_seconds: Time after which the prefiller frees KV that no decoder has fetched.
         """
         since = self._totals_at_start
@@ -201,9 +201,9 @@ def attribute_growth(
     so little that the prompts of the lane cannot be among it.
 
     Args:
-        grown: Growth of the counters between two readings.
-        sent: Handoffs by lane that the growth includes for certain.
-        involved: Lanes whose handoffs the growth may include.
+        counter_growth: Growth of the counters between two readings.
+        handoffs_by_lane: Handoffs by lane that the growth includes for certain.
+        involved_lanes: Lanes whose handoffs the growth may include.
     """
     if len(involved_lanes) == 1:
         return dict.fromkeys(handoffs_by_lane, counter_growth)

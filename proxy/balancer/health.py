@@ -219,10 +219,10 @@ class Health:
         """Record the result of a health check.
 
         Args:
-            ok: Whether the probe passed.
+            has_passed: Whether the probe passed.
             reason: The result for the log.
             failure: Kind of failure. None: the probe passed, or failed in another way.
-            is_last: Whether no other backend of its role may get requests.
+            is_last_backend: Whether no other backend of its role may get requests.
             is_serving: Whether the backend works on a request.
         """
         condition = self._health_of(backend)
@@ -261,10 +261,11 @@ class Health:
 
         Args:
             error: Its failure. None: it served the request.
-            peers: Enabled backends of the role.
-            trial: Number from `begin_trial`. 0: the request was no trial.
-            is_proof: Whether the request shows that the backend can generate. Otherwise only the connection counts.
-            refusals: Requests that the backend refused while idle since it last served.
+            other_backends: Enabled backends of the role.
+            trial_number: Number from `begin_trial`. 0: the request was no trial.
+            proves_generation: Whether the request shows that the backend can generate. Otherwise only the connection
+                counts.
+            refusal_count: Requests that the backend refused while idle since it last served.
         """
         condition = self._health_of(backend)
         old = condition.health_state

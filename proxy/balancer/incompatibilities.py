@@ -292,7 +292,7 @@ class CompatibilityMonitor:
             prefiller: The engine that computed the prompt.
             decoder: The engine that was to fetch its KV.
             tokens: Estimated length of the prompt.
-            least_tokens: Prompts that are shorter are not counted, because their KV may come from the decoder's cache.
+            min_tokens: Prompts that are shorter are not counted, because their KV may come from the decoder's cache.
         """
         if tokens >= min_tokens:
             self._load_row.count_handoff(prefiller.slot, decoder.slot, tokens)

@@ -176,8 +176,8 @@ class Lease:
         """Move to another backend, because this one failed, and return the new one.
 
         Args:
-            avoid: Further backends that are not picked.
-            because: The failure of this backend.
+            avoided_backends: Further backends that are not picked.
+            cause: The failure of this backend.
 
         Raises:
             NoBackendAvailable: There is no other backend. The lease still holds what it held.

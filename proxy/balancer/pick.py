@@ -383,7 +383,7 @@ class LeaseTracker:
         """Note the end of the backend's work, as soon as it is known. It is called once.
 
         Args:
-            served: Whether the backend has completed its part. Otherwise it failed, or the client disconnected.
+            is_served: Whether the backend has completed its part. Otherwise it failed, or the client disconnected.
             answer_tokens: Length of a decoder's complete answer. None: unknown.
         """
 
@@ -512,7 +512,7 @@ class Policy(ABC):
 
         Args:
             request: The request. None: unknown.
-            waiting: Number of waiting requests, including this one.
+            waiting_count: Number of waiting requests, including this one.
 
         Returns:
             Seconds since it began to wait; infinite if no such limit makes it wait now.

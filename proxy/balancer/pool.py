@@ -401,8 +401,8 @@ class Pool:
 
         Args:
             error: Its failure. None: it served the request.
-            trial: Number of the trial that the request was. 0: no trial.
-            is_proof: Whether the request shows that the backend can generate.
+            trial_number: Number of the trial that the request was. 0: no trial.
+            proves_generation: Whether the request shows that the backend can generate.
             others_running: Other running requests of the backend.
         """
         if error is None:

@@ -505,10 +505,10 @@ class Roster:
 
         Args:
             origin: The origin.
-            wanted: All backends that it wants now.
+            wanted_backends: All backends that it wants now.
             leaves_at: Time at which the draining ones are evacuated; see Member.
-            restores: Whether wanted backends that an administrator has removed come back, and the given bootstrap ports
-                and models replace the known ones even if they are empty.
+            restores_removed: Whether wanted backends that an administrator has removed come back, and the given
+                bootstrap ports and models replace the known ones even if they are empty.
             is_dry_run: Whether to change nothing.
 
         Returns:

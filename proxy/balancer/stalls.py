@@ -49,7 +49,8 @@ class StallDetector:
 
         Args:
             now: Clock seconds.
-            moving: The backends with open streams, and whether any of these got bytes since the last look.
+            backends_with_progress: The backends with open streams, and whether any of these got bytes since the last
+                look.
             lost_seconds: Time since the last look in which the gateway itself did not read. It does not count.
         """
         for backend, moves in backends_with_progress.items():

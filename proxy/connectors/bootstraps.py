@@ -102,7 +102,7 @@ class BootstrapServers:
         """Create an empty table of bootstrap servers.
 
         Args:
-            session: The session for queries.
+            client: The session for queries.
             clock: Returns the time in seconds.
             report: Called with a prefiller and the reason why decoders cannot reach it, or None if they can.
             engine_id: Returns the engine id that a prefiller reports itself, which its bootstrap server must list; None

@@ -167,7 +167,7 @@ class Call:
         (vllm/entrypoints/openai, `priority`), SGLang higher values (`--schedule-low-priority-values-first`).
 
         Args:
-            lower_first: Whether the engines serve lower values of the body's member first.
+            is_lower_first: Whether the engines serve lower values of the body's member first.
         """
         try:
             return int(self.headers[PRIORITY_HEADER])

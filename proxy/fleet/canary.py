@@ -412,10 +412,10 @@ def judge_by_counters(
     """Return the verdict on a canary's handoff by the decoder's counters, or None while they do not include it.
 
     Args:
-        before: Counters before the canary; None if the decoder reports none.
-        after: Counters after the canary; None if the decoder reports none.
-        tokens: Length of the prompt.
-        from_store: Whether the engines share a KV store.
+        counters_before: Counters before the canary; None if the decoder reports none.
+        counters_after: Counters after the canary; None if the decoder reports none.
+        prompt_tokens: Length of the prompt.
+        reads_from_store: Whether the engines share a KV store.
     """
     if counters_before is None or counters_after is None:
         return HandoffVerdict.UNKNOWN
@@ -442,7 +442,7 @@ def judge_by_usage(cached_tokens: int | None, prompt_tokens: int) -> HandoffVerd
 
     Args:
         cached_tokens: Cached tokens in the usage. None: not reported; vLLM reports none instead of 0.
-        tokens: Length of the prompt.
+        prompt_tokens: Length of the prompt.
     """
     return (
         HandoffVerdict.TRANSFERRED if (cached_tokens or 0) >= _CACHED_SHARE * prompt_tokens else HandoffVerdict.UNKNOWN

@@ -200,7 +200,7 @@ class EngineInspector(BackgroundOwner):
             parts: The worker's parts.
             interval_seconds: Returns the time between two readings of a decode instance's counters; 0: never read them.
             connector: Name of the connector in the settings.
-            reads: Whether this worker reads the counters.
+            reads_metrics: Whether this worker reads the counters.
         """
         self._pools = parts.pools
         self._health = parts.health

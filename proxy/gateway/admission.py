@@ -85,7 +85,7 @@ class HasRoomFunction(Protocol):
     """The function type of AdmissionParts.has_room."""
 
     def __call__(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        """Return the changes. `by`: the author of the reload, for the log. Raises SettingsError."""
+        """Return whether instances have room for this request, or for any request with None."""
 
 
 # How many queued units to examine for one that suits the free instance.
@@ -303,11 +303,11 @@ class AdmissionQueue:
         The block must take its lease before its first await, while the room is certainly there.
 
         Args:
-            key: The name of the client key.
-            patient: Whether the unit is never rejected, because its client request was admitted already.
+            client_key: The name of the client key.
+            is_patient: Whether the unit is never rejected, because its client request was admitted already.
             on_wait: Called when a wait begins.
             request: Returns the lease that the unit will take. None: the unit goes in turn, to any free backend.
-            since: Clock time at which the client began to wait. None: now.
+            arrived_at: Clock time at which the client began to wait. None: now.
 
         Raises:
             Overloaded: The queue is full, or the unit has waited too long.
@@ -326,9 +326,9 @@ class AdmissionQueue:
         """Queue a unit without a task, after `admits_at_once` has returned False. Raises the errors of `make_entry`.
 
         Args:
-            key: The name of the client key.
+            client_key: The name of the client key.
             request: Returns the lease that the unit will take.
-            since: Clock time at which the client began to wait.
+            arrived_at: Clock time at which the client began to wait.
             on_turn: Called once. With an error, the unit was rejected. With None, it must `admit_at_once` and lease at
             once.
         """

@@ -394,9 +394,9 @@ def _compute_wait_ms(
     current. There is room while less than the limit is used.
 
     Args:
-        limit: The limit of requests or tokens per minute.
-        previous: The count of the last minute.
-        current: The count of the present minute.
+        requests_per_minute: The limit of requests or tokens per minute.
+        previous_minute_count: The count of the last minute.
+        current_minute_count: The count of the present minute.
         elapsed_ms: Milliseconds of the present minute that have passed.
     """
     if current_minute_count >= requests_per_minute:  # only the next minute can have room

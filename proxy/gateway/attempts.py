@@ -69,7 +69,7 @@ class AttemptLoop:
             answer: The answer to the unit.
             record: The record of the client request.
             suspicion: The suspicion that the client request crashes engines.
-            failed: The first attempt at a unit that was admitted already. None: no attempt was made.
+            failed_attempt: The first attempt at a unit that was admitted already. None: no attempt was made.
         """
         self._flow_parts = parts
         self._settings = parts.live_settings.settings

@@ -182,14 +182,14 @@ class Delivery:
 
         Args:
             call: The call of the client.
-            new_segment: Returns the reader for a decoder's stream.
+            make_segment: Returns the reader for a decoder's stream.
             is_observed: Whether the answer has one choice, whose text is recorded so that the answer can be resumed.
-            tells_ids: Whether an observed answer has token ids.
+            reports_token_ids: Whether an observed answer has token ids.
             keeps_bytes: Whether the reader gets the bytes of the engine unchanged.
             engine: The kind of the engines.
-            rewrite: Turns each payload into the bytes to send. The usage chunk is then written by its owner.
+            rewrite_chunk: Turns each payload into the bytes to send. The usage chunk is then written by its owner.
                 None: the client gets events in the engine's form.
-            whole: Collects an answer that is not streamed to the client. None: the answer is streamed.
+            collector: Collects an answer that is not streamed to the client. None: the answer is streamed.
         """
         self.transcript = Transcript(engine.reasoning_field)
         self.has_output = False
@@ -321,14 +321,14 @@ class Delivery:
     # Events of a decoder
 
     def take_role_chunk(self, segment: Segment, event: Event) -> None:
-        """Take the role chunk. Raises Mismatch if the engine has another prompt than it was given."""
+        """Take the role chunk. Raises AnswerMismatch if the engine has another prompt than it was given."""
         self._check_prompt(segment)
         if self.seam is None:
             self._keep_answer_head(segment.payload)
             self._held.append(self.writer.make_event_without_ids(segment, event, segment.payload))
 
     def take_content(self, segment: Segment, event: Event) -> bytes:
-        """Take a part of the answer. Return the bytes for the client, which may be empty. Raises Mismatch."""
+        """Take a part of the answer. Return the bytes for the client, which may be empty. Raises AnswerMismatch."""
         self.is_answer_changed = True
         if not self._is_checked:
             self._check_prompt(segment)
@@ -401,8 +401,8 @@ class Delivery:
         Args:
             segment: The reader of the stream.
             event: The event.
-            details: The `prompt_tokens_details` of the prefiller. None: it sent none.
-            handed_over: Whether the KV cache was handed over, so that the details of the prefiller count.
+            prompt_tokens_details: The `prompt_tokens_details` of the prefiller. None: it sent none.
+            is_handed_over: Whether the KV cache was handed over, so that the details of the prefiller count.
         """
         self.system_fingerprint = segment.payload.get("system_fingerprint") or self.system_fingerprint
         if self._whole is not None and self.seam is None:
@@ -513,7 +513,7 @@ class Delivery:
             self.tail["prompt_text"] = payload["prompt_text"]
 
     def _check_prompt(self, segment: Segment, *, is_rewritten: bool = False) -> None:
-        """Record the prompt ids of the first decoder, or check those of a continuing one. Raises Mismatch."""
+        """Record the prompt ids of the first decoder, or check those of a continuing one. Raises AnswerMismatch."""
         self._is_checked = True
         prompt_ids = segment.prompt_ids
         if self._expected_prompt_ids is not None:

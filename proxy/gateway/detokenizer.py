@@ -55,7 +55,7 @@ class Detokenizer:
 
         Args:
             model: The name of the model. None: the engine's default.
-            ids: The token ids, or their JSON array as bytes.
+            token_ids: The token ids, or their JSON array as bytes.
             headers: The client's headers for engines.
         """
         # SGLang needs the member to show special tokens. vLLM always shows them, and ignores the member.

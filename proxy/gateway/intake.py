@@ -218,7 +218,7 @@ class Intake:
             dialect: The API of the client.
             document: The body.
             headers: The request headers that engines get.
-            key: The client key of the request.
+            api_key: The client key of the request.
 
         Raises:
             GatewayError: The request cannot be served.

@@ -146,7 +146,7 @@ class Lanes:
         """Return the lane for a model.
 
         Args:
-            name: The engines' name of the model. A value that is not text counts as no name.
+            model_name: The engines' name of the model. A value that is not text counts as no name.
 
         Raises:
             UnknownModel: No instance serves the model.

@@ -38,7 +38,7 @@ def may_retry(error: UpstreamError, *, sent_to_client: bool, attempt_count: int,
     Args:
         error: The failure of the last attempt.
         sent_to_client: Whether the client has received bytes. If so, nothing is retried.
-        attempts: The number of attempts that failed in the error's role.
+        attempt_count: The number of attempts that failed in the error's role.
         max_attempts: The setting `retry.max_attempts`.
     """
     return not sent_to_client and attempt_count < min(_max_attempts_for(error, max_attempts), max_attempts)

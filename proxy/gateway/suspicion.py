@@ -85,7 +85,7 @@ class Suspicion:
         """Begin without any crash, except for `earlier_crashes`.
 
         Args:
-            earlier: The number of engines that the same request has crashed when it was sent before.
+            earlier_crashes: The number of engines that the same request has crashed when it was sent before.
             is_split: Whether the request has several units.
             call: The client request. None: only in tests.
         """

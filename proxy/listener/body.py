@@ -49,9 +49,10 @@ async def read_json(
 
     Args:
         request: The request.
-        listen: The limits.
-        grow: Called with an upper bound of the memory that the body may take, if it is large. See `body_memory_bytes`.
-        readings: How often the body is parsed without a pause, for example 2 if it is translated and parsed again.
+        listen_options: The limits.
+        on_bytes: Called with an upper bound of the memory that the body may take, if it is large. See
+            `body_memory_bytes`.
+        parse_counter: How often the body is parsed without a pause, for example 2 if it is translated and parsed again.
     """
     raw = await read_body(request, listen_options, on_bytes)
     most = listen_options.max_body_elements // parse_counter

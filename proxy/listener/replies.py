@@ -129,8 +129,8 @@ def response_bytes(
     Args:
         response: The answer.
         request_id: The ID of the request.
-        closes: Whether the connection is closed after it.
-        more: Further header lines, each with CRLF.
+        closes_connection: Whether the connection is closed after it.
+        more_headers: Further header lines, each with CRLF.
     """
     assert isinstance(response.body, bytes)
     headers = {

@@ -36,8 +36,8 @@ class TlsHandshake(asyncio.Protocol):
         """Create the tls handshake.
 
         Args:
-            context: The certificate, and what is required of clients.
-            seconds: Time limit of the handshake.
+            ssl_context: The certificate, and what is required of clients.
+            max_seconds: Time limit of the handshake.
             make_protocol: Makes the protocol for a connection after its handshake.
             on_end: Called once at the end, with the reason of a failure. None: the handshake succeeded, was cancelled,
                 or the client closed the connection.

@@ -120,8 +120,8 @@ class MetricRow(Generic[_Kind]):
         """Describe a metric: its kind, help text and labels.
 
         Args:
-            kind: Counter, Gauge or Histogram.
-            meaning: The help text of the exposition, and of docs/reference/metrics.md.
+            metric_type: Counter, Gauge or Histogram.
+            help_text: The help text of the exposition, and of docs/reference/metrics.md.
             labels: The names of its labels.
             series: Label values whose series begin at 0, because a rate does not see the step from nothing to 1.
             options: See prometheus-client: `buckets` of histograms, `multiprocess_mode` of gauges.

@@ -93,9 +93,9 @@ class RequestObservers:
         """Create the record of a new request.
 
         Args:
-            label: Label of the route's dialect.
+            api_label: Label of the route's dialect.
             headers: See RequestListener.
-            since: Start of the request in seconds of the record's clock (time.monotonic); None: now.
+            started_at: Start of the request in seconds of the record's clock (time.monotonic); None: now.
         """
         record = RequestRecord(api_label, request_id, monotonic, started_at)
         for listener in self._begin_listeners:

@@ -291,9 +291,9 @@ class Receipts:
         """Return the wanted receipts, the latest end first.
 
         Args:
-            wants: Returns whether a receipt is wanted.
+            is_wanted: Returns whether a receipt is wanted.
             limit: Maximum number.
-            containing: Text in UTF-8 that all wanted receipts have. Blocks without it are skipped.
+            contained_bytes: Text in UTF-8 that all wanted receipts have. Blocks without it are skipped.
 
         Takes milliseconds per MiB of memory, and may be called in any thread.
         """

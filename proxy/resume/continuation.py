@@ -45,7 +45,7 @@ def continue_from_tokens(
         cut: Where the answer is cut.
         pending: A chat delta that belongs to the kept ids and that the client does not have yet.
         parser: The parser for the text of a chat that continues as a completion.
-        so_far: The text of the kept ids, for a chat whose engine needs it.
+        delta_so_far: The text of the kept ids, for a chat whose engine needs it.
     """
     call, transcript, kept = situation.call, situation.transcript, cut.kept_ids
     assert transcript.prompt_ids is not None

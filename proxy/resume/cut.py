@@ -71,8 +71,8 @@ def find_cut(
 
     Args:
         situation: The answer to cut.
-        compare: Returns the part of a text that the client does not have, and the deferred part. Raises Mismatch if the
-            answer cannot be cut after this text.
+        compare: Returns the part of a text that the client does not have, and the deferred part. Raises AnswerMismatch
+            if the answer cannot be cut after this text.
         channel: The member of the delta in which the answer broke off.
         may_lag: Whether the text may lag behind the ids for another reason.
         may_hide: Whether the text may lack special tokens.

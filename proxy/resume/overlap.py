@@ -53,7 +53,7 @@ class ReplayedAnswer:
     def cut_repeated_part(self, delta: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a delta that the client does not have.
 
-        Raises Mismatch if the rest differs from the answer.
+        Raises AnswerMismatch if the rest differs from the answer.
         """
         new = {name: value for name, value in delta.items() if name != "tool_calls" and name not in TEXT_MEMBERS}
         for name in TEXT_MEMBERS:
@@ -87,7 +87,7 @@ class ReplayedAnswer:
 def count_repeated_ids(ids: list[int], known: list[int]) -> int:
     """Count the first ids that repeat `known` ids, and remove these from `known`.
 
-    Raises Mismatch if the ids differ.
+    Raises AnswerMismatch if the ids differ.
     """
     count = min(len(ids), len(known))
     if ids[:count] != known[:count]:
@@ -99,7 +99,7 @@ def count_repeated_ids(ids: list[int], known: list[int]) -> int:
 def cut_known_part(transcript: Transcript, delta_so_far: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a delta that the client does not have. `delta_so_far` is a delta with the whole answer so far.
 
-    Raises Mismatch if the delta differs from the client's answer or is shorter.
+    Raises AnswerMismatch if the delta differs from the client's answer or is shorter.
     """
     overlap = ReplayedAnswer(transcript)
     new = overlap.cut_repeated_part(delta_so_far)
@@ -111,7 +111,7 @@ def cut_known_part(transcript: Transcript, delta_so_far: dict[str, Any]) -> dict
 def compare_answer(transcript: Transcript, delta_so_far: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the part of a delta that the client does not have, and the end of the client's content that it lacks.
 
-    Raises Mismatch if the delta differs from the client's answer.
+    Raises AnswerMismatch if the delta differs from the client's answer.
     """
     overlap = ReplayedAnswer(transcript)
     new, known = overlap.cut_repeated_part(delta_so_far), overlap.unrepeated_content
@@ -123,7 +123,7 @@ def compare_answer(transcript: Transcript, delta_so_far: dict[str, Any]) -> tupl
 def _differing_ends(text: str, known: str) -> tuple[str, str]:
     """Return the part of `text` after `known`, and the part of `known` after `text`. At least one is empty.
 
-    Raises Mismatch if neither text begins with the other.
+    Raises AnswerMismatch if neither text begins with the other.
     """
     count = min(len(text), len(known))
     if text[:count] != known[:count]:

@@ -172,7 +172,7 @@ def _parse_answer_so_far(
 ) -> tuple[AnswerParser, dict[str, Any], str]:
     """Parse the answer so far. Return the parser, the delta that the client lacks, and the content that the text lacks.
 
-    `is_cut`: whether the text may lack content. Raises Mismatch.
+    `is_cut`: whether the text may lack content. Raises AnswerMismatch.
     """
     compare = compare_answer if is_cut else lambda transcript, said: (cut_known_part(transcript, said), "")
     for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):

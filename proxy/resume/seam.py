@@ -92,7 +92,7 @@ class Seam:
     def rewrite_chunk(self, payload: dict[str, Any], *, recomputed: bool) -> list[tuple[dict[str, Any], list[int]]]:
         """Convert one chunk of the engine to chunks for the client. Each is returned with its new token ids.
 
-        `recomputed`: whether the engine gives up with this chunk. Raises Mismatch.
+        `recomputed`: whether the engine gives up with this chunk. Raises AnswerMismatch.
         """
         choice = dict(payload["choices"][0])
         ids: list[int] = choice.get("token_ids") or []
@@ -183,7 +183,7 @@ class Seam:
     def _skip_known_text(self, delta: dict[str, Any], *, is_last: bool) -> None:
         """Remove from a delta the text that the client already has.
 
-        Raises Mismatch if the engine's text differs or ends too early.
+        Raises AnswerMismatch if the engine's text differs or ends too early.
         """
         text = delta.get(self._channel) or ""
         count = min(len(text), len(self._known_text))

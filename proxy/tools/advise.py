@@ -88,7 +88,7 @@ class GatewayReading:
 def read_metrics(at: float, expositions: Iterable[str]) -> GatewayReading:
     """Read the metrics of all gateways once.
 
-    Raises Unknown if one has no metrics of pdproxy.
+    Raises MissingMetric if one has no metrics of pdproxy.
 
     Args:
         at: Seconds of a monotonic clock.
@@ -151,7 +151,7 @@ class DemandReport:
 def observe_demand(
     samples: Sequence[GatewayReading], token_seconds: float, streams_when_full: float | None = None
 ) -> DemandReport:
-    """Return the conclusions from all readings. Raises Unknown.
+    """Return the conclusions from all readings. Raises MissingMetric.
 
     Args:
         samples: Readings in order.

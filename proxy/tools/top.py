@@ -553,7 +553,7 @@ def _place_of_configuration(flags: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def _scrape_metrics(place: _MetricsPlace) -> Scrape:
-    """Return one scrape of the gateway's metrics. Raises _NoMetrics."""
+    """Return one scrape of the gateway's metrics. Raises _MetricsUnavailable."""
     host, port, tls = place
     try:
         answer = blocking_http.get_blocking(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True, tls=tls)

@@ -33,7 +33,7 @@ def next_round_seconds(seconds: float, busy_share: float, time_factor: Streaming
     Args:
         seconds: The time until now.
         busy_share: The CPU time of the event loop in the last interval, as a share of a core.
-        times: The settings.
+        time_factor: The settings.
     """
     wanted = time_factor.gather_seconds
     if isinstance(wanted, float):

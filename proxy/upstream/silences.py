@@ -112,8 +112,8 @@ class SilenceMonitor:
             now: Clock seconds.
             least_seconds: The time between two calls, which is the shortest silence that can be noticed.
             silence_seconds: The silence after which an engine is checked; see settings.HealthChecks.
-            moves: Progress of each backend with streams.
-            silent: Connections on which nothing has arrived since the last call.
+            backends_with_progress: Progress of each backend with streams.
+            silent_connections: Connections on which nothing has arrived since the last call.
         """
         for moved in backends_with_progress:
             watched = self._watched_backend_of(moved.backend, now)

@@ -39,8 +39,8 @@ class AppendHarm:
 
         Args:
             bucket: Bucket of the number of answers beside it.
-            computing: Share of its time in which its decoder computed prompts.
-            missed: Share of its expected tokens that it missed. Negative: it got more.
+            computing_share: Share of its time in which its decoder computed prompts.
+            missed_share: Share of its expected tokens that it missed. Negative: it got more.
         """
         count, mean_x, mean_y = self._means_by_bucket.get(bucket, (0.0, 0.0, 0.0))
         x, y = computing_share - mean_x, missed_share - mean_y

@@ -184,7 +184,7 @@ class ConcurrencyEstimate:
 
         Args:
             sample: The prompt.
-            shape: Coefficients of `PrefillCost.cost_shape`. Empty: throughput is not compared.
+            cost_shape: Coefficients of `PrefillCost.cost_shape`. Empty: throughput is not compared.
             now: Time at which the prompt had been computed.
         """
         self._timely += 1
@@ -303,8 +303,8 @@ def seconds_until_lane_free(remaining_seconds: Sequence[float], queued_seconds: 
     """Return the time until a lane is free.
 
     Args:
-        lefts: Remaining time of the prompt in each lane.
-        behind: Times of the queued prompts, in order.
+        remaining_seconds: Remaining time of the prompt in each lane.
+        queued_seconds: Times of the queued prompts, in order.
     """
     free = list(remaining_seconds)
     heapify(free)

@@ -144,10 +144,10 @@ class RateFilter:
         """Update the learned rates by one answer.
 
         Args:
-            spent: Bucket and seconds, in the order of the buckets, for each bucket in which it spent time.
-            expected: The tokens that were expected of it.
-            ratio: The tokens that it got, as a multiple of these.
-            weight: The inverse of the variance of `token_ratio`.
+            seconds_by_bucket: Bucket and seconds, in the order of the buckets, for each bucket in which it spent time.
+            expected_tokens: The tokens that were expected of it.
+            token_ratio: The tokens that it got, as a multiple of these.
+            sample_weight: The inverse of the variance of `token_ratio`.
         """
         if not seconds_by_bucket:
             return
@@ -329,10 +329,12 @@ class DecodePace:
 
         Args:
             backend: The decoder that wrote it.
-            spent: Bucket and seconds, in the order of the buckets, for each bucket in which the decoder was meanwhile.
-            tokens: Tokens that were written in this time. An answer of less than a tenth of a second teaches nothing.
+            seconds_by_bucket: Bucket and seconds, in the order of the buckets, for each bucket in which the decoder was
+                meanwhile.
+            answer_tokens: Tokens that were written in this time. An answer of less than a tenth of a second teaches
+                nothing.
             now: When it ended.
-            computing: Seconds of this time in which the decoder computed prompts.
+            computing_seconds: Seconds of this time in which the decoder computed prompts.
         """
         seconds = sum(each for _, each in seconds_by_bucket)
         if answer_tokens < 1 or seconds < _MIN_SECONDS:

@@ -449,9 +449,9 @@ def translate_record(journal_record: JournalRecord, own_slot: int, clock_offset_
     """Return another gateway's record with this gateway's slot and clock.
 
     Args:
-        record: The record.
-        slot: Slot of the prefiller in this gateway.
-        seconds: Added to the time.
+        journal_record: The record.
+        own_slot: Slot of the prefiller in this gateway.
+        clock_offset_seconds: Added to the time.
 
     Raises:
         InvalidRecord: It has numbers that are not finite, or is not meant for other gateways.

@@ -198,10 +198,10 @@ class Prefiller:
 
         Args:
             prompt: The prompt.
-            hit: Number of its pieces that are probably cached.
-            seconds: Predicted prefill time.
-            compute: Charged compute tokens.
-            kv: Charged KV tokens.
+            cached_pieces: Number of its pieces that are probably cached.
+            predicted_seconds: Predicted prefill time.
+            compute_charge: Charged compute tokens.
+            kv_charge: Charged KV tokens.
             now: Current time of the clock.
         """
         prefixes, before = self.cached_prefixes, self._prompts_in_flight

@@ -335,9 +335,9 @@ class CachedPrefixes:
         Args:
             readings: Readings of the prompt's pieces when it was sent.
             odometer: Reading of the odometer at that time.
-            ends: Tokens up to the end of each piece.
-            expected: Predicted cached tokens.
-            reported: Reported cached tokens.
+            piece_ends: Tokens up to the end of each piece.
+            expected_tokens: Predicted cached tokens.
+            reported_tokens: Reported cached tokens.
 
         Returns:
             The observation for `learn_from_ages`, which other workers also apply.

@@ -328,7 +328,7 @@ class WorkingSets:
             cache: The cache of the prefiller.
             prompt: The prompt.
             session_id: ID that the client sends with related requests. None: it sends none.
-            sent: The prompt in flight.
+            sent_prompt: The prompt in flight.
             has_waited: Whether it waited in the queue, so that its client sent it some time ago.
 
         Returns:
@@ -762,8 +762,8 @@ class WorkingSets:
         """Return waiting sessions that may go now. They are residents then.
 
         Args:
-            waiting: Sessions and the times since when they wait, the oldest first.
-            patience: Seconds after which a session takes the place of a resident that has had its turn.
+            waiting_sessions: Sessions and the times since when they wait, the oldest first.
+            max_wait_seconds: Seconds after which a session takes the place of a resident that has had its turn.
             now: Time of the clock.
         """
         if self._session_records is not None:

@@ -35,7 +35,7 @@ class Journal:
         Args:
             workers: Number of rings whose writers also read. One of them may record the events of other hosts.
             ring_bytes: Size of one ring.
-            write_only: Number of further rings, whose writers do not read.
+            write_only_rings: Number of further rings, whose writers do not read.
         """
         self.worker_count = workers
         self.ring_count = rings = workers + write_only_rings

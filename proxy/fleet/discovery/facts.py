@@ -65,8 +65,8 @@ def make_engine_facts(version_answer: BufferedResponse | None, models_answer: Bu
     """Return the facts in an engine's version and models.
 
     Args:
-        version: Answer at `/version`, in vLLM `{"version": "0.23.0"}`; None if there was none.
-        models: Answer at `/v1/models`, in vLLM with `max_model_len` for each model; None if there was none.
+        version_answer: Answer at `/version`, in vLLM `{"version": "0.23.0"}`; None if there was none.
+        models_answer: Answer at `/v1/models`, in vLLM with `max_model_len` for each model; None if there was none.
     """
     listed = models_answer and models_answer.parsed_json_or_none
     identity = EngineIdentity(

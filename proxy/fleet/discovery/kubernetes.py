@@ -82,8 +82,8 @@ class ApiServer:
         """Return a collection of the namespace, inside `async with`. Raises ApiServerError.
 
         Args:
-            path: Group, version and kind, such as `discovery.k8s.io/v1/endpointslices`.
-            selector: Selects objects by their labels.
+            resource_path: Group, version and kind, such as `discovery.k8s.io/v1/endpointslices`.
+            label_selector: Selects objects by their labels.
         """
         url = self.server_url or _url_of_the_cluster()
         token_file = self.token_file or (_ACCOUNT / "token" if self.server_url is None else None)

@@ -50,7 +50,7 @@ class SocketOpenError(Exception):
 
 
 class Subscription:
-    """The subscription to one rank. Raises CannotOpen. Must be closed."""
+    """The subscription to one rank. Raises SocketOpenError. Must be closed."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: EventSource) -> None:
         self.cached_blocks = RankBlocks()
@@ -180,7 +180,7 @@ class Subscription:
 
 
 def _open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    """Return a connected socket. Raises CannotOpen."""
+    """Return a connected socket. Raises SocketOpenError."""
     min_reconnect_ms, max_reconnect_ms = _RECONNECT_MS
     heartbeat_ms, heartbeat_timeout_ms = _HEARTBEAT_MS
     socket = None

@@ -146,9 +146,9 @@ def choose_address(host_names: HostNames, host: str, last_address: str | None) -
     publishers that bind to `*` listen only there.
 
     Args:
-        names: Known addresses of hosts.
+        host_names: Known addresses of hosts.
         host: Name or address of the instance.
-        last: The previous result, which is kept while the host has this address.
+        last_address: The previous result, which is kept while the host has this address.
     """
     try:
         known = host_names.known_addresses(host)

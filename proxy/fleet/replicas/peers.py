@@ -39,7 +39,7 @@ class Peers:
         """Start without peers.
 
         Args:
-            me: Name of this gateway, whose own messages are skipped.
+            own_name: Name of this gateway, whose own messages are skipped.
             ttl_seconds: Time for which a report counts.
         """
         self._own_name = own_name

@@ -118,7 +118,7 @@ def access_lines(ended_seconds: Iterable[float], fields: Iterable[Mapping[str, o
     """Write the access log lines of several requests.
 
     Args:
-        ended: End of each request, in seconds of the monotonic clock.
+        ended_seconds: End of each request, in seconds of the monotonic clock.
         fields: Fields of each line; see access_line. An iterator is not read if no line is written.
     """
     if not access.isEnabledFor(logging.INFO):

@@ -68,7 +68,7 @@ class UnsupportedSchema(ValueError):
 
 
 def make_instance(schema: Schema, seed: int) -> Any:
-    """Return a value that `schema` allows. Raises Unsupported."""
+    """Return a value that `schema` allows. Raises UnsupportedSchema."""
     return _InstanceMaker(schema).make_value(schema, seed, 0)
 
 
@@ -265,7 +265,7 @@ _OBJECT_GRAMMAR: Grammar = {"type": "object"}
 def read_grammar(body: Mapping[str, Any]) -> Grammar | None:
     """Return the grammar of an answer; None if there is none, or if it is not simulated, such as a regular expression.
 
-    Raises Unsupported for a grammar that the writer cannot follow.
+    Raises UnsupportedSchema for a grammar that the writer cannot follow.
     """
     try:
         return _find_grammar(body)

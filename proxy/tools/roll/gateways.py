@@ -77,7 +77,7 @@ class GatewayGroup:
     def instances(self) -> list[RollInstance]:
         """Return the instances of the role that all gateways have and that do not drain, in their order.
 
-        Raises GatewayTrouble.
+        Raises GatewayProblem.
         """
         views = [self._view(url) for url in self._urls]
         common = [address for address in views[0] if all(address in view for view in views)]
@@ -85,19 +85,19 @@ class GatewayGroup:
             return [_merged_instance(address, [view[address] for view in views]) for address in common]
 
     def disable(self, address: str, evacuate_after: float | None, *, is_dry_run: bool = False) -> list[str]:
-        """Disable an instance, and evacuate it later; return the gateways' warnings. Raises GatewayTrouble.
+        """Disable an instance, and evacuate it later; return the gateways' warnings. Raises GatewayProblem.
 
-        `evacuate_after_seconds` None: the gateways' setting.
+        `evacuate_after` None: the gateways' setting.
         """
         asked = {} if evacuate_after is None else {"evacuate_after": evacuate_after}
         return self._change(f"disable{'?dry_run=true' if is_dry_run else ''}", address, **asked)
 
     def enable(self, address: str) -> None:
-        """Enable an instance. Raises GatewayTrouble."""
+        """Enable an instance. Raises GatewayProblem."""
         self._change("enable", address)
 
     def move(self, address: str, to: str, evacuate_after: float | None, *, is_dry_run: bool = False) -> list[str]:
-        """Order a role for an elastic instance, and return the steps of the move. Raises GatewayTrouble.
+        """Order a role for an elastic instance, and return the steps of the move. Raises GatewayProblem.
 
         `evacuate_after` None: the gateways' setting.
         """
@@ -114,7 +114,7 @@ class GatewayGroup:
         return steps
 
     def failures(self) -> int:
-        """Return the number of requests that failed for clients since the first call. Raises GatewayTrouble.
+        """Return the number of requests that failed for clients since the first call. Raises GatewayProblem.
 
         Failures are statuses 5xx, and broken answers.
         """
@@ -149,7 +149,7 @@ class GatewayGroup:
     def _ask(self, url: str, path: str, body: bytes | None = None) -> bytes:
         """Send a request, and repeat it while no gateway answers, because all requests here are idempotent.
 
-        Raises GatewayTrouble.
+        Raises GatewayProblem.
         """
         request = Request(url + path, data=body, headers=self._headers)
         return _retry_on_failure(lambda: self._answer(request), f"{url} does not answer")
@@ -172,7 +172,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 @contextmanager
 def _parsing_answers(where: str) -> Iterator[None]:
-    """Read a gateway's answer inside this context. Raises GatewayTrouble."""
+    """Read a gateway's answer inside this context. Raises GatewayProblem."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError):

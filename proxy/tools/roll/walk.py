@@ -89,7 +89,7 @@ class FleetWalk(ABC):
     def plan(self, only: Sequence[str] = ()) -> list[RollInstance]:
         """Return the instances of the walk, in order, and print those that are left out.
 
-        Raises GatewayTrouble and RollStopped. `only`: instances of the walk; empty: all.
+        Raises GatewayProblem and RollStopped. `only`: instances of the walk; empty: all.
         """
         there = self._gateways.instances()
         known = {instance.address for instance in there}
@@ -126,7 +126,7 @@ class FleetWalk(ABC):
         return self._least
 
     def run(self, planned: Sequence[RollInstance]) -> None:
-        """Walk through all of them. Raises RollStopped, and GatewayTrouble if a gateway does not answer any more."""
+        """Walk through all of them. Raises RollStopped, and GatewayProblem if a gateway does not answer any more."""
         self._gateways.failures()
         for number, instance in enumerate(planned, 1):
             self._tell(f"{instance.address} ({number} of {len(planned)})")
@@ -280,7 +280,7 @@ class RoleWalk(FleetWalk):
         return planned
 
     def steps(self, address: str) -> list[str]:
-        """Return the steps of a move, and move nothing. Raises GatewayTrouble."""
+        """Return the steps of a move, and move nothing. Raises GatewayProblem."""
         after = self._limits.evacuate_after_seconds
         return self._gateways.move(address, self._targets.role, after, is_dry_run=True)
 

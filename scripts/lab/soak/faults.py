@@ -243,7 +243,7 @@ class FaultInjector:
                 yield from self._draw.sample(cards, len(cards))
 
     async def _run(self, kind: str, role: str) -> str:
-        """Run a fault on a random target. Return its name. Raises RollStopped and GatewayTrouble."""
+        """Run a fault on a random target. Return its name. Raises RollStopped and GatewayProblem."""
         if kind == KILL_WORKER:
             pid = self._draw.choice(self._cluster.workers())
             os.kill(pid, signal.SIGKILL)
