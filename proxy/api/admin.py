@@ -110,7 +110,7 @@ class StatusApi:
 
         Args:
             status: Returns the verdict on the gateway; see Verdicts.
-            history: Returns the traffic of the last minutes; see History.
+            history: Returns the traffic of the last minutes; see HistoryBoard.
             administrators: Restricts `/admin/status` to administrators.
         """
         self._get_status = status

@@ -64,7 +64,7 @@ class InstanceChange:
     evacuate_after_seconds: float | None
     """The seconds until the requests of removed instances are evacuated; see Leaving. None: they are not evacuated."""
     weight_percent: int | None
-    """The new weight of the instances; see Member. None: the body has no weight."""
+    """The new weight of the instances; see RosterMember. None: the body has no weight."""
     is_elastic: bool
     """Whether added instances may exchange their role."""
 
@@ -573,7 +573,7 @@ def _describe_changes(
 
 
 def _compute_leave_time(instance_change: InstanceChange) -> float | None:
-    """Return the `Member.must_leave_at` that a change sets."""
+    """Return the `RosterMember.must_leave_at` that a change sets."""
     seconds = instance_change.evacuate_after_seconds
     return None if seconds is None else time.monotonic() + seconds
 

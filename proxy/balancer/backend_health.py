@@ -221,7 +221,7 @@ class BackendHealth:
     recovered_at: float | None = None
     """When the backend came back. None: it is not in its slow start."""
     last_served_event: int = 0
-    """Event of the last served request; see Breaker. 0: there was none."""
+    """Event of the last served request; see CircuitBreaker. 0: there was none."""
     is_unreachable: bool = False
     """Whether the last attempt to connect failed and the backend has not answered since."""
     is_slow: bool = False

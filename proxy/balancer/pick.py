@@ -201,17 +201,17 @@ class PickRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """See Subject; 0 where nothing is known."""
+        """See RoutingSubject; 0 where nothing is known."""
         return 0 if self.request_subject is None else self.request_subject.prompt_tokens
 
     @property
     def output_tokens(self) -> int:
-        """See Subject; 0 where nothing is known."""
+        """See RoutingSubject; 0 where nothing is known."""
         return 0 if self.request_subject is None else self.request_subject.output_tokens
 
     @property
     def prefix_keys(self) -> PrefixKeys:
-        """See Subject; empty without a subject."""
+        """See RoutingSubject; empty without a subject."""
         return NO_PREFIX_KEYS if self.request_subject is None else self.request_subject.prefix_keys
 
     @property

@@ -333,7 +333,7 @@ class Roster:
     def begin_move(self, backend: Backend, move: RoleMove, leaves_at: float | None, *, is_pinned: bool = False) -> bool:
         """Begin the move of an elastic member to another role, and return whether it is a member that does not drain.
 
-        A move to its own role ends a move that has begun. `leaves_at`: see Member. `is_pinned`: whether only an
+        A move to its own role ends a move that has begun. `leaves_at`: see RosterMember. `is_pinned`: whether only an
         administrator may change the role from now on.
 
         Raises:
@@ -388,7 +388,7 @@ class Roster:
     def abandon_move(self, backend: Backend, problem: str, *, is_refused: bool = False) -> bool:
         """End a move so that the member keeps its old role, and return whether it was moving.
 
-        `problem`: the reason for operators, of which the first 200 bytes are kept. `is_refused`: see Member.
+        `problem`: the reason for operators, of which the first 200 bytes are kept. `is_refused`: see RosterMember.
         """
         told = problem.encode()[:_MAX_PROBLEM_BYTES].decode(errors="ignore")
         return self._change_or_end_move(
@@ -436,7 +436,7 @@ class Roster:
     def remove_backend(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
         """Let a backend drain even if origins want it, and return whether it is a member.
 
-        `leaves_at` is the time of its evacuation; see Member. It replaces that of a draining backend.
+        `leaves_at` is the time of its evacuation; see RosterMember. It replaces that of a draining backend.
         """
         return self._change_member(
             role,
@@ -449,7 +449,7 @@ class Roster:
     def disable_backend(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
         """Give a backend no new requests until it is enabled, and return whether it is a member that does not drain.
 
-        `leaves_at` is the time of its evacuation; see Member. It replaces that of a disabled backend.
+        `leaves_at` is the time of its evacuation; see RosterMember. It replaces that of a disabled backend.
         """
         return self._change_member(
             role, host, port, lambda current: replace(current, is_disabled=True, must_leave_at=leaves_at)
@@ -467,7 +467,7 @@ class Roster:
         )
 
     def set_backend_weight(self, role: Role, host: str, port: int, weight: int) -> bool:
-        """Set the weight of a backend, see Member, and return whether it is a member that does not drain."""
+        """Set the weight of a backend, see RosterMember, and return whether it is a member that does not drain."""
         return self._change_member(role, host, port, lambda current: replace(current, weight_percent=weight))
 
     def _change_member(
@@ -506,7 +506,7 @@ class Roster:
         Args:
             origin: The origin.
             wanted_backends: All backends that it wants now.
-            leaves_at: Time at which the draining ones are evacuated; see Member.
+            leaves_at: Time at which the draining ones are evacuated; see RosterMember.
             restores_removed: Whether wanted backends that an administrator has removed come back, and the given
                 bootstrap ports and models replace the known ones even if they are empty.
             is_dry_run: Whether to change nothing.

@@ -92,7 +92,7 @@ class SequentialConnector(DisaggregatedConnector):
     def make_both_legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Return both legs, or only a decode leg if the prompt is short or the decoder would finish it sooner.
 
-        See Disaggregated.
+        See DisaggregatedConnector.
         """
         kv = self._context.live.settings.kv
         if call.prompt_tokens < kv.prefill_min_tokens:

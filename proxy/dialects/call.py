@@ -121,7 +121,7 @@ class Call:
         decode = _make_load((DECODE_OVERHEAD_TOKENS, tokens + self.output_tokens))
         return PickRequest(prefill, decode, self, avoid, prefer)
 
-    # The interface of pick.Subject.
+    # The interface of pick.RoutingSubject.
 
     def request_texts(self) -> Sequence[str] | None:
         """Return all texts of the request, which an engine may quote in an error. None: its prompt has token ids."""

@@ -178,7 +178,7 @@ class RoleMover(BackgroundOwner):
             self._parts.on_backend_moved(backend, moved)
 
     def _keep_old_role(self, backend: Backend, problem: str, *, is_refused: bool = False) -> None:
-        """End a move that has failed. The instance keeps its role. `is_refused`: see Member."""
+        """End a move that has failed. The instance keeps its role. `is_refused`: see RosterMember."""
         move = next((each.pending_move for each in self._roster.elastic_members() if each.backend == backend), None)
         self._forget_backend(backend)
         if is_refused:

@@ -5,6 +5,6 @@
 * Request serves one client request. The callbacks of its connections drive it.
 * AdmissionQueue queues requests until an instance has room. Each Lane has its own queue.
 * RequestService splits a request into units. AttemptLoop repeats or resumes a unit.
-* Answer is what a unit comes to: Relay reads the decoder's stream, Delivery decides what the client gets, and
+* UnitAnswer is the answer to one unit: Relay reads the decoder's stream, Delivery decides what the client gets, and
   ClientWriter writes it.
 """

@@ -452,7 +452,7 @@ class StreamedAnswer(_RelayedAnswer):
             watching: How closely to read the engine's stream.
             rendering: Writes the events for the client. None: the client gets those of the engine.
             shares_client: Whether other units write to the same stream.
-            prompt: See Answer.
+            prompt: See UnitAnswer.
         """
         new_segment = dialect.make_watched_segment if watching.is_watched else dialect.make_segment
         delivery = Delivery(

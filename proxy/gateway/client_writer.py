@@ -154,7 +154,7 @@ class ClientWriter:
         self.is_head_sent = False
         """Whether the status and headers were sent, so that only the stream itself can report an error."""
         self.gathers_tokens = True
-        """Whether tokens may wait for further ones, see Gathering."""
+        """Whether tokens may wait for further ones, see TokenGathering."""
         self._make_head = head
         self._id_header = id_header
         self._request_id = request_id
@@ -177,7 +177,7 @@ class ClientWriter:
         return self.connection.transport if self._keep_alive is None else self._keep_alive
 
     def write(self, data: bytes) -> bool:
-        """Send bytes of the answer. Return True if `attend` must be awaited before more is read for this client."""
+        """Send bytes of the answer. Return True if the caller must await `wait_until_read` before it reads more."""
         if not data:  # an empty chunk would be the end mark of the body (RFC 9112 7.1)
             return False
         if self._keep_alive is not None:

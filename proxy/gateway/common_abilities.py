@@ -18,7 +18,7 @@ class CommonAbilities:
     """The abilities that all eligible engines have in common. They are read again after a change of a pool."""
 
     def __init__(self, pools: Sequence[Pool], kind: str | None) -> None:
-        """`kind`: the engine software of the connector, see `Identity.engine_kind`. None: the engines report it."""
+        """`kind`: the connector's engine software, see `EngineIdentity.engine_kind`. None: the engines report it."""
         self._pools = tuple(pools)
         self._required_engine_kind = kind
         self._seen_pool_versions = [(pool, -1) for pool in self._pools]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     """Returns those of some backends that serve certain models, in the same order."""
 
     class Refresh(Protocol):
-        """Queries the models of all instances again, at most once a second. See Prober.refresh_models."""
+        """Queries the models of all instances again, at most once a second. See HealthProber.refresh_models."""
 
         async def __call__(self, *, is_patient: bool) -> None: ...
 
@@ -124,7 +124,7 @@ class Lanes:
             whole: The lane of all instances.
             make: Returns a lane whose pools have only the backends that its argument selects.
             settings: The present settings.
-            refresh_models: Queries the models of all instances again, see Prober.
+            refresh_models: Queries the models of all instances again, see HealthProber.
         """
         self._refresh_models = refresh_models
         self.served_models = models

@@ -331,7 +331,7 @@ class DrainRate:
         """Record the service of a queued unit. If it was the last one in the queue, `stop_measuring` must follow.
 
         Args:
-            drain_amount: See `Waiter.drain_amount`.
+            drain_amount: See `WaitingUnit.drain_amount`.
             now: Clock time.
         """
         if self._measured_since is not None:
@@ -350,7 +350,7 @@ class DrainRate:
         """Return the predicted seconds to serve an amount, or None after fewer than 8 services.
 
         Args:
-            drain_amount: The sum of `Waiter.drain_amount`.
+            drain_amount: The sum of `WaitingUnit.drain_amount`.
             now: Clock time.
         """
         if self._served_count < _MIN_SERVICES:

@@ -60,7 +60,7 @@ def unwritable_error(error: Exception) -> GatewayError:
 class TokenClock:
     """Times the first token of one unit, and one of eight gaps between tokens.
 
-    Tokens does the work of `record_token` itself after the first token, to save a call for each token.
+    TokenFormat does the work of `record_token` itself after the first token, to save a call for each token.
     """
 
     __slots__ = ("_has_begun", "_metrics", "_request_record", "gap_started_at", "gap_index", "now")
@@ -100,13 +100,14 @@ class AnswerOwner(Protocol):
         """Record that the decoder has begun to answer."""
 
     def on_end(self) -> None:
-        """Call `Answer.check_complete`. May be called while `Answer.begin_reading` runs."""
+        """Call `UnitAnswer.check_complete`. May be called while `UnitAnswer.begin_reading` runs."""
 
     def on_progress(self) -> None:
         """Look at the answer soon: it has ended, or the client reads too slowly.
 
-        If `Answer.is_ended`, call `Answer.check_complete`. Otherwise call `Answer.continue_reading` after the client
-        has read enough. Do neither before this method has returned, because the caller still reads data of the engine.
+        If `UnitAnswer.is_ended`, call `UnitAnswer.check_complete`. Otherwise call `UnitAnswer.continue_reading` after
+        the client has read enough. Do neither before this method has returned, because the caller still reads data of
+        the engine.
         """
 
 
@@ -176,7 +177,7 @@ class Relay:
         self._is_bypassed = False
         """Whether tokens bypass this reader now."""
         self._bypassed_from = -1
-        """The value of `Tokens.index` when the bypass began."""
+        """The value of `TokenFormat.index` when the bypass began."""
 
     def continue_reading(self) -> None:
         """Continue to read, after the client has read enough."""

@@ -96,7 +96,7 @@ class Suspicion:
         self.unit_histories: list[UnitHistory] = []
         """The histories of the units."""
         self.failed_engines: FailedEngines = {}
-        """The engines that failed in attempts of the request, see Blame."""
+        """The engines that failed in attempts of the request, see FailureBlame."""
         self.reserved_backends: list[Backend] = []
         """The other engines of the subset, reserved after one of them has crashed."""
         self.are_units_confined = is_split

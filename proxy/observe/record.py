@@ -97,7 +97,7 @@ class AccessFacts:
     code: int
     """HTTP status; 499 if the client left before there was one."""
     term: str
-    """Termination state; see Outcome.termination_code."""
+    """Termination state; see RequestOutcome.termination_code."""
     prefiller: str
     """`host:port`; `-` if no prefiller was asked. The next three fields use `-` in the same way."""
     decoder: str

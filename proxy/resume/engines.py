@@ -345,7 +345,7 @@ class SglangEngine(Engine):
 
 SGLANG: Final = SglangEngine()
 ENGINES: Final[Mapping[str, Engine]] = {"vLLM": VLLM, "SGLang": SGLANG}
-"""The engine software on which answers can be continued, by `Identity.engine_kind`."""
+"""The engine software on which answers can be continued, by `EngineIdentity.engine_kind`."""
 
 
 # vLLM's limit for a completion that names none, or null (`CompletionRequest`).

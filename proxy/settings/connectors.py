@@ -19,7 +19,7 @@ class ConnectorTraits:
     """Traits of one connector. The defaults are those of most vLLM protocols."""
 
     engine: str | None = "vLLM"
-    """Software that speaks the protocol, as in `Identity.engine_kind`; None: several."""
+    """Software that speaks the protocol, as in `EngineIdentity.engine_kind`; None: several."""
     kv_connectors: tuple[str, ...] = ()
     """Names in vLLM and vLLM-Ascend of connectors that move the KV cache (KVConnectorFactory.register_connector)."""
     passes_on: tuple[str, ...] = ()

@@ -138,7 +138,7 @@ class EngineConnection(FastForward):
         self._pumped = -1
         """The number of this stream in the pump, which then reads the socket; -1 if the transport reads it."""
         self._is_waiting = False
-        """Whether reading is stopped until the next round of the Gathering."""
+        """Whether reading is stopped until the next round of the TokenGathering."""
 
     # Methods for Upstream
 
@@ -346,7 +346,7 @@ class EngineConnection(FastForward):
             assert self._pump is not None
             self.arrived_tokens += self._pump.take_arrived_tokens(self._pumped)
 
-    # Tokens that wait, see Gathering
+    # Tokens that wait, see TokenGathering
 
     def begin_gathering(self) -> None:
         """Read the socket at once if the next token may not wait, now that the pump reads in rounds."""

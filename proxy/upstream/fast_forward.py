@@ -6,9 +6,9 @@ that the client did not request are overwritten by a `null` of the same length. 
 All other bytes go through Relay and Delivery, with the same result.
 
 Between two tokens of a stream the processor handles hundreds of others, so each object of the stream that a token
-touches costs as much as a call. So a stream has only one object, Tokens, and all streams of an engine share the bytes
-after the text. There are no regular expressions: matching one known byte takes as long as comparing all of them. Text
-and ID are only noted, and processed later in batches.
+touches costs as much as a call. So a stream has only one object, TokenFormat, and all streams of an engine share the
+bytes after the text. There are no regular expressions: matching one known byte takes as long as comparing all of them.
+Text and ID are only noted, and processed later in batches.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _TokenSuffix:
     )
 
     def __init__(self, between: bytes | None, behind: bytes, skips: frozenset[int], *, hides_ids: bool) -> None:
-        """Prepare the bytes. `between` and `behind` are those of a Shape; the others are those of Tokens."""
+        """Prepare the bytes. `between` and `behind` are those of a TokenShape; the others are those of TokenFormat."""
         self.bytes_before_id = between
         """The bytes between text and ID, including the opening bracket; None if there is no ID."""
         self.length_before_id = 0 if between is None else len(between)
@@ -146,7 +146,7 @@ class TokenFormat:
             ticks: Measures gaps; None: they are not measured.
             skips: IDs of tokens that need more than their text, and so are not passed on.
             hides_ids: Whether to overwrite the IDs, because the client did not request them.
-            may_wait: Whether several tokens may be read together, see Gathering.
+            may_wait: Whether several tokens may be read together, see TokenGathering.
         """
         self.bytes_before_text = shape.bytes_before_text
         self.token_suffix = _rest_of(shape.bytes_between, shape.bytes_after_id, skips, hides_ids=hides_ids)

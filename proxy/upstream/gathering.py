@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FIRST_TOKENS: Final = 8
 """The number of tokens at the beginning of an answer that never wait."""
 NEVER: Final = 1 << 62
-"""The value of `Tokens.first_waiting_index` if no token of the stream waits."""
+"""The value of `TokenFormat.first_waiting_index` if no token of the stream waits."""
 _MAX_SECONDS: Final = 0.05
 _FIRST_SECONDS: Final = 0.0125
 """The shortest time between two reads. A shorter one would rarely find two tokens."""

@@ -76,7 +76,7 @@ _PROBE_FAILURES: Final = {Failure.CONNECT: ProbeFailure.REFUSED, Failure.TIMEOUT
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ProberParts:
-    """Parts of one worker that a Prober uses."""
+    """Parts of one worker that a HealthProber uses."""
 
     pools: Mapping[Role, Pool]
     """Pools whose backends are probed, by role."""

@@ -39,7 +39,7 @@ class StoreCommandRefused(StoreError):
 
 
 class StorePort(Protocol):
-    """One gateway's access to a store. All methods raise StoreFailed."""
+    """One gateway's access to a store. All methods raise StoreError."""
 
     async def exchange_messages(self, message: bytes, lost_gateways: Collection[str] = ()) -> dict[str, bytes]:
         """Store a message and return all messages by name of the gateway.
@@ -128,7 +128,7 @@ class Store:
             await self._redis_client.hdel(self._hash_key, self._own_name)
 
     async def _receive_news(self) -> AsyncGenerator[bytes, None]:
-        """Yield the news of all gateways of the group. Ends only by raising StoreFailed."""
+        """Yield the news of all gateways of the group. Ends only by raising StoreError."""
         async with self._translate_errors(), self._redis_client.pubsub(ignore_subscribe_messages=True) as listener:
             async with self._require_answer():
                 await listener.subscribe(self._hash_key)
