@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from proxy.settings import Timeouts
     from proxy.settings.live import LiveSettings
     from proxy.upstream import EngineClient, Response, Upstream
-    from proxy.upstream.response import EngineResponse
 
 
 Parsed = TypeVar("Parsed")
@@ -156,7 +155,7 @@ async def check_status(response: Response) -> None:
         raise make_refusal(response, await response.read_body())
 
 
-def make_refusal(response: EngineResponse, body: bytes) -> UpstreamError:
+def make_refusal(response: Response, body: bytes) -> UpstreamError:
     """Return the error for an engine's answer with an unsuccessful status."""
     if response.status < 400:
         return response.make_failure(Failure.BAD_ANSWER, f"answered with status {response.status}")
@@ -201,7 +200,7 @@ class PrefillAnswerBody(msgspec.Struct):
 _decode_prefill_answer = msgspec.json.Decoder(PrefillAnswerBody).decode
 
 
-def parse_prefilled(response: EngineResponse, body: bytes) -> PrefillAnswerBody:
+def parse_prefilled(response: Response, body: bytes) -> PrefillAnswerBody:
     """Parse the answer of a vLLM prefiller. Raises UpstreamError if the prefill failed.
 
     Some versions report an error with status 200.
@@ -228,7 +227,7 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> PrefillAnswerBody:
     return answer
 
 
-def _parse_prefill_again(response: EngineResponse, body: bytes) -> PrefillAnswerBody:
+def _parse_prefill_again(response: Response, body: bytes) -> PrefillAnswerBody:
     """Parse an answer that msgspec rejects. Raises UpstreamError if it is not a JSON object.
 
     msgspec rejects an answer whose token is half of a surrogate pair, or whose choices are not a list of objects.
@@ -249,7 +248,7 @@ def _parse_prefill_again(response: EngineResponse, body: bytes) -> PrefillAnswer
     return PrefillAnswerBody(usage, params, read, values.get("error"), values.get("object"), values.get("code"))
 
 
-def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body: bytes) -> Parsed:
+def parse_answer(kind: Callable[[bytes], Parsed], response: Response, body: bytes) -> Parsed:
     """Parse an engine's JSON object as a `kind`. Raises UpstreamError if the body is not such an object."""
     _check_elements(response, body)
     try:
@@ -258,10 +257,10 @@ def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body
         raise _make_no_object_error(response) from None
 
 
-def _check_elements(response: EngineResponse, body: bytes) -> None:
+def _check_elements(response: Response, body: bytes) -> None:
     if len(body) > LONG_BYTES and is_heavier_json(body, MAX_ANSWER_ELEMENTS):
         raise response.make_failure(Failure.BAD_ANSWER, "the answer has more elements than any engine sends")
 
 
-def _make_no_object_error(response: EngineResponse) -> UpstreamError:
+def _make_no_object_error(response: Response) -> UpstreamError:
     return response.make_failure(Failure.BAD_ANSWER, "the answer is not a JSON object")

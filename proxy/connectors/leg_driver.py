@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.connectors.legs import Attempt, EngineLeg, LegPair, fail_legs, finish_legs
-from proxy.upstream.response import Response, WholeResponse
+from proxy.upstream.response import Response
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,12 +117,10 @@ class LegDriver:
         self._connection = connection
         if leg.preconnect_to is not None:
             upstream.open_in_advance(leg.preconnect_to)
-        exchange: WholeResponse | Response
+        response = self._response = Response(connection, None if leg.wants_whole_body else self._on_head)
         if leg.wants_whole_body:
-            exchange = WholeResponse(connection, self._on_whole_answer)
-        else:
-            exchange = self._response = Response(connection, self._on_head)
-        connection.begin_exchange(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+            response.collect_body(self._on_whole_answer)
+        connection.begin_exchange(response, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     async def _connect_and_send(self, leg: EngineLeg, stale: UpstreamError | None = None) -> None:
         """Open a connection and send a leg. `stale`: the error of this leg on an idle connection that was closed."""
@@ -136,11 +134,11 @@ class LegDriver:
         self._connecting = None
         self._send_leg(leg, connection)
 
-    def _on_whole_answer(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
+    def _on_whole_answer(self, body: bytes, error: UpstreamError | None) -> None:
         """Handle the complete answer of an engine."""
         self._give_back_connection()
         if error is None:
-            self._advance_legs((response, body))
+            self._advance_legs((self._response, body))
         else:
             self._on_no_answer(error)
 
@@ -196,7 +194,7 @@ class LegDriver:
 class PrefillLegOfPair:
     """The prefill leg of a pair. It runs from `start_leg` until it ends or the pair stops it."""
 
-    __slots__ = ("_connecting", "_connection", "_on_failure", "_pair", "_upstream", "_waiting")
+    __slots__ = ("_connecting", "_connection", "_on_failure", "_pair", "_response", "_upstream", "_waiting")
 
     def __init__(self, upstream: Upstream, pair: LegPair, on_failure: Callable[[Exception], None]) -> None:
         self._upstream = upstream
@@ -204,6 +202,8 @@ class PrefillLegOfPair:
         self._on_failure = on_failure
         self._connecting: asyncio.Task[None] | None = None
         self._connection: EngineConnection | None = None
+        self._response: Response | None = None
+        """The answer that is arriving. None if there is none."""
         self._waiting: asyncio.Future[None] | None = None
         """The future of the task that waits for the end of this leg; None if no task waits."""
 
@@ -237,15 +237,18 @@ class PrefillLegOfPair:
 
     def _send_leg(self, leg: EngineLeg, connection: EngineConnection) -> None:
         self._connection = connection
-        exchange = WholeResponse(connection, self._on_whole_answer)
-        connection.begin_exchange(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+        response = self._response = Response(connection)
+        response.collect_body(self._on_whole_answer)
+        connection.begin_exchange(response, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
-    def _on_whole_answer(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
+    def _on_whole_answer(self, body: bytes, error: UpstreamError | None) -> None:
         """Handle the complete answer of the prefiller."""
+        response = self._response
         self._give_back_connection()
         if error is not None:
             self._fail_leg(error)
             return
+        assert response is not None
         try:
             self._pair.read_prefill_answer(response, body)
         except Exception as problem:
@@ -277,6 +280,7 @@ class PrefillLegOfPair:
 
     def _give_back_connection(self) -> None:
         connection, self._connection = self._connection, None
+        self._response = None
         if connection is not None:
             self._upstream.return_connection(connection)
 

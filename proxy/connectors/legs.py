@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from proxy.dialects.base import PrefillAnswer
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
-    from proxy.upstream.response import EngineResponse
     from proxy.wire.document import Body
 
 _STREAM_STAGE: Final = Stage.STREAM  # reading a member off its class takes as long as four calls
@@ -143,7 +142,7 @@ class LegPair:
         self,
         prefill: EngineLeg,
         decode: EngineLeg,
-        read: Callable[[EngineResponse, bytes], None],
+        read: Callable[[Response, bytes], None],
         is_served: Callable[[], bool] | None = None,
     ) -> None:
         self._legs: tuple[EngineLeg, EngineLeg] | None = prefill, decode

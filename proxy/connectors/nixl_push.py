@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
-    from proxy.upstream.response import EngineResponse
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +220,7 @@ class NixlPush(DisaggregatedConnector):
         timeouts = self._context.live.settings.timeouts
         return prefill_timeout_seconds(timeouts, call) + first_byte_timeout_seconds(timeouts, call)
 
-    def learn(self, answer: EngineResponse, rank: int, params: bytes) -> EnginePlace:
+    def learn(self, answer: Response, rank: int, params: bytes) -> EnginePlace:
         """Return the engine that the KV parameters of a prefiller's answer name, and remember it for later attempts.
 
         Raises UpstreamError if the parameters are missing, or are not those of NixlPushConnector.
@@ -239,7 +238,7 @@ class NixlPush(DisaggregatedConnector):
         self.places.learn(prefiller, rank, place)
         return place
 
-    def _make_missing_kv_error(self, answer: EngineResponse) -> UpstreamError:
+    def _make_missing_kv_error(self, answer: Response) -> UpstreamError:
         """Return the error for an answer without KV parameters, for which the decoder may wait already.
 
         The attempt is repeated unless `kv.on_missing` is error.
@@ -271,7 +270,7 @@ class _PushAttempt:
         self._timeline = timeline
         self._claim = claim
 
-    def read(self, answer: EngineResponse, body: bytes) -> None:
+    def read(self, answer: Response, body: bytes) -> None:
         """Read the prefiller's answer, which arrives before the KV cache is sent.
 
         Raises UpstreamError if the prefill failed, or if another engine has computed the prompt than the decoder

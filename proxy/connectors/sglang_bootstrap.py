@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response, Upstream
-    from proxy.upstream.response import EngineResponse
 
 # The host of requests without a decoder (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py), which engines use for their
 # own warm-up requests and health checks.
@@ -179,7 +178,7 @@ class SglangLegs:
         self._timeline = timeline
         self._decoder_answers = False
 
-    def read_prefill_answer(self, response: EngineResponse, answer: bytes) -> None:
+    def read_prefill_answer(self, response: Response, answer: bytes) -> None:
         """Read the prefiller's complete answer, which shows that the decoder has the KV cache.
 
         Raises UpstreamError if it failed.

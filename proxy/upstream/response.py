@@ -19,18 +19,45 @@ if TYPE_CHECKING:
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 
 
-class EngineResponse:
-    """The base of the HTTP answers of engines."""
+class Response:
+    """One answer of an engine, which is the EngineExchange of its connection. Its body goes to an attached BodySink.
 
-    __slots__ = ("_mask_key", "backend", "headers", "status")
+    Leaving its `with` block returns the connection, or closes it if the answer is incomplete.
+    """
 
-    def __init__(self, connection: EngineConnection) -> None:
+    def __init__(
+        self, connection: EngineConnection, on_head: Callable[[UpstreamError | None], None] | None = None
+    ) -> None:
+        """Store `on_head`, which is called once: after status and headers have arrived, or with an error.
+
+        None: only the whole body matters, and `collect_body` is called next.
+        """
         self.backend = connection.backend
         self._mask_key = connection.mask_key
         self.status = 0
         """Status of the answer; 0 until its headers have arrived."""
         self.headers: Mapping[str, str] = {}
         """Headers by lower-case name. If a name is repeated, the last value is used."""
+        self.limit_silence = connection.treat_as_stream
+        """See EngineConnection."""
+        self._on_head = on_head
+        self._connection = connection
+        self._arrived_pieces: list[bytes] = []
+        self.on_body_data: Callable[[bytes], bool | None] = self._arrived_pieces.append
+        """The method of the attached sink. Until one is attached, it keeps the body."""
+        self._sink: BodySink | None = None
+        self._on_body: Callable[[bytes, UpstreamError | None], None] | None = None
+        self._size = 0  # of a body that is collected
+        self._ended = False
+        self._error: UpstreamError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._connection.on_exchanged(self._connection)
 
     @property
     def is_success(self) -> bool:
@@ -58,83 +85,6 @@ class EngineResponse:
         if body is not None:
             error.engine_words = engine_error_text(body)
         return error
-
-
-class WholeResponse(EngineResponse):
-    """An answer that is processed when it is complete. It is an Exchange for code without a task."""
-
-    __slots__ = ("_arrived_pieces", "_on_end", "_arrived_bytes")
-
-    def __init__(
-        self, connection: EngineConnection, on_end: Callable[[WholeResponse, bytes, UpstreamError | None], None]
-    ) -> None:
-        """Store `on_end`, which is called once: with the body, or with an error if it broke off or is too large."""
-        self.backend = connection.backend
-        self._mask_key = connection.mask_key
-        self.status = 0
-        self._on_end = on_end
-        self._arrived_pieces: list[bytes] = []
-        self._arrived_bytes = 0
-
-    # Exchange
-
-    def on_answer_head(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status, self.headers = status, headers
-
-    def on_body_data(self, data: bytes) -> bool:
-        self._arrived_bytes += len(data)
-        if self._arrived_bytes <= _MAX_ANSWER_BYTES:
-            self._arrived_pieces.append(data)
-        else:
-            self._on_end(self, b"", _make_too_large_error(self))
-        return False  # only a complete body is progress
-
-    def on_body_end(self, error: UpstreamError | None) -> None:
-        arrived = self._arrived_pieces
-        self._on_end(self, arrived[0] if len(arrived) == 1 else b"".join(arrived), error)
-
-    def can_move_to_other_backend(self) -> bool:
-        return True
-
-
-class Response(EngineResponse):
-    """An answer whose status and headers have arrived, and whose body goes to an attached Sink.
-
-    Leaving its `with` block returns the connection, or closes it if the answer is incomplete. It is the Exchange that
-    `Upstream.post_and_await_head` begins, and returns after the headers have arrived.
-    """
-
-    __slots__ = (
-        *("_arrived_pieces", "_connection", "_ended", "_error", "_on_body", "_on_head", "_sink", "_size"),
-        *("limit_silence", "on_body_data"),
-    )
-
-    def __init__(self, connection: EngineConnection, on_head: Callable[[UpstreamError | None], None]) -> None:
-        """Store `on_head`, which is called once: after status and headers have arrived, or with an error."""
-        self.backend = connection.backend
-        self._mask_key = connection.mask_key
-        self.status = 0
-        self.headers = {}
-        self.limit_silence = connection.treat_as_stream
-        """See EngineConnection."""
-        self._on_head: Callable[[UpstreamError | None], None] | None = on_head
-        self._connection = connection
-        self._arrived_pieces: list[bytes] = []
-        self.on_body_data: Callable[[bytes], bool | None] = self._arrived_pieces.append
-        """The method `received` of the attached Sink. Until a Sink is attached, it keeps the body."""
-        self._sink: BodySink | None = None
-        self._on_body: Callable[[bytes, UpstreamError | None], None] | None = None
-        self._size = 0  # of a body that is collected
-        self._ended = False
-        self._error: UpstreamError | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._connection.on_exchanged(self._connection)
 
     @property
     def is_body_complete(self) -> bool:
@@ -235,5 +185,5 @@ class Response(EngineResponse):
         return False  # only a complete body is progress
 
 
-def _make_too_large_error(response: EngineResponse) -> UpstreamError:
+def _make_too_large_error(response: Response) -> UpstreamError:
     return response.make_failure(Failure.BAD_ANSWER, "the engine's answer is too large")
