@@ -391,7 +391,7 @@ async def deployed(
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             gateway = await stack.enter_async_context(AsyncExitStack())
             worker = await gateway.enter_async_context(build_worker(shared, settle_seconds=settle_seconds))
-            worker.lanes.whole_lane.suspects.hearing_seconds = hearing_seconds
+            worker.lanes.whole_lane.request_service.suspects.hearing_seconds = hearing_seconds
             doors = await gateway.enter_async_context(listening(worker, shared.listeners))
             scheme = "http" if settings.listen.tls_certificate is None else "https"
             url = f"{scheme}://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"

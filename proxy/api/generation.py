@@ -143,7 +143,7 @@ class GenerationApi:
         client.shows_debug = ASKS in request.headers and await self._administrators.is_administrator(request)
         with self._key_auth.count_in_flight(key), admission.buffers.hold_body(0) as held:
             readings = 1 if dialect.uses_engine_format else 2
-            raw = await read_json(request, self._listen(), held.set_body_size, parse_counter=readings)
+            raw = await read_json(request, self._listen(), held.set_body_size, parse_count=readings)
             is_long = len(raw) > LONG_BYTES
             document = parse_body(raw)
             if is_long:
@@ -159,7 +159,7 @@ class GenerationApi:
             assert task is not None
             with self._drain_manager.exclude_task(task):
                 await client.serve_until_over(
-                    Request(self.request_intake.request_parts_of(lane), client, dialect, call, key), record
+                    Request(self.request_intake.request_parts, lane, client, dialect, call, key), record
                 )
 
     def _additional_headers(

@@ -27,6 +27,7 @@ from proxy.common.errors import BadRequest, Failure, GatewayError, NoBackendAvai
 from proxy.dialects.adjustments import ModelNames, limit_priority_member
 from proxy.dialects.requests import parse_body
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
+from proxy.gateway.engine_room import EngineRoom
 from proxy.gateway.retry import RetryPermit, backoff_seconds, may_retry
 from proxy.listener import replies
 from proxy.listener.body import read_body
@@ -49,19 +50,19 @@ if TYPE_CHECKING:
     from proxy.settings.live import LiveSettings
 
 
-class RoleQueue:
+class RoleQueue(EngineRoom):
     """The first role of a lane, and a queue for the time in which all its instances restart or reject requests."""
 
     def __init__(self, lane: Lane, settings: Settings, metrics: Metrics) -> None:
         self.lane = lane
         self.first_pool = lane.first_pool
-        parts = AdmissionParts(has_room=self._has_room, metrics=metrics, find_absent_role=self._find_absent_role)
+        parts = AdmissionParts(engine_room=self, metrics=metrics)
         self.admission_queue = AdmissionQueue(parts, settings.admission)
 
-    def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
+    def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         return not self.first_pool.are_all_restarting() and not self.first_pool.do_all_refuse()
 
-    def _find_absent_role(self) -> Role | None:
+    def find_absent_role(self) -> Role | None:
         return self.first_pool.role if self.first_pool.are_all_gone() else None
 
 

@@ -1,6 +1,6 @@
 """The queue of one worker for requests that no instance has room for yet.
 
-AdmissionQueue asks the pools for room. `queue_order` decides which request goes first. The length of the queue, the
+AdmissionQueue asks an EngineRoom for room. `queue_order` decides which request goes first. The length of the queue, the
 time in it and the request bodies in memory are limited. Beyond a limit, requests are rejected with a Retry-After.
 """
 
@@ -12,7 +12,7 @@ import random
 import time
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from proxy.common.errors import RETRY_AFTER_SECONDS, GatewayError, NoBackendAvailable, Overloaded, make_overloaded_error
 from proxy.gateway.queue_order import ArrivalOrdering, DrainRate, FairQueue, QueueDeadlines, WaitingUnit
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest, SessionLimits
     from proxy.balancer.shared.memory import WorkerQueueHead
     from proxy.common.backend import Role
+    from proxy.gateway.engine_room import EngineRoom
     from proxy.gateway.queue_order import QueueOrdering
     from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
@@ -81,13 +82,6 @@ def make_long_wait_error(predicted_seconds: float, max_wait_seconds: float) -> G
     return error
 
 
-class HasRoomFunction(Protocol):
-    """The function type of AdmissionParts.has_room."""
-
-    def __call__(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        """Return whether instances have room for this request, or for any request with None."""
-
-
 # How many queued units to examine for one that suits the free instance.
 _LOOKAHEAD: Final = 64
 
@@ -125,8 +119,6 @@ class BodyBuffers:
 class BodyHold:
     """The part of one request body in BodyBuffers. `BodyBuffers.hold_body` returns it."""
 
-    __slots__ = ("_body_bytes", "_body_buffers", "_held_bytes")
-
     def __init__(self, buffers: BodyBuffers, body_bytes: int) -> None:
         self._body_buffers = buffers
         self._body_bytes = body_bytes
@@ -163,35 +155,16 @@ class BodyHold:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AdmissionParts:
-    """The functions that an AdmissionQueue calls, and its other parts."""
+    """The parts of an AdmissionQueue."""
 
-    has_room: HasRoomFunction
-    """Returns whether a lease taken now would find room, or would fail because no backend is eligible.
-
-    If called with the first request in the queue, it returns False also when the request should wait for another place.
-    """
+    engine_room: EngineRoom
+    """The room that queued units wait for."""
     metrics: Metrics
     """Metrics of this worker."""
-    fits_engines: Callable[[PickRequest], bool] = lambda _: True
-    """Returns whether a decoder has enough KV memory for a request. It is called if there is room for others."""
     clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
-    find_absent_role: Callable[[], Role | None] = lambda: None
-    """Returns a role whose backends are all gone, or None."""
-    find_full_role: Callable[[], Role | None] = lambda: None
-    """Returns a role in which there is no room, or None."""
-    find_refusing_role: Callable[[], tuple[Role, float] | None] = lambda: None
-    """Returns a role whose backends all reject requests, and the clock time at which the first one accepts again."""
-    would_take_now: Callable[[], bool] = lambda: False
-    """Returns whether only a learned limit leaves no room. Learned limits never reject a unit."""
-    max_hold_seconds: Callable[[PickRequest | None, int], float] = lambda _, waiting: math.inf
-    """Returns the longest wait for a learned limit, for a request and the number of queued units."""
-    on_waiting_change: Callable[[bool], None] = lambda _: None
-    """Called with True when the queue gets its first unit, and with False when it is empty again."""
     queue_order: QueueOrdering | None = None
     """Orders the queued units. None: they go in turn."""
-    answer_seconds: Callable[[PickRequest], float] = lambda _: 0.0
-    """Returns the predicted decoder time of an answer, which is charged to the client key."""
     is_lower_priority_first: bool = True
     """Whether engines serve a lower `priority` in the body first."""
     queue_head: WorkerQueueHead | None = None
@@ -202,39 +175,31 @@ class AdmissionQueue:
     """The queue of one worker, and its count of running units and request bodies."""
 
     def __init__(self, parts: AdmissionParts, limits: Limits) -> None:
-        self._has_room = parts.has_room
-        self._fits_engines = parts.fits_engines
-        self._find_absent_role = parts.find_absent_role
-        self._find_full_role = parts.find_full_role
-        self._on_waiting_change = parts.on_waiting_change
+        self._engine_room = parts.engine_room
         self._queue_order = parts.queue_order or ArrivalOrdering()
-        self._answer_seconds = parts.answer_seconds
         self._is_lower_priority_first = parts.is_lower_priority_first
-        self._front = parts.queue_head
-        self._would_take = parts.would_take_now
-        self._hold_seconds = parts.max_hold_seconds
-        self._refusing = parts.find_refusing_role
-        self._held: dict[WaitingUnit, Any] = {}
+        self._queue_head = parts.queue_head
+        self._held_sessions: dict[WaitingUnit, Any] = {}
         """The units that wait until there is room for their sessions in a working set, in the order of arrival. They
-        have no place in `_order`."""
-        self._holder: SessionLimits | None = None
-        """The working sets that know the sessions of `_held`."""
-        self._seen_shed = 0
-        self._sessions_at = -math.inf
+        have no place in `_fair_queue`."""
+        self._holding_sets: SessionLimits | None = None
+        """The working sets that know the sessions of `_held_sessions`."""
+        self._seen_shed_turns = 0
+        self._next_session_check_at = -math.inf
         """Clock time of the next check for room in the working sets."""
-        self._learned_limits_at = -math.inf
+        self._next_limit_check_at = -math.inf
         """Clock time of the next check for units that have waited too long for a learned limit."""
         self._metrics = parts.metrics
         self._clock = parts.clock
         self._running: dict[str, int] = {}
         """The number of running units by client key."""
-        self._order = FairQueue(self._running)
-        self._lines = self._order.lines_by_key
-        self._queue: dict[WaitingUnit, None] = {}
+        self._fair_queue = FairQueue(self._running)
+        self._lines_by_key = self._fair_queue.lines_by_key
+        self._rejectable_units: dict[WaitingUnit, None] = {}
         """The queued units that may be rejected, in the order of their arrival."""
         self._deadlines = QueueDeadlines()
         self._drain_rate = DrainRate()
-        self._will_look = False
+        self._is_check_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         """The next check. None while the queue is empty."""
         self.buffers = BodyBuffers(limits.max_buffered_bytes)
@@ -253,23 +218,23 @@ class AdmissionQueue:
     @property
     def waiting_count(self) -> int:
         """The number of queued units."""
-        return len(self._order) + len(self._held)
+        return len(self._fair_queue) + len(self._held_sessions)
 
     def summarize_queue(self) -> tuple[int, float, str]:
         """Return the number of queued requests, the longest wait in seconds, and the role without room.
 
         The role is empty if the requests wait for a better instance.
         """
-        first = next(iter(self._queue), None)
+        first = next(iter(self._rejectable_units), None)
         if first is None:
             return 0, 0.0, ""
-        role = self._find_full_role()
-        return len(self._queue), self._clock() - first.arrived_at, "" if role is None else role.value
+        role = self._engine_room.find_full_role()
+        return len(self._rejectable_units), self._clock() - first.arrived_at, "" if role is None else role.value
 
     def summarize_turns(self) -> tuple[int, float]:
         """Return the number of turns that wait for room in a prefix cache, and the longest wait in seconds."""
-        oldest = min((waiter.arrived_at for waiter in self._held), default=None)
-        return len(self._held), 0.0 if oldest is None else self._clock() - oldest
+        oldest = min((waiter.arrived_at for waiter in self._held_sessions), default=None)
+        return len(self._held_sessions), 0.0 if oldest is None else self._clock() - oldest
 
     @property
     def running_count(self) -> int:
@@ -284,9 +249,12 @@ class AdmissionQueue:
         """
         if self.is_short_of_memory:
             raise make_overloaded_error("memory", "the gateway is short of memory")
-        if len(self._queue) < self._limits.max_waiting or self._order.find_unit_to_reject(client_key) is not None:
+        if (
+            len(self._rejectable_units) < self._limits.max_waiting
+            or self._fair_queue.find_unit_to_reject(client_key) is not None
+        ):
             return
-        if (self._lines or not self._has_room()) and not self._would_take():
+        if (self._lines_by_key or not self._engine_room.has_room()) and not self._engine_room.would_take_now():
             raise make_queue_full_error()
 
     def make_entry(
@@ -352,16 +320,16 @@ class AdmissionQueue:
     def admits_at_once(self, client_key: str, request: Callable[[], PickRequest]) -> bool:
         """Return whether a new unit would be admitted without a wait."""
         return (
-            not self._lines
+            not self._lines_by_key
             and not self.is_short_of_memory
-            and self._has_room(request)
+            and self._engine_room.has_room(request)
             and self._held_session(request, client_key) is None
         )
 
     def _held_session(self, request: Callable[[], PickRequest], client_key: str) -> Any:
         """Return the session of a request that has to wait for room in a working set, or None if it may go."""
         sets = self._queue_order.working_sets
-        if sets is None or not sets.are_limits_active or len(self._held) >= self._limits.max_waiting:
+        if sets is None or not sets.are_limits_active or len(self._held_sessions) >= self._limits.max_waiting:
             return None
         pick = request()
         if pick.request_subject is None:
@@ -370,15 +338,15 @@ class AdmissionQueue:
 
     def check_soon(self) -> None:
         """Check soon whether there is room. May be called before the room is free."""
-        if self._lines and not self._will_look:
-            self._will_look = True
+        if self._lines_by_key and not self._is_check_scheduled:
+            self._is_check_scheduled = True
             asyncio.get_running_loop().call_soon(self._wake_next_unit)
 
     def _count_wait(self) -> None:
         """Count a unit that has to wait, by the reason."""
         reason = "queue"
-        if not self._lines:
-            role = self._find_full_role()
+        if not self._lines_by_key:
+            role = self._engine_room.find_full_role()
             reason = "better" if role is None else role.value
         self._metrics.queue_waits_total.labels(reason).inc()
 
@@ -397,12 +365,13 @@ class AdmissionQueue:
         """Remove a unit from the queue if there is still room. Raises the error of a rejected unit."""
         if waiter.rejection_error is not None:  # it has been removed already
             raise waiter.rejection_error
-        if not self._has_room() and not (waiter.skips_learned_limits and self._would_take()):
+        room = self._engine_room
+        if not room.has_room() and not (waiter.skips_learned_limits and room.would_take_now()):
             # Another worker took the room, or a unit that does not queue. The unit keeps its place.
             waiter.turn_future = asyncio.get_running_loop().create_future()
             return False
         now = self._clock()
-        self._order.charge_key(waiter)
+        self._fair_queue.charge_key(waiter)
         self._drain_rate.record_service(waiter.drain_amount, now)
         self._remove_unit(waiter)
         self._metrics.queue_seconds.observe(now - waiter.arrived_at)
@@ -410,9 +379,9 @@ class AdmissionQueue:
 
     def _remove_waiting(self, waiter: WaitingUnit) -> None:
         """Remove a unit that does not wait any longer, unless it has been rejected."""
-        if waiter in self._held:
-            if self._holder is not None:
-                self._holder.record_client_gone(self._held[waiter], self._clock())
+        if waiter in self._held_sessions:
+            if self._holding_sets is not None:
+                self._holding_sets.record_client_gone(self._held_sessions[waiter], self._clock())
             self._remove_from_held(waiter)
         elif waiter.rejection_error is None:
             self._remove_unit(waiter)
@@ -427,27 +396,29 @@ class AdmissionQueue:
             return self._hold_for_session(entry, session)
         self._count_wait()
         to_reject = None
-        is_full = not entry.is_patient and len(self._queue) >= self._limits.max_waiting
+        is_full = not entry.is_patient and len(self._rejectable_units) >= self._limits.max_waiting
         if is_full:
-            to_reject = self._order.find_unit_to_reject(entry.client_key)
-            if to_reject is None and not self._would_take():
+            to_reject = self._fair_queue.find_unit_to_reject(entry.client_key)
+            if to_reject is None and not self._engine_room.would_take_now():
                 raise make_queue_full_error()
         waiter = self._make_waiter(entry)
         if not waiter.is_patient and (rejection := self._find_rejection(waiter)) is not None:
             if waiter.pick_request is not None:
                 self._queue_order.on_left_queue(waiter.pick_request)
             raise rejection
-        if not self._lines:
-            self._on_waiting_change(True)
-        self._order.add_unit(waiter)
+        if not self._lines_by_key:
+            self._engine_room.announce_room_to(self.check_soon)
+        self._fair_queue.add_unit(waiter)
         if not waiter.is_patient:
-            self._queue[waiter] = None
+            self._rejectable_units[waiter] = None
             self._deadlines.add_unit(waiter)
             self._metrics.queued_requests.inc()
         self._set_timer()
         self.check_soon()  # the free instance may suit this unit best
-        if is_full and self._would_take():
-            self._skip_learned_limits(next((each for each in self._queue if not each.skips_learned_limits), waiter))
+        if is_full and self._engine_room.would_take_now():
+            self._skip_learned_limits(
+                next((each for each in self._rejectable_units if not each.skips_learned_limits), waiter)
+            )
         elif to_reject is not None:
             self._reject_unit(to_reject, make_queue_full_error())  # last, so that its turn can pass to another unit
         return waiter
@@ -468,18 +439,18 @@ class AdmissionQueue:
         sets = self._queue_order.working_sets
         assert sets is not None
         sets.waiting_turn_count += 1
-        self._holder = sets
-        self._held[waiter] = session
+        self._holding_sets = sets
+        self._held_sessions[waiter] = session
         self._deadlines.add_unit(waiter)
         self._metrics.queued_requests.inc()
 
     def _hold_displaced_units(self) -> None:
         """Hold back the queued units whose sessions have lost their place in a working set."""
         sets = self._queue_order.working_sets
-        if sets is None or not sets.are_limits_active or sets.shed_turn_count == self._seen_shed:
+        if sets is None or not sets.are_limits_active or sets.shed_turn_count == self._seen_shed_turns:
             return
-        self._seen_shed = sets.shed_turn_count
-        for waiter in list(self._queue):
+        self._seen_shed_turns = sets.shed_turn_count
+        for waiter in list(self._rejectable_units):
             pick = waiter.pick_request
             if pick is None or waiter.turn_future.done():
                 continue
@@ -494,14 +465,14 @@ class AdmissionQueue:
 
     def _release_sessions(self, now: float) -> None:
         """Let the units go for whose sessions the working sets have room, or which have waited too long for it."""
-        if now < self._sessions_at:
+        if now < self._next_session_check_at:
             return
         self._hold_displaced_units()
-        if not self._held:
+        if not self._held_sessions:
             return
-        self._sessions_at = now + _SESSIONS_SECONDS
-        sets, held = self._queue_order.working_sets, self._held
-        if sets is None or sets is not self._holder:
+        self._next_session_check_at = now + _SESSIONS_SECONDS
+        sets, held = self._queue_order.working_sets, self._held_sessions
+        if sets is None or sets is not self._holding_sets:
             ready = set(held.values())
         else:
             waiting = ((session, waiter.arrived_at) for waiter, session in held.items())
@@ -518,9 +489,9 @@ class AdmissionQueue:
             self._move_to_queue(waiter, now)
 
     def _remove_from_held(self, waiter: WaitingUnit) -> None:
-        del self._held[waiter]
-        if self._holder is not None:
-            self._holder.waiting_turn_count -= 1
+        del self._held_sessions[waiter]
+        if self._holding_sets is not None:
+            self._holding_sets.waiting_turn_count -= 1
         self._deadlines.remove_unit(waiter)
         self._metrics.queued_requests.dec()
 
@@ -529,10 +500,10 @@ class AdmissionQueue:
         if waiter.pick_request is not None:
             waiter.set_work_seconds(self._queue_order.predict_work_seconds(waiter.pick_request))
         waiter.arrived_at = now
-        if not self._lines:
-            self._on_waiting_change(True)
-        self._order.add_unit(waiter)
-        self._queue[waiter] = None
+        if not self._lines_by_key:
+            self._engine_room.announce_room_to(self.check_soon)
+        self._fair_queue.add_unit(waiter)
+        self._rejectable_units[waiter] = None
         self._deadlines.add_unit(waiter)
         self._metrics.queued_requests.inc()
         self.check_soon()
@@ -548,7 +519,7 @@ class AdmissionQueue:
             request = None
         if request is not None and not is_held:
             work = self._queue_order.predict_work_seconds(request)
-            cost = work + self._answer_seconds(request)
+            cost = work + self._engine_room.answer_seconds(request)
         now = self._clock()
         late_at = math.inf
         if first_token_seconds is not None:
@@ -570,13 +541,13 @@ class AdmissionQueue:
         """Return why to reject a new unit at once, or None if it may wait."""
         if waiter.overdue_at <= waiter.arrived_at:
             return make_deadline_error(waiter.first_token_seconds or 0.0)
-        refusing = self._refusing()
+        refusing = self._engine_room.find_refusing_role()
         if refusing is not None and refusing[1] > waiter.arrived_at + self._limits.wait_seconds:
             return make_all_refuse_error(refusing[0], refusing[1] - waiter.arrived_at)
         max_seconds = self._limits.max_predicted_wait_seconds
-        if max_seconds is None or not self._lines or self._would_take():
+        if max_seconds is None or not self._lines_by_key or self._engine_room.would_take_now():
             return None
-        predicted = self._drain_rate.predict_seconds(self._order.amount_ahead(waiter), waiter.arrived_at)
+        predicted = self._drain_rate.predict_seconds(self._fair_queue.amount_ahead(waiter), waiter.arrived_at)
         max_seconds = min(max_seconds, waiter.overdue_at - waiter.arrived_at)
         return None if predicted is None or predicted <= max_seconds else make_long_wait_error(predicted, max_seconds)
 
@@ -584,17 +555,17 @@ class AdmissionQueue:
         """Remove a unit from the queue."""
         if waiter.pick_request is not None:
             self._queue_order.on_left_queue(waiter.pick_request)
-        self._order.remove_unit(waiter)
+        self._fair_queue.remove_unit(waiter)
         if not waiter.is_patient:
-            del self._queue[waiter]
+            del self._rejectable_units[waiter]
             self._deadlines.remove_unit(waiter)
             self._metrics.queued_requests.dec()
-        if not self._lines:
-            if self._front is not None:
-                self._front.publish_empty()
+        if not self._lines_by_key:
+            if self._queue_head is not None:
+                self._queue_head.publish_empty()
             self._drain_rate.stop_measuring()
-            self._on_waiting_change(False)
-            if self._timer is not None and not self._held:
+            self._engine_room.announce_room_to(None)
+            if self._timer is not None and not self._held_sessions:
                 self._timer.cancel()
                 self._timer = None
         self.check_soon()  # the next unit goes after this one has taken its lease
@@ -613,37 +584,38 @@ class AdmissionQueue:
 
     def _release_overdue(self, now: float) -> None:
         """Let units go that have waited too long for a learned limit."""
-        if now < self._learned_limits_at or not self._would_take():
+        room = self._engine_room
+        if now < self._next_limit_check_at or not room.would_take_now():
             return
-        self._learned_limits_at = now + _LEARNED_LIMITS_SECONDS
-        waiting = len(self._order)
+        self._next_limit_check_at = now + _LEARNED_LIMITS_SECONDS
+        waiting = len(self._fair_queue)
         overdue = [
             waiter
-            for line in self._lines.values()
+            for line in self._lines_by_key.values()
             for waiter in line.queued_units
             # A unit with a deadline waits at most half of the time until then.
             if now - waiter.arrived_at
-            > min(self._hold_seconds(waiter.pick_request, waiting), (waiter.overdue_at - waiter.arrived_at) / 2)
+            > min(room.max_hold_seconds(waiter.pick_request, waiting), (waiter.overdue_at - waiter.arrived_at) / 2)
         ]
         for waiter in overdue:
             self._skip_learned_limits(waiter)
 
     def _wake_next_unit(self) -> None:
         """Wake the next unit if there is room. Only its lease shows whether there is more room."""
-        self._will_look = False
+        self._is_check_scheduled = False
         now = self._clock()
         while (late := self._deadlines.first_overdue(now)) is not None:
             self._reject_unit(late, make_deadline_error(late.first_token_seconds or 0.0))
-        if not self._lines:
+        if not self._lines_by_key:
             return
-        has_room = self._has_room()
+        has_room = self._engine_room.has_room()
         if not has_room:
             self._release_overdue(now)
-            if self._front is None:
+            if self._queue_head is None:
                 return
-        front = self._order.first_units(_LOOKAHEAD if has_room else 1)
-        if self._front is not None:
-            self._front.publish_head(*front[0].rank_among_workers)
+        front = self._fair_queue.first_units(_LOOKAHEAD if has_room else 1)
+        if self._queue_head is not None:
+            self._queue_head.publish_head(*front[0].rank_among_workers)
         if not has_room:
             return
         waiter = self._next_unit(front)
@@ -654,10 +626,10 @@ class AdmissionQueue:
         if (
             waiter.pick_request is not None
             and not waiter.skips_learned_limits
-            and not self._fits_engines(waiter.pick_request)
+            and not self._engine_room.fits_engines(waiter.pick_request)
         ):
             return
-        if self._front is None or not self._front.should_yield_to_earlier(*waiter.rank_among_workers, now):
+        if self._queue_head is None or not self._queue_head.should_yield_to_earlier(*waiter.rank_among_workers, now):
             waiter.turn_future.set_result(None)
 
     def _next_unit(self, front: Sequence[WaitingUnit]) -> WaitingUnit | None:
@@ -682,29 +654,28 @@ class AdmissionQueue:
         now = self._clock()
         wait_seconds = self._limits.wait_seconds
         latest = now - wait_seconds
-        refusing = self._refusing()
+        refusing = self._engine_room.find_refusing_role()
         # Units that arrived before this time cannot be served in time.
         useless = latest if refusing is None else max(latest, refusing[1] - wait_seconds)
         try:
-            for waiter in list(takewhile(lambda waiter: waiter.arrived_at <= useless, self._queue)):
+            for waiter in list(takewhile(lambda waiter: waiter.arrived_at <= useless, self._rejectable_units)):
                 if refusing is not None and waiter.arrived_at > latest:
                     self._reject_unit(waiter, make_all_refuse_error(refusing[0], refusing[1] - now))
-                elif self._would_take():
+                elif self._engine_room.would_take_now():
                     self._skip_learned_limits(waiter)
                 # A unit that skips learned limits goes before all others, and may wait for twice the time.
                 elif not waiter.skips_learned_limits or waiter.arrived_at <= latest - wait_seconds:
-                    self._reject_unit(waiter, make_queue_timeout_error(wait_seconds, self._find_absent_role()))
+                    absent = self._engine_room.find_absent_role()
+                    self._reject_unit(waiter, make_queue_timeout_error(wait_seconds, absent))
             self._release_sessions(now)
             self._wake_next_unit()
         finally:  # an error must not stop the timer
-            if self._lines or self._held:
+            if self._lines_by_key or self._held_sessions:
                 self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._on_timer)
 
 
 class QueuedUnit:
     """A queued unit that has no task. `AdmissionQueue.queue_unit` returns it."""
-
-    __slots__ = ("_admission_queue", "_on_turn", "_waiter")
 
     def __init__(
         self, admission_queue: AdmissionQueue, waiter: WaitingUnit, on_turn: Callable[[GatewayError | None], None]
@@ -738,11 +709,6 @@ class QueuedUnit:
 class QueueEntry:
     """The admission of one unit. `AdmissionQueue.make_entry` returns it. Enter it once."""
 
-    __slots__ = (
-        *("_admission_queue", "_on_wait"),
-        *("has_been_queued", "is_patient", "client_key", "pick_request", "arrived_at"),
-    )
-
     def __init__(
         self,
         admission_queue: AdmissionQueue,
@@ -764,8 +730,8 @@ class QueueEntry:
     async def __aenter__(self) -> Self:
         admission, key, request = self._admission_queue, self.client_key, self.pick_request
         if not self.has_been_queued and (
-            admission._lines
-            or not admission._has_room(request)
+            admission._lines_by_key
+            or not admission._engine_room.has_room(request)
             or (request is not None and not self.is_patient and admission._held_session(request, key) is not None)
         ):
             if self._on_wait is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from array import array
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,45 +20,20 @@ from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, encode_utf8, loads
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Mapping
 
-    from proxy.balancer.pool import Pools
-    from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
-    from proxy.connectors.base import Connector
     from proxy.connectors.legs import Attempt
     from proxy.dialects.base import Dialect, UnitRendering
     from proxy.dialects.call import Call
-    from proxy.gateway.admission import AdmissionQueue
     from proxy.gateway.client_writer import ClientWriter
-    from proxy.gateway.common_abilities import CommonAbilities
-    from proxy.gateway.detokenizer import Detokenizer
+    from proxy.gateway.lane_parts import LaneParts
     from proxy.gateway.relay import AnswerOwner
-    from proxy.gateway.retry import RetryBudget
-    from proxy.gateway.suspects import Suspects, UnitGuard
-    from proxy.observe.metrics import Metrics
+    from proxy.gateway.suspects import UnitGuard
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engines import AnswerWatch, Engine
-    from proxy.settings.live import LiveSettings
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class FlowParts:
-    """The parts of one lane that make answers. An attempt loop keeps the settings with which it began."""
-
-    connector: Connector
-    pools: Pools
-    common_abilities: CommonAbilities
-    detokenizer: Detokenizer
-    suspects: Suspects
-    is_engine_gone: Callable[[Backend, float], Awaitable[bool]]
-    """Returns whether an engine is down now, or after a number of seconds."""
-    retry_budget: RetryBudget
-    admission_queue: AdmissionQueue
-    metrics: Metrics
-    live_settings: LiveSettings
 
 
 class UnitAnswer(ABC):
@@ -215,7 +189,7 @@ class EngineBody(UnitAnswer):
         return self._is_ended
 
     def continue_reading(self) -> None:
-        """Return True: nothing is sent before the end, so the client cannot read too slowly."""
+        """Do nothing: before the end nothing is sent that the client could read too slowly."""
 
     def stop_reading(self) -> None:
         self._answer_owner = None
@@ -272,7 +246,7 @@ class _RelayedAnswer(UnitAnswer):
     def __init__(
         self,
         delivery: Delivery,
-        parts: FlowParts,
+        parts: LaneParts,
         watching: AnswerWatch,
         writer: ClientWriter | None = None,
         prompt: ChatPrompt | None = None,
@@ -341,7 +315,12 @@ class AssembledBody(_RelayedAnswer):
     """An answer that is not streamed to the client. The engine streams it, so that another engine can continue it."""
 
     def __init__(
-        self, call: Call, dialect: Dialect, parts: FlowParts, watching: AnswerWatch, prompt: ChatPrompt | None = None
+        self,
+        call: Call,
+        dialect: Dialect,
+        parts: LaneParts,
+        watching: AnswerWatch,
+        prompt: ChatPrompt | None = None,
     ) -> None:
         self._dialect = dialect
         self._body_values: dict[str, Any] | None = None
@@ -371,10 +350,6 @@ class AssembledBody(_RelayedAnswer):
             raise attempt.response.make_unreadable_error(f"sent an answer that cannot be read: {odd}") from None
 
     def end_answer(self, timeline: Timeline) -> None:
-        """End an answer whose last engine has not ended it. Raises UnreadableMember if it cannot be assembled.
-
-        Raises UnreadableMember.
-        """
         super().end_answer(timeline)
         self.parsed_body()
 
@@ -434,7 +409,7 @@ class StreamedAnswer(_RelayedAnswer):
         dialect: Dialect,
         writer: ClientWriter,
         record: RequestRecord,
-        parts: FlowParts,
+        parts: LaneParts,
         *,
         watching: AnswerWatch,
         rendering: UnitRendering | None,

@@ -40,8 +40,6 @@ _BUSY_RETRY_SECONDS: Final = 1.0
 class UsageRow:
     """The part of the KeyUsage that one worker writes."""
 
-    __slots__ = ("_usage_cells",)
-
     def __init__(self, cells: memoryview[int]) -> None:
         self._usage_cells = cells
 
@@ -368,8 +366,6 @@ class ApiKeys:
 
 class _QuotaHold:
     """Counts one request against the limits of its client key."""
-
-    __slots__ = ("_api_keys", "_usage_slot", "_api_key")
 
     def __init__(self, keys: ApiKeys, slot: int, key: ApiKey) -> None:
         self._api_keys = keys

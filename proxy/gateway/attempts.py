@@ -12,7 +12,6 @@ from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.common.terms import Stage
 from proxy.gateway.admission import QueueEntry
-from proxy.gateway.quotable import quotable_texts
 from proxy.gateway.resuming import Resuming
 from proxy.gateway.retry import RetryPermit, backoff_seconds, may_retry
 from proxy.gateway.suspects import UnitGuard
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from proxy.common.backend import Backend
-    from proxy.gateway.answers import FlowParts, UnitAnswer
+    from proxy.gateway.answers import UnitAnswer
+    from proxy.gateway.lane_parts import LaneParts
     from proxy.gateway.suspicion import Suspicion
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
@@ -56,7 +56,7 @@ class AttemptLoop:
 
     def __init__(
         self,
-        parts: FlowParts,
+        parts: LaneParts,
         answer: UnitAnswer,
         record: RequestRecord,
         suspicion: Suspicion,
@@ -71,7 +71,7 @@ class AttemptLoop:
             suspicion: The suspicion that the client request crashes engines.
             failed_attempt: The first attempt at a unit that was admitted already. None: no attempt was made.
         """
-        self._flow_parts = parts
+        self._lane_parts = parts
         self._settings = parts.live_settings.settings
         self._metrics = parts.metrics
         self._answer = answer
@@ -118,10 +118,9 @@ class AttemptLoop:
                 async with self._make_queue_entry():
                     if self._first_failure is None:
                         self._timeline.end_attempt()
+                    # The queue no longer waits for the instances of this role.
                     if self._awaited_role is not None and self._is_still_gone(self._awaited_role):
-                        raise NoBackendAvailable(
-                            self._awaited_role
-                        )  # admitted because the queue waits no longer for them
+                        raise NoBackendAvailable(self._awaited_role)
                     # The first lease must be taken before any await, while there is room.
                     with guard.failure_blame, self._retry_permit:
                         while not await self._make_attempt():
@@ -134,7 +133,7 @@ class AttemptLoop:
             except (NoBackendAvailable, UpstreamError) as error:
                 if self._may_queue_again(error):
                     # A wait is useless if all instances will reject requests for longer.
-                    refused_until = self._flow_parts.pools.pool_of(_role_of_error(error)).refused_until()
+                    refused_until = self._lane_parts.pools.pool_of(_role_of_error(error)).refused_until()
                     if max(record.clock(), refused_until) >= waits_until:
                         raise
                     self._rejection = error if isinstance(error, UpstreamError) else self._rejection
@@ -142,7 +141,7 @@ class AttemptLoop:
                     raise
                 else:
                     gone = _role_of_error(error)
-                    if not self._flow_parts.pools.pool_of(gone).are_all_restarting() or record.clock() >= waits_until:
+                    if not self._lane_parts.pools.pool_of(gone).are_all_restarting() or record.clock() >= waits_until:
                         raise error if isinstance(error, NoBackendAvailable) else NoBackendAvailable(gone) from error
                     self._awaited_role = gone
                     self._failures.clear()
@@ -151,7 +150,7 @@ class AttemptLoop:
 
     def _make_queue_entry(self) -> QueueEntry:
         """Return the entry of the unit into the admission queue."""
-        admission, key = self._flow_parts.admission_queue, self._record.key
+        admission, key = self._lane_parts.admission_queue, self._record.key
         if self._first_failure is not None:
             entry = QueueEntry(admission, key, is_patient=True, on_wait=None)
             entry.has_been_queued = True
@@ -161,7 +160,7 @@ class AttemptLoop:
         return admission.make_entry(
             key,
             is_patient=not self._is_first_attempt and self._rejection is None,
-            on_wait=self._enter_queue,
+            on_wait=partial(self._timeline.enter_stage, Stage.QUEUE),
             request=pick_request,
             arrived_at=self._record.started,
         )
@@ -172,31 +171,28 @@ class AttemptLoop:
             return False
         if isinstance(error, UpstreamError):
             return error.is_refusal and not self._resuming.is_unrepeatable
-        return self._flow_parts.pools.pool_of(error.role).do_all_refuse()
+        return self._lane_parts.pools.pool_of(error.role).do_all_refuse()
 
     def _is_role_absent(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Return whether all instances of a role are gone, and no engine has received the request."""
         if isinstance(error, UpstreamError) and error.failure is not Failure.CONNECT:
             return False
-        return self._flow_parts.pools.pool_of(_role_of_error(error)).are_all_gone() and not self._has_reached_engines
+        return self._lane_parts.pools.pool_of(_role_of_error(error)).are_all_gone() and not self._has_reached_engines
 
     def _has_returned(self, role: Role) -> bool:
         """Return whether a role that refused this unit is reachable again, and no engine has received the request.
 
         An attempt may have waited for the return of all its instances, and still avoids them.
         """
-        last, pool = self._last_error, self._flow_parts.pools.pool_of(role)
+        last, pool = self._last_error, self._lane_parts.pools.pool_of(role)
         if last is None or last.backend.role is not role or self._has_reached_engines:
             return False
         return any(not pool.health.health_of(backend).is_unreachable for backend in pool.eligible_backends())
 
     def _is_still_gone(self, role: Role) -> bool:
         """Return whether another attempt would fail as the last one, after a useless prefill."""
-        pool = self._flow_parts.pools.pool_of(role)
+        pool = self._lane_parts.pools.pool_of(role)
         return pool.are_all_gone() and not pool.are_all_restarting()
-
-    def _enter_queue(self) -> None:
-        self._timeline.enter_stage(Stage.QUEUE)
 
     async def _make_attempt(self) -> bool:
         """Make one attempt. Return True if the answer is complete, or False for another attempt."""
@@ -221,7 +217,7 @@ class AttemptLoop:
                     self._call.make_pick_request(avoid, self._prefer),
                     self._answer.adapt_call(self._call),
                 )
-                async with self._flow_parts.connector.open_attempt(call, pick_request, self._timeline) as attempt:
+                async with self._lane_parts.connector.open_attempt(call, pick_request, self._timeline) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.read_whole_answer(attempt, guard)
                     return True
@@ -250,7 +246,7 @@ class AttemptLoop:
     async def _handle_failure(self, error: UpstreamError) -> bool:
         """Decide what to do after an attempt failed. Return True if the answer is complete anyway, or raise."""
         self._last_error = error
-        error.quotable = partial(quotable_texts, self._delivery)
+        error.quotable = self._delivery.quotable_texts
         self._timeline.record_failure(error)
         self._has_retried_all = False
         self._has_reached_engines |= error.failure is not Failure.CONNECT
@@ -331,7 +327,7 @@ class AttemptLoop:
         Such an attempt does not count, because the engine has done no work and is avoided from now on.
         """
         role, resuming = error.backend.role, self._resuming
-        pool = self._flow_parts.pools.pool_of(role)
+        pool = self._lane_parts.pools.pool_of(role)
         if not pool.would_accept(self._avoid):
             if not resuming.is_searching:
                 raise (
@@ -366,9 +362,8 @@ class AttemptLoop:
         # Report the last error of an engine, unless the engine was not reached.
         elif last is None or (last.failure is Failure.CONNECT and resuming.resume_action is None):
             suspicion = self._guard.request_suspicion
-            if (
-                suspicion.are_units_confined and suspicion.has_broken_down
-            ):  # another unit may soon show why engines crashed
+            if suspicion.are_units_confined and suspicion.has_broken_down:
+                # Another unit may soon show why engines crashed.
                 await asyncio.sleep(_CHECK_SECONDS)
                 if await self._guard.wait_for_acquittal():
                     return
@@ -383,7 +378,7 @@ class AttemptLoop:
 
         Each attempt without a decoder would cost a prefill, and its KV cache would stay pinned until its lease ends.
         """
-        parts = self._flow_parts
+        parts = self._lane_parts
         if not parts.pools.prefill.all_backends():
             return
         while self._resuming.is_searching:

@@ -48,20 +48,6 @@ class ClientConnection(Protocol):
 class KeepAlive:
     """Sends bytes when a stream has been silent for a time. It is the Output of tokens that bypass their reader."""
 
-    __slots__ = (
-        *(
-            "_after_seconds",
-            "_interval_seconds",
-            "_loop",
-            "_now",
-            "_client_writer",
-            "_timer",
-            "has_answer_begun",
-            "transport",
-        ),
-        "last_written_at",
-    )
-
     def __init__(self, keep_alive_times: Streaming, client_writer: ClientWriter) -> None:
         """Start the timer of keep-alive bytes, which runs until `stop_timer`."""
         self._after_seconds = keep_alive_times.keep_alive_after_seconds
@@ -127,19 +113,6 @@ class KeepAlive:
 
 class ClientWriter:
     """Writes one streamed answer to one client. All units of a request share it."""
-
-    __slots__ = (
-        "_make_head",
-        "_id_header",
-        "_keep_alive",
-        "_keep_alive_bytes",
-        "_delayed_bytes",
-        "_request_id",
-        "_write_timeout_seconds",
-        "connection",
-        "gathers_tokens",
-        "is_head_sent",
-    )
 
     def __init__(
         self,

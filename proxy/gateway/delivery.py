@@ -18,7 +18,7 @@ from proxy.wire.openai import Api, cut_engine_members, data_event, replace_promp
 from proxy.wire.sse import TokenShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from proxy.dialects.call import Call
     from proxy.resume.engines import Engine
@@ -32,33 +32,6 @@ _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_
 
 MAX_ATTEMPTS: Final = 8
 """Attempts to learn a shape. Some streams have none, and each attempt costs more than to parse a token."""
-
-
-class TokenShapes:
-    """Learns the shape of the tokens in one decoder's stream. The shape may change."""
-
-    __slots__ = ("attempts_left", "current_shape")
-
-    def __init__(self) -> None:
-        self.current_shape: TokenShape | None = None
-        """The shape of the present tokens. None: unknown."""
-        self.attempts_left = MAX_ATTEMPTS
-        """Attempts to learn another shape."""
-
-    def learn_shape(self, raw: bytes, *, is_token: bool, is_whole: bool) -> None:
-        """Learn the shape of the next tokens from a parsed event, if it differs from the present shape.
-
-        Args:
-            raw: The bytes of the event.
-            is_token: Whether the event shows text, so that the next tokens may differ only in their text.
-            is_whole: Whether the event was parsed without a change.
-        """
-        if is_token and self.current_shape is not None and self.current_shape.has_same_frame(raw):
-            return
-        self.current_shape = None
-        if is_token and self.attempts_left and is_whole:
-            self.attempts_left -= 1
-            self.current_shape = TokenShape.recognise(raw)
 
 
 _TOKEN_IDS: Final = b'"token_ids":['
@@ -214,10 +187,10 @@ class Delivery:
         """Other members of a whole answer, such as the text of the prompt, or metrics."""
         self.call = call
         self.is_observed = is_observed
-        self.tells_ids = is_observed and reports_token_ids
+        self.reports_token_ids = is_observed and reports_token_ids
         self.engine = engine
-        self._new_segment = make_segment
-        self._whole = collector
+        self._make_segment = make_segment
+        self._collector = collector
         self.writer = writer = ChunkWriter(
             call, rewrite_chunk if collector is None else collector.add_chunk, is_observed=is_observed
         )
@@ -227,14 +200,16 @@ class Delivery:
         """The prompt ids that a continuing decoder must report. None: any."""
         self._is_checked = False
         """Whether the present decoder's prompt ids were checked."""
-        self.shapes: TokenShapes
-        """The shapes of the present decoder's tokens. Not set before the first decoder."""
-        self._held: list[bytes] = []
+        self._current_shape: TokenShape | None = None
+        """The shape of the present decoder's last token. None: unknown."""
+        self.shape_attempts_left = MAX_ATTEMPTS
+        """Attempts to learn another shape of the present decoder's tokens."""
+        self._held_events: list[bytes] = []
         """Events before the first output. They are sent together with it."""
         self._wants_ids = writer.wants_token_ids
         writer.keeps_engine_bytes &= keeps_bytes
         self._keeps_bytes = keeps_bytes
-        self._tells_shapes = (
+        self._learns_shapes = (
             keeps_bytes and not writer.hides_reasoning and (rewrite_chunk is None or collector is not None)
         )
 
@@ -246,7 +221,7 @@ class Delivery:
     @property
     def token_shape(self) -> TokenShape | None:
         """The shape of tokens that may bypass this delivery. None: no token may."""
-        return None if self._held and self._whole is None else self.shapes.current_shape
+        return None if self._held_events and self._collector is None else self._current_shape
 
     def can_continue_elsewhere(self) -> bool:
         """Return whether another decoder can probably continue the answer exactly.
@@ -280,17 +255,30 @@ class Delivery:
         ids.extend(transcript.ids)
         return ids
 
+    def quotable_texts(self) -> Sequence[str] | None:
+        """Return the texts of the request and of its answer so far, which an engine may quote in an error.
+
+        None: some text is unknown, such as that of token ids, or of an answer that is not recorded.
+        """
+        if self.has_output and (self.is_transcript_incomplete or not self.is_observed):
+            return None
+        texts, transcript = self.call.request_texts(), self.transcript
+        if texts is None:
+            return None
+        tools = [text for tool in transcript.tools for text in (tool.name, tool.arguments)]
+        return [*texts, transcript.content_text, transcript.reasoning_text, *tools]
+
     # Attempts
 
     def restart_answer(self) -> None:
         """Forget the answer so far, of which the client has nothing."""
         self.transcript = Transcript(self.engine.reasoning_field)
         self.head, self.tail = {}, {}
-        self._held.clear()
+        self._held_events.clear()
         self.seam = self._expected_prompt_ids = None
         self.is_answer_changed = self.is_finished = self.is_transcript_incomplete = False
-        if self._whole is not None:
-            self._whole.truncate_to_tokens(0)
+        if self._collector is not None:
+            self._collector.truncate_to_tokens(0)
 
     def prepare_to_continue(self, resumption: Resumption) -> None:
         """Prepare for a stream that continues the answer."""
@@ -300,8 +288,8 @@ class Delivery:
         self.is_answer_changed = False
         if resumption.action is not Action.REPLAY:
             self.transcript.truncate_to_ids(resumption.kept_ids)
-            if self._whole is not None:
-                self._whole.truncate_to_tokens(resumption.kept_ids)
+            if self._collector is not None:
+                self._collector.truncate_to_tokens(resumption.kept_ids)
 
     def mark_transcript_incomplete(self) -> None:
         """Record that the transcript is incomplete, so that the answer can only begin again."""
@@ -311,11 +299,12 @@ class Delivery:
         """Return the reader for the stream of another decoder."""
         seam = self.seam
         self.current_segment = segment = (
-            Segment() if seam is not None and seam.reads_completion else self._new_segment()
+            Segment() if seam is not None and seam.reads_completion else self._make_segment()
         )
         self.last_usage = None
         self._is_checked = False
-        self.shapes = TokenShapes()
+        self._current_shape = None
+        self.shape_attempts_left = MAX_ATTEMPTS
         return segment
 
     # Events of a decoder
@@ -325,7 +314,7 @@ class Delivery:
         self._check_prompt(segment)
         if self.seam is None:
             self._keep_answer_head(segment.payload)
-            self._held.append(self.writer.make_event_without_ids(segment, event, segment.payload))
+            self._held_events.append(self.writer.make_event_without_ids(segment, event, segment.payload))
 
     def take_content(self, segment: Segment, event: Event) -> bytes:
         """Take a part of the answer. Return the bytes for the client, which may be empty. Raises AnswerMismatch."""
@@ -334,7 +323,7 @@ class Delivery:
             self._check_prompt(segment)
         if not self.is_observed:
             choices = segment.payload.get("choices")
-            if self._tells_shapes and choices and len(choices) == 1:
+            if self._learns_shapes and choices and len(choices) == 1:
                 self._learn_token_shape(segment, event, choices[0])
             return self._with_held_events(self.writer.make_event_without_ids(segment, event, segment.payload))
         if self.seam is not None:
@@ -347,7 +336,7 @@ class Delivery:
         shows = self.is_transcript_incomplete or self._add_choice(choice, ids)
         if choice.get("finish_reason") is not None:
             self.is_finished = True
-        if self._tells_shapes:
+        if self._learns_shapes:
             self._learn_token_shape(segment, event, choice)
         if not shows and ids and not self._wants_ids and has_only_token_ids(choice):
             return b""
@@ -364,15 +353,22 @@ class Delivery:
         try:
             return self.transcript.add_choice(choice, ids)
         except UnreadableMember:
-            if self._whole is not None:
+            if self._collector is not None:
                 raise
             self.mark_transcript_incomplete()
             return True
 
     def _learn_token_shape(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
-        """Learn the shape of tokens from an event. After tool calls, tokens may differ in more than their text."""
+        """Learn the shape of the next tokens from an event, if it differs from the present shape."""
+        # After tool calls, tokens may differ in more than their text.
         is_token = choice.get("finish_reason") is None and choice.get("logprobs") is None and not self.transcript.tools
-        self.shapes.learn_shape(event.raw, is_token=is_token, is_whole=segment.event_data is event.data)
+        raw, shape = event.raw, self._current_shape
+        if is_token and shape is not None and shape.has_same_frame(raw):
+            return
+        self._current_shape = None
+        if is_token and self.shape_attempts_left and segment.event_data is event.data:  # parsed without a change
+            self.shape_attempts_left -= 1
+            self._current_shape = TokenShape.recognise(raw)
 
     def take_recompute_chunk(self, segment: Segment) -> bytes:
         """Take the last chunk of a decoder that gives up. Its text counts, its finish and tool calls do not."""
@@ -405,7 +401,7 @@ class Delivery:
             is_handed_over: Whether the KV cache was handed over, so that the details of the prefiller count.
         """
         self.system_fingerprint = segment.payload.get("system_fingerprint") or self.system_fingerprint
-        if self._whole is not None and self.seam is None:
+        if self._collector is not None and self.seam is None:
             self.tail.update(_members_beside_usage(segment.payload, self.head))
         if not segment.is_finished:
             return b""  # the stream ended without an answer
@@ -430,7 +426,7 @@ class Delivery:
             return b""
         raw = self.writer.make_event_without_engine_members(segment, event)
         if not self.has_output:
-            self._held.append(raw)
+            self._held_events.append(raw)
             return b""
         return raw
 
@@ -500,9 +496,9 @@ class Delivery:
         if not output:
             return output
         self.has_output = True
-        if self._held:
-            output = b"".join((*self._held, output))
-            self._held.clear()
+        if self._held_events:
+            output = b"".join((*self._held_events, output))
+            self._held_events.clear()
         return output
 
     def _keep_answer_head(self, payload: dict[str, Any]) -> None:

@@ -35,35 +35,6 @@ _MAX_MISSES: Final = 4
 class FastConnection(FirstProtocol):
     """The first protocol of each accepted connection, if `listen.fast_path` is on."""
 
-    __slots__ = (
-        *(
-            "_body",
-            "_closes_after_answer",
-            "_drained",
-            "_head",
-            "_held_bytes",
-            "_last",
-            "_listener",
-            "_missing_bytes",
-            "_intake",
-        ),
-        *(
-            "_misses",
-            "_owes_head",
-            "_peer",
-            "_pending_pieces",
-            "_request",
-            "_request_begun_at",
-            "client_transport",
-            "additional_header_lines",
-            "is_writing_paused",
-            "supports_chunked_encoding",
-            "on_write_buffer_full",
-            "transport",
-            "_reader",
-        ),
-    )
-
     def __init__(self, intake: Intake, listener: HttpListener) -> None:
         self._intake = intake
         self._listener = listener
@@ -86,29 +57,23 @@ class FastConnection(FirstProtocol):
         """Bytes that arrived after the present request."""
         self._head: RequestHead | None = None
         """The head of the request whose body is arriving. None: no body is arriving."""
-        self._last: RequestHead | None = intake.last_head
+        self._last_head: RequestHead | None = intake.last_head
         """The head of the last request of any connection, because the heads of one application are alike."""
-        self._body: list[bytes] = []
+        self._body_pieces: list[bytes] = []
         """The pieces of the request whose body is arriving, with its head. They are empty for a long body."""
-        self._reader: LongBodyReader | None = None
+        self._long_body_reader: LongBodyReader | None = None
         """Reads the long body that is arriving. None: there is none."""
         self._missing_bytes = 0
         """Bytes of this request that have not arrived."""
         self._held_bytes = 0
         """Bytes of this request in the account of request bodies."""
-        self._owes_head = True
+        self._awaits_head = True
         """Whether the listener waits for the headers of a request."""
-        self._misses = 0
+        self._miss_count = 0
         """Requests in a row that looked plain and were not."""
-        self._peer = "-"
-        """The address at the other end of the connection. `-`: it is unknown."""
-        self._drained: asyncio.Future[None] | None = None
+        self.client_address = "-"
+        self._drain_future: asyncio.Future[None] | None = None
         """Done when the client has read enough. None: nothing has waited for it."""
-
-    @property
-    def client_address(self) -> str:
-        """The address at the other end of the connection, or `-` if it is unknown."""
-        return self._peer
 
     # FirstProtocol
 
@@ -144,7 +109,7 @@ class FastConnection(FirstProtocol):
         if self._request_begun_at is None:
             return
         if self._head is not None:
-            reader = self._reader
+            reader = self._long_body_reader
             if now - self._request_begun_at > _BODY_SECONDS if reader is None else reader.is_late(now):
                 self.hand_over_unfinished()
         elif now - self._request_begun_at > keepalive_seconds:
@@ -156,13 +121,13 @@ class FastConnection(FirstProtocol):
 
     def should_reclaim(self, data: bytes) -> bool:
         """Return whether the bytes begin a request that may be plain."""
-        if self._closes_after_answer or self._misses >= _MAX_MISSES:
+        if self._closes_after_answer or self._miss_count >= _MAX_MISSES:
             return False
-        head = read_head(data, self._last)
+        head = read_head(data, self._last_head)
         if head is None or head.request_path not in self._intake.paths:
             return False
-        self._last = head
-        self._owes_head = True
+        self._last_head = head
+        self._awaits_head = True
         return True
 
     # asyncio.Protocol
@@ -171,13 +136,15 @@ class FastConnection(FirstProtocol):
         self.transport = self.client_transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
-            self._peer = str(peer[0])
+            self.client_address = str(peer[0])
         self._listener.register_connection(self, self.transport)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of the client. One function handles the begin of a request, because calls are expensive."""
         if self._request is not None:
-            self._queue_data(data)
+            self._pending_pieces.append(data)
+            if sum(map(len, self._pending_pieces)) > _MAX_PENDING_BYTES:
+                self.transport.pause_reading()
             return
         if self._head is not None:
             self._receive_body_piece(self._head, data)
@@ -185,14 +152,14 @@ class FastConnection(FirstProtocol):
         if self._closes_after_answer:
             return
         intake = self._intake
-        head = read_head(data, self._last)
+        head = read_head(data, self._last_head)
         if head is None or head.request_path not in intake.paths:
             self._hand_over_to_aiohttp(data)
             return
-        self._last = intake.last_head = head
-        if self._owes_head:
-            self._owes_head = False
-            self._listener.on_headers_arrived(self)
+        self._last_head = intake.last_head = head
+        if self._awaits_head:
+            self._awaits_head = False
+            self._listener.header_deadlines.stop_timing(self.transport)
         size_bytes = head.head_size_bytes
         missing_bytes = size_bytes + head.body_bytes - len(data)
         if missing_bytes == 0:
@@ -203,10 +170,10 @@ class FastConnection(FirstProtocol):
         else:
             self._head, self._missing_bytes, self._request_begun_at = head, missing_bytes, intake.request_parts.clock()
             if head.body_bytes <= LONG_BYTES:
-                self._body.append(data)
+                self._body_pieces.append(data)
             else:
-                self._reader = LongBodyReader(self, intake, head, data, self._request_begun_at)
-                self._let_read(self._reader)
+                self._long_body_reader = LongBodyReader(self, intake, head, data, self._request_begun_at)
+                self._let_read(self._long_body_reader)
 
     def pause_writing(self) -> None:
         self.is_writing_paused = True
@@ -215,8 +182,8 @@ class FastConnection(FirstProtocol):
 
     def resume_writing(self) -> None:
         self.is_writing_paused = False
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
+        if self._drain_future is not None and not self._drain_future.done():
+            self._drain_future.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disconnect_request()
@@ -227,8 +194,8 @@ class FastConnection(FirstProtocol):
     async def wait_until_drained(self) -> None:
         """Wait until the client has read enough."""
         while self.is_writing_paused and not self.transport.is_closing():
-            self._drained = asyncio.get_running_loop().create_future()
-            await self._drained
+            self._drain_future = asyncio.get_running_loop().create_future()
+            await self._drain_future
 
     def finish_request(self, now: float) -> None:
         self._request = self.on_write_buffer_full = None
@@ -255,8 +222,8 @@ class FastConnection(FirstProtocol):
         """Hand the connection to aiohttp in the middle of a body."""
         self._release_body_bytes()
         self._head = None
-        pieces, self._body = self._body, []
-        reader, self._reader = self._reader, None
+        pieces, self._body_pieces = self._body_pieces, []
+        reader, self._long_body_reader = self._long_body_reader, None
         if reader is not None:
             pieces = [reader.arrived_bytes()]
             reader.end()
@@ -268,14 +235,14 @@ class FastConnection(FirstProtocol):
     ) -> None:
         """Begin a request whose long body has arrived. `document` None: aiohttp's reader serves or rejects it."""
         self._release_body_bytes()
-        self._head = self._reader = None
+        self._head = self._long_body_reader = None
         self._let_read(self)
         if document is None or not self._begin_request(head, raw_body, since, document):
             self._hand_over_to_aiohttp(raw_head + raw_body)
 
     def _receive_body_piece(self, head: RequestHead, data: bytes) -> None:
         """Handle another piece of a request body."""
-        self._body.append(data)
+        self._body_pieces.append(data)
         self._missing_bytes -= len(data)
         if self._missing_bytes < 0 or not self.reserve_body_memory(len(data)):
             self.hand_over_unfinished()
@@ -283,7 +250,7 @@ class FastConnection(FirstProtocol):
             self._release_body_bytes()
             self._head = None
             assert self._request_begun_at is not None
-            pieces, self._body = self._body, []
+            pieces, self._body_pieces = self._body_pieces, []
             first, *more = pieces
             # One copy, whatever the number of pieces.
             if not self._begin_request(
@@ -302,23 +269,20 @@ class FastConnection(FirstProtocol):
         self._request_begun_at = None
         request = self._request = self._intake.begin_request(self, head, body, document)
         if request is None:
-            self._misses += 1
+            self._miss_count += 1
             return False
-        self._misses = 0
+        self._miss_count = 0
         parts = self._intake.request_parts
         request_id = choose_request_id(head.header_fields.get("x-request-id", ""))
         label = self._intake.dialects_by_path[head.request_path].label
         record = parts.request_observers.begin_record(label, request_id, head.headers_for_engines, since)
-        record.client = self._peer
+        record.client = self.client_address
         if networks := parts.settings.listen.trusted_proxies:
-            record.client = find_client_address(self._peer, [head.header_fields.get("x-forwarded-for", "")], networks)
+            record.client = find_client_address(
+                self.client_address, [head.header_fields.get("x-forwarded-for", "")], networks
+            )
         request.start_serving(record)
         return True
-
-    def _queue_data(self, data: bytes) -> None:
-        self._pending_pieces.append(data)
-        if sum(map(len, self._pending_pieces)) > _MAX_PENDING_BYTES:
-            self.transport.pause_reading()
 
     def _hand_over_to_aiohttp(self, data: bytes) -> None:
         """Hand the connection to aiohttp, with the bytes that are not answered."""
@@ -332,9 +296,9 @@ class FastConnection(FirstProtocol):
     def _disconnect_request(self) -> None:
         self._release_body_bytes()
         self.resume_writing()
-        if self._reader is not None:
-            self._reader.end()
-            self._head = self._reader = None
+        if self._long_body_reader is not None:
+            self._long_body_reader.end()
+            self._head = self._long_body_reader = None
         request, self._request = self._request, None
         if request is not None:
             request.on_disconnect()

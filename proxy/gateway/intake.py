@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
     from proxy.gateway.api_keys import ApiKey, ApiKeys
     from proxy.gateway.client_writer import ClientConnection
-    from proxy.gateway.lanes import Lane
     from proxy.gateway.request_parts import RequestParts
     from proxy.settings import Settings
     from proxy.wire.document import Document
@@ -77,9 +76,9 @@ class RequestHead:
     """The length of the body."""
     head_size_bytes: int
     """The length of the head."""
-    bytes_before_credential: bytes
+    bytes_before_length: bytes
     """The bytes before the digits of Content-Length."""
-    bytes_after_credential: bytes
+    bytes_after_length: bytes
     """The bytes after these digits."""
     headers_for_engines: dict[str, str]
     """The header fields for engines, without the client's credential."""
@@ -93,9 +92,9 @@ def read_head(data: bytes, previous_head: RequestHead | None = None) -> RequestH
     `previous_head`: the head before it. Clients usually repeat their heads except for the length. Equal parts are not
     parsed.
     """
-    if previous_head is not None and data.startswith(previous_head.bytes_before_credential):
-        begin, behind_bytes = len(previous_head.bytes_before_credential), len(previous_head.bytes_after_credential)
-        end = data.find(previous_head.bytes_after_credential, begin, begin + _LENGTH_DIGITS + behind_bytes)
+    if previous_head is not None and data.startswith(previous_head.bytes_before_length):
+        begin, behind_bytes = len(previous_head.bytes_before_length), len(previous_head.bytes_after_length)
+        end = data.find(previous_head.bytes_after_length, begin, begin + _LENGTH_DIGITS + behind_bytes)
         digits, size_bytes = data[begin:end], end + behind_bytes
         if end > begin and digits.isdigit() and size_bytes <= MAX_HEAD_BYTES:
             body_bytes = int(digits)
@@ -103,8 +102,8 @@ def read_head(data: bytes, previous_head: RequestHead | None = None) -> RequestH
                 return previous_head
             named = {**previous_head.header_fields, "content-length": digits.decode()}
             same = (
-                previous_head.bytes_before_credential,
-                previous_head.bytes_after_credential,
+                previous_head.bytes_before_length,
+                previous_head.bytes_after_length,
                 previous_head.headers_for_engines,
                 previous_head.headers_with_credential,
             )
@@ -126,8 +125,8 @@ def read_head(data: bytes, previous_head: RequestHead | None = None) -> RequestH
         header_fields=fields,
         body_bytes=int(length),
         head_size_bytes=size_bytes,
-        bytes_before_credential=data[:before],
-        bytes_after_credential=behind,
+        bytes_before_length=data[:before],
+        bytes_after_length=behind,
         headers_for_engines=passed_on,
         headers_with_credential=passed_on if credential is None else {**passed_on, "authorization": credential},
     )
@@ -172,16 +171,15 @@ class Intake:
         """Create the intake.
 
         Args:
-            parts: The parts of the lane of all instances.
+            parts: The parts that requests share.
             dialects: The APIs that the engines can serve.
             keys: The client keys.
             is_news: Returns whether no worker has logged this word about this subject yet.
         """
         self.request_parts = parts
-        """The parts of the lane of all instances."""
-        self._parts_by_lane: dict[Lane, RequestParts] = {}
+        """The parts that requests share."""
         self._api_keys = keys
-        self._admission_queue = parts.request_service.admission_queue
+        self._admission_queue = parts.all_lanes.whole_lane.request_service.admission_queue
         self.body_buffers = self._admission_queue.buffers
         """Counts the request bodies in memory."""
         self.last_head: RequestHead | None = None
@@ -192,9 +190,8 @@ class Intake:
 
     def apply_settings(self, settings: Settings) -> None:
         """Apply changed settings to requests that arrive from now on."""
-        for parts in (self.request_parts, *self._parts_by_lane.values()):
-            parts.settings = settings
-            parts.keeps_streams_alive = settings.stream.keeps_alive
+        self.request_parts.settings = settings
+        self.request_parts.keeps_streams_alive = settings.stream.keeps_alive
         # The fast reader does not write `Vary: Origin`, which every answer needs when web pages are allowed.
         self.paths = frozenset() if settings.listen.cors_origins else frozenset(self.dialects_by_path)
         """The paths that the fast reader serves."""
@@ -234,17 +231,6 @@ class Intake:
                 self._log_omitted_parts(dialect.path, api_key.key_name, call.omitted_kinds)
         return call
 
-    def request_parts_of(self, lane: Lane) -> RequestParts:
-        """Return the parts that serve the requests of a lane."""
-        if lane is self.request_parts.model_lane:
-            return self.request_parts
-        parts = self._parts_by_lane.get(lane)
-        if parts is None:
-            lanes = self.request_parts.all_lanes.all_lanes  # some lanes may be gone
-            self._parts_by_lane = {each: old for each, old in self._parts_by_lane.items() if each in lanes}
-            parts = self._parts_by_lane[lane] = self.request_parts.copy_for_lane(lane)
-        return parts
-
     # For the fast reader
 
     def waits_for_body(self, head: RequestHead) -> bool:
@@ -262,10 +248,6 @@ class Intake:
         except GatewayError:
             return False
         return not self._admission_queue.is_short_of_memory
-
-    def is_too_heavy(self, head: RequestHead, raw_body: bytes) -> bool:
-        """Return whether a body may have more elements than the limit, so that aiohttp's reader must count them."""
-        return bound_element_counts(raw_body)[0] > self._max_elements[head.request_path]
 
     def bound_long_body_memory(self, head: RequestHead, raw_body: bytes) -> int | None:
         """Return an upper bound of the memory of a long body's objects, in bytes.
@@ -298,9 +280,10 @@ class Intake:
             return None
         dialect = self.dialects_by_path[head.request_path]
         is_slight = size_bytes <= ALWAYS_LIGHT_BYTES
-        is_light = is_slight or document is not None or is_light_json(raw_body, self._max_elements[head.request_path])
-        if not is_light and self.is_too_heavy(head, raw_body):
-            return None
+        max_elements = self._max_elements[head.request_path]
+        is_light = is_slight or document is not None or is_light_json(raw_body, max_elements)
+        if not is_light and bound_element_counts(raw_body)[0] > max_elements:
+            return None  # aiohttp's reader must count the elements
         try:
             key = ANONYMOUS
             if self._api_keys.are_keys_required:
@@ -313,10 +296,11 @@ class Intake:
                 document = parse_body(raw_body)
             call = self.parse_call(dialect, document, headers, key)
             lanes = parts.all_lanes
+            lane = lanes.whole_lane
             if lanes.served_models.has_several_groups:
                 if not lanes.knows_model(call.served_model):
                     return None  # the instances must first report their models
-                parts = self.request_parts_of(lanes.lane_of_model(call.served_model))
+                lane = lanes.lane_of_model(call.served_model)
         except GatewayError:
             return None
         held_bytes = size_bytes if is_slight else body_memory_bytes(raw_body, document.read_values)
@@ -330,7 +314,9 @@ class Intake:
             except GatewayError:
                 self.body_buffers.held_bytes -= held_bytes
                 return None
-        return Request(parts, client, dialect, call, key, quota, held_bytes)
+        request = Request(parts, lane, client, dialect, call, key)
+        request.held_bytes, request.quota_hold = held_bytes, quota
+        return request
 
     def _log_omitted_parts(self, path: str, key: str, kinds: Sequence[str]) -> None:
         """Log the parts of a request that no engine can serve, once for each client key."""
@@ -338,5 +324,7 @@ class Intake:
             if self._is_news(f"{path} {key} {kind}", "left out"):
                 logger.warning(
                     "intake: content left out, as no engine can serve it (logged once): path %s, client key %s: %s",
-                    *(path, key, kind),
+                    path,
+                    key,
+                    kind,
                 )

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from proxy.balancer.models import ServedModels
-    from proxy.balancer.pool import Pool, Pools
+    from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend, Role
-    from proxy.connectors.base import Connector
-    from proxy.gateway.suspects import Suspects
     from proxy.gateway.work import RequestService
     from proxy.settings import Settings
 
@@ -52,27 +50,11 @@ _MAX_NAMES: Final = 10
 class Lane:
     """The parts that serve the requests for some models."""
 
-    def __init__(
-        self,
-        pools: Pools,
-        service: RequestService,
-        connector: Connector,
-        suspects: Suspects,
-        on_change: Callable[[Settings], None] = lambda _: None,
-    ) -> None:
-        """Create the lane.
-
-        Args:
-            pools: The pools of the instances.
-            service: Serves the requests.
-            connector: The connector of the service.
-            suspects: The suspects of the service.
-            on_change: Applies changed settings to these parts.
-        """
-        self.pools = pools
+    def __init__(self, service: RequestService, on_change: Callable[[Settings], None] = lambda _: None) -> None:
+        """Create the lane. `on_change`: applies changed settings to its parts."""
         self.request_service = service
-        self.connector = connector
-        self.suspects = suspects
+        self.pools = service.pools
+        self.connector = service.connector
         self.on_change = on_change
         self.model_names: frozenset[str] = frozenset()
         """The names of the models. Empty: all models."""

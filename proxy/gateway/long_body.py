@@ -54,18 +54,6 @@ class LongBodyReader(asyncio.BufferedProtocol):
     It counts as a request for a shutdown, from the first byte of the body until the request begins.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_connection",
-        "_raw_head",
-        "_intake",
-        "_is_ended",
-        "_view",
-        "head",
-        "received_bytes",
-        "since",
-    )
-
     def __init__(self, connection: BodyReceiver, intake: Intake, head: RequestHead, data: bytes, since: float) -> None:
         """Begin with the bytes that have arrived. The rest of the buffer uses no memory until its bytes arrive.
 

@@ -135,8 +135,6 @@ class WaitingUnit:
 class KeyQueue:
     """The queued units of one client key, in their order."""
 
-    __slots__ = ("client_key", "queued_units", "request_count", "served_seconds", "last_service", "_ranked_units")
-
     def __init__(self, key: str, served_seconds: float, last_service: int) -> None:
         self.client_key = key
         self.queued_units: dict[WaitingUnit, None] = {}

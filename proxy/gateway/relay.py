@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.common.errors import Failure, GatewayError
 from proxy.dialects.segment import ABORTED, CONTENT, DONE, ERROR, MALFORMED, OPENING, RECOMPUTED, USAGE
 from proxy.gateway.delivery import MAX_ATTEMPTS
-from proxy.gateway.quotable import quotable_texts
 from proxy.resume.overlap import AnswerMismatch
 from proxy.upstream.fast_forward import TokenFormat
 from proxy.wire.chat_members import UnreadableMember
@@ -62,8 +60,6 @@ class TokenClock:
 
     TokenFormat does the work of `record_token` itself after the first token, to save a call for each token.
     """
-
-    __slots__ = ("_has_begun", "_metrics", "_request_record", "gap_started_at", "gap_index", "now")
 
     def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
         self.gap_index = -1
@@ -114,26 +110,6 @@ class AnswerOwner(Protocol):
 class Relay:
     """Passes the stream of one attempt on to the client. It is the Sink of the engine's answer."""
 
-    __slots__ = (
-        "_attempt",
-        "_token_clock",
-        "_delivery",
-        "_idle_seconds",
-        "_is_bypassed",
-        "_is_over",
-        "_has_decoder_begun",
-        "_answer_owner",
-        "_bypassed_from",
-        "_shape",
-        "_event_splitter",
-        "_tokens",
-        "_client_writer",
-        "stream_error",
-        "is_ended",
-        "malformed_events",
-        "segment",
-    )
-
     def __init__(
         self,
         attempt: Attempt,
@@ -170,9 +146,9 @@ class Relay:
         self.is_ended = False
         """Whether nothing more is read of this stream."""
         self._idle_seconds = idle_seconds
-        self._tokens: TokenFormat | None = None
+        self._token_format: TokenFormat | None = None
         """The tokens that may bypass this reader. None: there were none yet."""
-        self._shape: TokenShape | None = None
+        self._token_shape: TokenShape | None = None
         """The shape of these tokens."""
         self._is_bypassed = False
         """Whether tokens bypass this reader now."""
@@ -188,9 +164,9 @@ class Relay:
     def stop_reading(self) -> None:
         """Drop back-references, so that the relay is freed without the garbage collector."""
         self._answer_owner = None
-        if self._tokens is not None and self._client_writer is not None:
+        if self._token_format is not None and self._client_writer is not None:
             self._client_writer.connection.on_write_buffer_full = None
-        self._tokens = self._shape = None
+        self._token_format = self._token_shape = None
         self._is_bypassed = False
 
     # Sink
@@ -216,7 +192,7 @@ class Relay:
             try:
                 if meaning is CONTENT:
                     # Without token ids, an empty chunk may be a token that shows nothing.
-                    is_progress |= not (segment.is_empty_event and delivery.tells_ids)
+                    is_progress |= not (segment.is_empty_event and delivery.reports_token_ids)
                     if not self._has_decoder_begun:
                         self._record_decoder_begin()
                     if part := delivery.take_content(segment, event):
@@ -276,8 +252,8 @@ class Relay:
         shape = delivery.token_shape
         if shape is None or self._is_bypassed or self._is_over or not self._event_splitter.is_empty:
             return
-        clock, tokens = self._token_clock, self._tokens
-        if tokens is None or shape is not self._shape:
+        clock, tokens = self._token_clock, self._token_format
+        if tokens is None or shape is not self._token_shape:
             line = None
             if writer is not None and (line := writer.chunk_output) is None:
                 return
@@ -289,10 +265,17 @@ class Relay:
                     skips = frozenset(transcript.grammar.reasoning_end_ids)
                 hides_ids = not delivery.writer.wants_token_ids
             may_wait = writer is None or writer.gathers_tokens
-            tokens = self._tokens = TokenFormat(
-                *(shape, notes, settle, line, clock), skips=skips, hides_ids=hides_ids, may_wait=may_wait
+            tokens = self._token_format = TokenFormat(
+                shape,
+                notes,
+                settle,
+                line,
+                clock,
+                skips=skips,
+                hides_ids=hides_ids,
+                may_wait=may_wait,
             )
-            self._shape = shape
+            self._token_shape = shape
         if clock is not None:
             tokens.index = clock.gap_index
         self._bypassed_from = tokens.index
@@ -305,13 +288,13 @@ class Relay:
     def _end_bypass(self) -> None:
         """End the bypass before an event of another shape, and take over the number of tokens."""
         self._is_bypassed = False
-        tokens, clock = self._tokens, self._token_clock
+        tokens, clock = self._token_format, self._token_clock
         assert tokens is not None
         if clock is not None:
             clock.gap_index = tokens.index
         if tokens.index > self._bypassed_from:
             # The shape was right, so another one is worth learning. SGLang's chunks change each second.
-            self._delivery.shapes.attempts_left = MAX_ATTEMPTS
+            self._delivery.shape_attempts_left = MAX_ATTEMPTS
 
     # Events
 
@@ -349,7 +332,7 @@ class Relay:
             attempt.response.limit_silence(END_MARK_SECONDS)
         elif meaning is ERROR:
             error = _make_engine_error(attempt, segment.payload, segment.event_data)
-            error.quotable = partial(quotable_texts, self._delivery)
+            error.quotable = delivery.quotable_texts
             self._end_stream(error)
         elif meaning is RECOMPUTED:
             part = self._read_last_chunk()

@@ -15,6 +15,7 @@ from proxy.connectors.leg_driver import LegDriver
 from proxy.gateway.attempts import FailedAttempt
 from proxy.gateway.client_writer import ClientWriter
 from proxy.gateway.relay import unwritable_error
+from proxy.listener import replies
 from proxy.observe import logs
 from proxy.resume.engines import SGLANG
 from proxy.wire.openai import error_event
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from proxy.gateway.admission import QueuedUnit
     from proxy.gateway.api_keys import ApiKey, TokenReservation
     from proxy.gateway.client_writer import ClientConnection
+    from proxy.gateway.lanes import Lane
     from proxy.gateway.request_parts import RequestParts
     from proxy.gateway.work import RequestWork
     from proxy.observe.record import RequestRecord
@@ -42,60 +44,37 @@ class Request:
     It is the AttemptOwner of its first attempt, and the AnswerOwner of the answer to this attempt.
     """
 
-    __slots__ = (
-        "_attempt",
-        "_began_at",
-        "_call",
-        "_client",
-        "_dialect",
-        "_leg_driver",
-        "_has_task",
-        "_body_hold",
-        "_is_counted",
-        "_is_let_in",
-        "_api_key",
-        "_request_parts",
-        "_queued",
-        "_quota_hold",
-        "_request_record",
-        "_token_reservation",
-        "_task",
-        "_timeline",
-        "_will_look",
-        "_request_work",
-        "_client_writer",
-        "is_over",
-    )
-
     def __init__(
         self,
         parts: RequestParts,
+        lane: Lane,
         client: ClientConnection,
         dialect: Dialect,
         call: Call,
         key: ApiKey,
-        quota: AbstractContextManager[None] | None = None,
-        held_bytes: int = 0,
     ) -> None:
         """Create the request.
 
         Args:
-            parts: The parts of the lane that serves the request.
+            parts: The parts that all requests share.
+            lane: The lane that serves the request.
             client: The connection of the client.
             dialect: The API of the client.
             call: The parsed body.
             key: The client key of the request.
-            quota: The entered limits of the client key. The request leaves them at its end. None: no limits.
-            held_bytes: The size of the body in the account of request bodies, released at the end.
         """
         self.is_over = False
+        self.held_bytes = 0
+        """The size of the body in the account of request bodies. The request releases it at its end."""
+        self.quota_hold: AbstractContextManager[None] | None = None
+        """The entered limits of the client key, which the request leaves at its end. None: no limits."""
         self._request_parts = parts
+        self._lane = lane
+        self._request_service = lane.request_service
         self._client = client
         self._dialect = dialect
         self._call = call
         self._api_key = key
-        self._quota_hold = quota
-        self._body_hold = held_bytes
         self._token_reservation: TokenReservation | None = None
         """The tokens that count against the client key. None: its tokens are not limited."""
         self._client_writer: ClientWriter
@@ -114,13 +93,13 @@ class Request:
         """The task that waits or makes further attempts. None: callbacks drive the request."""
         self._has_task = False
         """Whether the task has begun to run."""
-        self._will_look = False
+        self._is_look_scheduled = False
         """Whether a call of `_complete_or_wait` is scheduled."""
         self._is_counted = True
         """Whether this object counts the request for the drain. Otherwise its task does, or the request is over."""
-        self._is_let_in = False
+        self._is_admitted = False
         """Whether this object counts the request for admission and the retry budget."""
-        self._queued: QueuedUnit | None = None
+        self._queued_unit: QueuedUnit | None = None
         """The place in the queue, while the request waits there without a task."""
 
     def start_serving(self, record: RequestRecord) -> None:
@@ -137,7 +116,7 @@ class Request:
             record.served_model = parts.all_lanes.find_known_name(call.served_model)
         if record.trace_context is not None:
             call = self._call = call.copy_with_trace_context(record.trace_context)
-        service = parts.request_service
+        service = self._request_service
         parts.drain_manager.count_request(self)
         settings = parts.settings
         writer = self._client_writer = ClientWriter(
@@ -164,7 +143,7 @@ class Request:
                 self._begin_attempt(work)
             else:
                 self._timeline.enter_stage(Stage.QUEUE)
-                self._queued = service.admission_queue.queue_unit(
+                self._queued_unit = service.admission_queue.queue_unit(
                     record.key, pick_request, record.started, self._on_queue_turn
                 )
         except GatewayError as error:
@@ -176,13 +155,13 @@ class Request:
         """Return whether the request must wait for something besides the queue."""
         return (
             len(work.unit_answers) > 1
-            or not self._request_parts.suspects.suspect_memory.is_empty
+            or not self._request_service.suspects.suspect_memory.is_empty
             or self._dialect.waits_for_prefiller(self._call)
         )
 
     def _on_queue_turn(self, refusal: GatewayError | None) -> None:
         """Begin the first attempt of a queued request. `refusal`: why the queue rejects it, or None if it may go."""
-        self._queued = None
+        self._queued_unit = None
         work, timeline = self._request_work, self._timeline
         assert work is not None
         assert timeline is not None
@@ -202,17 +181,17 @@ class Request:
 
     def _begin_attempt(self, work: RequestWork) -> None:
         """Begin the first attempt, for which there is room. Raises GatewayError."""
-        parts, timeline = self._request_parts, self._timeline
+        service, timeline = self._request_service, self._timeline
         assert timeline is not None
         call = work.unit_answers[0].engine_call
-        legs = parts.connector.make_legs(call, call.make_pick_request(), timeline)
+        legs = service.connector.make_legs(call, call.make_pick_request(), timeline)
         if legs is None:
             self._move_to_task()
             return
-        parts.request_service.admission_queue.admit_at_once(self._request_record.key)
-        parts.request_service.retry_budget.count_request()
-        self._is_let_in = True
-        self._leg_driver = LegDriver(parts.upstream, self)
+        service.admission_queue.admit_at_once(self._request_record.key)
+        service.retry_budget.count_request()
+        self._is_admitted = True
+        self._leg_driver = LegDriver(self._request_parts.upstream, self)
         self._leg_driver.start_legs(legs)
 
     def _move_to_task(self) -> None:
@@ -242,11 +221,11 @@ class Request:
 
     def on_first_output(self) -> None:
         if self._began_at is None:
-            self._began_at = self._request_parts.suspects.clock()
+            self._began_at = self._request_service.suspects.clock()
 
     def on_progress(self) -> None:
-        if not self._will_look:
-            self._will_look = True
+        if not self._is_look_scheduled:
+            self._is_look_scheduled = True
             self._request_parts.loop.call_soon(self._complete_or_wait)
 
     def on_end(self) -> None:
@@ -277,7 +256,7 @@ class Request:
             self._send_error(error)
             self._end_request()
             return
-        suspects = self._request_parts.suspects
+        suspects = self._request_service.suspects
         if not suspects.suspect_memory.is_empty:
             suspects.forget_served(self._call)
         if self._client.is_writing_paused:
@@ -287,7 +266,7 @@ class Request:
 
     def _complete_or_wait(self) -> None:
         """Complete the answer to the first attempt, or wait for the client."""
-        self._will_look = False
+        self._is_look_scheduled = False
         if self.is_over or self._task is not None or self._request_work is None or self._leg_driver is None:
             return
         if self._request_work.unit_answers[0].is_ended:
@@ -357,7 +336,7 @@ class Request:
             return
         self._has_task = True
         parts, record, work = self._request_parts, self._request_record, self._request_work
-        service = parts.request_service
+        service = self._request_service
         record.samples_per_prompt = self._call.samples_per_prompt
         token = logs.request_id.set(record.request_id)
         self._stop_counting()
@@ -415,7 +394,7 @@ class Request:
         """End the first attempt and the request. Send the client an error, unless the client is the cause."""
         if self.is_over:
             return
-        queued, self._queued = self._queued, None
+        queued, self._queued_unit = self._queued_unit, None
         if queued is not None:
             queued.leave_queue()
         driver, self._leg_driver = self._leg_driver, None
@@ -433,9 +412,11 @@ class Request:
         """Send an error in place of the answer, or in the middle of it. `cause`: the error for the record."""
         self._request_record.error = cause or error
         parts, writer, client = self._request_parts, self._client_writer, self._client
+        if not writer.has_written_answer:
+            if isinstance(error, NoBackendAvailable):
+                self._lane.add_model_names(error)
+            replies.count_rejection(parts.metrics, error)
         if writer.is_head_sent:
-            if not writer.has_written_answer:
-                parts.count_rejection(error)
             writer.break_off_stream(
                 (error_event if self._request_work is None else self._request_work.make_error_event)(error)
             )
@@ -458,25 +439,24 @@ class Request:
         if self._token_reservation is not None:
             self._token_reservation.settle_reservation(record.total_tokens)
         self._stop_counting()
-        parts.request_service.admission_queue.buffers.held_bytes -= self._body_hold
-        if self._quota_hold is not None:
-            self._quota_hold.__exit__(None, None, None)
+        self._request_service.admission_queue.buffers.held_bytes -= self.held_bytes
+        if self.quota_hold is not None:
+            self.quota_hold.__exit__(None, None, None)
         # Break the reference cycles, which would keep the whole body until the next garbage collection.
         if work is not None:
             for answer in work.unit_answers:
                 answer.stop_reading()
         self._request_work = self._attempt = self._leg_driver = self._task = None
-        client = self._client
-        client.finish_request(record.ended)
+        self._client.finish_request(record.ended)
 
     def _stop_counting(self) -> None:
         """Stop counting the request: it is over, or its task counts it from now on."""
-        service = self._request_parts.request_service
+        service = self._request_service
         if self._is_counted:
             self._is_counted = False
             self._request_parts.drain_manager.stop_counting_request(self)
-        if self._is_let_in:
-            self._is_let_in = False
+        if self._is_admitted:
+            self._is_admitted = False
             service.admission_queue.end_unit(self._request_record.key)
             service.retry_budget.in_flight_count -= 1
 

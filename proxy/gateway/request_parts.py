@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Final
 
 from proxy import SERVER
-from proxy.common.errors import NoBackendAvailable
 from proxy.listener import replies
 
 if TYPE_CHECKING:
@@ -16,12 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.common.errors import GatewayError
-    from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect
     from proxy.gateway.client_writer import ClientConnection
-    from proxy.gateway.lanes import Lane, Lanes
-    from proxy.gateway.suspects import Suspects
-    from proxy.gateway.work import RequestService
+    from proxy.gateway.lanes import Lanes
     from proxy.listener.drain import DrainManager
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.metrics import Metrics
@@ -44,13 +40,8 @@ _CLOSE: Final = b"Connection: close\r\n"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestParts:
-    """The parts of one worker that serve the requests of one lane. Only the settings ever change."""
+    """The parts of one worker that its requests share. Only the settings ever change."""
 
-    request_service: RequestService
-    connector: Connector
-    suspects: Suspects
-    model_lane: Lane
-    """The lane that `request_service`, `connector` and `suspects` belong to."""
     all_lanes: Lanes
     upstream: Upstream
     drain_manager: DrainManager
@@ -67,16 +58,6 @@ class RequestParts:
     """The present second, by `clock`."""
     keeps_streams_alive: bool = False
     """Whether silent streams get keep-alive bytes. Follows `settings`."""
-
-    def copy_for_lane(self, lane: Lane) -> RequestParts:
-        """Return the same parts of request handling for another lane."""
-        return replace(
-            self,
-            request_service=lane.request_service,
-            connector=lane.connector,
-            suspects=lane.suspects,
-            model_lane=lane,
-        )
 
     # Heads of answers. While the listener is closing, they tell the client that the connection will be closed.
 
@@ -99,18 +80,11 @@ class RequestParts:
     def make_error_answer(
         self, dialect: Dialect, error: GatewayError, request_id: str, client: ClientConnection
     ) -> bytes:
-        """Return the whole answer to a failed request, and count it if it was rejected."""
-        self.count_rejection(error)
+        """Return the whole answer to a failed request."""
         response = replies.error_response(error, dialect.error_body(error))
         closes = bool(self._make_connection_field(client))
         more = _optional_fields(dialect.request_id_header, request_id, client)
         return replies.response_bytes(response, request_id, closes_connection=closes, more_headers=more)
-
-    def count_rejection(self, error: GatewayError) -> None:
-        """Count a request that was rejected before its answer began. Complete the message if no instance is left."""
-        if isinstance(error, NoBackendAvailable):
-            self.model_lane.add_model_names(error)
-        replies.count_rejection(self.metrics, error)
 
     def make_unexpected_error(self, dialect: Dialect, error: BaseException) -> GatewayError:
         """Log an unexpected error, and return the error for the client."""

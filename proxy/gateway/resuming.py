@@ -25,7 +25,8 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from proxy.common.errors import UpstreamError
     from proxy.dialects.call import Call
-    from proxy.gateway.answers import FlowParts, UnitAnswer
+    from proxy.gateway.answers import UnitAnswer
+    from proxy.gateway.lane_parts import LaneParts
     from proxy.observe.timeline import Timeline
 
 
@@ -35,12 +36,12 @@ logger = logging.getLogger("proxy.flow.resuming")
 class Resuming:
     """Resumes the answer of one unit after its decoder was lost."""
 
-    def __init__(self, parts: FlowParts, answer: UnitAnswer, timeline: Timeline) -> None:
+    def __init__(self, parts: LaneParts, answer: UnitAnswer, timeline: Timeline) -> None:
         self.resume_action: Action | None = None
         """How the answer is being resumed. None before the first resume."""
         self.resume_count = 0
         """The number of resumes."""
-        self._flow_parts = parts
+        self._lane_parts = parts
         self._settings = parts.live_settings.settings.resume
         self._metrics = parts.metrics
         self._answer = answer
@@ -125,7 +126,7 @@ class Resuming:
         try:
             while True:
                 ids = steps.send(text)
-                text = await self._flow_parts.detokenizer.text_of_ids(call.values.get("model"), ids, call.headers)
+                text = await self._lane_parts.detokenizer.text_of_ids(call.values.get("model"), ids, call.headers)
         except StopIteration as decided:
             resumption: Resumption = decided.value
         if resumption.seam is None:
@@ -146,7 +147,7 @@ class Resuming:
         members = call.read_members(("text", "input_ids"))
         ids = members.get("input_ids")
         if isinstance(text := members.get("text"), str):
-            ids = await self._flow_parts.detokenizer.ids_of_text(call.values.get("model"), text, call.headers)
+            ids = await self._lane_parts.detokenizer.ids_of_text(call.values.get("model"), text, call.headers)
         return orjson.dumps(ids) if isinstance(ids, list) and len(ids) == usage.get("prompt_tokens") else None
 
     def _last_usage(self) -> dict[str, Any]:
@@ -155,7 +156,7 @@ class Resuming:
         return (None if segment is None else segment.usage) or {}
 
     def _describe_situation(self) -> Situation:
-        delivery, abilities = self._delivery, self._flow_parts.common_abilities
+        delivery, abilities = self._delivery, self._lane_parts.common_abilities
         # The prefiller's usage shows it, but the connector `plain` has no prefiller.
         counts = self._timeline.usage.counts_reasoning
         delivery.counts_reasoning |= (

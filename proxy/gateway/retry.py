@@ -113,8 +113,6 @@ class RetryPermit:
     The request is in flight within the block. The block is not asynchronous, so that it cannot be cancelled halfway.
     """
 
-    __slots__ = ("_retry_budget", "is_held")
-
     def __init__(self, budget: RetryBudget) -> None:
         self._retry_budget = budget
         self.is_held = False
@@ -126,9 +124,8 @@ class RetryPermit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._retry_budget.in_flight_count -= (
-            1  # before the permit goes to another unit, because the budget gets smaller
-        )
+        # Before the permit goes to another unit, because the budget gets smaller.
+        self._retry_budget.in_flight_count -= 1
         self.release_permit()
 
     def try_acquire_permit(self) -> bool:

@@ -241,9 +241,8 @@ class Suspects:
         }
         reported = {backend: self._report_casualty(backend, casualty) for backend, casualty in casualties.items()}
         self.release_reservations(history.reserved_backends)
-        if (
-            suspicion.are_units_confined and not suspicion.reserved_backends
-        ):  # now, because other suspects choose their engines next
+        # Now, because other suspects choose their engines next.
+        if suspicion.are_units_confined and not suspicion.reserved_backends:
             for other in suspicion.rest_of_subset(error.backend):
                 self._reserve_backend(suspicion.reserved_backends, other)
         history.attempt_began_at = None

@@ -70,17 +70,6 @@ class UnitHistory:
 class Suspicion:
     """The suspicion that one client request crashes engines."""
 
-    __slots__ = (
-        "client_call",
-        "earlier_crashes",
-        "is_convicted",
-        "unit_histories",
-        "failed_engines",
-        "reserved_backends",
-        "_subsets_by_role",
-        "are_units_confined",
-    )
-
     def __init__(self, earlier_crashes: int = 0, *, is_split: bool = False, call: Call | None = None) -> None:
         """Begin without any crash, except for `earlier_crashes`.
 

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.errors import Failure, GatewayError, UpstreamError
 from proxy.dialects.base import Unit
-from proxy.gateway.admission import AdmissionParts, AdmissionQueue
-from proxy.gateway.answers import AssembledBody, EngineBody, FlowParts, StreamedAnswer
+from proxy.gateway.answers import AssembledBody, EngineBody, StreamedAnswer
 from proxy.gateway.attempts import AttemptLoop
-from proxy.gateway.common_abilities import CommonAbilities
 from proxy.gateway.detokenizer import ChatPrompts
-from proxy.gateway.retry import RetryBudget
+from proxy.gateway.lane_parts import LaneParts
 from proxy.resume.engines import VLLM, WatchLevel
 from proxy.wire.openai import error_event as openai_error_event
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
-    from proxy.balancer.pick import PickRequest
-    from proxy.balancer.pool import Pools
-    from proxy.balancer.shared.memory import WorkerQueueHead
-    from proxy.common.backend import Backend, Role
-    from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect, Rendering
     from proxy.dialects.call import Call
     from proxy.gateway.answers import UnitAnswer
     from proxy.gateway.attempts import FailedAttempt
     from proxy.gateway.client_writer import ClientWriter
-    from proxy.gateway.detokenizer import Detokenizer
-    from proxy.gateway.suspects import Suspects
+    from proxy.gateway.lane_parts import ServiceParts
     from proxy.gateway.suspicion import Suspicion
-    from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engines import AnswerWatch
@@ -47,77 +37,17 @@ logger = logging.getLogger("proxy.flow.gateway")
 _NOT_WATCHED: Final = VLLM.watching[WatchLevel.REPEAT_UNSEEN]
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ServiceParts:
-    """The parts of one worker that a RequestService works with."""
-
-    connector: Connector
-    """Carries the calls to engines."""
-    pools: Pools
-    """Instances that serve the calls."""
-    detokenizer: Detokenizer
-    """Returns the text of token ids, by asking engines."""
-    suspects: Suspects
-    """Requests that may have crashed engines."""
-    is_engine_gone: Callable[[Backend, float], Awaitable[bool]]
-    """Returns whether an engine is down now, or after a number of seconds."""
-    metrics: Metrics
-    """Metrics of this worker."""
-    queue_head: WorkerQueueHead | None = None
-    """See AdmissionParts."""
-
-
-class RequestService:
-    """Serves the calls of all dialects through one connector."""
+class RequestService(LaneParts):
+    """The parts of one lane, which serve its calls."""
 
     def __init__(self, parts: ServiceParts, live: LiveSettings) -> None:
-        settings = live.settings
-        connector, pools, metrics = parts.connector, parts.pools, parts.metrics
-        self.metrics = metrics
-        self.retry_budget = RetryBudget(lambda: live.settings.retry)
-        admission_parts = AdmissionParts(
-            has_room=self._have_pools_room,
-            fits_engines=self._fits_engines,
-            metrics=metrics,
-            find_absent_role=self._find_absent_role,
-            find_full_role=self._find_full_role,
-            on_waiting_change=self._on_waiting_change,
-            queue_order=pools.prefill,
-            answer_seconds=pools.decode.predict_work_seconds,
-            is_lower_priority_first=settings.connector_traits.lower_priority_first,
-            queue_head=parts.queue_head,
-            would_take_now=self._would_take_now,
-            max_hold_seconds=self._max_hold_seconds,
-            find_refusing_role=self._find_refusing_role,
-        )
-        self.admission_queue = AdmissionQueue(admission_parts, settings.admission)
-        self._connector = connector
-        self._pools = pools
-        self._flow_parts = FlowParts(
-            connector=connector,
-            pools=pools,
-            common_abilities=CommonAbilities(
-                [pools.pool_of(role) for role in connector.roles], settings.connector_traits.engine
-            ),
-            detokenizer=parts.detokenizer,
-            suspects=parts.suspects,
-            is_engine_gone=parts.is_engine_gone,
-            retry_budget=self.retry_budget,
-            admission_queue=self.admission_queue,
-            metrics=metrics,
-            live_settings=live,
-        )
-        self._chat_prompts = ChatPrompts(self._flow_parts.common_abilities, parts.detokenizer)
-        self._serving_pools = tuple(map(pools.pool_of, connector.roles))
+        super().__init__(parts, live)
+        self._chat_prompts = ChatPrompts(self.common_abilities, self.detokenizer)
 
     def on_settings_change(self, settings: Settings) -> None:
         """Apply changed settings to queued requests and retries. Later ones read them."""
         self.retry_budget.grant_free_permits()
         self.admission_queue.set_limits(settings.admission)
-
-    def can_serve_dialect(self, dialect: Dialect) -> bool:
-        """Return whether the engines can serve a dialect."""
-        return dialect.api in self._connector.apis
 
     # The work on one request
 
@@ -126,9 +56,7 @@ class RequestService:
 
         It matters only for SGLang with `sglang.chat_sampling`.
         """
-        return await self._chat_prompts.make_chat_prompt(
-            call, self._flow_parts.live_settings.settings.sglang.chat_sampling
-        )
+        return await self._chat_prompts.make_chat_prompt(call, self.live_settings.settings.sglang.chat_sampling)
 
     def make_work(
         self,
@@ -150,20 +78,18 @@ class RequestService:
         Raises:
             GatewayError: The request cannot be served.
         """
-        connector, parts = self._connector, self._flow_parts
-        connector.check_call(call)
-        if dialect.has_single_choice(call) or not connector.splits_into_units(call):
+        self.connector.check_call(call)
+        if dialect.has_single_choice(call) or not self.connector.splits_into_units(call):
             units = [Unit(call, 0, True)]
         else:
-            units = dialect.split_into_units(
-                call, parts.live_settings.settings.cost, parts.live_settings.settings.fanout.max_units
-            )
+            settings = self.live_settings.settings
+            units = dialect.split_into_units(call, settings.cost, settings.fanout.max_units)
         answers: list[UnitAnswer] = []
         if not call.stream:
             for unit in units:
                 watching = self.choose_answer_watch(dialect, unit.call, prompt)
                 if watching.is_watched:
-                    answers.append(AssembledBody(unit.call, dialect, parts, watching, prompt))
+                    answers.append(AssembledBody(unit.call, dialect, self, watching, prompt))
                 else:
                     answers.append(EngineBody(unit.call, dialect))
             return RequestWork(dialect, call, units, answers)
@@ -178,7 +104,7 @@ class RequestService:
                 dialect,
                 writer,
                 record,
-                parts,
+                self,
                 watching=watching,
                 rendering=unit_rendering,
                 shares_client=len(units) > 1,
@@ -194,15 +120,15 @@ class RequestService:
         """
         if prompt is not None:
             return prompt.engine.watching[WatchLevel.CONTINUE_FROM_IDS]
-        resume = self._flow_parts.live_settings.settings.resume
-        abilities = self._flow_parts.common_abilities
+        resume = self.live_settings.settings.resume
+        abilities = self.common_abilities
         limit = None if call.stream else call.output_limit
         engine = abilities.common_engine
         if (
             engine is None
             or resume.mode != "exact"
             or (limit is not None and limit <= resume.repeat_up_to_tokens)
-            or not (self._connector.splits_into_units(call) or dialect.has_single_choice(call))
+            or not (self.connector.splits_into_units(call) or dialect.has_single_choice(call))
         ):
             return _NOT_WATCHED
         return engine.watching[engine.watch_level(call, abilities.have_all)]
@@ -222,11 +148,11 @@ class RequestService:
             GatewayError: One of the answers failed.
             ClientStalled: The client does not read.
         """
-        suspects = self._flow_parts.suspects
+        suspects = self.suspects
         suspicion = suspects.begin_request(call, len(answers))
         try:
             if len(answers) == 1:
-                await AttemptLoop(self._flow_parts, answers[0], record, suspicion, failed).make_attempts()
+                await AttemptLoop(self, answers[0], record, suspicion, failed).make_attempts()
             else:
                 await self._make_units(answers, record, suspicion)
         except BaseException as error:
@@ -236,11 +162,11 @@ class RequestService:
 
     async def _make_units(self, answers: Sequence[UnitAnswer], record: RequestRecord, suspicion: Suspicion) -> None:
         """Make several answers at a time, up to `fanout.concurrency`. The first failure ends all of them."""
-        room = asyncio.Semaphore(self._flow_parts.live_settings.settings.fanout.concurrency)
+        room = asyncio.Semaphore(self.live_settings.settings.fanout.concurrency)
 
         async def make_one(answer: UnitAnswer) -> None:
             async with room:
-                await AttemptLoop(self._flow_parts, answer, record, suspicion).make_attempts()
+                await AttemptLoop(self, answer, record, suspicion).make_attempts()
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -263,7 +189,7 @@ class RequestService:
             for answer in before
         ]
         repeated = [answer for answer, old in zip(after, before, strict=True) if answer is not old]
-        self._flow_parts.metrics.whole_answers_repeated_total.inc(len(repeated))
+        self.metrics.whole_answers_repeated_total.inc(len(repeated))
         logger.info("answer: requesting the whole answer: tool calls are damaged in the engine's stream")
         try:
             await self.make_answers(work.call, repeated, record)
@@ -275,44 +201,9 @@ class RequestService:
             return
         work.unit_answers = after
 
-    # Called by AdmissionQueue, see AdmissionParts
-
-    def _on_waiting_change(self, is_waiting: bool) -> None:
-        """Let the pools announce free room only while a unit waits: the announcement costs three calls a request."""
-        for pool in self._serving_pools:
-            pool.on_release = self.admission_queue.check_soon if is_waiting else None
-
-    def _have_pools_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        for pool in self._serving_pools:  # noqa: SIM110 - a generator would be one more call for each request
-            if not pool.has_room(request):
-                return False
-        return True
-
-    def _fits_engines(self, request: PickRequest) -> bool:
-        return self._pools.decode.has_room(lambda: request)
-
-    def _would_take_now(self) -> bool:
-        return all(pool.would_take_now() for pool in self._serving_pools)
-
-    def _max_hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
-        decode, prefill = self._pools.decode, self._pools.prefill
-        return (prefill if decode.has_room() else decode).policy.max_hold_seconds(request, waiting)
-
-    def _find_full_role(self) -> Role | None:
-        return next((pool.role for pool in self._serving_pools if not pool.has_room()), None)
-
-    def _find_absent_role(self) -> Role | None:
-        return next((pool.role for pool in self._serving_pools if pool.are_all_gone()), None)
-
-    def _find_refusing_role(self) -> tuple[Role, float] | None:
-        until, role = max((pool.refused_until(), pool.role) for pool in self._serving_pools)
-        return (role, until) if until else None
-
 
 class RequestWork:
     """The units of one client request, and the answers to them."""
-
-    __slots__ = ("_stream_rendering", "unit_answers", "call", "dialect", "unit_calls")
 
     def __init__(
         self,

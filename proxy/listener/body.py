@@ -41,7 +41,7 @@ _WHOLE_BYTES: Final = 1024 * 1024
 
 
 async def read_json(
-    request: web.Request, listen_options: Listen, on_bytes: Callable[[int], object], *, parse_counter: int = 1
+    request: web.Request, listen_options: Listen, on_bytes: Callable[[int], object], *, parse_count: int = 1
 ) -> bytes:
     """Return the body of a JSON request as `read_body` does. Raises GatewayError 413 if parsing would take too long.
 
@@ -52,10 +52,10 @@ async def read_json(
         listen_options: The limits.
         on_bytes: Called with an upper bound of the memory that the body may take, if it is large. See
             `body_memory_bytes`.
-        parse_counter: How often the body is parsed without a pause, for example 2 if it is translated and parsed again.
+        parse_count: How often the body is parsed without a pause, for example 2 if it is translated and parsed again.
     """
     raw = await read_body(request, listen_options, on_bytes)
-    most = listen_options.max_body_elements // parse_counter
+    most = listen_options.max_body_elements // parse_count
     if len(raw) <= ALWAYS_LIGHT_BYTES or is_light_json(raw, most):
         return raw
     if len(raw) <= LONG_BYTES:

@@ -243,11 +243,8 @@ class FirstProtocol(asyncio.Protocol, ABC):
 
     client_transport: asyncio.Transport
     """The transport; it stays set after the connection is lost."""
-
-    @property
-    @abstractmethod
-    def client_address(self) -> str:
-        """Return the address of the client of this connection."""
+    client_address: str
+    """The address at the other end of the connection; `-` if it is unknown."""
 
     @property
     @abstractmethod

@@ -104,12 +104,13 @@ class HttpListener:
         self.tls: ssl.SSLContext | None = None
         """Context of new connections. None: clients connect without TLS."""
         self._handshakes: set[TlsHandshake] = set()
-        self._open: set[AiohttpConnection | FirstProtocol] = set()
-        self._first: set[FirstProtocol] = set()
+        self._connections: set[AiohttpConnection | FirstProtocol] = set()
+        self._first_protocols: set[FirstProtocol] = set()
         self._idle_since: dict[AiohttpConnection | FirstProtocol, float] = {}  # noted by `close_idle_connections`
-        self._heads = HeaderDeadlines[asyncio.Transport](clock)
-        self._turned_away: dict[AiohttpConnection | FirstProtocol, tuple[float, asyncio.Transport]] = {}
-        self._next_full_line = -_FULL_LINE_SECONDS
+        self.header_deadlines = HeaderDeadlines[asyncio.Transport](clock)
+        """The connections that wait for the headers of a request."""
+        self._rejected_connections: dict[AiohttpConnection | FirstProtocol, tuple[float, asyncio.Transport]] = {}
+        self._next_limit_log_at = -_FULL_LINE_SECONDS
         self.set_limits(listen)
 
     def set_limits(self, listen: Listen) -> None:
@@ -120,7 +121,7 @@ class HttpListener:
     @property
     def connection_count(self) -> int:
         """The number of open client connections, including those in a TLS handshake."""
-        return len(self._open) + len(self._handshakes)
+        return len(self._connections) + len(self._handshakes)
 
     async def __aenter__(self) -> Self:
         await self._app_runner.setup()
@@ -128,7 +129,7 @@ class HttpListener:
         assert server is not None
         self._server = server
         self._serve, server.request_handler = server.request_handler, self._handle_request
-        self._new_request, server.request_factory = server.request_factory, self._make_request
+        self._make_aiohttp_request, server.request_factory = server.request_factory, self._make_request
         self._on_tick()
         return self
 
@@ -144,9 +145,9 @@ class HttpListener:
         await asyncio.gather(
             *(each.handshake_task for each in handshakes if each.handshake_task is not None), return_exceptions=True
         )
-        for _, transport in tuple(self._turned_away.values()):
+        for _, transport in tuple(self._rejected_connections.values()):
             transport.abort()
-        for first in tuple(self._first):
+        for first in tuple(self._first_protocols):
             first.cut_connection()
         await self._app_runner.cleanup()
 
@@ -172,7 +173,11 @@ class HttpListener:
     def close_idle_connections(self, seconds: float) -> None:
         """Close connections that were idle for `seconds`, counted from an earlier call."""
         now = self._clock()
-        idle = {each for each in self._open if each.awaits_request and each.client_transport not in self._heads}
+        idle = {
+            each
+            for each in self._connections
+            if each.awaits_request and each.client_transport not in self.header_deadlines
+        }
         self._idle_since = {each: self._idle_since.get(each, now) for each in idle}
         for connection, since in self._idle_since.items():
             if now - since >= seconds:
@@ -194,27 +199,27 @@ class HttpListener:
         await asyncio.gather(*(loop.connect_accepted_socket(self._accept_connection, sock) for sock in queued))
         for _ in range(2):
             await asyncio.sleep(0)  # one turn of the loop, which reads the arrived data
-        for connection in tuple(self._open):
-            if connection.client_transport not in self._heads:
+        for connection in tuple(self._connections):
+            if connection.client_transport not in self.header_deadlines:
                 connection.end_after_answer()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_HEADS_SECONDS):
                 if handshakes := [each.handshake_task for each in self._handshakes if each.handshake_task is not None]:
                     await asyncio.wait(handshakes)
-                await self._heads.wait_until_empty()
+                await self.header_deadlines.wait_until_empty()
 
     def close_overdue_connections(self) -> None:
         """Close the connections whose time limits have passed."""
-        for transport, has_begun in self._heads.overdue_connections(self._listen.header_seconds):
+        for transport, has_begun in self.header_deadlines.overdue_connections(self._listen.header_seconds):
             cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end_connection(
                 _slow_header_error() if has_begun else None
             )
-            self._heads.stop_timing(transport)
+            self.header_deadlines.stop_timing(transport)
         now = self._clock()
-        for first in tuple(self._first):
+        for first in tuple(self._first_protocols):
             first.enforce_time_limits(now, self._listen.keepalive_seconds)
         over = self._clock() - LINGERING_SECONDS
-        for _, transport in tuple(takewhile(lambda each: each[0] <= over, self._turned_away.values())):
+        for _, transport in tuple(takewhile(lambda each: each[0] <= over, self._rejected_connections.values())):
             transport.abort()
 
     # Calls from connections
@@ -231,57 +236,53 @@ class HttpListener:
 
     def register_connection(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> bool:
         """Register a connection. Returns False if the limit is reached; the connection gets an error and closes."""
-        if len(self._open) >= self._max_connections:
+        if len(self._connections) >= self._max_connections:
             self._reject_connection(connection, transport)
             return False
-        self._open.add(connection)
+        self._connections.add(connection)
         if not isinstance(connection, AiohttpConnection):
-            self._first.add(connection)
+            self._first_protocols.add(connection)
         self._metrics.connections.inc()
-        self._heads.start_timing(transport)
+        self.header_deadlines.start_timing(transport)
         return True
 
     def hand_to_aiohttp(self, first_protocol: FirstProtocol, data: bytes) -> None:
         """Let aiohttp take over a connection. `data`: the first bytes that are not answered yet."""
         transport, connection = first_protocol.client_transport, self._make_aiohttp_connection()
-        self._first.discard(first_protocol)
-        self._open.discard(first_protocol)
-        self._open.add(connection)
+        self._first_protocols.discard(first_protocol)
+        self._connections.discard(first_protocol)
+        self._connections.add(connection)
         transport.set_protocol(connection)
         connection.resume_from(first_protocol, data)
 
     def return_to_first_protocol(self, first_protocol: FirstProtocol, connection: AiohttpConnection) -> None:
         """Give a connection back to the protocol that handed it to aiohttp."""
-        self._open.discard(connection)
-        self._open.add(first_protocol)
-        self._first.add(first_protocol)
+        self._connections.discard(connection)
+        self._connections.add(first_protocol)
+        self._first_protocols.add(first_protocol)
         first_protocol.client_transport.set_protocol(first_protocol)
-
-    def on_headers_arrived(self, connection: FirstProtocol) -> None:
-        """Record that the headers of a request have arrived."""
-        self._heads.stop_timing(connection.client_transport)
 
     def remove_connection(self, connection: AiohttpConnection | FirstProtocol) -> None:
         """Remove a closed connection from the listener."""
-        self._heads.stop_timing(connection.client_transport)
-        self._turned_away.pop(connection, None)
-        self._first.discard(cast("FirstProtocol", connection))
-        if connection in self._open:
-            self._open.remove(connection)
+        self.header_deadlines.stop_timing(connection.client_transport)
+        self._rejected_connections.pop(connection, None)
+        self._first_protocols.discard(cast("FirstProtocol", connection))
+        if connection in self._connections:
+            self._connections.remove(connection)
             self._metrics.connections.dec()
 
     def count_head_bytes(self, connection: AiohttpConnection, size_bytes: int) -> int:
         """Count a part of the headers of a request. Returns their size so far."""
-        if connection.client_transport not in self._heads:
-            self._heads.start_timing(connection.client_transport)
+        if connection.client_transport not in self.header_deadlines:
+            self.header_deadlines.start_timing(connection.client_transport)
             connection.stop_idle_timer()
-        return self._heads.add_header_bytes(connection.client_transport, size_bytes)
+        return self.header_deadlines.add_header_bytes(connection.client_transport, size_bytes)
 
     def make_refusal_bytes(
         self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str
     ) -> bytes:
         """Count and log an error of a request that reaches no middleware. Returns the bytes of the answer."""
-        self._heads.stop_timing(connection.client_transport)
+        self.header_deadlines.stop_timing(connection.client_transport)
         reason = replies.rejection_reason(error)
         if reason is not None:
             self._metrics.rejected_total.labels(reason).inc()
@@ -302,17 +303,17 @@ class HttpListener:
         now = self._clock()
         self._log_connection_limit(now)
         connection.close()  # its data is ignored
-        if len(self._turned_away) >= self._max_connections * _TOLD_SHARE:
+        if len(self._rejected_connections) >= self._max_connections * _TOLD_SHARE:
             transport.abort()
             return
         error = Overloaded("this gateway has reached its limit of client connections", code="too_many_connections")
         transport.write(replies.closing_error_bytes(error, make_request_id()))
-        self._turned_away[connection] = (now, transport)
+        self._rejected_connections[connection] = (now, transport)
         end_writing(transport)
 
     def _log_connection_limit(self, now: float) -> None:
-        if now >= self._next_full_line:
-            self._next_full_line = now + _FULL_LINE_SECONDS
+        if now >= self._next_limit_log_at:
+            self._next_limit_log_at = now + _FULL_LINE_SECONDS
             logger.warning("listener: new connections rejected: the limit of %d is reached", self._max_connections)
 
     # Calls from the event loop, and from TLS handshakes
@@ -359,17 +360,17 @@ class HttpListener:
             message = message._replace(should_close=True)
         expectation = message.headers.get(hdrs.EXPECT)
         if expectation is None or (message.version == HttpVersion11 and expectation.lower() != "100-continue"):
-            return self._new_request(message, *rest)
+            return self._make_aiohttp_request(message, *rest)
         # aiohttp would send `100 Continue` before a handler could reject the request. `read_body` sends it instead.
         headers = CIMultiDict(message.headers)
         del headers[hdrs.EXPECT]
-        request = self._new_request(message._replace(headers=CIMultiDictProxy(headers)), *rest)
+        request = self._make_aiohttp_request(message._replace(headers=CIMultiDictProxy(headers)), *rest)
         if message.version == HttpVersion11:  # an older client does not know it (RFC 9110 10.1.1)
             request[AWAITS_CONTINUE] = True
         return request
 
     async def _handle_request(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._heads.stop_timing(cast("AiohttpConnection", request.protocol).client_transport)
+        self.header_deadlines.stop_timing(cast("AiohttpConnection", request.protocol).client_transport)
         problem = find_refusal(request)
         if problem is not None:
             raise problem

@@ -32,9 +32,10 @@ from proxy.fleet.discovery.joining import InstanceJoiner
 from proxy.fleet.discovery.prober import HealthProber, ProberParts
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.gateway.detokenizer import Detokenizer
+from proxy.gateway.lane_parts import ServiceParts
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.suspects import Suspects
-from proxy.gateway.work import RequestService, ServiceParts
+from proxy.gateway.work import RequestService
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics, render_exposition
 from proxy.observe.timeline import Timeline
@@ -125,7 +126,7 @@ class Gateway:
                 policy="round_robin",
                 load_row=row,
                 health=self.health,
-                on_backend_gone=self._count,
+                on_lease_end=self._count,
             )
             for role in (Role.PREFILL, Role.DECODE)
         }
@@ -208,7 +209,7 @@ class Gateway:
         )
         flow = RequestService(parts, LiveSettings(settings))
         models = ServedModels(self.roster, self.health, tuple(roles))
-        return Lanes(models, Lane(pools, flow, connector, suspects), make, settings, self.prober.refresh_models)
+        return Lanes(models, Lane(flow), make, settings, self.prober.refresh_models)
 
     def keys(self, key: str | None = None, trusted: Sequence[tuple[str, int]] = ()) -> EngineKeys:
         """Keys for these backends, which from now on stand in the roster as trusted."""

@@ -195,7 +195,7 @@ async def test_request_is_not_blamed_when_only_one_engine_crashed(deploy: Deploy
     while answer.status == 503:  # the engine is passed over for a moment
         answer = await gateway.ask(poison())
     assert answer.status == 200
-    assert gateway.worker.request_service._flow_parts.suspects.suspect_memory.is_empty
+    assert gateway.worker.request_service.suspects.suspect_memory.is_empty
 
 
 def resumes(gateway: Deployment) -> float:

@@ -36,7 +36,7 @@ class Pushing:
 
     @property
     def connector(self) -> AscendLayerwise:
-        connector = self.gateway.worker.request_service._flow_parts.connector
+        connector = self.gateway.worker.request_service.connector
         assert isinstance(connector, AscendLayerwise)
         return connector
 

@@ -159,7 +159,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(deploy: Deploy, b
     call = replace(
         parse(Api.COMPLETIONS, COMPLETION, both.gateway.worker.settings.cost), kv_params={"prompt_token_ids": ids}
     )
-    async with both.gateway.worker.request_service._flow_parts.connector.open_attempt(
+    async with both.gateway.worker.request_service.connector.open_attempt(
         call, call.make_pick_request(), Timeline()
     ) as attempt:
         await attempt.response.read_body()

@@ -23,7 +23,7 @@ def turn(*texts: str, **fields: Any) -> dict[str, Any]:
 async def wanting(deploy: Deploy, decoders: int, skip_prefill: object = True, **sections: Any) -> Deployment:
     """Deploy a gateway with a handoff so slow that a decoder always computes the prompt sooner."""
     gateway = await deploy(1, decoders, kv={"skip_prefill": skip_prefill, "local_max_tokens": 512}, **sections)
-    gateway.worker.request_service._flow_parts.connector._local_prefill.handoff_seconds = 1000.0  # type: ignore[attr-defined]
+    gateway.worker.request_service.connector._local_prefill.handoff_seconds = 1000.0  # type: ignore[attr-defined]
     return gateway
 
 
@@ -94,7 +94,7 @@ async def test_request_that_failed_there_goes_the_usual_way(deploy: Deploy) -> N
 @pytest.mark.parametrize("fast_path", [True, False])
 async def test_prefill_times_of_both_roles_are_learned_from_answers(deploy: Deploy, fast_path: bool) -> None:
     gateway = await deploy(1, 1, kv={"skip_prefill": True}, listen={"fast_path": fast_path}, engine={"block_size": 16})
-    local = gateway.worker.request_service._flow_parts.connector._local_prefill  # type: ignore[attr-defined]
+    local = gateway.worker.request_service.connector._local_prefill  # type: ignore[attr-defined]
     gateway.worker.pools.prefill.policy.context.loop_lag_within = lambda began, ended: 0.0
     await gateway.ask(turn(LONG, stream=True))
     assert 0 < local.handoff_seconds < 5

@@ -247,7 +247,7 @@ def a_call(gateway: Deployment, body: bytes, api: Api, **kv_params: object) -> C
 @asynccontextmanager
 async def opened(gateway: Deployment, call: Call, prefer: Backend | None = None) -> AsyncIterator[Attempt]:
     """Run one attempt of the connector alone, read its answer, and report its KV as arrived."""
-    async with gateway.worker.request_service._flow_parts.connector.open_attempt(
+    async with gateway.worker.request_service.connector.open_attempt(
         call, call.make_pick_request((), prefer), Timeline()
     ) as attempt:
         await attempt.response.read_body()

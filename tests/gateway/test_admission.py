@@ -16,6 +16,7 @@ from proxy.balancer.shared.memory import NO_HEAD, QueueHeads, WorkerQueueHead
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
+from proxy.gateway.engine_room import EngineRoom
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
@@ -61,7 +62,7 @@ class Unit:
         return refused.value
 
 
-class Gate:
+class Gate(EngineRoom):
     """An AdmissionQueue in front of a number of places."""
 
     def __init__(self, clock: Clock, front: WorkerQueueHead | None = None) -> None:
@@ -72,13 +73,10 @@ class Gate:
         self.refusing: tuple[Role, float] | None = None
         self.listens = False
         parts = AdmissionParts(
-            has_room=self.has_room,
+            engine_room=self,
             metrics=self.metrics,
             clock=clock,
-            find_absent_role=lambda: self.absent,
-            on_waiting_change=self._on_wait,
             queue_head=front,
-            find_refusing_role=lambda: self.refusing,
         )
         self.admission = AdmissionQueue(parts, Limits())
         self.units: list[Unit] = []
@@ -88,7 +86,14 @@ class Gate:
         self.asked += 1
         return self.taken < self.places
 
-    def _on_wait(self, is_waiting: bool) -> None:
+    def find_absent_role(self) -> Role | None:
+        return self.absent
+
+    def find_refusing_role(self) -> tuple[Role, float] | None:
+        return self.refusing
+
+    def announce_room_to(self, on_room: Callable[[], None] | None) -> None:
+        is_waiting = on_room is not None
         assert is_waiting is not self.listens
         self.listens = is_waiting
 
@@ -117,7 +122,7 @@ class Gate:
 
     def is_waking(self) -> bool:
         """Return whether a unit has its turn and has not run yet."""
-        return any(entry.turn_future.done() for entry in self.admission._queue)
+        return any(entry.turn_future.done() for entry in self.admission._rejectable_units)
 
     def served(self) -> str:
         """Return the keys in the order of their service."""
@@ -141,7 +146,7 @@ class Gate:
             0,
             0,
         )
-        assert (admission._lines, admission._queue, admission._running) == ({}, {}, {})
+        assert (admission._lines_by_key, admission._rejectable_units, admission._running) == ({}, {}, {})
         assert admission._timer is None
         assert not self.listens
         assert self.queued_requests() == 0
@@ -707,10 +712,10 @@ class AnyOrder(RuleBasedStateMachine):
         admission = self.gate.admission
         assert [unit for unit in self.units if unit.is_in] == [unit for unit in self.units if unit in self.running]
         assert admission.running_count == len(self.running)
-        assert {name: len(line.queued_units) for name, line in admission._lines.items()} == {
+        assert {name: len(line.queued_units) for name, line in admission._lines_by_key.items()} == {
             name: len(line) for name, line in self.lines.items()
         }
-        assert len(admission._queue) == self.gate.queued_requests()
+        assert len(admission._rejectable_units) == self.gate.queued_requests()
         assert (admission._timer is not None) == bool(self.lines)
 
     @invariant()

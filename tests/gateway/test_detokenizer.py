@@ -96,8 +96,8 @@ async def deploy() -> AsyncIterator[Deploy]:
             roster = Roster(addresses[0], addresses[1], scoreboard)
             on_end = ends_of(ends)
             pools = Pools(
-                make_pool(Role.PREFILL, roster, scoreboard, health=health, on_backend_gone=on_end),
-                make_pool(Role.DECODE, roster, scoreboard, health=health, on_backend_gone=on_end),
+                make_pool(Role.PREFILL, roster, scoreboard, health=health, on_lease_end=on_end),
+                make_pool(Role.DECODE, roster, scoreboard, health=health, on_lease_end=on_end),
             )
             upstream = await stack.enter_async_context(Upstream(Timeouts(), EngineKeys(None)))
             detokenizer = Detokenizer(pools, upstream, timeout_seconds)

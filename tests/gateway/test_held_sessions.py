@@ -14,6 +14,7 @@ from proxy.balancer.policies.working_sets import CachedSession, WorkingSets
 from proxy.common.backend import Load
 from proxy.common.errors import GatewayError
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
+from proxy.gateway.engine_room import EngineRoom
 from proxy.gateway.queue_order import ArrivalOrdering
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
@@ -55,7 +56,7 @@ class Gate:
         self.line_up = ArrivalOrdering()
         self.line_up.working_sets = self.made
         parts = AdmissionParts(
-            has_room=lambda request=None: True,
+            engine_room=EngineRoom(),
             metrics=self.metrics,
             clock=self.clock,
             queue_order=self.line_up,
@@ -91,7 +92,7 @@ class Gate:
         return not (
             admission.waiting_count
             or admission.running_count
-            or admission._queue
+            or admission._rejectable_units
             or admission._timer
             or self.made.waiting_turn_count
         )

@@ -14,13 +14,14 @@ from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.common.errors import GatewayError, Overloaded
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
+from proxy.gateway.engine_room import EngineRoom
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 
 ANSWER_SECONDS = 1000.0
 
 
-class Engines:
+class Engines(EngineRoom):
     """Engines that would take `engine_places` requests at a time, and should have no more than `places`."""
 
     def __init__(self, places: int, engine_places: int, hold_seconds: float = math.inf, **limits: float) -> None:
@@ -31,14 +32,18 @@ class Engines:
         """Seconds that each request waited, in the order in which they were let in."""
         self.rejected: list[str] = []
         self._loop = asyncio.get_running_loop()
-        parts = AdmissionParts(
-            has_room=lambda request=None: self.taken < self.places,
-            metrics=Metrics(),
-            clock=self._loop.time,
-            would_take_now=lambda: self.taken < self.engine_places,
-            max_hold_seconds=lambda request, waiting: hold_seconds,
-        )
+        self._hold_seconds = hold_seconds
+        parts = AdmissionParts(engine_room=self, metrics=Metrics(), clock=self._loop.time)
         self.admission = AdmissionQueue(parts, Limits.model_validate(limits))
+
+    def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
+        return self.taken < self.places
+
+    def would_take_now(self) -> bool:
+        return self.taken < self.engine_places
+
+    def max_hold_seconds(self, request: PickRequest | None, waiting_count: int) -> float:
+        return self._hold_seconds
 
     async def ask(self, at: float) -> None:
         """Send a request at a time, whose answer takes very long."""

@@ -27,7 +27,7 @@ OFF: dict[str, Any] = {"resume": {"mode": "off"}}
 
 def front_connections(clients: Clients) -> list[FastConnection]:
     """Return the connections that the fast reader reads."""
-    return [each for each in clients.gateway.worker.client_listener._open if isinstance(each, FastConnection)]
+    return [each for each in clients.gateway.worker.client_listener._connections if isinstance(each, FastConnection)]
 
 
 async def half_sent(clients: Clients, body: bytes) -> Line:
@@ -40,7 +40,7 @@ async def half_sent(clients: Clients, body: bytes) -> Line:
 
 def missing_bytes(connection: FastConnection) -> int | None:
     """Return the bytes of a long body that have not arrived. None: no long body is arriving."""
-    reader = connection._reader
+    reader = connection._long_body_reader
     return None if reader is None else reader.head.body_bytes - reader.received_bytes
 
 

@@ -10,6 +10,7 @@ import pytest
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
+from proxy.gateway.engine_room import EngineRoom
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from proxy.wire.prefix import NO_PREFIX_KEYS
@@ -35,7 +36,7 @@ class Wishes:
         return self._priority
 
 
-class Counter:
+class Counter(EngineRoom):
     """One place at a time, at one of two windows; a request's seconds are its tokens, its window its KV."""
 
     holds_queue = True
@@ -47,11 +48,16 @@ class Counter:
         self.served: list[str] = []
         self.left: list[PickRequest] = []
         self.tasks: list[asyncio.Task[None]] = []
-        parts = AdmissionParts(has_room=self.has_room, metrics=Metrics(), clock=self.clock, queue_order=self)
+        self.seconds_of_answers: dict[int, float] = {}
+        """Seconds of the decoder, by the request's seconds."""
+        parts = AdmissionParts(engine_room=self, metrics=Metrics(), clock=self.clock, queue_order=self)
         self.admission = AdmissionQueue(parts, Limits())
 
     def predict_work_seconds(self, request: PickRequest) -> float:
         return float(request.prefill_load.compute_tokens)
+
+    def answer_seconds(self, request: PickRequest) -> float:
+        return self.seconds_of_answers.get(request.prefill_load.compute_tokens, 0.0)
 
     def on_left_queue(self, request: PickRequest) -> None:
         self.left.append(request)
@@ -185,7 +191,7 @@ async def test_key_keeps_its_service_during_a_short_absence(counter: Counter) ->
     assert counter.served == ["b 0", "a"]
     await counter.arrive("again", 0, key="comes and goes")
     assert await drained(counter) == ["b 0", "a", "b 1", "b 2", "b 3", "again"]
-    assert not counter.admission._order._served_seconds_by_key
+    assert not counter.admission._fair_queue._served_seconds_by_key
 
 
 async def test_absent_key_does_not_save_service(counter: Counter) -> None:
@@ -200,7 +206,7 @@ async def test_absent_key_does_not_save_service(counter: Counter) -> None:
 
 
 async def test_decoder_time_is_charged_to_the_key(counter: Counter) -> None:
-    counter.admission._answer_seconds = lambda request: 10.0 if request.prefill_load.compute_tokens == 3 else 0.0
+    counter.seconds_of_answers[3] = 10.0
     for number in range(4):
         await counter.arrive(f"long answer {number}", 3, key="long answers")
     for number in range(4):
@@ -254,4 +260,4 @@ async def test_request_that_leaves_the_queue_leaves_nothing_behind(counter: Coun
     await asyncio.wait([counter.tasks[1]])
     del counter.tasks[1]
     assert await drained(counter) == ["a", "c"]
-    assert not counter.admission._lines
+    assert not counter.admission._lines_by_key

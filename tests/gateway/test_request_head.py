@@ -263,7 +263,7 @@ def test_only_the_length_may_differ_from_the_head_before(value: bytes, first: by
     head = read_head(first)
     if head is not None:
         for rest in (b"", b"{}", b"7\r\n\r\n"):
-            second = head.bytes_before_credential + value + head.bytes_after_credential + rest
+            second = head.bytes_before_length + value + head.bytes_after_length + rest
             assert read_head(second, head) == read_head(second)
 
 
@@ -274,7 +274,7 @@ def test_head_that_grows_too_long_is_not_plain() -> None:
     head = read_head(longest)
     assert head is not None
     assert head.head_size_bytes == MAX_HEAD_BYTES
-    assert read_head(head.bytes_before_credential + b"17" + head.bytes_after_credential, head) is None
+    assert read_head(head.bytes_before_length + b"17" + head.bytes_after_length, head) is None
 
 
 def with_fields(*lines: bytes, host: bytes = b"Host: x\r\n", length: bytes = b"Content-Length: 2\r\n") -> bytes:

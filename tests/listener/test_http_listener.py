@@ -470,7 +470,7 @@ async def test_kept_connection_may_be_idle_but_headers_have_a_deadline(site: Sit
     await pass_by(site, 60.0)
     client.send(GET)
     await pass_by(site, 9.0)
-    (connection,) = (each for each in site.front._open if each.client_transport in site.front._heads)
+    (connection,) = (each for each in site.front._connections if each.client_transport in site.front.header_deadlines)
     assert isinstance(connection, AiohttpConnection)
     assert connection._keepalive_handle is None  # the timer of aiohttp for idle connections
     client.send(b"\r\n")  # after 69 seconds, but 9 after the first byte

@@ -24,10 +24,11 @@ from proxy.gateway.api_keys import ApiKeys
 from proxy.gateway.detokenizer import Detokenizer
 from proxy.gateway.fast_connection import FastConnection
 from proxy.gateway.intake import Intake
+from proxy.gateway.lane_parts import ServiceParts
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.request_parts import RequestParts
 from proxy.gateway.suspects import Suspects
-from proxy.gateway.work import RequestService, ServiceParts
+from proxy.gateway.work import RequestService
 from proxy.listener import replies
 from proxy.observe.key_metrics import collect_keys
 from proxy.observe.key_usage import KeyUsageListener
@@ -71,13 +72,12 @@ class ClientParts:
 
 def build_clients(basis: WorkerBasis, balancing: Balancing, engines: EngineParts, drain: DrainManager) -> ClientParts:
     """Build the client side. Its listener does not listen yet."""
-    suspects = _make_suspects(basis, engines, balancing.pools)
     # Lanes of single models have queues that belong to each worker.
     queue_front = basis.shared.queue_heads.view_of_worker(basis.worker_number)
-    service = _make_request_service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
+    service = _make_request_service(basis, engines, balancing.pools, engines.connector, queue_front)
     basis.live_configuration.call_on_change(service.on_settings_change)
-    lanes = _make_lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
-    dialects = [dialect for dialect in DIALECTS if service.can_serve_dialect(dialect)]
+    lanes = _make_lanes(basis, balancing, engines, Lane(service))
+    dialects = [dialect for dialect in DIALECTS if dialect.api in engines.connector.apis]
     observers = _make_observers(basis, dialects)
     probes = ProbeApi(lanes, drain)
     api_keys = _make_client_keys(basis, lanes)
@@ -93,7 +93,7 @@ def build_clients(basis: WorkerBasis, balancing: Balancing, engines: EngineParts
     generation = GenerationApi(generation_parts, dialects, lambda: basis.settings.listen)
     counting = _make_count_tokens_api(basis, engines, lanes, keys)
     questions = QuestionParts(
-        engine_client=engines.engine_lines.engine_client,
+        engine_client=engines.engine_clients.engine_client,
         engine_keys=balancing.engine_keys,
         key_auth=keys,
         metrics=basis.metrics,
@@ -122,12 +122,8 @@ def build_clients(basis: WorkerBasis, balancing: Balancing, engines: EngineParts
     app.on_response_prepare.append(cors.on_prepare)
     front = make_http_listener(basis, app, tls_section="listen")
     parts = RequestParts(
-        request_service=service,
-        connector=engines.connector,
-        suspects=suspects,
-        model_lane=lanes.whole_lane,
         all_lanes=lanes,
-        upstream=engines.engine_lines.upstream,
+        upstream=engines.engine_clients.upstream,
         drain_manager=drain,
         http_listener=front,
         request_observers=observers,
@@ -168,7 +164,7 @@ def _make_count_tokens_api(
 ) -> CountTokensApi:
     return CountTokensApi(
         lanes=lanes,
-        upstream=engines.engine_lines.upstream,
+        upstream=engines.engine_clients.upstream,
         client_keys=client_keys,
         settings=lambda: basis.settings,
         metrics=basis.metrics,
@@ -178,8 +174,7 @@ def _make_count_tokens_api(
 def _make_lanes(basis: WorkerBasis, balancing: Balancing, engines: EngineParts, whole: Lane) -> Lanes:
     def make(serving: Serving) -> Lane:
         pools, configure_pools = balancing.make_pools_part(serving)
-        connector, suspects = engines.make_connector(pools), _make_suspects(basis, engines, pools)
-        made = _make_request_service(basis, engines, pools, connector, suspects)
+        made = _make_request_service(basis, engines, pools, engines.make_connector(pools))
         made.admission_queue.priorities = whole.request_service.admission_queue.priorities
         made.admission_queue.buffers = whole.request_service.admission_queue.buffers
 
@@ -187,11 +182,11 @@ def _make_lanes(basis: WorkerBasis, balancing: Balancing, engines: EngineParts, 
             configure_pools(new)
             made.on_settings_change(new)
 
-        return Lane(pools, made, connector, suspects, on_change)
+        return Lane(made, on_change)
 
     lanes = Lanes(balancing.served_models, whole, make, basis.settings, engines.prober.refresh_models)
     basis.live_configuration.call_on_change(lanes.apply_settings)
-    balancing.pool_of.find_pool = lambda backend: lanes.lane_of_backend(backend).pools.pool_of(backend.role)
+    balancing.pool_finder.pools_of = lambda backend: lanes.lane_of_backend(backend).pools
     keys = basis.metrics.prefix_index_keys
     basis.metrics.call_before_scrape(
         lambda: keys.set(sum(lane.pools.prefill.policy.remembered_prefixes for lane in lanes.all_lanes))
@@ -211,26 +206,20 @@ def _count_sessions(metrics: Metrics, lanes: Lanes) -> None:
         metrics.resident_tokens_total.labels("lost").inc(lost)
 
 
-def _make_suspects(basis: WorkerBasis, engines: EngineParts, pools: Pools) -> Suspects:
-    return Suspects(
-        basis.shared.suspect_memory, pools, tuple(engines.pools), engines.prober.is_backend_gone, basis.metrics
-    )
-
-
 def _make_request_service(
     basis: WorkerBasis,
     engines: EngineParts,
     pools: Pools,
     connector: Connector,
-    suspects: Suspects,
     front: WorkerQueueHead | None = None,
 ) -> RequestService:
+    is_engine_gone, roles = engines.prober.is_backend_gone, tuple(engines.pools)
     parts = ServiceParts(
         connector=connector,
         pools=pools,
-        detokenizer=Detokenizer(pools, engines.engine_lines.upstream),
-        suspects=suspects,
-        is_engine_gone=engines.prober.is_backend_gone,
+        detokenizer=Detokenizer(pools, engines.engine_clients.upstream),
+        suspects=Suspects(basis.shared.suspect_memory, pools, roles, is_engine_gone, basis.metrics),
+        is_engine_gone=is_engine_gone,
         metrics=basis.metrics,
         queue_head=front,
     )

@@ -11,7 +11,7 @@ from typing import Final, cast
 from lab.replay.engines import Engine
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.health import Health, HealthBoard
-from proxy.balancer.pick import PickRequest, Policy, PolicyContext
+from proxy.balancer.pick import Policy, PolicyContext
 from proxy.balancer.policies.handoff_times import HandoffTimes, lacks_memory
 from proxy.balancer.policies.prefiller import write_cache_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
@@ -25,6 +25,7 @@ from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
 from proxy.fleet.replicas.state import LocalState, PeerRows, SharedRows
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.gateway.api_keys import KeyUsage
+from proxy.gateway.engine_room import PoolsRoom
 from proxy.observe.metrics import Metrics
 from proxy.process.loop_lag import LoopLag
 from proxy.settings import Settings
@@ -125,23 +126,13 @@ class Worker:
     def __init__(self, pools: Pools, clock: Callable[[], float], front: WorkerQueueHead | None) -> None:
         self.pools = pools
         parts = AdmissionParts(
-            has_room=self._has_room,
+            engine_room=PoolsRoom(pools, (Role.DECODE, Role.PREFILL)),
             metrics=Metrics(),
             clock=clock,
             queue_order=pools.prefill,
             queue_head=front,
-            would_take_now=lambda: pools.decode.would_take_now() and pools.prefill.would_take_now(),
-            fits_engines=lambda request: pools.decode.has_room(lambda: request),
-            max_hold_seconds=lambda *waits: (
-                pools.prefill if pools.decode.has_room() else pools.decode
-            ).policy.max_hold_seconds(*waits),
         )
         self.admission = AdmissionQueue(parts, AdmissionLimits())
-        for each in (pools.prefill, pools.decode):
-            each.on_release = self.admission.check_soon
-
-    def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        return self.pools.decode.has_room(request) and self.pools.prefill.has_room(request)
 
 
 @dataclass(frozen=True, slots=True)

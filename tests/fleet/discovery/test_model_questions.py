@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import orjson
@@ -46,12 +47,12 @@ class CountedEngines:
             for backend in gateway.pools[role].all_backends():
                 gateway.health.on_probe(backend, True, "passed its health check")
                 gateway.health.set_engine_facts(backend, make_engine_facts(None, self._list_models(backend.url)))
-        none: Any = None
         models = ServedModels(gateway.roster, gateway.health, (Role.PREFILL, Role.DECODE))
+        service: Any = SimpleNamespace(pools=None, connector=None)
         self.lanes = Lanes(
             models,
-            Lane(none, none, none, none),
-            lambda serving: Lane(none, none, none, none),
+            Lane(service),
+            lambda serving: Lane(service),
             Settings(),
             self.prober.refresh_models,
         )

@@ -33,6 +33,7 @@ PORTS: Final = {
     "Connector",
     "Dialect",
     "Engine",
+    "EngineRoom",
     "FastForward",
     "LeaseTracker",
     "OpenAi",

@@ -21,7 +21,7 @@ _BY_PACKAGE: Final = {
     ),
     "gateway": (
         "admission answers api_keys assembly attempts client_writer common_abilities"
-        " delivery fast_connection intake long_body queue_order relay request request_parts"
+        " delivery engine_room fast_connection intake lane_parts long_body queue_order relay request request_parts"
         " resuming retry suspects suspicion work"
     ),
     "listener": "header_deadlines",
