@@ -363,9 +363,8 @@ class BackendHealth:
         if verdict is HealthState.DOWN:
             self._record_end_of_up_state(now)
             self.breaker.end_healthy_time(now, health_checks.eject_seconds)
-            if (
-                self.breaker.is_doubted_by_peer
-            ):  # this gateway has seen it down itself, so a trial decides when it comes up
+            if self.breaker.is_doubted_by_peer:
+                # This gateway has seen it down itself, so a trial decides when it comes up.
                 self.breaker.begin_probation()
                 self.breaker.is_doubted_by_peer = False
         elif self.probe_verdict is HealthState.DOWN:

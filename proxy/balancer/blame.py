@@ -44,8 +44,6 @@ class FailureBlame:
             alone.
     """
 
-    __slots__ = ("_unsettled_errors", "_failed_engines")
-
     def __init__(self, failed_engines: FailedEngines | None = None) -> None:
         self._failed_engines: FailedEngines = {} if failed_engines is None else failed_engines
         self._unsettled_errors: list[UpstreamError] = []

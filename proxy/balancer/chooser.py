@@ -65,12 +65,12 @@ class Chooser:
         self._scoreboard = scoreboard
         self._share_percent = share_percent
         self._clock = clock
-        self._rng = random_source
-        self._open: tuple[Candidate, ...] = ()  # those that are not passed over, until `_open_until`
-        self._open_until = math.inf
-        self._refusing: frozenset[Backend] = frozenset()
-        self._closed_until = 0.0
-        self._is_any_slow = False
+        self._random_source = random_source
+        self._not_passed_over: tuple[Candidate, ...] = ()  # those that are not passed over, until `_passed_over_until`
+        self._passed_over_until = math.inf
+        self._refusing_backends: frozenset[Backend] = frozenset()
+        self._all_refuse_until = 0.0
+        self._has_reduced_shares = False
 
     def set_candidates(self, backends: Sequence[Backend], pool_limits: Sequence[int | None]) -> None:
         """Set the candidates of the next choice.
@@ -81,7 +81,7 @@ class Chooser:
         self.candidates = tuple(Candidate(backend, limit, self._scoreboard) for backend, limit in both)
         self._slot_reader = None
         self.has_limits = any(limit is not None for limit in pool_limits)
-        self._is_any_slow = any(self._share_percent(backend) < FULL_PERCENT for backend in backends)
+        self._has_reduced_shares = any(self._share_percent(backend) < FULL_PERCENT for backend in backends)
         self.update_passed_over()
 
     def update_passed_over(self) -> None:
@@ -89,21 +89,22 @@ class Chooser:
         self.seen_back_off_changes = self.back_off_changes[0]
         now, of = self._clock(), self.back_offs.standing_of
         standings = [(candidate, of(candidate.backend)) for candidate in self.candidates]
-        self._refusing = frozenset(candidate.backend for candidate, standing in standings if standing.would_refuse(now))
-        self._closed_until = min(
-            (standing.retry_after_until for candidate, standing in standings if candidate.backend in self._refusing),
+        refusing = frozenset(candidate.backend for candidate, standing in standings if standing.would_refuse(now))
+        self._refusing_backends = refusing
+        self._all_refuse_until = min(
+            (standing.retry_after_until for candidate, standing in standings if candidate.backend in refusing),
             default=0.0,
         )
-        self._open = tuple(
+        self._not_passed_over = tuple(
             candidate
             for candidate, standing in standings
-            if candidate.backend not in self._refusing and standing.lacks_kv_until <= now
+            if candidate.backend not in refusing and standing.lacks_kv_until <= now
         )
         self.may_pass_over = any(
             standing.lacks_kv_until > now or standing.takes_one_at_a_time(now) for _, standing in standings
         )
         times = (time for _, standing in standings for time in (standing.refuses_until, standing.lacks_kv_until))
-        self._open_until = min((time for time in times if time > now), default=math.inf)
+        self._passed_over_until = min((time for time in times if time > now), default=math.inf)
 
     def record_refusal(self, backend: Backend, retry_after_seconds: float | None) -> int:
         """Pass over a backend that refused a request. Return its number of refusals since it last served one."""
@@ -117,28 +118,28 @@ class Chooser:
         return (
             not self._candidates_not_passed_over
             and bool(self.candidates)
-            and len(self._refusing) == len(self.candidates)
+            and len(self._refusing_backends) == len(self.candidates)
         )
 
     def refused_until(self) -> float:
         """Return the time until which all candidates refuse by their Retry-After. 0: one may accept sooner."""
-        return self._closed_until if self.do_all_refuse else 0.0
+        return self._all_refuse_until if self.do_all_refuse else 0.0
 
     def would_accept(self, avoided_backends: Collection[Backend]) -> bool:
         """Return whether a candidate outside `avoided_backends` would probably take a request now."""
         if self._candidates_not_passed_over and not avoided_backends:
             return True
         return any(
-            candidate.backend not in avoided_backends and candidate.backend not in self._refusing
+            candidate.backend not in avoided_backends and candidate.backend not in self._refusing_backends
             for candidate in self.candidates
         )
 
     @property
     def _candidates_not_passed_over(self) -> tuple[Candidate, ...]:
         """Candidates that are not passed over."""
-        if self.back_off_changes[0] != self.seen_back_off_changes or self._clock() >= self._open_until:
+        if self.back_off_changes[0] != self.seen_back_off_changes or self._clock() >= self._passed_over_until:
             self.update_passed_over()
-        return self._open
+        return self._not_passed_over
 
     def use_policy(self, policy: Policy) -> None:
         """Set the routing policy for later choices."""
@@ -208,7 +209,7 @@ class Chooser:
         It equals `choose_backend` for a request without `avoid` and `prefer` while no backend is passed over.
         """
         policy, reader = self.policy, self._slot_reader
-        considered = self._with_updated_shares(candidates) if self._is_any_slow else candidates
+        considered = self._with_updated_shares(candidates) if self._has_reduced_shares else candidates
         if reader is None or considered is not self.candidates:
             slots = [candidate.backend.slot for candidate in considered]
             reader = self._scoreboard.reader_of(slots, self._weight_per_compute, self._weight_per_kv)
@@ -216,7 +217,7 @@ class Chooser:
                 self._slot_reader = reader
         reader.update_loads()
         weights = reader.weights_by_place
-        if self._is_any_slow and policy.uses_load_weights:  # `_with_updated_shares` may have changed it
+        if self._has_reduced_shares and policy.uses_load_weights:  # `_with_updated_shares` may have changed it
             load = policy.load_of_request(considered[0].backend, request)
             cost = max(1, self._weight_per_compute * load.compute_tokens + self._weight_per_kv * load.kv_tokens)
             weights = weights_by_share(weights, [candidate.request_share_percent for candidate in considered], cost)
@@ -234,11 +235,12 @@ class Chooser:
         for candidate, percent in zip(candidates, percents, strict=True):
             candidate.request_share_percent = percent
         if candidates is self.candidates and min(percents) >= FULL_PERCENT:
-            self._is_any_slow = False  # the last slow start is over, and the next one begins with `set_candidates`
+            # The last slow start is over, and the next one begins with `set_candidates`.
+            self._has_reduced_shares = False
             return candidates
         if self.policy.uses_load_weights:
             return candidates
-        return sample_by_share(candidates, percents, self._rng)
+        return sample_by_share(candidates, percents, self._random_source)
 
     def _without_passed_over(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the candidates that are not passed over.
@@ -248,7 +250,7 @@ class Chooser:
         open_now = self._candidates_not_passed_over
         if candidates is not self.candidates:
             open_now = tuple(candidate for candidate in candidates if candidate in open_now)
-        refusing = self._refusing
+        refusing = self._refusing_backends
         return open_now or [candidate for candidate in candidates if candidate.backend not in refusing] or candidates
 
 

@@ -151,7 +151,7 @@ class Transition:
 class Health:
     """Health of every backend that this worker knows.
 
-    In all methods `peers` are the enabled backends of one role, including the backend in question.
+    In all methods `enabled_backends` are the enabled backends of one role, including the backend in question.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Health:
         self,
         backend: Backend,
         error: UpstreamError | None,
-        other_backends: Collection[Backend] = (),
+        enabled_backends: Collection[Backend] = (),
         *,
         trial_number: int = 0,
         proves_generation: bool = True,
@@ -261,7 +261,7 @@ class Health:
 
         Args:
             error: Its failure. None: it served the request.
-            other_backends: Enabled backends of the role.
+            enabled_backends: Enabled backends of the role.
             trial_number: Number from `begin_trial`. 0: the request was no trial.
             proves_generation: Whether the request shows that the backend can generate. Otherwise only the connection
                 counts.
@@ -280,12 +280,12 @@ class Health:
             self.version_number += 1
         if error is not None and error.is_fault_of_backend and (proves_generation or error.failure is Failure.CONNECT):
             condition.breaker.count_failure(error.failure, self.event_count)
-            return self._eject_for_failures(backend, condition, error, other_backends, is_trial)
+            return self._eject_for_failures(backend, condition, error, enabled_backends, is_trial)
         if error is not None and error.is_refusal:
             condition.breaker.record_accepted_connection()
             if proves_generation:
                 condition.breaker.record_refusal(self.event_count)
-            transition = self._eject_for_refusals(backend, condition, error, other_backends, is_trial, refusal_count)
+            transition = self._eject_for_refusals(backend, condition, error, enabled_backends, is_trial, refusal_count)
             if transition is not None:
                 return transition
         elif proves_generation:
@@ -307,22 +307,22 @@ class Health:
         return self._apply_transition(backend, condition, old, "served a request")
 
     def on_stall(
-        self, backend: Backend, other_backends: Collection[Backend], reason: str = "sends nothing while others do"
+        self, backend: Backend, enabled_backends: Collection[Backend], reason: str = "sends nothing while others do"
     ) -> Transition | None:
         """Eject a backend that sends nothing on its streams although it should."""
         condition = self._health_of(backend)
         is_out = condition.health_state in (HealthState.DOWN, HealthState.EJECTED)
-        if is_out or not self._may_eject(backend, other_backends):
+        if is_out or not self._may_eject(backend, enabled_backends):
             return None
         return self._eject_backend(backend, condition, "stall", reason)
 
-    def on_peer_verdict(self, backend: Backend, other_backends: Collection[Backend]) -> Transition | None:
+    def on_peer_verdict(self, backend: Backend, enabled_backends: Collection[Backend]) -> Transition | None:
         """Check a backend that another gateway has found unhealthy, if enough other backends are left.
 
         The verdict is not proof. So the backend gets no request until a probe has passed, and then one as a trial.
         """
         condition = self._health_of(backend)
-        if not condition.is_eligible or not self._may_eject(backend, other_backends):
+        if not condition.is_eligible or not self._may_eject(backend, enabled_backends):
             return None
         old = condition.health_state
         seconds = condition.breaker.eject_on_peer_verdict(self._clock(), self._get_health_checks())
@@ -362,9 +362,9 @@ class Health:
                     self.next_change_at = min(self.next_change_at, full_at)
         return [transition for transition in released if transition is not None]
 
-    def release_last_ejected(self, other_backends: Collection[Backend]) -> Sequence[Transition]:
+    def release_last_ejected(self, enabled_backends: Collection[Backend]) -> Sequence[Transition]:
         """Put ejected backends on probation early if no other backend is left, because the others went down or left."""
-        conditions = {peer: self._health_of(peer) for peer in other_backends}
+        conditions = {peer: self._health_of(peer) for peer in enabled_backends}
         if any(c.is_eligible or c.health_state is HealthState.PROBATION for c in conditions.values()):
             return ()
         released = [
@@ -431,7 +431,7 @@ class Health:
         backend: Backend,
         condition: BackendHealth,
         error: UpstreamError,
-        peers: Collection[Backend],
+        enabled_backends: Collection[Backend],
         is_trial: bool,
     ) -> Transition | None:
         """Eject a backend after too many failures.
@@ -441,11 +441,15 @@ class Health:
         breaker = condition.breaker
         cause: EjectionCause | None = None
         if breaker.phase is BreakerPhase.CLOSED:
-            others_served_at = max((self.health_of(peer).last_served_event for peer in peers), default=0)
+            others_served_at = max((self.health_of(peer).last_served_event for peer in enabled_backends), default=0)
             cause = breaker.find_ejection_cause(self._get_health_checks().eject_after, others_served_at)
         elif is_trial:
             cause = _CAUSE_OF_FAILED_TRIAL.get(error.failure, "failures")
-        if cause is None or condition.probe_verdict is HealthState.DOWN or not self._may_eject(backend, peers):
+        if (
+            cause is None
+            or condition.probe_verdict is HealthState.DOWN
+            or not self._may_eject(backend, enabled_backends)
+        ):
             return None
         return self._eject_backend(
             backend, condition, cause, f"{error.describe()}, {breaker.failure_count} failures in a row"
@@ -456,26 +460,28 @@ class Health:
         backend: Backend,
         condition: BackendHealth,
         error: UpstreamError,
-        peers: Collection[Backend],
+        enabled_backends: Collection[Backend],
         is_trial: bool,
         refusals: int,
     ) -> Transition | None:
         """Eject a backend that refuses requests that others serve."""
-        others_served_at = max((self.health_of(peer).last_served_event for peer in peers if peer != backend), default=0)
+        others_served_at = max(
+            (self.health_of(peer).last_served_event for peer in enabled_backends if peer != backend), default=0
+        )
         is_judged = is_trial or condition.breaker.phase is BreakerPhase.CLOSED
         if not is_judged or not condition.breaker.should_eject_for_refusals(refusals, others_served_at):
             return None
-        if condition.probe_verdict is HealthState.DOWN or not self._may_eject(backend, peers):
+        if condition.probe_verdict is HealthState.DOWN or not self._may_eject(backend, enabled_backends):
             return None
         return self._eject_backend(backend, condition, "refuses", f"{error.describe()}, while others serve")
 
-    def _may_eject(self, backend: Backend, peers: Collection[Backend]) -> bool:
-        others = [self.health_of(peer) for peer in peers if peer != backend]
-        is_enabled = len(others) < len(peers)
+    def _may_eject(self, backend: Backend, enabled_backends: Collection[Backend]) -> bool:
+        others = [self.health_of(peer) for peer in enabled_backends if peer != backend]
+        is_enabled = len(others) < len(enabled_backends)
         if not is_enabled or not any(other.is_eligible for other in others):
             return False
         share = self._get_health_checks().max_ejected_share
-        max_ejected = max(1, int(len(peers) * share + 1e-9)) if share else 0
+        max_ejected = max(1, int(len(enabled_backends) * share + 1e-9)) if share else 0
         return sum(other.breaker.phase is not BreakerPhase.CLOSED for other in others) < max_ejected
 
     def _eject_backend(

@@ -6,6 +6,7 @@ outcome. All of it is synchronous, so no cancellation can come in between. Only 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from proxy.balancer.pick import OTHER
@@ -25,28 +26,6 @@ class Lease:
 
     A lease without an outcome, from `Pool.make_reservation`, reports nothing about the backend.
     """
-
-    __slots__ = (
-        "_compute",
-        "_deferred_kv",
-        "_has_answer_begun",
-        "_has_outcome",
-        "_has_backend_served",
-        "_holds_kv",
-        "_is_entered",
-        "_kv",
-        "_backend_pool",
-        "_is_reported",
-        "_pick_request",
-        "_requests",
-        "_running",
-        "_policy_tracker",
-        "_trial_number",
-        "answer_tokens",
-        "backend",
-        "backend_pick",
-        "policy_prediction",
-    )
 
     def __init__(self, pool: Pool, request: PickRequest, has_outcome: bool = True) -> None:
         self.backend: Backend
@@ -187,7 +166,13 @@ class Lease:
             raise RuntimeError("a lease cannot move after it was left")
         # Before the pick, because the failure also counts if there is no other backend.
         self._report_outcome(old, cause)
-        request = self._pick_request.copy_for_other_backend({*avoided_backends, old})
+        request = replace(
+            self._pick_request,
+            avoided_backends={*avoided_backends, old},
+            preferred_backend=None,
+            handoff_partner=None,
+            computes_prompt=False,
+        )
         pick, trial = self._backend_pool.take_pick(request)
         if self._policy_tracker is not None:
             tracker, self._policy_tracker = self._policy_tracker, None

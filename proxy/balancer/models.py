@@ -116,10 +116,10 @@ class ServedModels:
         for backend, names in self._names_by_backend.items():
             for name in names:
                 members[name].append(backend.key)
-        everybody = [backend.key for backend, names in self._names_by_backend.items() if names]
+        all_keys = [backend.key for backend, names in self._names_by_backend.items() if names]
         together = defaultdict[tuple[str, ...], list[str]](list)
         for name, keys in members.items():
-            if keys != everybody:
+            if keys != all_keys:
                 together[tuple(keys)].append(name)
         return sorted(map(frozenset[str], together.values()), key=sorted)
 

@@ -159,46 +159,6 @@ class PickRequest:
         """Return a request with the same cost for all roles and without a subject."""
         return cls(load, load, None, avoided_backends, preferred_backend, proves_generation)
 
-    def copy_avoiding(self, avoided_backends: Collection[Backend]) -> PickRequest:
-        """Return the same request with another set of backends to avoid."""
-        return PickRequest(
-            self.prefill_load,
-            self.decode_load,
-            self.request_subject,
-            avoided_backends,
-            self.preferred_backend,
-            self.proves_generation,
-        )
-
-    def copy_preferring(self, backend: Backend) -> PickRequest:
-        """Return the same request with a preferred backend."""
-        return PickRequest(
-            self.prefill_load,
-            self.decode_load,
-            self.request_subject,
-            self.avoided_backends,
-            backend,
-            self.proves_generation,
-        )
-
-    def copy_for_other_backend(self, avoided_backends: Collection[Backend]) -> PickRequest:
-        """Return the same request with another set of backends to avoid and without a preferred backend."""
-        return PickRequest(
-            self.prefill_load, self.decode_load, self.request_subject, avoided_backends, None, self.proves_generation
-        )
-
-    def copy_for_partner(self, partner: Backend) -> PickRequest:
-        """Return the same request for a choice that considers the handoff from or to this backend."""
-        return PickRequest(
-            self.prefill_load,
-            self.decode_load,
-            self.request_subject,
-            self.avoided_backends,
-            self.preferred_backend,
-            self.proves_generation,
-            partner,
-        )
-
     @property
     def prompt_tokens(self) -> int:
         """See RoutingSubject; 0 where nothing is known."""
@@ -363,8 +323,6 @@ class LeaseTracker:
 
     The lease calls its methods in the order in which they are defined here. A policy overrides the ones that it needs.
     """
-
-    __slots__ = ("compute_charge", "kv_charge")
 
     policy_prediction: PickPrediction | None = None
     """Predicted outcome. None: the policy predicts nothing."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend_health import FULL_PERCENT, HealthState
@@ -76,7 +76,7 @@ class PoolParts:
     pool_limits: PoolLimits = field(default_factory=PoolLimits)
     on_transition: Callable[[Transition], None] = ignore_report
     """Called with each change of a backend's health."""
-    on_backend_gone: Callable[[Backend, str], None] = ignore_report
+    on_lease_end: Callable[[Backend, str], None] = ignore_report
     """Called at the end of a lease with `ok`, the name of the failure, or `abandoned` if the backend is not to
     blame."""
     on_change: Callable[[], None] = ignore_report
@@ -120,16 +120,16 @@ class Pool:
         self._compatibility = parts.compatibility_monitor
         self._pinned_kv = parts.pinned_kv
         self._expiries = () if parts.pinned_kv is None else parts.pinned_kv.expiries
-        self._quarantine = parts.pair_quarantine
-        self._handoffs = parts.handoff_times
+        self._pair_quarantine = parts.pair_quarantine
+        self._handoff_times = parts.handoff_times
         self._on_transition = parts.on_transition
-        self._on_end = parts.on_backend_gone
+        self._on_lease_end = parts.on_lease_end
         self._on_change = parts.on_change
         self._clock = parts.clock
-        self._whole = parts.whole_pool
-        self._serving = parts.select_serving
+        self._whole_pool = parts.whole_pool
+        self._select_serving = parts.select_serving
         # In slot order. Call `_update_backends` before reading them.
-        self._all: tuple[Backend, ...] = ()  # including those that are down, disabled or draining
+        self._members: tuple[Backend, ...] = ()  # including those that are down, disabled or draining
         self._enabled: tuple[Backend, ...] = ()  # neither draining nor disabled
         self._eligible: tuple[Backend, ...] = ()
         self._awaiting_trial: tuple[Backend, ...] = ()
@@ -141,7 +141,7 @@ class Pool:
         self._healthy: dict[str, BackendHealth] = {}  # backends that are up and reachable, by key
         self._healthy_version = -1  # version of health at which `_healthy` is valid
         self._engine_ids: dict[Backend, str] = {}
-        self._room: object = None  # eligible backends and limits at the last change
+        self._last_room: object = None  # eligible backends and limits at the last change
         self._back_offs = parts.back_offs or BackOffs(parts.scoreboard.slot_count)
         self._chooser: Chooser = Chooser(
             parts.role,
@@ -258,7 +258,7 @@ class Pool:
     def all_backends(self) -> tuple[Backend, ...]:
         """Return all backends in slot order, including those that are down, disabled or draining."""
         self._update_backends()
-        return self._all
+        return self._members
 
     def engine_version_of(self, backend: Backend) -> EngineVersion | None:
         """Return the version of an engine, or None if it is unknown."""
@@ -436,14 +436,14 @@ class Pool:
             refusal_count=0 if others_running else refusals,
         )
         self._announce_transition(transition)
-        self._on_end(backend, "invalid_request" if error.is_client_mistake else error.failure.value)
+        self._on_lease_end(backend, "invalid_request" if error.is_client_mistake else error.failure.value)
 
     def defer_blame(self, backend: Backend, error: UpstreamError, proves_generation: bool = True) -> Callable[[], None]:
         """Record that a request broke down on a backend, and return a function that charges the backend with it.
 
         Call that function once another backend has served the request.
         """
-        self._on_end(backend, error.failure.value)
+        self._on_lease_end(backend, error.failure.value)
 
         def blame() -> None:
             self._update_backends()
@@ -518,7 +518,7 @@ class Pool:
         compatibility = self._compatibility
         if compatibility is not None and compatibility.key_checked_at_version != compatibility.version_cells[0]:
             compatibility.record_success(backend)
-        self._on_end(backend, "ok")
+        self._on_lease_end(backend, "ok")
 
     def record_abandoned_request(self, backend: Backend, trial_number: int = 0) -> None:
         """Record that a request on a backend was broken off without a fault of the backend."""
@@ -526,7 +526,7 @@ class Pool:
             self.health.abandon_trial(backend, trial_number)
         if self._chooser.may_pass_over:
             self._back_offs.record_end_without_success(backend, self._clock())
-        self._on_end(backend, "abandoned")
+        self._on_lease_end(backend, "abandoned")
 
     def _announce_transition(self, transition: Transition | None) -> None:
         if transition is not None:
@@ -540,10 +540,10 @@ class Pool:
         Every pick and every scrape calls it, and at least the prober does in each worker.
         """
         health = self.health
-        if self._whole is not None:
-            self._whole._update_backends()
-            if self._whole._seen_roster != self._seen_roster or health.version_number != self._seen_health:
-                self._update_from_whole_pool(self._whole)
+        if self._whole_pool is not None:
+            self._whole_pool._update_backends()
+            if self._whole_pool._seen_roster != self._seen_roster or health.version_number != self._seen_health:
+                self._update_from_whole_pool(self._whole_pool)
             return
         if (
             self._roster_versions[0] == self._seen_roster
@@ -569,10 +569,10 @@ class Pool:
 
     def _update_from_whole_pool(self, whole_pool: Pool) -> None:
         """Update the members from the pool of all backends."""
-        before, self._all = self._all, self._serving(whole_pool._all)
-        self._enabled = tuple(backend for backend in self._all if backend in whole_pool._enabled)
+        before, self._members = self._members, self._select_serving(whole_pool._members)
+        self._enabled = tuple(backend for backend in self._members if backend in whole_pool._enabled)
         self._weights = whole_pool._weights
-        for gone in set(before).difference(self._all):
+        for gone in set(before).difference(self._members):
             self._forget_backend(gone)
         self._update_eligible(whole_pool._seen_roster)
 
@@ -610,17 +610,17 @@ class Pool:
             if transition is not None:
                 self._on_transition(transition)
         self._disabled = frozenset(member.backend for member in members if member.is_disabled)
-        for gone in set(self._all).difference(backends):
+        for gone in set(self._members).difference(backends):
             self.health.forget_backend(gone)
-            for part in (self._pinned_kv, self._quarantine, self._handoffs, self._compatibility):
+            for part in (self._pinned_kv, self._pair_quarantine, self._handoff_times, self._compatibility):
                 if part is not None:
                     part.forget_backend(gone)
             self._forget_backend(gone)
         if self._has_looked:
-            for added in set(backends).difference(self._all):
+            for added in set(backends).difference(self._members):
                 self.health.on_added(added)
         self._has_looked = True
-        self._all = backends
+        self._members = backends
 
     def _apply_changes(self) -> None:
         """Apply a possible change of backends, their health or the limits."""
@@ -637,12 +637,12 @@ class Pool:
         }
         self._healthy_version = health.version_number
         if self._looks_for_restarts:
-            for backend in self._all:
+            for backend in self._members:
                 if self._has_backend_gone(backend):
                     self.policy.forget_cache(backend)
         room = (self._eligible, self._awaiting_trial, limits)
-        if room != self._room:
-            self._room = room
+        if room != self._last_room:
+            self._last_room = room
             if self.on_release is not None:
                 self.on_release()
 
@@ -710,7 +710,7 @@ class Pools:
         prefiller = Lease(self.prefill, request)
         prefiller.__enter__()
         suiting = self._without_quarantined(request, prefiller.backend, self.decode)
-        decoder = _enter_lease(self.decode, suiting.copy_for_partner(prefiller.backend), prefiller)
+        decoder = _enter_lease(self.decode, replace(suiting, handoff_partner=prefiller.backend), prefiller)
         self.handoff_times.record_pick(prefiller.backend, decoder.backend)
         return prefiller, decoder
 
@@ -719,7 +719,7 @@ class Pools:
         if self.pair_quarantine.quarantined_partners and (partners := self.pair_quarantine.partners_to_avoid(partner)):
             avoid = partners.union(request.avoided_backends)
             if not avoid.issuperset(pool.eligible_backends()):
-                return request.copy_avoiding(avoid)
+                return replace(request, avoided_backends=avoid)
         return request
 
 

@@ -390,11 +390,11 @@ class Roster:
 
         `problem`: the reason for operators, of which the first 200 bytes are kept. `is_refused`: see RosterMember.
         """
-        told = problem.encode()[:_MAX_PROBLEM_BYTES].decode(errors="ignore")
+        kept_problem = problem.encode()[:_MAX_PROBLEM_BYTES].decode(errors="ignore")
         return self._change_or_end_move(
             backend,
             lambda current, _: replace(
-                current, pending_move=None, must_leave_at=None, move_problem=told, is_move_refused=is_refused
+                current, pending_move=None, must_leave_at=None, move_problem=kept_problem, is_move_refused=is_refused
             ),
         )
 

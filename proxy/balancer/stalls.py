@@ -111,8 +111,6 @@ _PACE_SECONDS: Final = 3600.0
 class StreamPace:
     """Moving average of the time between two parts of an answer from one backend."""
 
-    __slots__ = ("_part_count", "_total_seconds")
-
     def __init__(self) -> None:
         self._part_count = 0.0
         self._total_seconds = 0.0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.pick import PickRequest
@@ -115,7 +116,7 @@ class EncodingConnector(Connector):
             address = None
             for backend in reserved:
                 if (address := self._receiving_address(backend)) is not None:
-                    request = request.copy_preferring(backend)  # it must get the request, too
+                    request = replace(request, preferred_backend=backend)  # it must get the request, too
                     break
             places = await self._encode_media(call, items, request.avoided_backends, address)
             timeline.end_encoding()

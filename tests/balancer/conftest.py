@@ -45,7 +45,7 @@ class Balancer:
             "load_row": self.row,
             "health": self.health,
             "on_transition": self.transitions.append,
-            "on_backend_gone": lambda backend, result: self.ends.append((backend.name, result)),
+            "on_lease_end": lambda backend, result: self.ends.append((backend.name, result)),
             "clock": self.clock,
             "random_source": random.Random(1),
             "pool_limits": PoolLimits(max_running=max_running),

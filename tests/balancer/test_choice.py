@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from proxy.balancer.pick import REASONS, PickRequest, pick_figures, pick_reason
@@ -79,7 +81,7 @@ def test_figures_of_a_queued_request_have_all_candidates(balancer: Balancer) -> 
 def test_choice_without_policy_has_no_figures(balancer: Balancer) -> None:
     pool = balancer.prefillers
     one, other = pool.all_backends()
-    assert why(pool, LOAD.copy_avoiding([one])) == "only_candidate"
+    assert why(pool, replace(LOAD, avoided_backends=[one])) == "only_candidate"
     assert why(pool, PickRequest.make_for_load(Load(), preferred_backend=other)) == "preferred"
     balancer.put_on_probation(balancer.decoders.all_backends()[0])
     with balancer.decoders.make_lease(LOAD) as lease:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from proxy.balancer.engines import EngineFacts
@@ -127,7 +129,7 @@ def test_no_local_prefill_for_restricted_or_unknown_requests(fleet: Fleet) -> No
     fleet.learn(0.0001)
     fleet.hand_off(prompt(*range(1, 20)))
     assert fleet.faster_decoder(TURN) == fleet.first
-    assert fleet.faster_decoder(TURN.copy_avoiding([fleet.second])) is None
+    assert fleet.faster_decoder(replace(TURN, avoided_backends=[fleet.second])) is None
     assert (
         fleet.faster_decoder(PickRequest(TURN.prefill_load, TURN.decode_load, TURN.request_subject, (), fleet.second))
         is None

@@ -83,8 +83,6 @@ class _Throughput:
     Answers of one step are in one group, because only the first of them takes time.
     """
 
-    __slots__ = ("_current_group", "_complete_groups")
-
     def __init__(self) -> None:
         self._complete_groups: deque[tuple[float, float, float, float]] = deque(maxlen=_GROUPS)
         """Groups: number of answers, uncached tokens, attention factors, and seconds."""
@@ -123,20 +121,6 @@ class _Throughput:
 
 class ConcurrencyEstimate:
     """The learned number of prompts that a prefiller computes at the same time."""
-
-    __slots__ = (
-        *("lane_count", "rank_count", "computes_in_order", "doubted_until"),
-        *(
-            "_recent_answers",
-            "_result_validity",
-            "_remaining_validity",
-            "_next_test",
-            "_overtaking_shares",
-            "_recent_steps",
-            "_until_test",
-        ),
-        *("_at", "_beyond", "_late", "_timely", "_tested_answers"),
-    )
 
     def __init__(self, rank_count: int | None = None) -> None:
         """Create an estimate without learned values.

@@ -61,8 +61,6 @@ class AnswerLengths:
 class HeldKv(LeaseTracker):
     """KV of one answer on its decoder, from its lease to its end. Its `kv` is the charge in tokens."""
 
-    __slots__ = ("began", "decoder_kv", "length_statistics", "max_answer_tokens", "prompt_tokens")
-
     prompt_tokens: int
     max_answer_tokens: int
     """Maximum length of the answer, or the estimate that replaces it. 0: nothing is known of the request."""

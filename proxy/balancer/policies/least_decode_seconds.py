@@ -111,17 +111,6 @@ class _EndedAnswer:
 class _DecoderAnswer(HeldKv):
     """An answer of a decoder, from its lease to its end."""
 
-    __slots__ = (
-        "backend",
-        "began_at",
-        "computing_seconds_before",
-        "pick_request",
-        "seconds_before_by_bucket",
-        "_decoder_activity",
-        "_decode_policy",
-        "_computing_decoder",
-    )
-
     def __init__(self, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> None:
         policy.decode_memory.add_answer(self, backend.name, request)
         self.backend = backend

@@ -63,31 +63,21 @@ class _PrefillScores:
     so the fastest of them stand for these at the end of the lists.
     """
 
-    __slots__ = (
-        "admitted_scores",
-        "score_count",
-        "cached_pieces",
-        "near_score",
-        "scored_places",
-        "plain_seconds",
-        "total_scores",
-        "wait_seconds",
-        "work_seconds",
-    )
-
-    def __init__(self, places: list[int], waits: list[float], plain: float, counts: float) -> None:
-        self.scored_places = places
+    def __init__(
+        self, scored_places: list[int], wait_seconds: list[float], plain_seconds: float, work_weight: float
+    ) -> None:
+        self.scored_places = scored_places
         """Places of the prefillers."""
-        self.wait_seconds = waits
+        self.wait_seconds = wait_seconds
         """Seconds until each of them is free."""
         self.work_seconds: list[float] = []
         """Prefill times in seconds."""
         self.total_scores: list[float] = []
-        self.score_count = len(places)
+        self.score_count = len(scored_places)
         """Number of prefillers that are scored one by one."""
-        self.plain_seconds = plain
+        self.plain_seconds = plain_seconds
         """Prefill time without the prefix on a prefiller of normal speed."""
-        self.cached_pieces = counts
+        self.work_weight = work_weight
         """Weight of the prefill time in a score."""
         self.near_score = 0.0
         """The highest score that counts as equal to the lowest."""
@@ -102,7 +92,7 @@ class _PrefillScores:
 
     def is_unscored_as_good(self, slowness: float) -> bool:
         """Return whether a prefiller of this slowness that is not scored one by one is as good as the best one."""
-        is_near = self.cached_pieces * (self.plain_seconds * slowness) <= self.near_score
+        is_near = self.work_weight * (self.plain_seconds * slowness) <= self.near_score
         return is_near and (self.admitted_scores is None or self.admitted_scores.is_unscored_as_good(slowness))
 
     def index_of_lowest_score(self) -> int:
@@ -573,13 +563,13 @@ class LeastSeconds(LeastTokens):
             places: Places of the prefillers that may not be idle.
             waits: Seconds until each of them is free.
         """
-        known, counts = self._prefillers, 1 + self.crowding_factor * self._expected_arrivals
+        known, work_weight = self._prefillers, 1 + self.crowding_factor * self._expected_arrivals
         prefillers, is_unknown = known.prefillers, prompt.pick_request.request_subject is None
         if is_unknown:
             plain = prompt.pick_request.prefill_load.compute_tokens * SECONDS_PER_LOAD
         else:
             plain = known.prefill_cost.predict_seconds(prompt.prompt_tokens, 0.0)
-        found, handoffs = _PrefillScores([*places], [*waits], plain, counts), self.context.handoff_predictions
+        found, handoffs = _PrefillScores([*places], [*waits], plain, work_weight), self.context.handoff_predictions
         places, waits = found.scored_places, found.wait_seconds
         far: Sequence[int] = ()
         if handoffs is not None and handoffs.far_prefillers:
@@ -600,14 +590,14 @@ class LeastSeconds(LeastTokens):
             for index in range(found.score_count):
                 work[index] = known.predict_cost_on(prefillers[places[index]], prompt)[1]
         found.work_seconds = work
-        found.total_scores = scores = [wait + counts * seconds for wait, seconds in zip(waits, work, strict=True)]
+        found.total_scores = scores = [wait + work_weight * seconds for wait, seconds in zip(waits, work, strict=True)]
         if far and handoffs is not None:
             backends = [known.candidates[place].backend for place in far]
             for place, seconds in zip(
                 far, handoffs.least_extra_handoff_seconds(backends, round(prompt.prompt_tokens)), strict=True
             ):
                 index = places.index(place)
-                scores[index] = waits[index] + seconds + counts * work[index]
+                scores[index] = waits[index] + seconds + work_weight * work[index]
         least = min(scores)
         found.near_score = least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
         return found
@@ -624,7 +614,7 @@ class LeastSeconds(LeastTokens):
             scores.scored_places[: scores.score_count],
             scores.wait_seconds[: scores.score_count],
             scores.plain_seconds,
-            scores.cached_pieces,
+            scores.work_weight,
         )
         left.work_seconds, left.total_scores, left.admitted_scores = (
             scores.work_seconds[: scores.score_count],
@@ -635,7 +625,7 @@ class LeastSeconds(LeastTokens):
             left.scored_places.append(place)
             left.wait_seconds.append(0.0)
             left.work_seconds.append(scores.plain_seconds * prefillers[place].slowness)
-            left.total_scores.append(scores.cached_pieces * left.work_seconds[-1])
+            left.total_scores.append(scores.work_weight * left.work_seconds[-1])
         left.score_count = len(left.scored_places)
         for index, place in enumerate(left.scored_places):
             if not (place in best if place in was_scored else before.is_unscored_as_good(prefillers[place].slowness)):

@@ -107,9 +107,8 @@ class Prefiller:
     """Sum of their expected uncached tokens."""
     step_capacity_tokens: float = _FIRST_STEP_TOKENS
     """Maximum uncached tokens of a step."""
-    _prompts_in_flight: dict[SentPrompt, None] = field(
-        default_factory=dict
-    )  # prompts in flight of this worker, oldest first
+    _prompts_in_flight: dict[SentPrompt, None] = field(default_factory=dict)
+    """Prompts in flight of this worker, oldest first."""
     _step_began_at: float = 0.0  # start of the current step
     _step_seconds: float = 0.0  # predicted duration of the current step
     _step_charged: float = 0.0  # sum of the prompts' times in it
@@ -596,9 +595,8 @@ class Prefillers:
             )
         if not concurrency.computes_in_order or concurrency.lane_count > 1:
             self._complete_step(prefiller, now)
-            if sample.prompts_ahead < (
-                concurrency.lane_count if concurrency.computes_in_order else 1
-            ):  # it was computed without waiting
+            lane_count = concurrency.lane_count if concurrency.computes_in_order else 1
+            if sample.prompts_ahead < lane_count:  # it was computed without waiting
                 self._learn_step(
                     prefiller, sample.uncached_tokens, sample.cached_tokens, sample.seconds_since_send, now
                 )

@@ -48,8 +48,6 @@ class CacheReach:
     be found below it than beyond it. Otherwise there is none.
     """
 
-    __slots__ = ("reach_tokens", "_found_weights", "_missed_weights", "_unfitted_samples", "_sample_weight")
-
     def __init__(self) -> None:
         self.reach_tokens: float | None = None
         """The age up to which prefixes are found. None: no reach explains the misses."""
@@ -177,8 +175,6 @@ class PrefixHolders:
     were examined least recently. This bounds the pieces without a cache.
     """
 
-    __slots__ = ("_caches_by_key",)
-
     def __init__(self) -> None:
         self._caches_by_key: dict[int, dict[CachedPrefixes, None]] = {}
 
@@ -207,21 +203,6 @@ class PrefixHolders:
 
 class CachedPrefixes:
     """Cached prefixes of one backend. Prompts are cut into pieces; `ends[i]` is the number of tokens up to piece i."""
-
-    __slots__ = (
-        *("capacity_tokens", "token_odometer", "hit_trust"),
-        *(
-            "_learned_block_tokens",
-            "_cache_count",
-            "_prefix_holders",
-            "_old_keys",
-            "_cache_reach",
-            "_reported_block_tokens",
-            "_turned",
-            "_uncounted_tokens",
-            "_young_keys",
-        ),
-    )
 
     def __init__(self, holders: PrefixHolders | None = None) -> None:
         """Create an empty cache. `holders`: gets the first pieces of its prompts. None: nothing does."""

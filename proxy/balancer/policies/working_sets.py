@@ -108,19 +108,6 @@ _MAX_REPORTS: Final = 256
 class CachedSession:
     """One conversation."""
 
-    __slots__ = (
-        *(
-            "last_prefix_key",
-            "context_tokens",
-            "shared_tokens",
-            "prefiller_cache",
-            "is_resident",
-            "is_placed",
-            "idle_since",
-        ),
-        *("turn_count", "sent_at", "session_id_key", "tail_keys"),
-    )
-
     def __init__(self, id_key: int) -> None:
         self.last_prefix_key = 0
         """Number of its client key. 0: unknown."""
@@ -152,20 +139,6 @@ class CachedSession:
 
 class WorkingSet:
     """Residents of one prefiller."""
-
-    __slots__ = (
-        *(
-            "prefiller_cache",
-            "resident_tokens",
-            "used_tokens",
-            "limit_tokens",
-            "ceiling_tokens",
-            "placed_session",
-            "loss_share",
-            "changed_at",
-            "grown_at",
-        ),
-    )
 
     def __init__(self, cache: CachedPrefixes) -> None:
         self.prefiller_cache = cache

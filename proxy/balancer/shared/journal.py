@@ -128,9 +128,8 @@ class JournalWriter:
             begins, _, length, checksum = _HEAD.unpack(journal.read_bytes(worker, place, _HEAD.size))
             record = journal.read_bytes(worker, place + _HEAD.size, length) if begins == place else b""
             if not journal.is_intact(worker, place):
-                place = journal.written_bytes_by_ring[
-                    worker
-                ]  # The writer has overtaken this reader: skip the lost records.
+                # The writer has overtaken this reader: skip the lost records.
+                place = journal.written_bytes_by_ring[worker]
             elif begins != place or crc32(record) != checksum:
                 break  # The stores are not visible yet: read it next time.
             else:

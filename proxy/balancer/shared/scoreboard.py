@@ -85,8 +85,6 @@ class HandoffCount:
 class LoadRow:
     """The part of the scoreboard that one worker or guest writes."""
 
-    __slots__ = ("_load_cells", "_change_cells", "_lane_cells")
-
     def __init__(self, cells: memoryview[int], lanes: memoryview[int], changes: memoryview[int]) -> None:
         self._load_cells = cells
         self._lane_cells = lanes
@@ -287,9 +285,8 @@ class Scoreboard:
         """Set a row to zero. Only for the row of a dead worker, or by the guest that writes it."""
         for cells in (self._load_cells_of(row_number), self._lane_cells_of(row_number)):
             cells[:] = memoryview(bytes(cells.nbytes)).cast("q")
-        self._change_cells_of(row_number)[0] += (
-            _CHANGES + 1
-        )  # more than readers can follow, so that they read all slots
+        # More than readers can follow, so that they read all slots.
+        self._change_cells_of(row_number)[0] += _CHANGES + 1
 
     def _load_cells_of(self, number: int) -> memoryview[int]:
         if not 0 <= number < self.row_count:
@@ -325,23 +322,6 @@ class SlotReader:
 
     The lists have one number for each slot, in the order of the slots, and are changed in place.
     """
-
-    __slots__ = (
-        *(
-            "total_running",
-            "total_weight",
-            "are_slots_few",
-            "busy_places",
-            "compute_by_place",
-            "computing_count",
-            "held_kv_by_place",
-            "all_places",
-            "running_by_place",
-            "slots",
-            "weights_by_place",
-        ),
-        *("_calls", "_per_compute", "_per_kv", "_place_of", "_scoreboard", "_seen"),
-    )
 
     def __init__(self, scoreboard: Scoreboard, slots: tuple[int, ...], per_compute: int, per_kv: int) -> None:
         count = len(slots)

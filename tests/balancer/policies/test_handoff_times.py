@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -265,7 +266,7 @@ def test_slow_pair_is_used_when_its_decoder_is_the_only_one() -> None:
     pools = pools_of(pairs)
     pairs.factors.update({(0, 0): 10.0, (1, 0): 10.0})
     pairs.run(10)
-    request = asking().copy_avoiding(pairs.decoders[1:])
+    request = replace(asking(), avoided_backends=pairs.decoders[1:])
     with leased(pools, request) as [(_, decoder)]:
         assert decoder == pairs.decoders[0]
 
@@ -276,7 +277,7 @@ def test_prefiller_is_given_back_when_there_is_no_decoder() -> None:
     pairs.factors[0, 0] = 10.0
     pairs.run(10)
     with pytest.raises(NoBackendAvailable):
-        pools.enter_both_leases(asking().copy_avoiding(pairs.decoders))
+        pools.enter_both_leases(replace(asking(), avoided_backends=pairs.decoders))
     assert [pools.prefill.scoreboard.open_leases(backend.slot) for backend in pairs.prefillers] == [0, 0]
 
 
