@@ -342,7 +342,7 @@ class TransferMonitor:
         self._decoders: dict[Backend, _DecoderState] = {}
         self._prefillers: dict[Backend, _PrefillerState] = {}
         """Prefillers whose leases are watched."""
-        self._loses: dict[Backend, bool] = {}
+        self._is_kv_left_by_prefiller: dict[Backend, bool] = {}
         """Whether decoders leave a prefiller's KV until its lease expires, by prefiller; missing if not known."""
         self._reported_pairs: set[tuple[Backend, Backend]] = set()
         """Pairs with a warning in the log that still holds."""
@@ -465,7 +465,7 @@ class TransferMonitor:
         """Start the readings of expired leases that are due, of the prefillers that are up."""
         for removed in self._prefillers.keys() - set(self._lanes.values()):
             del self._prefillers[removed]
-            self._loses.pop(removed, None)
+            self._is_kv_left_by_prefiller.pop(removed, None)
         now = asyncio.get_running_loop().time()
         due: dict[int, _PrefillerState] = {}
         for lane, backend in self._lanes.items():
@@ -509,7 +509,7 @@ class TransferMonitor:
         found = state.expiry_watch.judge_totals(now, totals, fetch_nothing, self._parts.lease_seconds_of(backend))
         if found is not None:
             verdict, lost = found
-            self._loses[backend] = verdict is HandoffVerdict.COMPUTED
+            self._is_kv_left_by_prefiller[backend] = verdict is HandoffVerdict.COMPUTED
             self._metrics.kv_orphans_total.inc(lost)
             self._report_instances()
 
@@ -550,8 +550,10 @@ class TransferMonitor:
         hints = NOT_STORED if self._connector_traits.is_store else NOT_FETCHED
         for backend in blamed.bad_decoders | blamed.bad_prefillers:
             self._compatibility_monitor.set_finding(backend, IncompatibilityKind.KV_NOT_FETCHED, hints[backend.role])
-        for backend in {backend for pair in good for backend in pair}.union(self._loses) - blamed.bad_prefillers:
-            hint = EXPIRES if self._loses.get(backend) else None
+        for backend in {backend for pair in good for backend in pair}.union(
+            self._is_kv_left_by_prefiller
+        ) - blamed.bad_prefillers:
+            hint = EXPIRES if self._is_kv_left_by_prefiller.get(backend) else None
             self._compatibility_monitor.set_finding(backend, IncompatibilityKind.KV_NOT_FETCHED, hint)
         for pair in blamed.bad_pairs - self._reported_pairs:
             log_pair(*pair, has_recovered=False)

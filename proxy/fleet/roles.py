@@ -306,23 +306,23 @@ def _role_after_exchange(engine_answer: BufferedResponse | None, old_role: Role 
         return None
     if engine_answer.status in _UNSERVED:
         return old_role
-    told = engine_answer.parsed_json_or_none
-    if not isinstance(told, dict):
+    answer = engine_answer.parsed_json_or_none
+    if not isinstance(answer, dict):
         return None
-    if engine_answer.status == 200 and told.get("success") is True:
-        has_exchanged = told.get("message") == "ok"
-        return _role_named(told.get("new_role" if has_exchanged else "old_role"))
+    if engine_answer.status == 200 and answer.get("success") is True:
+        has_exchanged = answer.get("message") == "ok"
+        return _role_named(answer.get("new_role" if has_exchanged else "old_role"))
     # SGLang before 0.5.23 does not report whether the old role is intact.
-    is_intact = told.get("safe_to_restore") is True or _NOT_IDLE in str(told.get("message"))
-    return _role_named(told.get("old_role")) if is_intact else None
+    is_intact = answer.get("safe_to_restore") is True or _NOT_IDLE in str(answer.get("message"))
+    return _role_named(answer.get("old_role")) if is_intact else None
 
 
 def _describe_refusal(engine_answer: BufferedResponse | None, path: str) -> str:
     """Return why an engine refuses to exchange its role, with advice. Empty: it did not answer, or does not refuse."""
     if engine_answer is None or engine_answer.status == 200:
         return ""
-    told = engine_answer.parsed_json_or_none
-    message = told.get("message") if isinstance(told, dict) else None
+    answer = engine_answer.parsed_json_or_none
+    message = answer.get("message") if isinstance(answer, dict) else None
     if not isinstance(message, str) or not message:
         return f"{path} answered with status {engine_answer.status}"
     advice = next((advice for words, advice in _ADVICE.items() if words in message), "")

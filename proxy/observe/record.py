@@ -149,8 +149,6 @@ _SPAN_ID: Final = slice(36, 52)
 class TracedLeg:
     """One request to one engine, sent for a sampled request."""
 
-    __slots__ = ("backend", "began_at", "ended", "error", "is_body_complete", "path", "request_id", "span_id", "status")
-
     def __init__(self, span_id: int, backend: Backend, path: str, request_id: str | None, began: float) -> None:
         self.span_id = span_id
         self.backend = backend

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend
 
-JUDGE: Final = 0
+JUDGING_WORKER: Final = 0
 """The worker that judges. The supervisor replaces it if it dies."""
 WINDOW_SECONDS: Final = 30.0
 """Time over which counts such as rejections are summed."""
@@ -641,8 +641,9 @@ class StatusBoard:
         judged_at, verdict = self._shared_verdict.current_value
         if judged_at is None or now - judged_at <= _MAX_REPORT_AGE_SECONDS:
             return cast("Mapping[str, Any]", verdict)
-        text = f"The state is {now - judged_at:.0f} s old: worker {JUDGE}, which judges it, is blocked or restarts."
-        reason = StatusReason(StatusLevel.IMPAIRED, "worker_silent", "worker", str(JUDGE), text)
+        age = f"{now - judged_at:.0f} s"
+        text = f"The state is {age} old: worker {JUDGING_WORKER}, which judges it, is blocked or restarts."
+        reason = StatusReason(StatusLevel.IMPAIRED, "worker_silent", "worker", str(JUDGING_WORKER), text)
         others = [each for each in verdict["reasons"] if (each["code"], each["subject"]["name"]) != reason[1:4:2]]
         level = max(reason.level, StatusLevel[verdict["state"].upper()])
         since = verdict["at"] + _MAX_REPORT_AGE_SECONDS

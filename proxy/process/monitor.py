@@ -271,7 +271,7 @@ class WorkerMonitor:
         self._on_busy_share = parts.on_busy_share
         self._loop_seconds = time.thread_time()
         self._cpu_seconds = 0.0
-        self._told = logs.LostLines()
+        self._reported_losses = logs.LostLines()
         self._was_ready = False
         self.overload = OverloadState.NONE
         self.became_ready = asyncio.Event()
@@ -358,9 +358,9 @@ class WorkerMonitor:
 
     def _log_lost_lines(self) -> None:
         logs.flush()
-        told, self._told = self._told, logs.count_lost_lines()
-        self._metrics.log_lines_dropped_total.inc(self._told.dropped - told.dropped)
-        self._metrics.log_lines_suppressed_total.inc(self._told.suppressed - told.suppressed)
+        before, self._reported_losses = self._reported_losses, logs.count_lost_lines()
+        self._metrics.log_lines_dropped_total.inc(self._reported_losses.dropped - before.dropped)
+        self._metrics.log_lines_suppressed_total.inc(self._reported_losses.suppressed - before.suppressed)
 
 
 # Probes

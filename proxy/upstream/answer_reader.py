@@ -41,17 +41,6 @@ _END_MARK: Final = b"0\r\n\r\n"
 class AnswerReader:
     """Reads the answers on one connection. An answer ends before the next one begins."""
 
-    __slots__ = (
-        "_unusual_answer",
-        "_is_chunked",
-        "_left_bytes",
-        "_partial_size_line",
-        "headers",
-        "is_complete",
-        "keeps_alive",
-        "status",
-    )
-
     def __init__(self) -> None:
         self.status = 0
         """Status of the current answer; 0 until its headers have arrived."""
@@ -226,8 +215,6 @@ class PlainHeaders(Mapping[str, str]):
 
     If a name is repeated, the last value is used.
     """
-
-    __slots__ = ("_values_by_name", "_header_lines")
 
     def __init__(self, fields: bytes) -> None:
         """Store the header lines. Each line is preceded by the line end of the previous line."""

@@ -71,19 +71,6 @@ class GapClock(Protocol):
 class _TokenSuffix:
     """The bytes after the text of a token. All streams with the same bytes share one object."""
 
-    __slots__ = (
-        *(
-            "bytes_after_id",
-            "length_after_id",
-            "bytes_before_id",
-            "length_before_id",
-            "omitted_length",
-            "hides_ids",
-            "least_digits",
-        ),
-        *("shown_bytes_after_id", "skips"),
-    )
-
     def __init__(self, between: bytes | None, behind: bytes, skips: frozenset[int], *, hides_ids: bool) -> None:
         """Prepare the bytes. `between` and `behind` are those of a TokenShape; the others are those of TokenFormat."""
         self.bytes_before_id = between
@@ -113,24 +100,13 @@ _rest_of: Final = lru_cache(maxsize=64)(_TokenSuffix)
 class TokenFormat:
     """The format of the tokens of one stream, and their destination."""
 
-    __slots__ = (
-        "_settle_noted_tokens",
-        "bytes_before_text",
-        "index",
-        "token_notes",
-        "client_output",
-        "token_suffix",
-        "token_clock",
-        "first_waiting_index",
-    )
-
     def __init__(
         self,
         shape: TokenShape,
         notes: TokenNotes | None,
         settle: Callable[[], None],
         output: ClientOutput | None,
-        ticks: GapClock | None,
+        gap_clock: GapClock | None,
         *,
         skips: frozenset[int],
         hides_ids: bool,
@@ -143,7 +119,7 @@ class TokenFormat:
             notes: Receives the text and ID of each token; see Transcript.token_lists. None: they are not needed.
             settle: Called when the notes have grown long.
             output: Connection to the client; None: the answer is only kept.
-            ticks: Measures gaps; None: they are not measured.
+            gap_clock: Measures gaps; None: they are not measured.
             skips: IDs of tokens that need more than their text, and so are not passed on.
             hides_ids: Whether to overwrite the IDs, because the client did not request them.
             may_wait: Whether several tokens may be read together, see TokenGathering.
@@ -155,14 +131,14 @@ class TokenFormat:
         self.index = -1
         """The index of the last token that was forwarded, counted from 0; -1 if there is none."""
         self._settle_noted_tokens = settle
-        self.token_clock = ticks
+        self.token_clock = gap_clock
         self.first_waiting_index = FIRST_TOKENS if may_wait else NEVER
         """The index of the first token after which the next ones may wait."""
 
     def begin_gap(self) -> None:
         """Begin to measure the gap after the present token. One gap of eight is measured."""
-        if (ticks := self.token_clock) is not None:
-            ticks.gap_started_at = ticks.now()
+        if (gap_clock := self.token_clock) is not None:
+            gap_clock.gap_started_at = gap_clock.now()
 
     def sample(self) -> None:
         """Record the gap that ends with the present token."""
@@ -174,8 +150,6 @@ class TokenFormat:
 
 class FastForward(asyncio.Protocol):
     """The base of connections to engines. It forwards tokens, and gives all other bytes to `_process_read`."""
-
-    __slots__ = ("token_gathering", "_is_pump_available", "_noted_parts", "_passed_tokens", "arrived_tokens")
 
     def __init__(self) -> None:
         self._passed_tokens: TokenFormat | None = None
@@ -258,8 +232,8 @@ class FastForward(asyncio.Protocol):
                 tokens.sample()
                 if self._is_pump_available:
                     self._pump_soon(tokens)
-            elif (ticks := tokens.token_clock) is not None:
-                ticks.gap_started_at = ticks.now()
+            elif (gap_clock := tokens.token_clock) is not None:
+                gap_clock.gap_started_at = gap_clock.now()
         if (
             index >= tokens.first_waiting_index
             and self.token_gathering is not None

@@ -27,20 +27,20 @@ _STREAMS_AT_ONCE: Final = 64
 """The number of streams that are read before other callbacks of the event loop run. It is the pump's MAX_EVENTS."""
 
 
-def next_round_seconds(seconds: float, busy_share: float, time_factor: Streaming) -> float:
+def next_round_seconds(seconds: float, busy_share: float, streaming: Streaming) -> float:
     """Return the time between two reads of a stream in seconds; 0: each token is read at once.
 
     Args:
         seconds: The time until now.
         busy_share: The CPU time of the event loop in the last interval, as a share of a core.
-        time_factor: The settings.
+        streaming: The settings.
     """
-    wanted = time_factor.gather_seconds
+    wanted = streaming.gather_seconds
     if isinstance(wanted, float):
         return wanted
-    if busy_share > time_factor.gather_above_cpu_share:
+    if busy_share > streaming.gather_above_cpu_share:
         return min(max(2 * seconds, _FIRST_SECONDS), _MAX_SECONDS)
-    if busy_share < time_factor.gather_above_cpu_share - _SLACK_SHARE:
+    if busy_share < streaming.gather_above_cpu_share - _SLACK_SHARE:
         return seconds / 2 if seconds > _FIRST_SECONDS else 0.0
     return seconds
 
@@ -67,8 +67,6 @@ class WaitingStream(Protocol):
 
 class TokenGathering:
     """The timer that reads the streams of one worker in rounds."""
-
-    __slots__ = ("_loop", "_token_pump", "_round_timer", "_waiting_streams", "round_seconds")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pump: TokenPump | None) -> None:
         """`pump`: forwards tokens in C; None if the module is not built."""

@@ -141,9 +141,8 @@ class HostNames:
             return known
         name = self._names_by_host[host]
         if name.pending_look_up is not None:
-            await asyncio.wait(
-                (name.pending_look_up,), timeout=_WAIT_SECONDS
-            )  # other callers may wait for it, so it is not cancelled
+            # Other callers may wait for it, so it is not cancelled.
+            await asyncio.wait((name.pending_look_up,), timeout=_WAIT_SECONDS)
         if not name.known_addresses:
             raise AddressProblem(name.look_up_problem or "timed out")
         return self._find_allowed_addresses(host, name)

@@ -204,9 +204,8 @@ class Upstream:
                 return response
             except BaseException as error:
                 self.return_connection(connection)
-                if (
-                    not isinstance(error, UpstreamError) or not error.is_stale_connection
-                ):  # a new connection is never stale
+                # A new connection is never stale, so the loop ends.
+                if not isinstance(error, UpstreamError) or not error.is_stale_connection:
                     raise
                 self.stop_reuse_briefly(backend)
                 if not resend_if_stale:

@@ -127,9 +127,8 @@ class InstanceJoiner(BackgroundOwner):
             problem = str(error)
         finally:
             joining.remove_instance(candidate, ticket)
-            if (
-                self._wait_tasks.get(candidate) is asyncio.current_task()
-            ):  # otherwise it was removed, and perhaps added again
+            # Otherwise it was removed, and perhaps added again.
+            if self._wait_tasks.get(candidate) is asyncio.current_task():
                 del self._wait_tasks[candidate]
         if not is_wanted:
             return  # an administrator has removed it through another worker

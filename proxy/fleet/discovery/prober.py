@@ -339,9 +339,8 @@ class HealthProber(BackgroundOwner):
         current = self._health.health_of(backend).engine_facts
         if current is facts:
             self._health.set_engine_facts(backend, complete)
-        elif (
-            current is not None and current.identity.engine_setup is None
-        ):  # its models have changed: it is asked again
+        elif current is not None and current.identity.engine_setup is None:
+            # Its models have changed, so it is asked again.
             self._incomplete.add(backend)
 
     async def _ask_models(self, backend: Backend, facts: EngineFacts) -> None:

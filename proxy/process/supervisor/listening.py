@@ -49,9 +49,8 @@ def open_listeners(settings: Settings, given: Mapping[str, socket.socket] = _NO_
                     raise SettingsError(f"a socket for {name} was passed, but no port is configured for it")
                 return None
             if name in given:
-                return _check_given_socket(
-                    name, given[name], host, port
-                )  # not closed here, because the next attempt may need it
+                # It stays open after an error, because the next attempt may need it.
+                return _check_given_socket(name, given[name], host, port)
             return stack.enter_context(create_listener(host, port, backlog))
 
         clients = open_if("clients", settings.listen.host, settings.listen.port, settings.listen.backlog)

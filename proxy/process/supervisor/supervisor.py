@@ -162,7 +162,7 @@ class _WorkerSupervisor:
         gc.freeze()
         try:
             self._start_due_workers()
-            while any(seat.pid for seat in self._slots) or not self._is_stopping:
+            while any(slot.pid for slot in self._slots) or not self._is_stopping:
                 received = signal.sigtimedwait(waited_for, self._seconds_to_next_deadline())
                 if received is not None:
                     self._pass_signal_on(signal.Signals(received.si_signo))
@@ -182,7 +182,7 @@ class _WorkerSupervisor:
         return self._kill_at is not None
 
     def _seconds_to_next_deadline(self) -> float:
-        deadlines = [seat.next_start_at for seat in self._slots if seat.next_start_at is not None]
+        deadlines = [slot.next_start_at for slot in self._slots if slot.next_start_at is not None]
         if self._kill_at is not None:
             deadlines.append(self._kill_at)
         if self._watchdog is not None:
@@ -201,9 +201,9 @@ class _WorkerSupervisor:
             self._signal_workers(number)
         elif number is signal.SIGHUP:
             # One worker reloads for all. The oldest is most likely to be listening.
-            living = [seat for seat in self._slots if seat.pid is not None]
-            for seat in sorted(living, key=lambda seat: seat.started_at)[:1]:
-                self._signal_worker(seat, number)
+            living = [slot for slot in self._slots if slot.pid is not None]
+            for slot in sorted(living, key=lambda slot: slot.started_at)[:1]:
+                self._signal_worker(slot, number)
         elif number is signal.SIGUSR2 and self._successor is None and not self._is_stopping:
             self._successor = start_successor(self._shared)
 
@@ -234,31 +234,31 @@ class _WorkerSupervisor:
         drain = self._shared.configuration.current_snapshot().settings.drain
         seconds = drain.not_ready_seconds + drain.streams_seconds + _STOP_GRACE_SECONDS
         self._kill_at = time.monotonic() + (_STOP_NOW_GRACE_SECONDS if now else seconds)
-        for seat in self._slots:
-            seat.next_start_at = None
+        for slot in self._slots:
+            slot.next_start_at = None
 
     def _signal_workers(self, number: signal.Signals) -> None:
-        for seat in self._slots:
-            self._signal_worker(seat, number)
+        for slot in self._slots:
+            self._signal_worker(slot, number)
 
-    def _signal_worker(self, seat: _WorkerSlot, number: signal.Signals) -> None:
-        if seat.pid is not None:  # until it is waited for, the pid cannot belong to another process
-            os.kill(seat.pid, number)
+    def _signal_worker(self, slot: _WorkerSlot, number: signal.Signals) -> None:
+        if slot.pid is not None:  # until it is waited for, the pid cannot belong to another process
+            os.kill(slot.pid, number)
 
     def _kill_frozen_workers(self) -> None:
         if self._watchdog is None or time.monotonic() < self._watchdog.next_check_at:
             return
         counts = self._shared.heartbeats.counts_by_worker()
-        living = {seat.worker_number: counts[seat.worker_number] for seat in self._slots if seat.pid is not None}
+        living = {slot.worker_number: counts[slot.worker_number] for slot in self._slots if slot.pid is not None}
         for worker in self._watchdog.find_frozen_workers(time.monotonic(), living):
-            seat = self._slots[worker]
-            seat.is_frozen = True
+            slot = self._slots[worker]
+            slot.is_frozen = True
             logger.warning(
                 "supervisor: killing a frozen worker, without progress for worker_timeout_seconds: worker %d (pid %d)",
                 worker,
-                seat.pid,
+                slot.pid,
             )
-            self._signal_worker(seat, signal.SIGKILL)
+            self._signal_worker(slot, signal.SIGKILL)
 
     def _kill_overdue_workers(self) -> None:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -267,33 +267,33 @@ class _WorkerSupervisor:
             self._kill_at = time.monotonic() + _STOP_GRACE_SECONDS
 
     def _reap_dead_workers(self) -> None:
-        while any(seat.pid for seat in self._slots):
+        while any(slot.pid for slot in self._slots):
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
             # As process 1 of a container, the supervisor also gets orphans of other processes, which have no slot.
-            for seat in self._slots:
-                if seat.pid == pid:
-                    self._record_worker_exit(seat, pid, os.waitstatus_to_exitcode(status))
+            for slot in self._slots:
+                if slot.pid == pid:
+                    self._record_worker_exit(slot, pid, os.waitstatus_to_exitcode(status))
 
-    def _record_worker_exit(self, seat: _WorkerSlot, pid: int, exit_code: int) -> None:
+    def _record_worker_exit(self, slot: _WorkerSlot, pid: int, exit_code: int) -> None:
         from prometheus_client import multiprocess
 
-        seat.pid = None
-        reason = "frozen" if seat.is_frozen else "died"
-        seat.is_frozen = False
-        self._shared.erase_worker(seat.worker_number)
+        slot.pid = None
+        reason = "frozen" if slot.is_frozen else "died"
+        slot.is_frozen = False
+        self._shared.erase_worker(slot.worker_number)
         with suppress(FileNotFoundError):  # another process has deleted a file in the meantime
             multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
         if self._is_stopping:
             self._exit_code = max(self._exit_code, exit_code if exit_code >= 0 else 128 - exit_code)
             return
         now = time.monotonic()
-        seat.death_times = [death for death in seat.death_times if death > now - self._restarts.window_seconds] + [now]
-        if len(seat.death_times) >= self._restarts.max_deaths:
+        slot.death_times = [death for death in slot.death_times if death > now - self._restarts.window_seconds] + [now]
+        if len(slot.death_times) >= self._restarts.max_deaths:
             logger.error(
                 "supervisor: restart limit reached, shutting down: worker %d (pid %d) ended with code %d",
-                seat.worker_number,
+                slot.worker_number,
                 pid,
                 exit_code,
             )
@@ -301,29 +301,29 @@ class _WorkerSupervisor:
             self._begin_stop(now=False)
             self._signal_workers(signal.SIGTERM)
             return
-        delay = self._restarts.restart_delay_seconds(len(seat.death_times))
+        delay = self._restarts.restart_delay_seconds(len(slot.death_times))
         logger.error(
             "supervisor: worker %d (pid %d) ended with code %d: restart in %.1f s",
-            seat.worker_number,
+            slot.worker_number,
             pid,
             exit_code,
             delay,
         )
-        seat.next_start_at = now + delay
+        slot.next_start_at = now + delay
         self._shared.heartbeats.record_replacement(reason)
 
     def _start_due_workers(self) -> None:
         now = time.monotonic()
-        for seat in self._slots:
-            if seat.next_start_at is not None and seat.next_start_at <= now:
+        for slot in self._slots:
+            if slot.next_start_at is not None and slot.next_start_at <= now:
                 try:
                     pid = os.fork()
                 except OSError as error:  # out of memory or processes; the other workers continue
-                    logger.error("supervisor: cannot start worker %d: %s", seat.worker_number, error)
-                    seat.next_start_at = now + self._restarts.max_delay_seconds
+                    logger.error("supervisor: cannot start worker %d: %s", slot.worker_number, error)
+                    slot.next_start_at = now + self._restarts.max_delay_seconds
                     continue
-                seat.pid = pid or self._run_worker(seat.worker_number)
-                seat.next_start_at, seat.started_at = None, now
+                slot.pid = pid or self._run_worker(slot.worker_number)
+                slot.next_start_at, slot.started_at = None, now
 
     def _run_worker(self, worker: int) -> NoReturn:
         """Run the worker in the forked process, and leave without closing what belongs to the supervisor."""

@@ -156,7 +156,7 @@ async def build_worker(
             pinned_kv=balancing.pinned_kv,
             prober=engines.prober,
             joiner=engines.joiner,
-            upstream=engines.engine_lines.upstream,
+            upstream=engines.engine_clients.upstream,
             releaser=engines.kv_releaser,
             lanes=clients.lanes,
             request_service=clients.lanes.whole_lane.request_service,
@@ -191,7 +191,7 @@ def _make_monitor(
     apply_other_decisions: Callable[[], None],
 ) -> WorkerMonitor:
     """Make the monitor, which calls `apply_other_decisions` in each of its ticks."""
-    metrics, live, upstream = basis.metrics, basis.live_configuration, engines.engine_lines.upstream
+    metrics, live, upstream = basis.metrics, basis.live_configuration, engines.engine_clients.upstream
 
     def gather(busy_share: float) -> None:
         metrics.gather_seconds.set(upstream.set_gathering(busy_share, live.settings.stream))
@@ -224,7 +224,7 @@ def _make_status_reporter(
         pair_quarantine=balancing.pools.pair_quarantine,
         handoff_times=balancing.pools.handoff_times,
         lanes=clients.lanes,
-        upstream=engines.engine_lines.upstream,
+        upstream=engines.engine_clients.upstream,
     )
     return StatusReporter(parts)
 
@@ -248,7 +248,7 @@ def _make_evacuation(
         basis.shared.roster,
         clients.lanes,
         balancing.health,
-        engines.engine_lines.upstream,
+        engines.engine_clients.upstream,
         lambda: basis.settings.leaving,
     )
 
@@ -258,7 +258,7 @@ def _make_role_mover(basis: WorkerBasis, balancing: Balancing, engines: EnginePa
         roster=basis.shared.roster,
         scoreboard=basis.shared.scoreboard,
         health=balancing.health,
-        engine_client=engines.engine_lines.engine_client,
+        engine_client=engines.engine_clients.engine_client,
         engine_headers=balancing.engine_keys.credential_headers,
         get_settings=lambda: basis.settings,
         metrics=basis.metrics,
@@ -335,7 +335,7 @@ def _administration_routes(
         incompatibilities=shared.incompatibilities,
         joiner=engines.joiner,
         served_models=balancing.served_models,
-        pool_of=lambda backend: balancing.pool_of.find_pool(backend),
+        pool_of=balancing.pool_finder.pool_of,
         handoff_times=balancing.pools.handoff_times,
         quarantined_partners=lambda backend: shared.status_board.quarantined_partners(backend, time.monotonic()),
     )
@@ -343,13 +343,13 @@ def _administration_routes(
         parts=parts,
         sources=shared.source_states,
         drop_drained=engines.prober.remove_drained_backends,
-        names=engines.engine_lines.host_names,
+        names=engines.engine_clients.host_names,
         administrators=administrators,
         settings=lambda: basis.settings,
     )
     broadcasts = BroadcastApi(
         parts=parts,
-        client=engines.engine_lines.engine_client,
+        client=engines.engine_clients.engine_client,
         keys=balancing.engine_keys,
         administrators=administrators,
         cache_path=settings.connector_traits.cache_path,

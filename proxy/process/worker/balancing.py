@@ -35,11 +35,15 @@ if TYPE_CHECKING:
 
 
 class PoolFinder:
-    """The pool in which a backend is compared with others: that of its role, unless there are several."""
+    """Finds the pool in which a backend is compared with others: that of its role, unless there are several lanes."""
 
     def __init__(self, pools: Pools) -> None:
-        self.find_pool: Callable[[Backend], Pool] = lambda backend: pools.pool_of(backend.role)
-        """Replaced when the lanes exist."""
+        self.pools_of: Callable[[Backend], Pools] = lambda _: pools
+        """Returns the pools of a backend's lane. Replaced when the lanes exist."""
+
+    def pool_of(self, backend: Backend) -> Pool:
+        """Return the pool of a backend."""
+        return self.pools_of(backend).pool_of(backend.role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +58,7 @@ class Balancing:
     pools: Pools
     served_models: ServedModels
     """Models of the instances."""
-    pool_of: PoolFinder
+    pool_finder: PoolFinder
     make_pools_part: Callable[[Serving], tuple[Pools, Callable[[Settings], None]]]
     """Returns the pools of the backends that serve certain models, and the function that configures them."""
     on_transition: Callable[[Transition], None]
@@ -93,17 +97,17 @@ def build_balancing(basis: WorkerBasis) -> Balancing:
         on_transition=on_transition,
         count_ends=_InstanceRequests(basis.metrics).end_callback_of,
     )
-    everybody, on_change = builder.make_pools()
+    pools, on_change = builder.make_pools()
     live.call_on_change(on_change)
     return Balancing(
         health=health,
         engine_keys=keys,
         compatibility_monitor=compatibility,
         pinned_kv=pinned_kv,
-        pools=everybody,
+        pools=pools,
         served_models=models,
-        pool_of=PoolFinder(everybody),
-        make_pools_part=lambda serving: builder.make_pools(everybody, serving),
+        pool_finder=PoolFinder(pools),
+        make_pools_part=lambda serving: builder.make_pools(pools, serving),
         on_transition=on_transition,
     )
 
@@ -161,7 +165,7 @@ class _PoolBuilder:
                 health=self.health,
                 pool_limits=_pool_limits(settings, role),
                 on_transition=self.on_transition,
-                on_backend_gone=self.count_ends(role),
+                on_lease_end=self.count_ends(role),
                 pinned_kv=self.pinned_kv if role is Role.PREFILL else None,
                 pair_quarantine=self.pair_quarantine,
                 handoff_times=self.handoff_times,
@@ -241,20 +245,20 @@ class _InstanceRequests:
 
     def end_callback_of(self, role: Role) -> Callable[[Backend, str], None]:
         """Return the function to call at the end of each lease of this role."""
-        untold = self._uncounted_results[role]
+        counts_by_result = self._uncounted_results[role]
 
         def on_end(backend: Backend, result: str) -> None:
-            known = untold.get(result)
+            known = counts_by_result.get(result)
             if known is None:
-                known = untold[result] = Counter()
+                known = counts_by_result[result] = Counter()
             known[backend.name] += 1
 
         return on_end
 
     def count_ended(self) -> None:
         """Count the leases that have ended."""
-        for role, untold in self._uncounted_results.items():
-            for result, counts in untold.items():
+        for role, counts_by_result in self._uncounted_results.items():
+            for result, counts in counts_by_result.items():
                 for name, count in counts.items():
                     self._request_counters(role.value, name, result).inc(count)
                 counts.clear()

@@ -67,13 +67,13 @@ class ConnectorBundle:
 class EngineParts:
     """The parts of a worker on the engine side of a call."""
 
-    engine_lines: EngineClients
+    engine_clients: EngineClients
     kv_releaser: KvReleaser
     connector: Connector
     make_connector: Callable[[Pools], Connector]
     """Creates another connector, for these pools."""
     serving_pools: Mapping[Role, Pool]
-    """Roles that text requests need."""
+    """Pools by role, of the roles that text requests need."""
     pools: Mapping[Role, Pool]
     """Pools by role, including encoders."""
     prober: HealthProber
@@ -87,48 +87,48 @@ async def build_engines(basis: WorkerBasis, balancing: Balancing, settle_seconds
     """Build the engine side. Leaving closes connections and ends all tasks."""
     pools = balancing.pools
     async with AsyncExitStack() as stack:
-        lines = await stack.enter_async_context(build_engine_clients(basis, balancing))
-        link = await stack.enter_async_context(build_connector(basis, balancing, lines, settle_seconds))
-        connector = _add_encoders(link.connector, link.connector_context)
+        clients = await stack.enter_async_context(build_engine_clients(basis, balancing))
+        bundle = await stack.enter_async_context(build_connector(basis, balancing, clients, settle_seconds))
+        connector = _add_encoders(bundle.connector, bundle.connector_context)
         serving = {role: pools.pool_of(role) for role in connector.roles}
-        everybody = dict(serving) if pools.encode is None else {**serving, Role.ENCODE: pools.encode}
-        prober = await stack.enter_async_context(_make_prober(basis, balancing, lines, everybody))
-        joiner = await stack.enter_async_context(_make_joiner(basis, balancing, lines, everybody, prober))
+        pools_by_role = dict(serving) if pools.encode is None else {**serving, Role.ENCODE: pools.encode}
+        prober = await stack.enter_async_context(_make_prober(basis, balancing, clients, pools_by_role))
+        joiner = await stack.enter_async_context(_make_joiner(basis, balancing, clients, pools_by_role, prober))
         basis.metrics.watch_sources(basis.shared.source_states, basis.shared.roster)
         if basis.worker_number == 0:  # a worker that replaces it is number 0, too
             watcher_parts = WatcherParts(
                 source_kinds=SOURCES,
                 roster=basis.shared.roster,
                 source_states=basis.shared.source_states,
-                roles=everybody,
+                roles=pools_by_role,
                 own_addresses=OwnAddresses(basis.shared.listeners.all_sockets),
             )
             watcher = SourceWatcher(watcher_parts, basis.settings)
             await stack.enter_async_context(watcher)
             basis.live_configuration.call_on_change(watcher.apply_settings)
-            canaries = CanaryWatch(connector, link.connector_context, balancing.health)
+            canaries = CanaryWatch(connector, bundle.connector_context, balancing.health)
             await stack.enter_async_context(canaries)
             basis.live_configuration.call_on_change(canaries.apply_settings)
         basis.metrics.watch_instances(
-            tuple(everybody.values()),
+            tuple(pools_by_role.values()),
             basis.shared.scoreboard,
             balancing.health,
             basis.shared.incompatibilities,
-            lambda backend: balancing.pool_of.find_pool(backend),
+            balancing.pool_finder.pool_of,
             basis.shared.history_board.rates_by_instance,
         )
-        basis.metrics.watch_models(balancing.served_models, everybody.values())
-        await stack.enter_async_context(_make_inspector(basis, balancing, lines, everybody, link.kv_releaser))
+        basis.metrics.watch_models(balancing.served_models, pools_by_role.values())
+        await stack.enter_async_context(_make_inspector(basis, balancing, clients, pools_by_role, bundle.kv_releaser))
         yield EngineParts(
-            engine_lines=lines,
-            kv_releaser=link.kv_releaser,
+            engine_clients=clients,
+            kv_releaser=bundle.kv_releaser,
             connector=connector,
-            make_connector=lambda some: _make_connector(replace(link.connector_context, pools=some)),
+            make_connector=lambda some: _make_connector(replace(bundle.connector_context, pools=some)),
             serving_pools=serving,
-            pools=everybody,
+            pools=pools_by_role,
             prober=prober,
             joiner=joiner,
-            callback_url=link.connector_context.callback_url,
+            callback_url=bundle.connector_context.callback_url,
         )
 
 
@@ -149,7 +149,7 @@ async def build_engine_clients(basis: WorkerBasis, balancing: Balancing) -> Asyn
             UpstreamOptions(
                 stall_seconds=stall_seconds(settings),
                 on_backend_output=balancing.health.on_output,
-                on_stall=lambda backend: balancing.pool_of.find_pool(backend).report_stall(backend),
+                on_stall=lambda backend: balancing.pool_finder.pool_of(backend).report_stall(backend),
                 silence_seconds=settings.health.silence_seconds,
                 silence_checks=_make_silence_checks(balancing, client),
                 is_news=basis.shared.log_once.is_news,
@@ -167,24 +167,24 @@ async def build_engine_clients(basis: WorkerBasis, balancing: Balancing) -> Asyn
 
 
 def _make_silence_checks(balancing: Balancing, client: EngineClient) -> SilenceChecks:
-    pool_of = balancing.pool_of
+    pool_of = balancing.pool_finder.pool_of
     return SilenceChecks(
         is_backend_down=lambda backend: balancing.health.health_of(backend).probe_verdict is HealthState.DOWN,
-        on_refused_connection=lambda backend: pool_of.find_pool(backend).report_refusal(backend),
+        on_refused_connection=lambda backend: pool_of(backend).report_refusal(backend),
         makes_progress=partial(do_counters_grow, client, balancing.engine_keys),
-        on_engine_hang=lambda backend: pool_of.find_pool(backend).report_hang(backend),
+        on_engine_hang=lambda backend: pool_of(backend).report_hang(backend),
     )
 
 
 @asynccontextmanager
 async def build_connector(
-    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, settle_seconds: float = TRANSFER_SETTLE_SECONDS
+    basis: WorkerBasis, balancing: Balancing, clients: EngineClients, settle_seconds: float = TRANSFER_SETTLE_SECONDS
 ) -> AsyncIterator[ConnectorBundle]:
     """Build the connector of the settings. Leaving ends its tasks."""
     settings, pools = basis.settings, balancing.pools
     parts = ReleaserParts(
         pools=pools,
-        upstream=lines.upstream,
+        upstream=clients.upstream,
         pinned_kv=balancing.pinned_kv,
         incompatibilities=basis.shared.incompatibilities,
         models=balancing.served_models,
@@ -197,9 +197,9 @@ async def build_connector(
     ):
         context = ConnectorContext(
             pools=pools,
-            upstream=lines.upstream,
+            upstream=clients.upstream,
             releaser=releaser,
-            client=lines.engine_client,
+            client=clients.engine_client,
             keys=balancing.engine_keys,
             live=basis.live_configuration,
             metrics=basis.metrics,
@@ -225,7 +225,7 @@ def _add_encoders(connector: Connector, context: ConnectorContext) -> Connector:
 
 
 def _make_prober(
-    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, pools: Mapping[Role, Pool]
+    basis: WorkerBasis, balancing: Balancing, clients: EngineClients, pools: Mapping[Role, Pool]
 ) -> HealthProber:
     shared = basis.shared
 
@@ -237,32 +237,32 @@ def _make_prober(
         pools=pools,
         roster=shared.roster,
         health=balancing.health,
-        engine_client=lines.engine_client,
-        fresh_client=lines.fresh_client,
+        engine_client=clients.engine_client,
+        fresh_client=clients.fresh_client,
         engine_headers=balancing.engine_keys.credential_headers,
         on_transition=balancing.on_transition,
         on_backend_removed=forget,
-        pool_of=lambda backend: balancing.pool_of.find_pool(backend),
+        pool_of=balancing.pool_finder.pool_of,
         restart_counter=basis.metrics.background_restarts_total,
     )
     return HealthProber(parts, lambda: basis.settings.health)
 
 
 def _make_joiner(
-    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, pools: Mapping[Role, Pool], prober: HealthProber
+    basis: WorkerBasis, balancing: Balancing, clients: EngineClients, pools: Mapping[Role, Pool], prober: HealthProber
 ) -> InstanceJoiner:
     return InstanceJoiner(
         pools=pools,
         roster=basis.shared.roster,
         settings=lambda: basis.settings.joining,
-        client=lines.engine_client,
+        client=clients.engine_client,
         engine_headers=balancing.engine_keys.credential_headers,
         on_joined=prober.on_backend_joined,
     )
 
 
 def _make_inspector(
-    basis: WorkerBasis, balancing: Balancing, lines: EngineClients, pools: Mapping[Role, Pool], releaser: KvReleaser
+    basis: WorkerBasis, balancing: Balancing, clients: EngineClients, pools: Mapping[Role, Pool], releaser: KvReleaser
 ) -> EngineInspector:
     lease = KvTransfer.OTHER if basis.settings.connector_traits.meets_at_bootstrap else KvTransfer.NIXL
     parts = InspectorParts(
@@ -271,7 +271,7 @@ def _make_inspector(
         health=balancing.health,
         compatibility_monitor=balancing.compatibility_monitor,
         served_models=balancing.served_models,
-        engine_client=lines.engine_client,
+        engine_client=clients.engine_client,
         engine_keys=balancing.engine_keys,
         metrics=basis.metrics,
         lease_seconds_of=lambda prefiller: releaser.pin_seconds(prefiller, lease),

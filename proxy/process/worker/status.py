@@ -15,7 +15,7 @@ from proxy.common.background import MAX_SLICE_SECONDS
 from proxy.observe.history import TrafficHistory, WorkerTraffic
 from proxy.observe.key_usage import RESULTS
 from proxy.observe.verdict import (
-    JUDGE,
+    JUDGING_WORKER,
     PACE_WINDOW_SECONDS,
     PACES,
     WINDOW_SECONDS,
@@ -83,11 +83,11 @@ class StatusReporter:
         self._clock = clock
         self._next_report_at = self._next_judgement_at = 0.0
         self._was_report_complete = True
-        self._judgement = StatusJudgement(parts, clock) if parts.worker_number == JUDGE else None
+        self._judgement = StatusJudgement(parts, clock) if parts.worker_number == JUDGING_WORKER else None
         bounds = parts.metrics.time_to_first_token_seconds.bounds
         self._traffic_history = (
             TrafficHistory(bounds, parts.shared.history_board.published_history())
-            if parts.worker_number == JUDGE
+            if parts.worker_number == JUDGING_WORKER
             else None
         )
         self._judgement_steps: Iterator[None] = iter(())
