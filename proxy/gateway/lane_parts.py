@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from proxy.settings.live import LiveSettings
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ServiceParts:
-    """The parts of one worker that a lane works with."""
+@dataclass(eq=False, kw_only=True)
+class LaneParts:
+    """The parts of one lane. An attempt loop keeps the settings with which it began."""
 
+    live_settings: LiveSettings
     connector: Connector
     """Carries the calls to engines."""
     pools: Pools
@@ -41,29 +42,23 @@ class ServiceParts:
     """Metrics of this worker."""
     queue_head: WorkerQueueHead | None = None
     """See AdmissionParts."""
+    common_abilities: CommonAbilities = field(init=False)
+    """Abilities that all engines of the lane have."""
+    retry_budget: RetryBudget = field(init=False)
+    """Permits for retries of the lane's requests."""
+    admission_queue: AdmissionQueue = field(init=False)
+    """Queue in front of the pools."""
 
-
-class LaneParts:
-    """The parts of one lane. An attempt loop keeps the settings with which it began."""
-
-    def __init__(self, parts: ServiceParts, live: LiveSettings) -> None:
-        pools, roles = parts.pools, parts.connector.roles
-        self.live_settings = live
-        self.connector = parts.connector
-        self.pools = pools
-        self.detokenizer = parts.detokenizer
-        self.suspects = parts.suspects
-        self.is_engine_gone = parts.is_engine_gone
-        """See ServiceParts."""
-        self.metrics = parts.metrics
-        traits = live.settings.connector_traits
+    def __post_init__(self) -> None:
+        settings, pools, roles = self.live_settings.settings, self.pools, self.connector.roles
+        traits = settings.connector_traits
         self.common_abilities = CommonAbilities([pools.pool_of(role) for role in roles], traits.engine)
-        self.retry_budget = RetryBudget(lambda: live.settings.retry)
+        self.retry_budget = RetryBudget(lambda: self.live_settings.settings.retry)
         admission_parts = AdmissionParts(
             engine_room=PoolsRoom(pools, roles),
-            metrics=parts.metrics,
+            metrics=self.metrics,
             queue_order=pools.prefill,
             is_lower_priority_first=traits.lower_priority_first,
-            queue_head=parts.queue_head,
+            queue_head=self.queue_head,
         )
-        self.admission_queue = AdmissionQueue(admission_parts, live.settings.admission)
+        self.admission_queue = AdmissionQueue(admission_parts, settings.admission)

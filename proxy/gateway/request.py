@@ -412,7 +412,7 @@ class Request:
         """Send an error in place of the answer, or in the middle of it. `cause`: the error for the record."""
         self._request_record.error = cause or error
         parts, writer, client = self._request_parts, self._client_writer, self._client
-        if not writer.has_written_answer:
+        if not (writer.is_head_sent and writer.has_written_answer):
             if isinstance(error, NoBackendAvailable):
                 self._lane.add_model_names(error)
             replies.count_rejection(parts.metrics, error)

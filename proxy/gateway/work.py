@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     from proxy.gateway.answers import UnitAnswer
     from proxy.gateway.attempts import FailedAttempt
     from proxy.gateway.client_writer import ClientWriter
-    from proxy.gateway.lane_parts import ServiceParts
     from proxy.gateway.suspicion import Suspicion
     from proxy.observe.record import RequestRecord
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engines import AnswerWatch
     from proxy.settings import Settings
-    from proxy.settings.live import LiveSettings
 
 
 logger = logging.getLogger("proxy.flow.gateway")
@@ -40,8 +38,8 @@ _NOT_WATCHED: Final = VLLM.watching[WatchLevel.REPEAT_UNSEEN]
 class RequestService(LaneParts):
     """The parts of one lane, which serve its calls."""
 
-    def __init__(self, parts: ServiceParts, live: LiveSettings) -> None:
-        super().__init__(parts, live)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._chat_prompts = ChatPrompts(self.common_abilities, self.detokenizer)
 
     def on_settings_change(self, settings: Settings) -> None:

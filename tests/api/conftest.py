@@ -32,7 +32,6 @@ from proxy.fleet.discovery.joining import InstanceJoiner
 from proxy.fleet.discovery.prober import HealthProber, ProberParts
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.gateway.detokenizer import Detokenizer
-from proxy.gateway.lane_parts import ServiceParts
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.suspects import Suspects
 from proxy.gateway.work import RequestService
@@ -199,7 +198,8 @@ class Gateway:
         pools = Pools(prefill=self.pools[Role.PREFILL], decode=self.pools[Role.DECODE])
         suspects = Suspects(SuspectMemory(), pools, tuple(roles), self.prober.is_backend_gone, self.metrics)
         connector, detokenizer = NoConnector(roles), Detokenizer(pools, Upstream(settings.timeouts, self.keys()))
-        parts = ServiceParts(
+        flow = RequestService(
+            live_settings=LiveSettings(settings),
             connector=connector,
             pools=pools,
             detokenizer=detokenizer,
@@ -207,7 +207,6 @@ class Gateway:
             is_engine_gone=self.prober.is_backend_gone,
             metrics=self.metrics,
         )
-        flow = RequestService(parts, LiveSettings(settings))
         models = ServedModels(self.roster, self.health, tuple(roles))
         return Lanes(models, Lane(flow), make, settings, self.prober.refresh_models)
 

@@ -240,28 +240,24 @@ class _InstanceRequests:
     def __init__(self, metrics: Metrics) -> None:
         # To find a series by its labels costs more than to count in it, and there are few series.
         self._request_counters = cache(metrics.instance_requests_total.labels)
-        self._uncounted_results: dict[Role, dict[str, Counter[str]]] = {role: {} for role in Role}  # by results
+        self._uncounted_results: Counter[tuple[str, str, str]] = Counter()
+        """Leases that have ended since the last count, by role, name of the instance and result."""
         metrics.call_before_scrape(self.count_ended)
 
     def end_callback_of(self, role: Role) -> Callable[[Backend, str], None]:
         """Return the function to call at the end of each lease of this role."""
-        counts_by_result = self._uncounted_results[role]
+        role_name, results = role.value, self._uncounted_results
 
         def on_end(backend: Backend, result: str) -> None:
-            known = counts_by_result.get(result)
-            if known is None:
-                known = counts_by_result[result] = Counter()
-            known[backend.name] += 1
+            results[role_name, backend.name, result] += 1
 
         return on_end
 
     def count_ended(self) -> None:
         """Count the leases that have ended."""
-        for role, counts_by_result in self._uncounted_results.items():
-            for result, counts in counts_by_result.items():
-                for name, count in counts.items():
-                    self._request_counters(role.value, name, result).inc(count)
-                counts.clear()
+        for labels, count in self._uncounted_results.items():
+            self._request_counters(*labels).inc(count)
+        self._uncounted_results.clear()
 
 
 def _make_pool_configurer(pool: Pool, settings: Settings, context: PolicyContext) -> Callable[[Settings], None]:

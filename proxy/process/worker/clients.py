@@ -24,7 +24,6 @@ from proxy.gateway.api_keys import ApiKeys
 from proxy.gateway.detokenizer import Detokenizer
 from proxy.gateway.fast_connection import FastConnection
 from proxy.gateway.intake import Intake
-from proxy.gateway.lane_parts import ServiceParts
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.request_parts import RequestParts
 from proxy.gateway.suspects import Suspects
@@ -214,7 +213,8 @@ def _make_request_service(
     front: WorkerQueueHead | None = None,
 ) -> RequestService:
     is_engine_gone, roles = engines.prober.is_backend_gone, tuple(engines.pools)
-    parts = ServiceParts(
+    return RequestService(
+        live_settings=basis.live_configuration,
         connector=connector,
         pools=pools,
         detokenizer=Detokenizer(pools, engines.engine_clients.upstream),
@@ -223,7 +223,6 @@ def _make_request_service(
         metrics=basis.metrics,
         queue_head=front,
     )
-    return RequestService(parts, basis.live_configuration)
 
 
 def _open_fast_path(basis: WorkerBasis, intake: Intake, front: HttpListener) -> None:
