@@ -110,7 +110,7 @@ class _Throughput:
 
     def predict_rate(self, cost_shape: Sequence[float]) -> tuple[float, float]:
         """Return the predicted seconds of work per second, and the variance of its logarithm."""
-        first, token, attention = cost_shape
+        first, token, attention = cost_shape[:3]  # loading cached tokens is not work of the prefiller
         works = [first * count + token * tokens + attention * each for count, tokens, each, _ in self._complete_groups]
         seconds = [each for *_, each in self._complete_groups]
         work, number = sum(works), len(works)

@@ -284,7 +284,10 @@ class LeastSeconds(LeastTokens):
         # The charge allows for expected cache hits that fail. The reported prediction does not.
         cached = sent.predicted_cached_tokens
         expected = (
-            self._prefillers.prefill_cost.predict_seconds(prompt.prompt_tokens - cached, cached) * prefiller.slowness
+            self._prefillers.prefill_cost.predict_seconds(
+                prompt.prompt_tokens - cached, cached, sent.predicted_loaded_tokens
+            )
+            * prefiller.slowness
         )
         sent.policy_prediction = PickPrediction(sent.predicted_wait_seconds + expected, round(cached))
         return sent

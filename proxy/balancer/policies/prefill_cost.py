@@ -1,8 +1,9 @@
-"""Cost of prefills, learned from completed ones: S(u, c) = t0 + a·u + b·u·(c + u/2) seconds.
+"""Cost of prefills, learned from completed ones: S(u, c, h) = t0 + a·u + b·u·(c + u/2) + d·h seconds.
 
 u tokens are computed behind c cached ones. Each costs the same except for its attention, which grows with the number of
-tokens before it. The three coefficients apply to all backends of a role. They are a least-squares fit of relative
-errors in which older samples count less. The relative speed of each backend is learned separately.
+tokens before it. h of the cached tokens are loaded from a tier below the device: host memory or a disk. The four
+coefficients apply to all backends of a role. They are a least-squares fit of relative errors in which older samples
+count less. The relative speed of each backend is learned separately.
 
 The module also has the prompts in flight, the samples that they become, and the records by which workers share both.
 Other gateways receive the same records, see `fleet.replicas`: theirs have other slots and another clock, and their
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 SECONDS_PER_LOAD: Final = 0.0345e-3
 """Seconds per token of `Load.compute_tokens`. vllm-ascend's example estimates a prefill as 0.0345 ms per token plus 120
 ms, the time of 3,480 tokens."""
-_PRIOR: Final[tuple[float, ...]] = (0.12, SECONDS_PER_LOAD, 0.0)
+_PRIOR: Final[tuple[float, ...]] = (0.12, SECONDS_PER_LOAD, 0.0, 0.0)
 # The prior is scaled to the level of the samples and added at each of these lengths, with this weight of a sample.
 # Otherwise samples of short prompts could imply that long prompts cost nothing.
 _PRIOR_TOKENS: Final = (500, 5_000, 50_000)
 _PRIOR_WEIGHT: Final = 0.3
+_COEFFICIENTS: Final = 4
 _LEVEL_STEP: Final = 0.02
 # Each new sample multiplies the weight of the older ones by this factor.
 _FORGETTING: Final = 0.998
@@ -56,21 +58,25 @@ class PrefillCost:
 
     def __init__(self) -> None:
         self.cost_shape: tuple[float, ...] = _PRIOR
-        """Coefficients t0, a and b, in seconds."""
+        """Coefficients t0, a, b and d, in seconds."""
         self.sample_count = 0
         """Number of samples that were learned."""
         self._slowness_by_backend: dict[Hashable, float] = {}  # logarithms of `_speed_factors`
         self._speed_factors: dict[Hashable, float] = {}  # time relative to the other backends
         # Normal equations of samples, each weighted by the inverse of its square.
-        self._equation_matrix = [[0.0] * 3 for _ in range(3)]
-        self._equation_vector = [0.0] * 3
+        self._equation_matrix = [[0.0] * _COEFFICIENTS for _ in range(_COEFFICIENTS)]
+        self._equation_vector = [0.0] * _COEFFICIENTS
         self._sample_weight = 1.0  # of the next sample; it grows instead of all older ones shrinking
         self._mean_log_error = 0.0  # logarithm of the ratio of prefill times to the prior
 
-    def predict_seconds(self, uncached_tokens: float, cached_tokens: float) -> float:
-        """Return the predicted time of a prefill on a backend of normal speed."""
-        first, token, attention = self.cost_shape
-        return first + uncached_tokens * (token + attention * (cached_tokens + uncached_tokens / 2))
+    def predict_seconds(self, uncached_tokens: float, cached_tokens: float, loaded_tokens: float = 0.0) -> float:
+        """Return the predicted time of a prefill on a backend of normal speed.
+
+        `loaded_tokens`: those of the cached tokens that are loaded from a tier below the device.
+        """
+        first, token, attention, load = self.cost_shape
+        seconds = first + uncached_tokens * (token + attention * (cached_tokens + uncached_tokens / 2))
+        return seconds + load * loaded_tokens if loaded_tokens else seconds
 
     @property
     def overhead_seconds(self) -> float:
@@ -85,13 +91,19 @@ class PrefillCost:
         return self._speed_factors.get(backend, 1.0)
 
     def learn_prefill(
-        self, backend: Hashable, uncached_tokens: float, cached_tokens: float, prefill_seconds: float
+        self,
+        backend: Hashable,
+        uncached_tokens: float,
+        cached_tokens: float,
+        prefill_seconds: float,
+        loaded_tokens: float = 0.0,
     ) -> None:
-        """Learn the time of a prefill that did not wait for other prompts."""
+        """Learn the time of a prefill that did not wait for other prompts. `loaded_tokens`: see `predict_seconds`."""
         if prefill_seconds <= 0 or uncached_tokens <= 0:
             return
         slowness = self._slowness_by_backend.get(backend, 0.0)
-        error = math.log(prefill_seconds / self.predict_seconds(uncached_tokens, cached_tokens)) - slowness
+        predicted = self.predict_seconds(uncached_tokens, cached_tokens, loaded_tokens)
+        error = math.log(prefill_seconds / predicted) - slowness
         if self.sample_count >= _TRUSTED_SAMPLES:
             clipped = max(-_MAX_ERROR, min(_MAX_ERROR, error))
             prefill_seconds *= math.exp(clipped - error)
@@ -102,11 +114,11 @@ class PrefillCost:
         self._sample_weight /= _FORGETTING
         prefill_seconds /= math.exp(slowness)
         # Errors are relative, but a sample that seems to have taken no time must not outweigh all others.
-        scale = max(prefill_seconds, _seconds_of_shape(self.cost_shape, uncached_tokens, cached_tokens))
+        scale = max(prefill_seconds, self.predict_seconds(uncached_tokens, cached_tokens, loaded_tokens))
         _add_equation(
             self._equation_matrix,
             self._equation_vector,
-            _cost_terms(uncached_tokens, cached_tokens),
+            _cost_terms(uncached_tokens, cached_tokens, loaded_tokens),
             prefill_seconds,
             self._sample_weight / scale**2,
         )
@@ -129,7 +141,7 @@ class PrefillCost:
         for tokens in _PRIOR_TOKENS:
             seconds = _seconds_of_shape(_PRIOR, tokens, 0) * math.exp(self._mean_log_error)
             _add_equation(
-                matrix, vector, _cost_terms(tokens, 0), seconds, self._sample_weight * _PRIOR_WEIGHT / seconds**2
+                matrix, vector, _cost_terms(tokens, 0, 0), seconds, self._sample_weight * _PRIOR_WEIGHT / seconds**2
             )
         self.cost_shape = _least_squares(matrix, vector) or self.cost_shape
 
@@ -163,12 +175,14 @@ def _add_equation(
         vector[place] += equation_weight * term * seconds
 
 
-def _cost_terms(uncached_tokens: float, cached_tokens: float) -> tuple[float, float, float]:
-    return 1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens / 2)
+def _cost_terms(
+    uncached_tokens: float, cached_tokens: float, loaded_tokens: float
+) -> tuple[float, float, float, float]:
+    return 1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens / 2), loaded_tokens
 
 
 def _seconds_of_shape(cost_shape: Sequence[float], uncached_tokens: float, cached_tokens: float) -> float:
-    return _dot_product(cost_shape, _cost_terms(uncached_tokens, cached_tokens))
+    return _dot_product(cost_shape, _cost_terms(uncached_tokens, cached_tokens, 0.0))
 
 
 def _dot_product(cost_shape: Sequence[float], cost_terms: Sequence[float]) -> float:
@@ -177,25 +191,28 @@ def _dot_product(cost_shape: Sequence[float], cost_terms: Sequence[float]) -> fl
 
 def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> tuple[float, ...] | None:
     """Return the best solution without negative numbers, in which some may be 0. None: there is none."""
+    size = len(vector)
+    # A term that is 0 in all samples has no coefficient.
+    known = [place for place in range(size) if matrix[place][place] > 0]
     best, least = None, math.inf
-    for count in (3, 2, 1):
-        for chosen in combinations(range(3), count):
+    for count in range(len(known), 0, -1):
+        for chosen in combinations(known, count):
             part = _solve_linear_system(
                 [[matrix[row][column] for column in chosen] for row in chosen], [vector[row] for row in chosen]
             )
             if part is None or min(part) < 0:
                 continue
-            whole = [0.0] * 3
+            whole = [0.0] * size
             for place, value in zip(chosen, part, strict=True):
                 whole[place] = value
             # The sum of squares without the part that is equal for all solutions.
             squares = sum(
-                whole[row] * (sum(matrix[row][column] * whole[column] for column in range(3)) - 2 * vector[row])
-                for row in range(3)
+                whole[row] * (sum(matrix[row][column] * whole[column] for column in range(size)) - 2 * vector[row])
+                for row in range(size)
             )
             if squares < least:
                 best, least = tuple(whole), squares
-        if best is not None and count == 3:
+        if best is not None and count == len(known):
             return best
     return best
 
@@ -266,6 +283,8 @@ class SentPrompt(LeaseTracker):
     """Predicted prefill time."""
     predicted_cached_tokens: float
     """Expected cached tokens of the prompt."""
+    predicted_loaded_tokens: float
+    """Those of them that are expected in a tier below the device."""
     odometer_readings: Sequence[float | None]
     odometer_at_send: float
     prompts_ahead: int
@@ -306,6 +325,8 @@ class PrefillSample(NamedTuple):
     fill_share: float = 0.0
     """Work in flight at its end, including this prompt, as a multiple of the prefiller's capacity. That is prompts per
     rank, or tokens per step."""
+    loaded_tokens: float = 0.0
+    """Cached tokens that were loaded from a tier below the device."""
 
     @property
     def attention_factor(self) -> float:
@@ -326,6 +347,20 @@ class PrefillStep(NamedTuple):
     """Start of the step on the clock."""
     largest_prompt_tokens: float
     """Uncached tokens of its largest prompt."""
+    loaded_tokens: float = 0.0
+    """Sum of the cached tokens that were loaded from a tier below the device."""
+
+    @classmethod
+    def of_sample(cls, sample: PrefillSample, step_seconds: float, ended_at: float) -> PrefillStep:
+        """Return a step with one prompt, which took this time and ended at this time."""
+        return cls(
+            sample.uncached_tokens,
+            sample.attention_factor,
+            step_seconds,
+            began_at=ended_at - step_seconds,
+            largest_prompt_tokens=sample.uncached_tokens,
+            loaded_tokens=sample.loaded_tokens,
+        )
 
     def copy_with_prompt(self, sample: PrefillSample) -> PrefillStep:
         """Return the step with another prompt, which was answered directly after the others."""
@@ -334,7 +369,8 @@ class PrefillStep(NamedTuple):
             self.attention_factor + sample.attention_factor,
         )
         largest = max(self.largest_prompt_tokens, sample.uncached_tokens)
-        return PrefillStep(uncached, attention, self.step_seconds + sample.prefill_seconds, self.began_at, largest)
+        seconds, loaded = self.step_seconds + sample.prefill_seconds, self.loaded_tokens + sample.loaded_tokens
+        return PrefillStep(uncached, attention, seconds, self.began_at, largest, loaded)
 
     @property
     def equivalent_cached_tokens(self) -> float:
@@ -392,8 +428,8 @@ _KIND_AND_SLOT: Final = struct.Struct("<II")
 _NUMBERS: Final = {
     RecordKind.SENT: 3,
     RecordKind.ENDED: 6,
-    RecordKind.COUNTED: 4,
-    RecordKind.SAMPLED: 9,
+    RecordKind.COUNTED: 5,
+    RecordKind.SAMPLED: 10,
     RecordKind.SESSION: 11,
     RecordKind.LIMIT: 5,
     RecordKind.WAITING: 3,

@@ -211,6 +211,7 @@ class Prefiller:
             if cached_pieces
             else 0.0
         )
+        loaded = prefixes.predict_loaded_tokens(prompt.prefix_keys, prompt.piece_ends, cached_pieces, cached)
         computed = prompt.prompt_tokens - cached
         odometer = prefixes.token_odometer
         readings: Sequence[float | None] = ()
@@ -236,6 +237,7 @@ class Prefiller:
             now,
             predicted_seconds,
             cached,
+            loaded,
             readings,
             odometer,
             ahead,
@@ -252,6 +254,7 @@ class Prefiller:
         None: it teaches nothing, or it was alone and `is_lesson` is False.
         """
         prompt, cached = sent_prompt.prompt_costs, sent_prompt.predicted_cached_tokens
+        on_device = cached - sent_prompt.predicted_loaded_tokens
         fill = self._step_fill
         has_overtaken = next(iter(self._prompts_in_flight)) is not sent_prompt or (
             bool(self._prompts_of_other_workers) and self._prompts_of_other_workers[0][0] < sent_prompt.sent_at
@@ -288,7 +291,8 @@ class Prefiller:
             if tokens > cached and (is_lesson or sent_prompt.prompts_ahead or was_behind):
                 seconds = now - max(sent_prompt.sent_at, self._last_answer_at)
                 company = sent_prompt.prompts_ahead, float(was_behind), float(has_overtaken), fill
-                sample = PrefillSample(tokens - cached, cached, seconds, now - sent_prompt.sent_at, *company)
+                loaded = max(0.0, cached - on_device) if sent_prompt.predicted_loaded_tokens else 0.0
+                sample = PrefillSample(tokens - cached, cached, seconds, now - sent_prompt.sent_at, *company, loaded)
             self._previous_answer_at, self._last_answer_at = self._last_answer_at, now
             if self._prompts_computed_alone > _SERIAL_AFTER:
                 self._prompts_computed_alone -= 1
@@ -585,7 +589,10 @@ class Prefillers:
         ):
             return  # the sample would teach nothing new
         concurrency = prefiller.concurrency_estimate
-        predicted = self.prefill_cost.predict_seconds(sample.uncached_tokens, sample.cached_tokens) * prefiller.slowness
+        predicted = (
+            self.prefill_cost.predict_seconds(sample.uncached_tokens, sample.cached_tokens, sample.loaded_tokens)
+            * prefiller.slowness
+        )
         doubted_until = concurrency.doubted_until
         concurrency.learn_from_sample(sample, self.prefill_cost.cost_shape, now)
         if concurrency.doubted_until > doubted_until:
@@ -597,9 +604,7 @@ class Prefillers:
             self._complete_step(prefiller, now)
             lane_count = concurrency.lane_count if concurrency.computes_in_order else 1
             if sample.prompts_ahead < lane_count:  # it was computed without waiting
-                self._learn_step(
-                    prefiller, sample.uncached_tokens, sample.cached_tokens, sample.seconds_since_send, now
-                )
+                self._learn_step(prefiller, PrefillStep.of_sample(sample, sample.seconds_since_send, now), now)
             return
         is_batched = sample.prefill_seconds < _BATCHED_SHARE * predicted
         step = prefiller.current_step
@@ -614,13 +619,7 @@ class Prefillers:
                 was_there = now - sample.seconds_since_send < step.began_at - _SURELY_BEFORE_SECONDS
                 prefiller.learn_step_capacity(step, left_out_tokens=sample.uncached_tokens if was_there else None)
             self._complete_step(prefiller, now)
-            prefiller.current_step = PrefillStep(
-                sample.uncached_tokens,
-                sample.attention_factor,
-                sample.prefill_seconds,
-                began_at=now - sample.prefill_seconds,
-                largest_prompt_tokens=sample.uncached_tokens,
-            )
+            prefiller.current_step = PrefillStep.of_sample(sample, sample.prefill_seconds, now)
         if not prefiller.in_flight_count:
             self._complete_step(prefiller, now)
 
@@ -628,13 +627,17 @@ class Prefillers:
         """Complete the last step of a prefiller, and learn from it as one prompt."""
         step, prefiller.current_step = prefiller.current_step, None
         if step is not None and step.uncached_tokens > 0:
-            self._learn_step(prefiller, step.uncached_tokens, step.equivalent_cached_tokens, step.step_seconds, now)
+            self._learn_step(prefiller, step, now)
 
-    def _learn_step(
-        self, prefiller: Prefiller, uncached_tokens: float, cached_tokens: float, seconds: float, now: float
-    ) -> None:
+    def _learn_step(self, prefiller: Prefiller, step: PrefillStep, now: float) -> None:
         if now >= self._next_lesson or not self._has_enough_lessons:
-            self.prefill_cost.learn_prefill(prefiller.backend.key, uncached_tokens, cached_tokens, seconds)
+            self.prefill_cost.learn_prefill(
+                prefiller.backend.key,
+                step.uncached_tokens,
+                step.equivalent_cached_tokens,
+                step.step_seconds,
+                step.loaded_tokens,
+            )
             self._has_enough_lessons = self.prefill_cost.sample_count >= _ENOUGH_LESSONS
             if self._has_enough_lessons:
                 self._next_lesson = now + _LESSON_SECONDS
@@ -662,10 +665,15 @@ class Prefillers:
             else:
                 prefixes = prefiller.cached_prefixes
                 hit = prefixes.count_cached_pieces(prompt.prefix_keys)
-                cached = prefixes.hit_trust * prefixes.predict_found_tokens(
-                    prompt.piece_ends, hit, prompt.prompt_tokens
+                found = prefixes.predict_found_tokens(prompt.piece_ends, hit, prompt.prompt_tokens)
+                loaded = prefixes.predict_loaded_tokens(prompt.prefix_keys, prompt.piece_ends, hit, found)
+                cached = prefixes.hit_trust * found
+                seconds = (
+                    self.prefill_cost.predict_seconds(
+                        prompt.prompt_tokens - cached, cached, prefixes.hit_trust * loaded
+                    )
+                    * prefiller.slowness
                 )
-                seconds = self.prefill_cost.predict_seconds(prompt.prompt_tokens - cached, cached) * prefiller.slowness
             known = prompt.costs_by_prefiller[prefiller] = prefiller.cost_version, hit, seconds
         return known[1], known[2]
 

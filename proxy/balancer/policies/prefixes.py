@@ -143,6 +143,9 @@ class CacheCount(NamedTuple):
     """Not 0: `reach_tokens` was measured at evictions. 0: it is a lower bound."""
     cleared_at_tokens: float
     """Number of times that the cache was cleared."""
+    device_reach_tokens: float = 0.0
+    """The part of `reach_tokens` that is on the device. Older prefixes are loaded from a tier below it. 0: there is no
+    such tier, or the part is not known."""
 
 
 # Assumed capacity in tokens until it is learned. Too much is better than too little: the next answer corrects it.
@@ -209,6 +212,8 @@ class CachedPrefixes:
         self._prefix_holders = holders
         self.capacity_tokens = float(_FIRST_CAPACITY)
         """Capacity of the cache in tokens."""
+        self.device_capacity_tokens = 0.0
+        """The part of it that is on the device. 0: all of it, or unknown."""
         self.token_odometer = 0.0
         """Number of tokens that the backend has computed."""
         self.hit_trust = _UNREPORTED_TRUST
@@ -247,6 +252,28 @@ class CachedPrefixes:
             if reading is None:
                 return True
         return reading < self.token_odometer - self.capacity_tokens
+
+    def predict_loaded_tokens(
+        self, prefix_keys: Sequence[int], piece_ends: Sequence[float], found_pieces: int, found_tokens: float
+    ) -> float:
+        """Return the tokens that the engine loads from a tier below the device.
+
+        The prompt has `found_tokens` tokens in the cache, which are its leading `found_pieces` pieces. The device loses
+        the tail of a prompt before its head, as the cache does.
+        """
+        device = self.device_capacity_tokens
+        if not device or not found_pieces:
+            return 0.0
+        oldest = self.token_odometer - device
+        pieces = bisect_left(
+            range(found_pieces), True, key=lambda place: self._reading_of_key(prefix_keys[place]) < oldest
+        )
+        return max(0.0, found_tokens - piece_ends[pieces - 1]) if pieces else found_tokens
+
+    def _reading_of_key(self, key: int) -> float:
+        """Return the odometer's reading at the last use of a remembered key."""
+        reading = self._young_keys.get(key)
+        return self._old_keys[key] if reading is None else reading
 
     def predict_found_tokens(self, piece_ends: Sequence[float], cached_pieces: int, tokens: int) -> float:
         """Return the tokens that the engine finds of a prompt of `tokens`, of which `cached_pieces` pieces are cached.
@@ -397,4 +424,5 @@ class CachedPrefixes:
         self.capacity_tokens = (
             cache_count.reach_tokens if cache_count.has_evicted else max(self.capacity_tokens, cache_count.reach_tokens)
         )
+        self.device_capacity_tokens = cache_count.device_reach_tokens
         return before is not None and cache_count.cleared_at_tokens > before.cleared_at_tokens

@@ -107,18 +107,25 @@ class RankBlocks:
             ages = [
                 tier.block_ages for tier in self._tiers_by_name.values() if len(tier.block_ages) >= _ENOUGH_EVICTIONS
             ]
+            device = self._device_reach_tokens or 0
             if len(ages) < len(self._tiers_by_name):
-                return CacheCount(self.stored_tokens, 0, False, self.cleared_at_tokens)
-            return CacheCount(
-                self.stored_tokens, int(max(median(of_tier) for of_tier in ages)), True, self.cleared_at_tokens
-            )
-        if len(self._eviction_ages) >= _ENOUGH_EVICTIONS:
-            # The median, because blocks that were used again seem to be evicted late, and blocks that make room for a
-            # long prompt early.
-            return CacheCount(self.stored_tokens, int(median(self._eviction_ages)), True, self.cleared_at_tokens)
+                return CacheCount(self.stored_tokens, 0, False, self.cleared_at_tokens, device)
+            reach = int(max(median(of_tier) for of_tier in ages))
+            return CacheCount(self.stored_tokens, reach, True, self.cleared_at_tokens, device)
+        if (on_device := self._device_reach_tokens) is not None:
+            return CacheCount(self.stored_tokens, on_device, True, self.cleared_at_tokens)
         # Before the first eviction, the cache has all stored tokens.
         stored = self.stored_tokens if self._full_at_tokens is None else self._full_at_tokens
         return CacheCount(self.stored_tokens, stored - self._counted_since, False, self.cleared_at_tokens)
+
+    @property
+    def _device_reach_tokens(self) -> int | None:
+        """Age in tokens of the blocks that the device evicts now. None: it has evicted too few.
+
+        It is the median, because blocks that were used again seem to be evicted late, and blocks that make room for a
+        long prompt early.
+        """
+        return int(median(self._eviction_ages)) if len(self._eviction_ages) >= _ENOUGH_EVICTIONS else None
 
     def _apply_stored(self, event: BlocksStored) -> None:
         if event.medium not in _DEVICE:
@@ -214,9 +221,11 @@ class RankBlocks:
 def sum_of_ranks(rank_blocks: Iterable[RankBlocks]) -> CacheCount:
     """Return the summed state of all ranks of one engine, which share its prompts."""
     counts = [rank.cache_count for rank in rank_blocks]
+    on_device = [count.device_reach_tokens for count in counts]
     return CacheCount(
         stored_tokens=sum(count.stored_tokens for count in counts),
         reach_tokens=sum(count.reach_tokens for count in counts),
         has_evicted=all(count.has_evicted for count in counts),
         cleared_at_tokens=min((count.cleared_at_tokens for count in counts), default=0),
+        device_reach_tokens=sum(on_device) if all(on_device) else 0,
     )

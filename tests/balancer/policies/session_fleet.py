@@ -50,7 +50,7 @@ class Fleet:
         """Send a prompt. `ends`: it is computed at once."""
         prompt = PromptCosts(_REQUEST, keys, [tokens * (place + 1) / len(keys) for place in range(len(keys))], tokens)
         seconds = tokens / 10_000
-        sent = SentPrompt(lambda *_: None, 0, 0, prompt, self.now, seconds, cached, (), 0.0, 0, 0.0)
+        sent = SentPrompt(lambda *_: None, 0, 0, prompt, self.now, seconds, cached, 0.0, (), 0.0, 0, 0.0)
         sent.resident_tokens = self.sets.record_sent_prompt(self.caches[at], prompt, session, sent, False)
         if ends:
             self.sets.record_prompt_end(self.caches[at], sent, self.now)

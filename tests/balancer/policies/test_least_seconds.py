@@ -11,7 +11,7 @@ import pytest
 from proxy.balancer.lease import Lease
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.policies.least_seconds import LeastSeconds
-from proxy.balancer.policies.prefill_cost import PrefillSample, PrefillStep
+from proxy.balancer.policies.prefill_cost import PrefillSample, PrefillStep, make_prompt_costs
 from proxy.balancer.policies.prefiller import Prefiller, write_cache_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.shared.journal import Journal
@@ -383,6 +383,34 @@ def test_cache_counts_reach_all_workers() -> None:
         worker.policy._prefillers.prefiller_of(there).cached_prefixes.count_cached_pieces([1, 2, 3])
         for worker in workers
     ] == [0, 0]
+
+
+def test_time_to_load_a_prefix_is_learned_and_predicted_by_all_workers() -> None:
+    """The device keeps one piece. Loading a token from the tier below it takes 0.8 ms, computing one takes 1 ms."""
+    balancer, journal = Balancer(), Journal(workers=2, write_only_rings=1)
+    workers = [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
+    one = workers[0]
+    one.teach()
+    prefixes: dict[Backend, Sequence[int]] = {}
+    for start in range(1, 2000, 100):
+        prefixes.setdefault(one.serve(prompt(*range(start, start + 20))), range(start, start + 20))
+    assert len(prefixes) == 2
+    count = CacheCount(0, 10**6, has_evicted=1, cleared_at_tokens=0, device_reach_tokens=PIECE)
+    for backend in prefixes:
+        write_cache_count(journal.writer_for(2), backend.slot, count)
+    read_records(workers)
+    for tail in range(1000, 1060):
+        length = 5 + tail % 16
+        for backend, keys in prefixes.items():
+            seconds = (PIECE + 0.8 * length * PIECE) / 1000
+            request = prompt(*keys[:length], tail)
+            assert one.serve(request, cached=length * PIECE, seconds=seconds) == backend
+    read_records(workers)
+    for worker in workers:
+        known = worker.policy._prefillers
+        for backend, keys in prefixes.items():
+            _, seconds = known.predict_cost_on(known.prefiller_of(backend), make_prompt_costs(prompt(*keys, 999)))
+            assert seconds == pytest.approx((PIECE + 0.8 * 20 * PIECE) / 1000, rel=0.2)
 
 
 def test_cleared_cache_keeps_the_engine_and_its_prompts_in_flight() -> None:

@@ -71,6 +71,20 @@ def test_no_part_of_the_cost_is_ever_negative() -> None:
         assert min(learned.cost_shape) >= 0
 
 
+def test_time_to_load_cached_tokens_from_a_lower_tier_is_learned() -> None:
+    """A cached token in host memory takes a tenth of the time of a computed one, and one on the device none."""
+    cost, rng, learned = MACHINES["kimi-k2.5-h200"].cost, random.Random(3), PrefillCost()
+    per_token = cost.prefill(10_000) / 10_000 / 10
+    for _ in range(300):
+        uncached, cached = rng.randint(200, 8000), rng.choice([0, 5000, 40_000])
+        loaded = rng.choice([0, cached // 2, cached])
+        seconds = cost.prefill(uncached, cached) + per_token * loaded
+        learned.learn_prefill("one", uncached, cached, seconds * rng.lognormvariate(0, 0.05), loaded)
+    assert learned.cost_shape[3] == pytest.approx(per_token, rel=0.2)
+    on_device, on_host = (learned.predict_seconds(1000, 40_000, loaded) for loaded in (0, 40_000))
+    assert on_host - on_device == pytest.approx(40_000 * per_token, rel=0.2)
+
+
 def test_samples_without_time_or_tokens_are_ignored() -> None:
     learned = PrefillCost()
     for uncached, seconds in ((0, 1.0), (100, 0.0), (100, -1.0)):

@@ -334,3 +334,17 @@ def test_reach_follows_a_cache_that_becomes_smaller() -> None:
     shown(reach, 2_000_000)
     shown(reach, 200_000, answers=1500)
     assert reach.reach_tokens == pytest.approx(200_000, rel=0.3)
+
+
+def test_tokens_beyond_the_reach_of_the_device_are_loaded_from_a_lower_tier() -> None:
+    cached = CachedPrefixes()
+    cached.record_prompt(keys(1, 2, 3), ends(3), 300)
+    cached.record_prompt(keys(7, 8), ends(2), 200)
+    assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 3, 300) == 0
+    for on_device, loaded in ((200, 300), (350, 200), (450, 100), (600, 0), (0, 0)):
+        cached.apply_count(
+            CacheCount(0, reach_tokens=10_000, has_evicted=True, cleared_at_tokens=0, device_reach_tokens=on_device),
+            computing_tokens=0,
+        )
+        assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 3, 300) == loaded
+    assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 0, 0) == 0

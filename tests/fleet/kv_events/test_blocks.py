@@ -8,6 +8,7 @@ from statistics import median
 
 import pytest
 
+from proxy.balancer.policies.prefixes import CacheCount
 from proxy.fleet.kv_events import blocks as module
 from proxy.fleet.kv_events.blocks import RankBlocks, sum_of_ranks
 from proxy.sim.hardware.work import KvBlocks
@@ -112,7 +113,7 @@ def test_old_evictions_no_longer_count(how: object) -> None:
         blocks.apply_events([how])
     else:
         getattr(blocks, str(how))()
-    assert blocks.cache_count == (90 * SIZE, 0, False, int(how != "forget_after_lost_events"))
+    assert blocks.cache_count == CacheCount(90 * SIZE, 0, False, int(how != "forget_after_lost_events"))
     assert not len(blocks)
     blocks.apply_events([removed(*prompt(8))])
     assert not blocks.cache_count.has_evicted
@@ -136,7 +137,8 @@ def test_device_evictions_do_not_count_with_lower_tiers() -> None:
     for number in range(9):
         engine.serve(*prompt(number))
     blocks.apply_events([stored(3, medium="CPU"), removed(3, medium="CPU"), UnreadableEvent("")])
-    assert blocks.cache_count == (90 * SIZE, 0, False, 0)
+    assert blocks.cache_count[:4] == (90 * SIZE, 0, False, 0)
+    assert blocks.cache_count.device_reach_tokens == pytest.approx(20 * SIZE, rel=0.25)
 
 
 def test_number_of_remembered_blocks_is_limited() -> None:
@@ -207,7 +209,7 @@ def test_ranks_count_together_and_are_empty_only_together() -> None:
 
 
 def test_reach_is_that_of_the_tier_that_keeps_blocks_longest() -> None:
-    """A block is copied to the host when it is stored, and 20 blocks fit there. The device keeps 4."""
+    """A block is copied to the host when it is stored, and 20 blocks fit there. The device keeps 5."""
     blocks = RankBlocks()
     for number in range(60):
         blocks.apply_events([stored(number), copied(number)])
@@ -215,7 +217,10 @@ def test_reach_is_that_of_the_tier_that_keeps_blocks_longest() -> None:
             blocks.apply_events([removed(number - 4)])
         if number >= 20:
             blocks.apply_events([removed(number - 20, medium="CPU")])
-    assert (blocks.cache_count.reach_tokens, blocks.cache_count.has_evicted) == (20 * SIZE, True)
+    count = blocks.cache_count
+    assert (count.reach_tokens, count.has_evicted, count.device_reach_tokens) == (20 * SIZE, True, 5 * SIZE)
+    assert sum_of_ranks([blocks, blocks]).device_reach_tokens == 10 * SIZE
+    assert sum_of_ranks([blocks, RankBlocks()]).device_reach_tokens == 0
 
 
 def test_reach_is_not_known_before_a_lower_tier_has_evicted_blocks() -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from proxy.balancer.policies.prefixes import CacheCount
 from proxy.fleet.kv_events import subscriber as module
 from proxy.fleet.kv_events.messages import EventSource
 from proxy.fleet.kv_events.subscriber import Subscription
@@ -164,7 +165,7 @@ async def test_restarted_publisher_has_nothing_cached(context: zmq.Context[zmq.S
             restarted.publish(stored(1))
             await wait_for_tokens(subscription, 2 * SIZE)
             assert subscription.gap_counts == {"started_anew": 1}
-            assert subscription.cached_blocks.cache_count == (2 * SIZE, SIZE, False, 1)
+            assert subscription.cached_blocks.cache_count == CacheCount(2 * SIZE, SIZE, False, 1)
 
 
 @pytest.mark.parametrize("payload", [b"", b"GET / HTTP/1.1\r\n\r\n", msgspec.msgpack.encode([0.0, [["BlockStored"]]])])

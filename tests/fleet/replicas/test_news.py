@@ -230,7 +230,7 @@ def test_record_survives_encoding_and_decoding() -> None:
     assert unpack_record(pack_record(record)) == record
     record = JournalRecord(RecordKind.ENDED, 3, (), (), (1.5, 2.5, 3.5, 4.5, -1.0, 1.0))
     assert unpack_record(pack_record(record)) == record
-    record = JournalRecord(RecordKind.SAMPLED, 3, (), (), tuple(map(float, range(9))))
+    record = JournalRecord(RecordKind.SAMPLED, 3, (), (), tuple(map(float, range(10))))
     assert unpack_record(pack_record(record)) == record
 
 
