@@ -348,11 +348,14 @@ class TransferMonitor:
         """Pairs with a warning in the log that still holds."""
 
     def start_due_readings(self, interval_seconds: float) -> bool:
-        """Start the readings that are due. Returns whether a decoder has no verdict yet, so that a reading is urgent.
+        """Start the readings that are due. Returns whether a further one is urgent.
+
+        It is urgent while a reading runs, or if the next one is due before the next comparison of engines.
 
         `interval_seconds`: time between two readings of the same instance.
         """
         self._update_lanes()
+        is_urgent = False
         now = asyncio.get_running_loop().time()
         decoders = self._decode_pool.all_backends()
         for removed in self._decoders.keys() - set(decoders):
@@ -366,15 +369,16 @@ class TransferMonitor:
                 continue
             from_store = self._connector_traits.is_store
             state = self._decoders.setdefault(backend, _DecoderState(CounterWatch(from_store), PairWatch(from_store)))
-            has_handoffs = state.handoffs_at_reading != self._scoreboard.count_handoffs(backend.slot)
-            if has_handoffs and now >= state.next_reading_at and not state.is_being_read:
+            if not state.is_being_read and now >= state.next_reading_at:
+                # Counting takes some time with hundreds of decoders, so it comes last.
+                if state.handoffs_at_reading == self._scoreboard.count_handoffs(backend.slot):
+                    continue
                 state.is_being_read = True
                 self._background.start_task(self._read_decoder(backend, state, interval_seconds))
+            is_urgent |= state.is_being_read or state.next_reading_at < now + _COMPARISON_SECONDS
         if self._connector_traits.counts_expired_leases:
             self._start_lease_readings(decoders, interval_seconds * _HEALTHY_INTERVALS)
-        return any(
-            not state.pair_verdicts and state.pause_seconds < interval_seconds for state in self._decoders.values()
-        )
+        return is_urgent
 
     def _update_lanes(self) -> None:
         """Update the prefillers by lane, and forget the verdicts on prefillers that were replaced or restarted."""
@@ -417,18 +421,20 @@ class TransferMonitor:
             self._apply_pair_verdicts(
                 backend, {self._lanes[lane]: v for lane, v in found_of_pairs.items() if lane in self._lanes}
             )
+        verdict = self._compatibility_monitor.incompatibilities.handoff_verdict(backend)
+        if found is not None:
+            verdict, count = found
+            self._metrics.handovers_total.labels(verdict.value).inc(count)
         verdicts = {
             state.pair_verdicts.get(prefiller, HandoffVerdict.UNKNOWN)
             for lane, prefiller in self._lanes.items()
             if lane in handoffs_by_lane
         }
+        if handoffs_by_lane and not verdicts:
+            verdicts = {verdict}  # with more prefillers than lanes, pairs are not judged
         state.next_reading_at = asyncio.get_running_loop().time() + self._seconds_to_next_reading(
             state, verdicts, interval_seconds
         )
-        verdict = self._compatibility_monitor.incompatibilities.handoff_verdict(backend)
-        if found is not None:
-            verdict, count = found
-            self._metrics.handovers_total.labels(verdict.value).inc(count)
         pairs = {prefiller.name: of_pair for prefiller, of_pair in state.pair_verdicts.items()}
         self._compatibility_monitor.incompatibilities.record_handoff_verdict(backend, verdict, pairs)
         self._report_instances()

@@ -13,7 +13,8 @@ import pytest
 
 from proxy.balancer.engines import EngineFacts, EngineIdentity, EngineKeys
 from proxy.common.backend import Backend, Role
-from proxy.fleet.inspector import do_counters_grow
+from proxy.fleet import inspector
+from proxy.fleet.inspector import TransferMonitor, do_counters_grow
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.options import ProtocolName
 from proxy.upstream import EngineClient
@@ -405,6 +406,31 @@ async def test_counters_are_not_read_without_handoffs_or_when_disabled(deploy: D
     await send(gateway, 20, "hi")
     assert _readings(gateway.decoders[0]) <= readings + 1  # a reading of the earlier handoffs
     assert (_readings(silent.prefillers[0]), _readings(silent.decoders[0])) == (1, 0)
+
+
+async def test_decoder_with_more_prefillers_than_lanes_is_read_rarely(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pair can be judged then, but the decoder can. It was read after each handoff before."""
+    monkeypatch.setattr(inspector, "LANES", 1)
+    looks: list[bool] = []
+    start_due_readings = TransferMonitor.start_due_readings
+
+    def count_looks(self: TransferMonitor, interval_seconds: float) -> bool:
+        looks.append(start_due_readings(self, interval_seconds))
+        return looks[-1]
+
+    monkeypatch.setattr(TransferMonitor, "start_due_readings", count_looks)
+    gateway = await deploy(2, 1, health={"transfer_interval_seconds": 600.0})
+    (decoder,) = gateway.decoders
+    await until(lambda: _readings(decoder) > 0, "the reading before the first handoff")
+    await send(gateway, 2)
+    await wait_for_verdicts(gateway, "transferred", 1)
+    await until(lambda: looks and not looks[-1], "the end of urgent readings")
+    readings, seen = _readings(decoder), len(looks)
+    await send(gateway, 4, "again " + LONG)
+    await until(lambda: len(looks) > seen + 1, "two looks after these handoffs")
+    assert _readings(decoder) == readings
 
 
 async def test_prefiller_counters_are_read_only_with_leases(deploy: Deploy) -> None:
