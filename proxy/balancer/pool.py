@@ -260,6 +260,12 @@ class Pool:
         self._update_backends()
         return self._members
 
+    def has_backend(self, backend: Backend) -> bool:
+        """Return whether a backend is among `all_backends`. A change of health causes no update of all backends."""
+        if self._whole is not None or self._roster_versions[0] != self._seen_roster:
+            self._update_backends()
+        return backend in self._all
+
     def engine_version_of(self, backend: Backend) -> EngineVersion | None:
         """Return the version of an engine, or None if it is unknown."""
         facts = self.health.health_of(backend).engine_facts

@@ -7,6 +7,7 @@ that runs in tasks.
 from __future__ import annotations
 
 import socket
+from math import inf
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from proxy.common.errors import Failure, UpstreamError
@@ -164,18 +165,26 @@ class EngineConnection(FastForward):
 
         `answer_seconds` limits the wait for the whole answer, unless `treat_as_stream` is called after it began.
         """
-        self.is_exchange_complete = self._has_head = False
-        self._is_stream = self.has_begun = self._is_timed = False
-        self.arrived_tokens = 0
-        self._head_bytes = 0
-        self._exchange = exchange
-        self.quiet_since, self._limit_seconds = self._clock(), answer_seconds
+        self._start_exchange(exchange, answer_seconds)
         if isinstance(body, bytes) and len(body) <= _JOINED_BYTES:  # uvloop writes a single piece faster
             self.transport.write(self._render_head(self.backend, path, len(body), headers) + body)
         else:
             self.transport.writelines(
                 (self._render_head(self.backend, path, body_length(body), headers), *body_pieces(body))
             )
+
+    def begin_get(self, exchange: EngineExchange, head: bytes) -> None:
+        """Send the head of a GET request, and pass its answer to the exchange. The caller bounds the time."""
+        self._start_exchange(exchange, inf)
+        self.transport.write(head)
+
+    def _start_exchange(self, exchange: EngineExchange, answer_seconds: float) -> None:
+        self.is_exchange_complete = self._has_head = False
+        self._is_stream = self.has_begun = self._is_timed = False
+        self.arrived_tokens = 0
+        self._head_bytes = 0
+        self._exchange = exchange
+        self.quiet_since, self._limit_seconds = self._clock(), answer_seconds
 
     def release_exchange(self) -> None:
         """End the exchange without further calls to it. The connection closes unless the answer is complete."""

@@ -13,6 +13,7 @@ from proxy.balancer.stalls import StallDetector
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import EngineConnection, make_upstream_error
 from proxy.upstream.dialing import Dialer
+from proxy.upstream.engine_client import EngineRequestError
 from proxy.upstream.gathering import TokenGathering, next_round_seconds
 from proxy.upstream.names import HostNames, describe_connect_error
 from proxy.upstream.pump import NativePump, is_built
@@ -235,11 +236,53 @@ class Upstream:
         ) as response:
             return response, await response.read_body()
 
+    async def get_status(self, backend: Backend, path: str, timeout_seconds: float) -> int:
+        """GET a path and return the status of the answer. Raises EngineRequestError.
+
+        A recently used connection carries the request, if there is one. It does not count as busy: no client waits for
+        the answer, and an engine with nothing else to do is not silent.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                connection = self.take_idle_connection(backend)
+                if connection is not None:
+                    try:
+                        return await self._ask_status(connection, path)
+                    except UpstreamError as error:
+                        if not error.is_stale_connection:
+                            raise
+                connection = await self.open_connection(backend, timeout_seconds)
+                return await self._ask_status(connection, path)
+        except TimeoutError:
+            text = f"{path} did not answer within {timeout_seconds:g} s"
+            raise EngineRequestError(Failure.TIMEOUT, text) from None
+        except UpstreamError as error:
+            text = error.message.removeprefix(f"{backend.role.value} instance: ")
+            if error.failure is not Failure.CONNECT:
+                text = f"{path} failed: {text}"
+            raise EngineRequestError(error.failure, text) from None
+
+    async def _ask_status(self, connection: EngineConnection, path: str) -> int:
+        self._busy.discard(connection)
+        whole: asyncio.Future[None] = self._loop.create_future()
+        response = Response(connection)
+        response.collect_body(lambda body, error: _resolve_arrival(whole, error))
+        try:
+            connection.begin_get(response, self._request_heads.render_get(connection.backend, path))
+            await whole
+            return response.status
+        finally:
+            self.return_connection(connection)
+
     # For callers that begin an Exchange. Their connection counts as busy until they return it with `return_connection`.
 
-    async def open_connection(self, backend: Backend) -> EngineConnection:
-        """Open a connection, which the caller must return with `return_connection`. Raises UpstreamError."""
-        names, host, seconds = self._host_names, backend.host, self._timeouts.connect_seconds
+    async def open_connection(self, backend: Backend, connect_seconds: float | None = None) -> EngineConnection:
+        """Open a connection, which the caller must return with `return_connection`. Raises UpstreamError.
+
+        `connect_seconds`: time limit. None: the limit for legs.
+        """
+        names, host = self._host_names, backend.host
+        seconds = self._timeouts.connect_seconds if connect_seconds is None else connect_seconds
         try:
             async with asyncio.timeout(seconds):
                 addresses = (
@@ -508,6 +551,13 @@ class RequestHeads:
             elif value and sent is None:
                 head += f"Authorization: {value}\r\n"
         return (head + "\r\n").encode("utf-8", "surrogateescape")  # as aiohttp decoded the headers of the client
+
+    def render_get(self, backend: Backend, path: str) -> bytes:
+        """Return the head of a GET without a body, with the credentials of the gateway."""
+        head = f"GET {path} HTTP/1.1\r\nHost: {backend.name}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
+        for name, value in self._engine_keys.credential_headers(backend).items():
+            head += f"{name}: {value}\r\n"
+        return (head + "\r\n").encode()
 
     def _render_beginning(self, host: str, path: str, authorization: str | None) -> str:
         """Render the beginning of a head. `authorization` None: the client's is sent; empty: none is sent."""

@@ -38,7 +38,7 @@ from proxy.gateway.work import RequestService
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics, render_exposition
 from proxy.observe.timeline import Timeline
-from proxy.settings import ClientKey, HealthChecks, Joining, Settings
+from proxy.settings import ClientKey, HealthChecks, Joining, Settings, Timeouts
 from proxy.settings.live import LiveSettings
 from proxy.upstream import EngineClient, Upstream
 from tests.pools import make_pool
@@ -142,10 +142,12 @@ class Gateway:
         # Probes are for the prober's own tests: here they come once, so that tests set the health themselves.
         checks = HealthChecks(interval_seconds=3600, changing_interval_seconds=3600)
         joining = Joining(max_attempts=1)
+        upstream = await self._stack.enter_async_context(Upstream(Timeouts(), self.keys()))
         parts = ProberParts(
             pools=self.pools,
             roster=self.roster,
             health=self.health,
+            upstream=upstream,
             engine_client=self.engine_client,
             fresh_client=self.engine_client,
             engine_headers=self.keys().credential_headers,

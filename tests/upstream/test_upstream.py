@@ -13,7 +13,7 @@ from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream, UpstreamOptions
+from proxy.upstream import EngineRequestError, Upstream, UpstreamOptions
 from tests.clock import Clock
 from tests.upstream.raw import (
     LONG,
@@ -517,3 +517,60 @@ async def test_connection_is_reused_when_cancelled_after_the_whole_answer(upstre
         await read.wait()
         await cancelled(task, upstream)
         assert await fetch(upstream, backend) == b"ok"
+
+
+async def test_status_comes_over_a_recent_connection_that_is_not_busy() -> None:
+    heads: list[bytes] = []
+
+    async def answers_twice(link: Link) -> None:
+        await link.answer()
+        heads.append(await link.reader.readuntil(b"\r\n\r\n"))
+        assert upstream.busy_connections == 0
+        link.send(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
+        await link.answer()
+
+    async with new_upstream("s3cret") as upstream, engine(answers_twice) as backend:
+        assert await fetch(upstream, backend) == b"ok"
+        assert await upstream.get_status(backend, "/health", LONG) == 503
+        assert await fetch(upstream, backend) == b"ok"
+    (head,) = heads
+    assert head.startswith(b"GET /health HTTP/1.1\r\n")
+    assert b"Content-" not in head
+
+
+async def test_status_is_asked_again_if_the_engine_closed_the_connection() -> None:
+    async def closes(link: Link) -> None:
+        await link.answer()
+        await link.reader.readuntil(b"\r\n\r\n")
+
+    async def answers(link: Link) -> None:
+        await link.reader.readuntil(b"\r\n\r\n")
+        link.send(OK)
+
+    async with new_upstream() as upstream, engine(closes, answers) as backend:
+        assert await fetch(upstream, backend) == b"ok"
+        assert await upstream.get_status(backend, "/health", LONG) == 200
+
+
+async def test_status_request_fails_with_the_reason() -> None:
+    async def is_left(link: Link) -> None:
+        await link.left()
+
+    async def closes(link: Link) -> None:
+        await link.reader.readuntil(b"\r\n\r\n")
+
+    found: list[tuple[Failure, str]] = []
+    with deaf() as listener:
+        full = Backend(Role.PREFILL, "127.0.0.1", listener.getsockname()[1])
+        refusing = Backend(Role.PREFILL, "127.0.0.1", free_port())
+        async with new_upstream() as upstream, engine(is_left) as silent, engine(closes) as closing:
+            for backend, seconds in ((silent, SHORT), (full, SHORT), (refusing, LONG), (closing, LONG)):
+                with pytest.raises(EngineRequestError) as caught:
+                    await upstream.get_status(backend, "/health", seconds)
+                found.append((caught.value.failure_kind, str(caught.value)))
+    assert found == [
+        (Failure.TIMEOUT, "/health did not answer within 0.05 s"),
+        (Failure.TIMEOUT, "/health did not answer within 0.05 s"),
+        (Failure.CONNECT, "cannot connect (connection refused)"),
+        (Failure.RESET, "/health failed: the engine closed the connection without an answer"),
+    ]

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.settings import HealthChecks
+    from proxy.upstream import Upstream
 
 logger = logging.getLogger("proxy.discovery.prober")
 
@@ -84,8 +85,10 @@ class ProberParts:
     """Members of these pools."""
     health: Health
     """Decides by the result of each probe."""
+    upstream: Upstream
+    """Connections for health checks, which are those of the requests of clients."""
     engine_client: EngineClient
-    """Connections for probes."""
+    """Connections for questions about facts and models."""
     fresh_client: EngineClient
     """Opens a new connection for each check whether an engine is gone."""
     engine_headers: Callable[[Backend], Mapping[str, str]]
@@ -110,6 +113,7 @@ class HealthProber(BackgroundOwner):
         self._roster = parts.roster
         self._health = parts.health
         self._get_health_checks = checks
+        self._upstream = parts.upstream
         self._engine_client = parts.engine_client
         self._fresh_client = parts.fresh_client
         self._engine_headers = parts.engine_headers
@@ -250,9 +254,7 @@ class HealthProber(BackgroundOwner):
         path, problem = self._get_health_checks().path, ""
         failure: ProbeFailure | None = None
         try:
-            status = await self._engine_client.get_status(
-                backend.url, path, self._get_health_checks().timeout_seconds, self._engine_headers(backend)
-            )
+            status = await self._upstream.get_status(backend, path, self._get_health_checks().timeout_seconds)
             if status != 200:
                 problem = f"{path} answered with status {status}"
                 failure = ProbeFailure.UNAVAILABLE if status == 503 else None
@@ -272,7 +274,7 @@ class HealthProber(BackgroundOwner):
         failure: ProbeFailure | None = None,
     ) -> None:
         """Pass the result of a probe to Health, see `Health.on_probe`, and ask a backend that has come up for facts."""
-        if backend not in self._pools[backend.role].all_backends():
+        if not self._pools[backend.role].has_backend(backend):
             return  # it was removed in the meantime
         pool = self._pool_for_comparison(backend)
         is_late = failure is ProbeFailure.LATE

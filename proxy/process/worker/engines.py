@@ -237,6 +237,7 @@ def _make_prober(
         pools=pools,
         roster=shared.roster,
         health=balancing.health,
+        upstream=clients.upstream,
         engine_client=clients.engine_client,
         fresh_client=clients.fresh_client,
         engine_headers=balancing.engine_keys.credential_headers,

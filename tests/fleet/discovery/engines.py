@@ -17,8 +17,8 @@ from proxy.common.backend import Role
 from proxy.fleet.discovery.joining import InstanceJoiner
 from proxy.fleet.discovery.prober import HealthProber, ProberParts
 from proxy.observe.metrics import Metrics
-from proxy.settings import HealthChecks, Joining
-from proxy.upstream import EngineClient
+from proxy.settings import HealthChecks, Joining, Timeouts
+from proxy.upstream import EngineClient, Upstream
 from tests.pools import make_pool
 
 HOST = "127.0.0.1"
@@ -123,11 +123,22 @@ class Gateway:
         self.keys = EngineKeys("s3cret")
         self.restarts = Metrics().background_restarts_total
 
-    def prober(self, client: EngineClient, fresh_client: EngineClient | None = None) -> HealthProber:
+    @asynccontextmanager
+    async def prober(
+        self, client: EngineClient, fresh_client: EngineClient | None = None
+    ) -> AsyncIterator[HealthProber]:
+        """Run a prober."""
+        async with Upstream(Timeouts(), self.keys) as upstream, self.make_prober(upstream, client, fresh_client) as it:
+            yield it
+
+    def make_prober(
+        self, upstream: Upstream, client: EngineClient, fresh_client: EngineClient | None = None
+    ) -> HealthProber:
         parts = ProberParts(
             pools=self.pools,
             roster=self.roster,
             health=self.health,
+            upstream=upstream,
             engine_client=client,
             fresh_client=fresh_client or client,
             engine_headers=self.keys.credential_headers,

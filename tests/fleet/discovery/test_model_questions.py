@@ -18,7 +18,7 @@ from proxy.common.errors import Failure, UnknownModel
 from proxy.fleet.discovery.facts import make_engine_facts
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.settings import Settings
-from proxy.upstream import EngineClient
+from proxy.upstream import EngineClient, Upstream
 from proxy.upstream.engine_client import BufferedResponse, EngineRequestError
 from tests.fleet.discovery.engines import Gateway
 
@@ -42,7 +42,7 @@ class CountedEngines:
             for port in (*PREFILLERS, *DECODERS)
         }
         """Names of models and adapters that each engine reports, by address."""
-        self.prober = gateway.prober(cast("EngineClient", self))
+        self.prober = gateway.make_prober(cast("Upstream", self), cast("EngineClient", self))
         for role in (Role.PREFILL, Role.DECODE):
             for backend in gateway.pools[role].all_backends():
                 gateway.health.on_probe(backend, True, "passed its health check")
