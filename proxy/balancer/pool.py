@@ -262,9 +262,9 @@ class Pool:
 
     def has_backend(self, backend: Backend) -> bool:
         """Return whether a backend is among `all_backends`. A change of health causes no update of all backends."""
-        if self._whole is not None or self._roster_versions[0] != self._seen_roster:
+        if self._whole_pool is not None or self._roster_versions[0] != self._seen_roster:
             self._update_backends()
-        return backend in self._all
+        return backend in self._members
 
     def engine_version_of(self, backend: Backend) -> EngineVersion | None:
         """Return the version of an engine, or None if it is unknown."""
