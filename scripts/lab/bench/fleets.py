@@ -1,7 +1,8 @@
 """CPU time of a request by the number of engines, as a multiple of the time with the smallest fleet.
 
 The gateways run on one core, and cheap engines and clients on another. Each round sends the same requests to all
-gateways in turn, and compares figures of the same round.
+gateways in turn, and compares figures of the same round. Before each measurement, further requests open connections to
+the engines: those of the last round are closed by then, but stay open under steady traffic.
 """
 
 from __future__ import annotations
@@ -56,18 +57,24 @@ async def _measured(gateways: Mapping[int, Gateway], rounds: int) -> Mapping[int
     figures: dict[int, list[float]] = {size: [] for size in gateways}
     for number in range(rounds + 1):
         for size, gateway in gateways.items():
+            await _send_requests(gateway.port, size)
             before = cpu_seconds(gateway.pid)
-            await asyncio.gather(*(_client(gateway.port) for _ in range(_CONNECTIONS)))
+            await _send_requests(gateway.port, _REQUESTS)
             if number:  # the first round warms up
                 figures[size].append(1e6 * (cpu_seconds(gateway.pid) - before) / _REQUESTS)
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
     return figures
 
 
-async def _client(port: int) -> None:
+async def _send_requests(port: int, count: int) -> None:
+    """Send at least `count` requests over several connections."""
+    await asyncio.gather(*(_client(port, -(-count // _CONNECTIONS)) for _ in range(_CONNECTIONS)))
+
+
+async def _client(port: int, count: int) -> None:
     client = await connect(port)
     request = post(port, _SCENARIO.body(), CHAT)
-    for _ in range(_REQUESTS // _CONNECTIONS):
+    for _ in range(count):
         if wrong := problem(_SCENARIO, await client.ask(request)):
             sys.exit(wrong)
     client.transport.close()
