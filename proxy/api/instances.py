@@ -66,7 +66,7 @@ class InstanceChange:
     weight_percent: int | None
     """The new weight of the instances; see RosterMember. None: the body has no weight."""
     is_elastic: bool
-    """Whether added instances may exchange their role."""
+    """Whether added instances may exchange their role, even if `elastic.instances` does not list them."""
 
 
 def is_dry_run(request: web.Request) -> bool:
@@ -373,7 +373,13 @@ class InstancesApi:
             raise BadRequest(f"connector {settings.connector} cannot exchange roles", param="elastic")
         for endpoint in change.endpoints:
             await self._check_address(endpoint)
-        candidates = {str(endpoint): _backend_to_add(change, endpoint) for endpoint in change.endpoints}
+        configured_elastic = {endpoint.place for endpoint in settings.elastic.instances}
+        candidates = {
+            str(endpoint): _backend_to_add(
+                change, endpoint, is_elastic=change.is_elastic or endpoint.place in configured_elastic
+            )
+            for endpoint in change.endpoints
+        }
         before, updates = self._states_of_instances(change), self._describe_updates(change.role, candidates)
         warnings = self._warn_of_ignored_details(change.role, candidates)
         add = self._joiner.is_new_instance if change.is_dry_run else self._joiner.join_when_ready
@@ -578,8 +584,8 @@ def _compute_leave_time(instance_change: InstanceChange) -> float | None:
     return None if seconds is None else time.monotonic() + seconds
 
 
-def _backend_to_add(instance_change: InstanceChange, endpoint: Endpoint) -> Backend:
-    """Return the backend that an administrator wants to add."""
+def _backend_to_add(instance_change: InstanceChange, endpoint: Endpoint, *, is_elastic: bool) -> Backend:
+    """Return the backend that an administrator wants to add. `is_elastic`: see Backend."""
     backend = _backend_at(instance_change.role, endpoint)
     return replace(
         backend,
@@ -587,7 +593,7 @@ def _backend_to_add(instance_change: InstanceChange, endpoint: Endpoint) -> Back
         bootstrap_port=endpoint.bootstrap_port,
         models=endpoint.models,
         tls=endpoint.tls,
-        is_elastic=instance_change.is_elastic,
+        is_elastic=is_elastic,
     )
 
 

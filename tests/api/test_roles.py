@@ -133,3 +133,13 @@ async def test_added_instance_may_be_elastic(gateway: Gateway) -> None:
     plain = await client_of(gateway, settings=Settings(connector="ascend_layerwise"))
     status, answer = await change(plain, "add", type="decode", instances=engine.name, elastic=True)
     assert (status, answer["error"]["message"]) == (400, "connector ascend_layerwise cannot exchange roles")
+
+
+async def test_configured_elastic_instance_that_is_added_again_is_elastic(gateway: Gateway) -> None:
+    """An administrator removes an instance for maintenance, and adds it again without further members."""
+    engine, other = await gateway.engine(None), await gateway.engine(None)
+    client = await client_of(gateway, settings=Settings.model_validate({"elastic": {"instances": [engine.name]}}))
+    status, _ = await change(client, "add", type="decode", instances=[engine.name, other.name])
+    assert status == 200
+    joining = {each.name: each.is_elastic for each in gateway.joiner.joining_instances(Role.DECODE)}
+    assert joining == {engine.name: True, other.name: False}
