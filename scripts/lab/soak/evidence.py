@@ -17,8 +17,8 @@ KILL_WORKER = "kill worker"
 """Kind of the fault that kills a worker of the gateway."""
 # Faults that end an engine, or all connections to it.
 _ENDING = ("kill", "partition")
-# Part of the message of an answer that is not resumed, because two engines had gone down while serving it.
-_SUSPECT = "suspect_request"
+# The gateway stops a request after this number of engines has gone down while serving it.
+_MAX_LOST_ENGINES = 2
 
 
 class Outcome(StrEnum):
@@ -210,14 +210,22 @@ class Evidence:
         ]
 
     def is_suspect_by_faults(self, answer: Answer) -> bool:
-        """Return whether an answer was stopped as suspect, and faults had ended two of its engines."""
+        """Return whether an answer was stopped as suspect, and faults had ended two of its engines.
+
+        The access log says so. A client of a stream only sees the cut.
+        """
         ended = {fault.target for fault in self.faults if fault.kind in _ENDING and _meets(answer, fault)}
-        return _SUSPECT in answer.problem and len(ended) >= 2
+        is_stopped = answer.outcome in (Outcome.ERROR, Outcome.CUT) and answer.id in self.suspect_ids
+        return is_stopped and len(ended) >= _MAX_LOST_ENGINES
 
     def died_with_worker(self, answer: Answer) -> bool:
         """Return whether an answer was cut when a worker was killed, and has no access log line."""
         was_under_way = any(fault.kind == KILL_WORKER and _meets(answer, fault) for fault in self.faults)
         return was_under_way and answer.id not in self.ended_ids
+
+    @cached_property
+    def suspect_ids(self) -> frozenset[str]:
+        return frozenset(line["id"] for line in self.ends if line.get("lost_engines", 0) >= _MAX_LOST_ENGINES)
 
     @cached_property
     def ended_ids(self) -> frozenset[str]:

@@ -139,10 +139,15 @@ def test_answers_cut_by_a_killed_worker_are_counted_separately() -> None:
 
 
 def test_answer_that_two_faults_made_suspect_is_no_failure() -> None:
-    stopped = answer(outcome=Outcome.ERROR, problem="status 502: suspect_request: decode instance")
     first, second = fault("kill", target="decode 127.0.0.1:1"), fault("kill", target="decode 127.0.0.1:2")
-    assert not evidence(answers=[stopped], faults=[first, second]).failures
-    assert evidence(answers=[stopped], faults=[first, first]).failures == [stopped]
+    lines = [line(lost_engines=2)]
+    for outcome in (Outcome.ERROR, Outcome.CUT):
+        stopped = answer(outcome=outcome)
+        assert not evidence(answers=[stopped], faults=[first, second], lines=lines).failures
+        assert evidence(answers=[stopped], faults=[first, first], lines=lines).failures == [stopped]
+        assert evidence(answers=[stopped], faults=[first, second]).failures == [stopped]
+    wrong_answer = answer(outcome=Outcome.WRONG)
+    assert evidence(answers=[wrong_answer], faults=[first, second], lines=lines).failures == [wrong_answer]
 
 
 def test_answer_may_be_resumed_or_repeated_as_it_ends() -> None:
