@@ -608,7 +608,7 @@ class Pool:
         """Drop the state of members that have left, and report new and enabled ones to health.
 
         A member that is enabled again may be another process than the disabled one, so its health is unknown. Members
-        of the first look are not new.
+        of the first look are not new. The engine of a member that has moved to another role keeps its pinned KV.
         """
         backends = tuple(member.backend for member in members)
         for back in self._disabled.intersection(member.backend for member in members if member.may_serve):
@@ -618,9 +618,15 @@ class Pool:
         self._disabled = frozenset(member.backend for member in members if member.is_disabled)
         for gone in set(self._members).difference(backends):
             self.health.forget_backend(gone)
-            for part in (self._pinned_kv, self._pair_quarantine, self._handoff_times, self._compatibility):
+            for part in (self._pair_quarantine, self._handoff_times, self._compatibility):
                 if part is not None:
                     part.forget_backend(gone)
+            if self._pinned_kv is not None:
+                moved = self._roster.find_backend_at(gone.place)
+                if moved is None:
+                    self._pinned_kv.forget_backend(gone)
+                else:
+                    self._pinned_kv.follow_move(gone, moved)
             self._forget_backend(gone)
         if self._has_looked:
             for added in set(backends).difference(self._members):

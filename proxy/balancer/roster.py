@@ -289,6 +289,10 @@ class Roster:
         self._read_members()
         return self._members_by_role[role]
 
+    def find_backend_at(self, place: tuple[str, int]) -> Backend | None:
+        """Return the member at an address as it is now, in any role, or None if there is none."""
+        return next((member.backend for member in self._read_members() if member.backend.place == place), None)
+
     def add_for_administrator(self, wanted_backend: Backend) -> bool:
         """Add a backend for an administrator, and return whether it was absent or draining. Its slot is ignored.
 

@@ -148,8 +148,6 @@ async def test_streams_are_equal_during_ten_moves_each_way(
     )
     gateway = await elastic_fleet(deploy, prefillers, decoders, connector=connector)
     gateway.may_stay_pinned = _STREAMS
-    # A move waits at most 20 s for suspected pins. Then the ledger forgets them, but the engine keeps them for a lease.
-    gateway.expects_inexact_pins = True
     gateway.legs_with_kv_names = 2 if is_sglang else 1
     bodies = bodies_of(_STREAMS, max_tokens=40)
     serving = asyncio.create_task(ask_all(gateway, bodies, at_once=40))
@@ -228,14 +226,20 @@ async def test_prefiller_with_kept_kv_moves_when_it_is_released(deploy: Deploy) 
 
 
 async def test_prefiller_moves_although_its_kv_is_not_released(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill that was aborted may have left KV, which only its lease ends."""
+    """A prefill that was aborted may have left KV, which only its lease ends. The pin follows the instance."""
     monkeypatch.setattr("proxy.fleet.roles._RELEASE_SECONDS", 0.1)
     gateway = await elastic_fleet(deploy, engines(2), engines(1))
     mover = gateway.prefillers[0]
-    gateway.worker.pinned_kv.add_pin(gateway.worker.pools.prefill.all_backends()[0], 100, 3600.0, is_suspected=True)
+    pools, pinned_kv = gateway.worker.pools, gateway.worker.pinned_kv
+    pin = pinned_kv.add_pin(pools.prefill.all_backends()[0], 100, 3600.0, is_suspected=True)
     gateway.may_stay_pinned = 1
-    await order(gateway, "decode", mover)
-    await has_role(gateway, mover, "decode")
+    for role in ("decode", "prefill"):
+        await order(gateway, role, mover)
+        await has_role(gateway, mover, role)
+        both_roles = (*pools.prefill.all_backends(), *pools.decode.all_backends())
+        (backend,) = [each for each in both_roles if each.port == mover.port]
+        assert (pinned_kv.current_pins(), pin.backend) == ([pin], backend)
+        assert gateway.scoreboard.pinned_kv(backend.slot).pinned_tokens == 100
 
 
 def sglang(role: str, **options: Any) -> list[SimulatedEngine]:

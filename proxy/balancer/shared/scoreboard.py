@@ -420,11 +420,12 @@ class SlotReader:
                 self.busy_places.remove(place)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KvPin:
     """One KV cache that a backend keeps although no decoder will fetch it. Times are clock seconds."""
 
     backend: Backend
+    """The backend as it is now, also after its move to another role."""
     pinned_tokens: int
     pinned_at: float
     expires_at: float
@@ -484,6 +485,21 @@ class PinnedKv:
         now = self._clock()
         while self.expiries and self.expiries[0][0] <= now:
             self.remove_pin(heapq.heappop(self.expiries)[2])
+
+    def follow_move(self, before: Backend, after: Backend) -> None:
+        """Count the pins of a backend that has moved to another role in its new slot. Its engine keeps the KV."""
+        slot = self.pins_by_slot.get(before.slot, _PinnedSlot())
+        moved = [pin for pin in slot.pins if pin.backend.place == before.place]
+        if not moved:
+            return
+        target = self.pins_by_slot.setdefault(after.slot, _PinnedSlot())
+        for pin in moved:
+            self.remove_pin(pin)
+            pin.backend = after
+            target.pinned_tokens += pin.pinned_tokens
+        oldest_first = sorted((*target.pins, *moved), key=lambda pin: pin.pinned_at)
+        target.pins = dict.fromkeys(oldest_first)
+        self._publish_totals(after.slot, target)
 
     def forget_backend(self, backend: Backend) -> None:
         """Remove all pins on a backend that has left."""

@@ -166,7 +166,7 @@ class _PoolBuilder:
                 pool_limits=_pool_limits(settings, role),
                 on_transition=self.on_transition,
                 on_lease_end=self.count_ends(role),
-                pinned_kv=self.pinned_kv if role is Role.PREFILL else None,
+                pinned_kv=self.pinned_kv,
                 pair_quarantine=self.pair_quarantine,
                 handoff_times=self.handoff_times,
                 compatibility_monitor=self.compatibility_monitor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -292,6 +293,26 @@ def test_backend_in_a_new_slot_does_not_inherit_pins(board: Scoreboard, clock: C
     pinned_kv.forget_backend(BACKENDS[0])
     assert board.pinned_kv(0) == PinnedTotals()
     assert board.pinned_kv(2).pinned_tokens == 7
+
+
+def test_pins_follow_a_backend_to_its_new_role(board: Scoreboard, clock: Clock) -> None:
+    """Pins of another backend in the new slot stay there, as until the worker has noticed its move, too."""
+    pinned_kv = PinnedKv(board.load_row(0), clock)
+    first = pinned_kv.add_pin(BACKENDS[0], 5, 480.0, is_suspected=True)
+    clock.now += 1.0
+    pinned_kv.add_pin(BACKENDS[2], 7, 480.0)
+    moved = replace(BACKENDS[0], role=Role.DECODE, slot=2)
+    pinned_kv.follow_move(BACKENDS[0], moved)
+    assert board.pinned_kv(0) == PinnedTotals()
+    assert board.pinned_kv(2) == PinnedTotals(cache_count=2, pinned_tokens=12, oldest_pinned_at=1000.0)
+    back = replace(moved, role=Role.PREFILL, slot=1)
+    pinned_kv.follow_move(moved, back)
+    assert board.pinned_kv(1) == PinnedTotals(cache_count=1, pinned_tokens=5, oldest_pinned_at=1000.0)
+    assert board.pinned_kv(2) == PinnedTotals(cache_count=1, pinned_tokens=7, oldest_pinned_at=1001.0)
+    pinned_kv.remove_pin(first)
+    clock.now += 480.0
+    assert pinned_kv.current_pins() == []
+    assert [board.pinned_kv(slot) for slot in range(3)] == [PinnedTotals()] * 3
 
 
 steps = st.lists(
