@@ -68,6 +68,7 @@ def continue_from_tokens(
             channel=cut.channel,
             stop_guard=guard,
             deferred_text=cut.deferred_text,
+            defers_blanks=call.api is Api.CHAT and cut.channel != "content" and not situation.shows_blanks,
             swallowed_ids=[*transcript.ids[kept:], *situation.dropped_ids]
             if situation.shows_ids and situation.is_answer_shown
             else [],

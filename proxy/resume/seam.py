@@ -45,6 +45,8 @@ class SeamPlan:
     """Looks for stop strings in the text of `channel`; None if no stop string can lie across the seam."""
     deferred_text: str = ""
     """White space that is shown only if more text of `channel` follows."""
+    defers_blanks: bool = False
+    """Whether an engine shows white space in `channel` only if more text of it follows."""
     swallowed_ids: Sequence[int] = ()
     """Token ids that the client has seen and that the engine generates again."""
     known_text: str = ""
@@ -81,6 +83,9 @@ class Seam:
         self._pending_delta = plan.pending_delta
         self._stop_guard = guard
         self._deferred_text = plan.deferred_text
+        self._defers_blanks = plan.defers_blanks
+        self._blanks_after_guard = ""
+        """White space that the guard has shown and that is shown only if more text of the channel follows."""
         self._channel = plan.channel
         self.swallowed_ids = list(plan.swallowed_ids)
         """Token ids that the client has seen and that the engine has not repeated yet."""
@@ -124,6 +129,10 @@ class Seam:
         chunks: list[tuple[dict[str, Any], list[int]]] = []
         if self._stop_guard is not None:
             self._apply_stop_guard(self._stop_guard, choice, delta, len(ids))
+            if self._defers_blanks:
+                self._defer_blanks(delta, is_guarded=True)
+        elif self._blanks_after_guard:
+            self._defer_blanks(delta, is_guarded=False)
         if self._pending_delta:
             chunks.append((self._make_chunk(payload, self._without_token_members(choice), self._pending_delta), []))
             self._pending_delta = None
@@ -192,6 +201,21 @@ class Seam:
         self._known_text = self._known_text[count:]
         if count:
             delta[self._channel] = text[count:]
+
+    def _defer_blanks(self, delta: dict[str, Any], *, is_guarded: bool) -> None:
+        """Show white space before a stop string as the engine does, which has not seen the text before the seam.
+
+        `is_guarded`: whether the text comes from the guard, and not from an engine that defers white space itself.
+        """
+        if text := delta.get(self._channel):
+            text = self._blanks_after_guard + text
+            shown = text.rstrip() if is_guarded else text
+            self._blanks_after_guard = text[len(shown) :]
+            delta[self._channel] = shown
+            if not shown:
+                del delta[self._channel]
+        elif delta:
+            self._blanks_after_guard = ""
 
     def _apply_stop_guard(self, guard: StopGuard, choice: dict[str, Any], delta: dict[str, Any], tokens: int) -> None:
         is_last = choice.get("finish_reason") is not None or any(
