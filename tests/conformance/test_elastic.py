@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from proxy.common.backend import Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import Answer, answers_alone, request, until
+from tests.clock import Clock
 from tests.conftest import Deploy
 from tests.deployment import Deployment, engine_options
 
@@ -386,49 +388,65 @@ async def overloaded_prefillers(deploy: Deploy, mode: str) -> Deployment:
     )
 
 
-def long_prompts(count: int) -> list[dict[str, Any]]:
-    return [request(Api.CHAT, f"{number} " + "x" * 2000, stream=True, max_tokens=4) for number in range(count)]
+@asynccontextmanager
+async def held_prompts(gateway: Deployment, count: int = 12) -> AsyncIterator[None]:
+    """Ask for answers while the prefiller computes nothing. At the end it goes on, and all answers must be equal."""
+    bodies = [request(Api.CHAT, f"{number} " + "x" * 2000, stream=True, max_tokens=4) for number in range(count)]
+    with gateway.prefillers[0].held(prefills=True):
+        serving = asyncio.create_task(ask_all(gateway, bodies, at_once=count))
+        await until(lambda: gateway.worker.drain_manager.in_flight_count == count, "the requests")
+        await gateway.prefillers[0].wait_until(lambda state: state.live > 0)
+        yield
+    await assert_equal((await serving)[0], bodies)
+
+
+def measure(gateway: Deployment, monkeypatch: pytest.MonkeyPatch, seconds: int = 60) -> None:
+    """Let the controller measure the present load each second of a time that its clock alone sees."""
+    controller, clock = gateway.worker.role_controller, Clock()
+    assert controller is not None
+    clock.now = asyncio.get_running_loop().time()
+    monkeypatch.setattr(controller, "_clock", clock)
+    for _ in range(seconds):
+        clock.now += 1.0
+        controller.measure_and_decide()
 
 
 async def test_controller_moves_decoders_to_overloaded_prefill(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await overloaded_prefillers(deploy, "auto")
-    bodies = long_prompts(60)
-    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
     caplog.set_level(logging.INFO, logger="proxy.roles")
+    async with held_prompts(gateway):
+        measure(gateway, monkeypatch)
     await until(lambda: moves(gateway), "a move")
     assert moves(gateway) == {("moved", "prefill"): 1}
     (line,) = [text for text in caplog.messages if text.startswith("roles: move begins: ")]
     assert "1P3D to 2P2D: prefillers " in line
     assert gateway.metrics("pdproxy_desired_instances")
-    await assert_equal((await serving)[0], bodies)
 
 
-async def test_controller_only_reports_by_default(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_controller_only_reports_by_default(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gateway = await overloaded_prefillers(deploy, "advise")
-    bodies = long_prompts(40)
-    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
     caplog.set_level(logging.INFO, logger="proxy.roles")
-    await until(lambda: any("roles: a move would pay: " in text for text in caplog.messages), "the advice")
-    await until(lambda: gateway.metrics("pdproxy_desired_instances")[("prefill",)] >= 2, "more desired prefillers")
-    await assert_equal((await serving)[0], bodies)
+    async with held_prompts(gateway):
+        measure(gateway, monkeypatch)
+        assert gateway.metrics("pdproxy_desired_instances")[("prefill",)] >= 2
     assert not moves(gateway)
-    lines = [text for text in caplog.messages if text.startswith("roles: a move would pay: elastic.mode is advise: ")]
-    assert len(lines) == len(set(lines))
+    (line,) = [text for text in caplog.messages if "roles: a move would pay: " in text]
+    assert line.startswith("roles: a move would pay: elastic.mode is advise: 1P3D to 2P2D: ")
 
 
 async def test_pinned_instances_stay_whatever_the_controller_wants(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await overloaded_prefillers(deploy, "auto")
     await order(gateway, "decode", *gateway.decoders)
-    bodies = long_prompts(40)
-    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
     caplog.set_level(logging.INFO, logger="proxy.roles")
-    words = "roles: a move would pay: no elastic instance can move: "
-    await until(lambda: any(words in text for text in caplog.messages), "the report")
-    await assert_equal((await serving)[0], bodies)
+    async with held_prompts(gateway):
+        measure(gateway, monkeypatch)
+    assert any("roles: a move would pay: no elastic instance can move: " in text for text in caplog.messages)
     assert not moves(gateway)
 
 
@@ -445,14 +463,15 @@ async def test_gateway_follows_the_leading_one(deploy: Deploy) -> None:
     await has_role(gateway, mover, "decode")
 
 
-async def test_no_gateway_decides_without_the_store(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_gateway_decides_without_the_store(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gateway = await overloaded_prefillers(deploy, "auto")
     controller = gateway.worker.role_controller
     assert controller is not None
     controller.leader_roles = {}
-    bodies = long_prompts(40)
-    serving = asyncio.create_task(ask_all(gateway, bodies, at_once=12))
-    await until(lambda: gateway.metrics("pdproxy_desired_instances").get(("prefill",), 0) >= 2, "the demand")
-    await assert_equal((await serving)[0], bodies)
+    async with held_prompts(gateway):
+        measure(gateway, monkeypatch)
+        assert gateway.metrics("pdproxy_desired_instances")[("prefill",)] >= 2
     assert not moves(gateway)
     assert not any("move" in text for text in caplog.messages)
