@@ -193,6 +193,20 @@ def test_square_waves_cause_no_oscillation(period: int) -> None:
     assert len(moves) <= 24
 
 
+def test_flood_of_one_key_causes_few_moves() -> None:
+    """It asks for four times as many prefillers as there are, for ten minutes."""
+    moves = play(planner(), lambda at: (32.0, 6.0) if 3600 <= at < 4200 else (6.5, 6.8), 10_800)
+    assert len(moves) <= 12
+    assert sum(before[1] is not after[1] for before, after in itertools.pairwise(moves)) <= 1
+    assert not [at for at, _ in moves if not 3600 <= at < 7200]
+
+
+def test_load_that_ends_causes_no_moves() -> None:
+    moves = play(planner(), lambda at: (12.0, 3.0) if at < 3600 else (0.0, 0.0), 10_800)
+    assert moves
+    assert not [at for at, _ in moves if at >= 3600]
+
+
 def test_gain_that_does_not_come_true_pauses_such_moves() -> None:
     """More prefillers do not help: for example, half of the engines are slow."""
     plan = planner()
