@@ -20,11 +20,17 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.pick import PendingSamples
-from proxy.balancer.policies.prefill_cost import PrefillCost, RecordKind, kind_and_slot, unpack_record
+from proxy.balancer.policies.prefill_cost import (
+    PrefillCost,
+    RecordKind,
+    kind_and_slot,
+    make_prompt_costs,
+    unpack_record,
+)
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
 
 if TYPE_CHECKING:
-    from proxy.balancer.pick import PickRequest
+    from proxy.balancer.pick import PickRequest, RoutingSubject
     from proxy.balancer.policies.prefill_cost import PromptCosts
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
@@ -123,9 +129,22 @@ class LocalPrefill:
         self._proofs: deque[tuple[float, float]] = deque(maxlen=_PROOFS)
         """Times of the last local prompts with their harm, and the predicted times with prefillers."""
         self._doubted_until = -inf
+        self._reserved: tuple[RoutingSubject, LocalChoice] | None = None
+        """The request that skips the queue, and its decoder, until its legs begin. None: there is none."""
+
+    def skips_queue(self, request: PickRequest, max_tokens: int, *, avoids_harm: bool = False) -> bool:
+        """Return whether a decoder should compute a prompt at once that would otherwise wait in the queue.
+
+        The next call of `find_faster_decoder` for the same request returns this decoder.
+        """
+        prompt = make_prompt_costs(request)
+        choice = self.find_faster_decoder(prompt, max_tokens, avoids_harm=avoids_harm, must_queue=True)
+        subject = request.request_subject
+        self._reserved = None if choice is None or subject is None else (subject, choice)
+        return choice is not None
 
     def find_faster_decoder(
-        self, prompt: PromptCosts, max_tokens: int, *, avoids_harm: bool = False
+        self, prompt: PromptCosts, max_tokens: int, *, avoids_harm: bool = False, must_queue: bool = False
     ) -> LocalChoice | None:
         """Return the decoder that would compute a prompt in the least time, or None if prefillers are faster.
 
@@ -133,9 +152,17 @@ class LocalPrefill:
         saturation point or short of KV memory are not considered, and neither are those that would have to compute more
         than `max_tokens` tokens.
 
-        `avoids_harm`: assume that running answers stop during a prefill, until their true harm is learned.
+        Args:
+            prompt: The prompt.
+            max_tokens: Maximum number of tokens to compute.
+            avoids_harm: Whether to assume that running answers stop during a prefill, until their harm is learned.
+            must_queue: Whether the prompt would wait in the queue for a prefiller.
         """
         request = prompt.pick_request
+        if self._reserved is not None:
+            (subject, reserved), self._reserved = self._reserved, None
+            if subject is request.request_subject:
+                return reserved
         self._learn_pending()
         if (
             request.request_subject is None
@@ -149,7 +176,11 @@ class LocalPrefill:
             return None
         best: Backend | None = None
         best_harm, is_idle = 0.0, False
-        instead = least = soonest + self.handoff_seconds + self._prefill_policy.queue_relief_seconds(request)
+        instead = soonest + self.handoff_seconds
+        if must_queue:
+            instead += self._prefill_policy.queue_wait_seconds(request)
+        relief = self._prefill_policy.queue_relief_seconds(request)
+        least = instead + relief
         most_tokens = min(max_tokens, 2 * self._longest_tried_tokens)
         harm_each = self._decode_policy.policy.append_harm_per_second
         if harm_each is None:
@@ -171,7 +202,7 @@ class LocalPrefill:
             if streams:
                 seconds += self._step_wait_seconds
             harm = harm_each * streams
-            if seconds * (1 + harm) < least:
+            if seconds < instead and seconds * (1 + harm) < least:
                 best, best_harm, least, is_idle = backend, harm, seconds * (1 + harm), not streams
         if best is None:
             return None
@@ -180,7 +211,7 @@ class LocalPrefill:
             prompt_costs=prompt,
             is_decoder_idle=is_idle,
             harm_per_second=best_harm,
-            prefiller_seconds=instead,
+            prefiller_seconds=instead + relief,
         )
 
     def learn_from_handoff(

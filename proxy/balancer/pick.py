@@ -402,6 +402,13 @@ class Policy(ABC):
         """Return the seconds that all queued requests together gain if the backends need not serve this one."""
         return 0.0
 
+    def queue_wait_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        """Return the predicted time that a new request would wait for the requests in the queue, in seconds."""
+        return 0.0
+
+    def record_local_turn(self, request: PickRequest) -> None:  # noqa: B027 - optional
+        """Note that a decoder computes the prompt of a request, so that no backend of this role gets it."""
+
     def predicted_prefill_seconds(self, uncached_tokens: float, cached_tokens: float) -> float | None:
         """Return the predicted time of a prefill on a backend of normal speed. None: not known."""
         return None

@@ -355,6 +355,12 @@ class Pool:
         candidates = self._chooser.candidates
         return self.policy.queue_relief_seconds(candidates, request) if candidates else 0.0
 
+    def queue_wait_seconds(self, request: PickRequest) -> float:
+        """Return the predicted time that a new request would wait in the queue, by the policy, in seconds."""
+        self._update_backends()
+        candidates = self._chooser.candidates
+        return self.policy.queue_wait_seconds(candidates, request) if candidates else 0.0
+
     def on_left_queue(self, request: PickRequest) -> None:
         """Tell the policy that a request has left the queue."""
         self.policy.on_left_queue(request)

@@ -107,6 +107,13 @@ class Connector:
         """
         return None
 
+    def skips_queue(self, request: PickRequest) -> bool:
+        """Return whether a request should not wait for room, because a decoder computes its prompt alone.
+
+        The request then begins at once, or never.
+        """
+        return False
+
     def open_attempt(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt]:

@@ -102,6 +102,13 @@ class SequentialConnector(DisaggregatedConnector):
             return self._legs_to_faster_role(call, request, timeline)
         return self._legs_to_both_engines(call, request, timeline)
 
+    def skips_queue(self, request: PickRequest) -> bool:
+        """Return whether a decoder is expected to send the first token sooner than the queue and a prefiller."""
+        kv = self._context.live.settings.kv
+        return bool(kv.skip_prefill) and self._local_prefill.skips_queue(
+            request, kv.local_max_tokens, avoids_harm=kv.skip_prefill == "auto"
+        )
+
     def _legs_to_faster_role(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Run both legs, or only a decoder's if it is expected to be faster. LocalPrefill learns from the outcome."""
         local, usage = self._local_prefill, timeline.usage
@@ -119,6 +126,7 @@ class SequentialConnector(DisaggregatedConnector):
                 )
             return
         self._metrics.prefills_skipped_total.inc()
+        self._pools.prefill.policy.record_local_turn(request)
         chosen = replace(request, preferred_backend=choice.decoder, computes_prompt=call.stream)
         yield from self._one_engine.decoder.make_legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens

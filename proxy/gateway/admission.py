@@ -161,6 +161,8 @@ class AdmissionParts:
     """The room that queued units wait for."""
     metrics: Metrics
     """Metrics of this worker."""
+    skips_queue: Callable[[PickRequest], bool] = lambda _: False
+    """Returns whether a request should not wait, because a decoder computes its prompt without a prefiller."""
     clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
     queue_order: QueueOrdering | None = None
@@ -176,6 +178,7 @@ class AdmissionQueue:
 
     def __init__(self, parts: AdmissionParts, limits: Limits) -> None:
         self._engine_room = parts.engine_room
+        self._skips_queue = parts.skips_queue
         self._queue_order = parts.queue_order or ArrivalOrdering()
         self._is_lower_priority_first = parts.is_lower_priority_first
         self._queue_head = parts.queue_head
@@ -319,12 +322,15 @@ class AdmissionQueue:
 
     def admits_at_once(self, client_key: str, request: Callable[[], PickRequest]) -> bool:
         """Return whether a new unit would be admitted without a wait."""
-        return (
+        if self.is_short_of_memory:
+            return False
+        if (
             not self._lines_by_key
-            and not self.is_short_of_memory
             and self._engine_room.has_room(request)
             and self._held_session(request, client_key) is None
-        )
+        ):
+            return True
+        return self._skips_queue(request())
 
     def _held_session(self, request: Callable[[], PickRequest], client_key: str) -> Any:
         """Return the session of a request that has to wait for room in a working set, or None if it may go."""
@@ -733,7 +739,7 @@ class QueueEntry:
             admission._lines_by_key
             or not admission._engine_room.has_room(request)
             or (request is not None and not self.is_patient and admission._held_session(request, key) is not None)
-        ):
+        ) and (request is None or self.is_patient or not admission._skips_queue(request())):
             if self._on_wait is not None:
                 self._on_wait()
             await admission._wait_for_room(self)

@@ -56,6 +56,7 @@ class LaneParts:
         self.retry_budget = RetryBudget(lambda: self.live_settings.settings.retry)
         admission_parts = AdmissionParts(
             engine_room=PoolsRoom(pools, roles),
+            skips_queue=self.connector.skips_queue,
             metrics=self.metrics,
             queue_order=pools.prefill,
             is_lower_priority_first=traits.lower_priority_first,

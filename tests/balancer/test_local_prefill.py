@@ -362,3 +362,31 @@ def test_late_first_tokens_are_not_learned(fleet: Fleet) -> None:
     lag = 0.0
     fleet.faster_decoder(one)
     assert fleet.local.handoff_seconds > 0.2
+
+
+def queue(fleet: Fleet, count: int) -> None:
+    """Let prompts wait in the queue, each of which takes a prefiller about 1 s."""
+    for number in range(count):
+        fleet.prefillers.pool.predict_work_seconds(prompt(10**6 + number, 10**7 + number))
+
+
+def test_turn_skips_the_queue_when_its_decoder_is_sooner(fleet: Fleet) -> None:
+    fleet.learn(0.005)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.second)
+    fleet.prefillers.serve(prompt(*range(1, 20)))
+    for _ in range(30):  # the expected cache hits are confirmed
+        fleet.prefillers.serve(prompt(*range(1, 20)), cached=19 * PIECE - 1)
+    assert not fleet.local.skips_queue(TURN, MOST)  # a prefiller has the same prefix, and nothing waits
+    queue(fleet, 20)
+    assert fleet.local.skips_queue(TURN, MOST)
+    choice = fleet.local.find_faster_decoder(make_prompt_costs(TURN), MOST)
+    assert choice is not None
+    assert choice.decoder == fleet.second
+    assert fleet.faster_decoder(prompt(*range(500, 520))) is None  # the decision was for one request
+
+
+def test_decoder_is_not_chosen_when_only_queued_requests_gain(fleet: Fleet) -> None:
+    fleet.hand_off(prompt(8))
+    fleet.learn(0.01)
+    queue(fleet, 20)
+    assert fleet.faster_decoder(prompt(1)) is None

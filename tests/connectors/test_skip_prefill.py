@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, request
+from tests.asking import answer_alone, request, until
 from tests.conftest import Deploy
 from tests.deployment import Deployment, generations
 
@@ -58,6 +59,19 @@ async def test_skip_prefill_is_off_by_default(deploy: Deploy) -> None:
     await gateway.ask(turn(LONG, first.text, "And then?"))
     assert len(generations(*gateway.prefillers)) == 2
     assert skipped(gateway) == 0
+
+
+async def test_next_turn_does_not_wait_for_a_busy_prefiller(deploy: Deploy) -> None:
+    gateway = await wanting(deploy, 1, "auto", admission={"max_running_prefill": 1})
+    first = await gateway.ask(turn(LONG, stream=True))
+    (prefiller,) = gateway.prefillers
+    prefiller.faults.add("hang_before_headers")
+    async with asyncio.TaskGroup() as group:
+        busy = group.create_task(gateway.ask(turn(f"Other: {LONG}", stream=True)))
+        await until(lambda: prefiller.state.live == 1, "the prefiller is busy")
+        assert (await gateway.ask(turn(LONG, first.text, "And then?", stream=True))).is_done
+        assert prefiller.state.live == 1
+        busy.cancel()
 
 
 async def test_long_prompt_that_no_decoder_has_goes_to_a_prefiller(deploy: Deploy) -> None:

@@ -53,10 +53,13 @@ class Gate:
         self.clock = Clock()
         self.metrics = Metrics()
         self.made = Sets()
+        self.local: set[int] = set()
+        """First keys of the prompts that a decoder computes alone."""
         self.line_up = ArrivalOrdering()
         self.line_up.working_sets = self.made
         parts = AdmissionParts(
             engine_room=EngineRoom(),
+            skips_queue=lambda request: request.prefix_keys.keys[0] in self.local,
             metrics=self.metrics,
             clock=self.clock,
             queue_order=self.line_up,
@@ -101,6 +104,24 @@ class Gate:
 @pytest.fixture
 def gate() -> Gate:
     return Gate(Limits(session_wait_seconds=180.0, max_waiting=2))
+
+
+async def test_turn_that_a_decoder_computes_does_not_wait(gate: Gate) -> None:
+    gate.made.new(1)
+    gate.local = {1}
+    gate.send(1)
+    await gate.settle()
+    assert gate.began == [1]
+    assert gate.is_empty
+
+
+async def test_turn_that_a_decoder_computes_is_rejected_when_memory_is_short(gate: Gate) -> None:
+    pick = PickRequest(Load(), Load(), Subject(Request(0.0, 5000, 10, (1, 2))))
+    gate.made.new(1)
+    gate.local = {1}
+    assert gate.admission.admits_at_once("-", lambda: pick)
+    gate.admission.is_short_of_memory = True
+    assert not gate.admission.admits_at_once("-", lambda: pick)
 
 
 async def test_turn_waits_until_its_session_has_room(gate: Gate) -> None:

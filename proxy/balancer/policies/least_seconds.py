@@ -335,6 +335,15 @@ class LeastSeconds(LeastTokens):
         self._prefillers.prefillers_of(candidates)
         return len(self._waiting_costs) * self._shortest_prefill_seconds(make_prompt_costs(request)) / len(candidates)
 
+    def queue_wait_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        return sum(self._waiting_work_seconds.values()) / len(candidates)
+
+    def record_local_turn(self, request: PickRequest) -> None:
+        """Count the turn for its session, so that the session gives way to others as if prefillers computed it."""
+        keys = make_prompt_costs(request).prefix_keys
+        if keys:
+            self._session_limits.record_local_turn(keys, request.session, self.context.clock())
+
     def predicted_prefill_seconds(self, uncached_tokens: float, cached_tokens: float) -> float:
         return self._prefillers.prefill_cost.predict_seconds(uncached_tokens, cached_tokens)
 

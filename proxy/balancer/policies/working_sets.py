@@ -282,6 +282,15 @@ class WorkingSets:
             if session.is_resident:
                 self._announce_session(session, now)
 
+    def record_local_turn(self, prefix_keys: Sequence[int], session_id: str | None, now: float) -> None:
+        """Note that a decoder computes a turn. It counts for the session, whose prefix in the prefiller stays."""
+        session = self.find_session(prefix_keys, session_id, now)
+        if session is not None:
+            session.turn_count += 1
+            session.idle_since = now
+            self._remember_prompt_end(session, prefix_keys)
+            self._announce_session(session, now)
+
     def record_client_gone(self, session: CachedSession, now: float) -> None:
         """Note that the client of a waiting turn has left."""
         session.idle_since = now

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal
 
 from lab.replay.engines import Engine
@@ -292,6 +293,11 @@ class Replay:
         self.workers = [worker for gateway in self._gateways for worker in gateway.workers]
         self.pools = self.workers[0].pools
         self._local = {worker: LocalPrefill(worker.pools.prefill, worker.pools.decode) for worker in self.workers}
+        if skip_prefill:
+            for worker, local in self._local.items():
+                worker.skips_queue = partial(
+                    local.skips_queue, max_tokens=Kv().local_max_tokens, avoids_harm=skip_prefill == "auto"
+                )
         for each in (self.pools.prefill, self.pools.decode):
             self.engines.update(zip(each.all_backends(), fleet.engines(each.role), strict=True))
         writers = [gateway.events for gateway in self._gateways if gateway.events is not None]
@@ -404,6 +410,7 @@ class Replay:
                 first = FirstToken(course.first_token_at, course.first_token_at - course.computed_at)
                 local.learn_from_handoff(course.decoder.name, prompt, first, generated)
             return generated
+        worker.pools.prefill.policy.record_local_turn(pick)
         tokens, sent_at = request.input_tokens, self._loop.time()
         with worker.pools.decode.make_lease(
             replace(pick, preferred_backend=choice.decoder, computes_prompt=True)

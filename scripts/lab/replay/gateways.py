@@ -131,7 +131,9 @@ class Worker:
             clock=clock,
             queue_order=pools.prefill,
             queue_head=front,
+            skips_queue=lambda request: self.skips_queue(request),
         )
+        self.skips_queue: Callable[[PickRequest], bool] = lambda _: False
         self.admission = AdmissionQueue(parts, AdmissionLimits())
 
 

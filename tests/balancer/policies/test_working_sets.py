@@ -388,3 +388,13 @@ def test_parallel_turns_of_one_session_take_one_place(full: Fleet) -> None:
     assert full.next(*[(turns[0], full.now - 40.0)] * 2) == turns
     (home,) = full.sets.sets_by_cache.values()
     assert list(home.resident_tokens).count(turns[0]) == 1
+
+
+def test_turn_that_a_decoder_computes_counts_for_its_session(full: Fleet) -> None:
+    resident = next(found(full, number) for number in range(10) if found(full, number).is_resident)
+    number = next(number for number in range(10) if found(full, number) is resident)
+    turns = resident.turn_count
+    full.sets.record_local_turn(chain(number, 14), None, full.now)
+    assert (resident.turn_count, resident.idle_since, resident.is_resident) == (turns + 1, full.now, True)
+    assert full.sets.find_session(chain(number, 15), None, full.now) is resident
+    full.sets.record_local_turn(chain(77, 3), None, full.now)  # a first turn
