@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from types import TracebackType
 
-    from proxy.balancer.pick import LeaseTracker, Pick, PickPrediction, PickRequest
+    from proxy.balancer.pick import GapCounter, LeaseTracker, Pick, PickPrediction, PickRequest
     from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend
 
@@ -87,15 +87,17 @@ class Lease:
             tracker, self._policy_tracker = self._policy_tracker, None
             tracker.record_end(error is None, self.answer_tokens)
 
-    def confirm_beginning(self) -> None:
+    def confirm_beginning(self, gap_counter: GapCounter | None = None) -> None:
         """Record that the backend has sent the beginning of its answer. May be called again.
+
+        `gap_counter`: counts the gaps between the answer's tokens. None: they are not timed.
 
         It succeeds in a trial by this. Otherwise a decoder on trial would get no other request during its answer, which
         may take many minutes.
         """
         if self._policy_tracker is not None and not self._has_answer_begun:
             self._has_answer_begun = True
-            self._policy_tracker.record_first_token()
+            self._policy_tracker.record_first_token(gap_counter)
         if self._trial_number and self._pick_request.proves_generation:
             self._backend_pool.record_success(self.backend, self._trial_number)
             self._trial_number = 0

@@ -8,7 +8,7 @@ Running answers slow down meanwhile. The policy for decoders learns by how much.
 gain the time of a prefiller. A decoder is chosen if all requests together gain time.
 
 Learned times must prove themselves: decoders must compute their prompts in less time than was predicted for prefillers.
-Otherwise all prompts go to prefillers for an hour.
+Otherwise all prompts go to prefillers for some minutes.
 """
 
 from __future__ import annotations
@@ -63,8 +63,12 @@ _MAX_KV_SHARE: Final = 0.9
 # Number of the last locally computed prompts that are compared, and the minimum for a verdict.
 _PROOFS: Final = 32
 _ENOUGH_PROOFS: Final = 8
-DOUBT_SECONDS: Final = 3600.0
-"""Time for which all prompts go to prefillers after decoders were not faster."""
+# Decoders are surely not faster if their prompts take this multiple of the predicted time with prefillers. Many choices
+# gain little, so the sums of both times are often nearly equal.
+_SURELY_SLOWER: Final = 1.1
+DOUBT_SECONDS: Final = 300.0
+"""Time for which all prompts go to prefillers after decoders were not faster. It doubles up to an hour."""
+_MAX_DOUBT_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -129,6 +133,7 @@ class LocalPrefill:
         self._proofs: deque[tuple[float, float]] = deque(maxlen=_PROOFS)
         """Times of the last local prompts with their harm, and the predicted times with prefillers."""
         self._doubted_until = -inf
+        self._doubt_seconds = DOUBT_SECONDS
         self._reserved: tuple[RoutingSubject, LocalChoice] | None = None
         """The request that skips the queue, and its decoder, until its legs begin. None: there is none."""
 
@@ -171,48 +176,58 @@ class LocalPrefill:
             or self.handoff_seconds is None
         ):
             return None
-        soonest = self._prefill_policy.soonest_completion_seconds(request)
-        if soonest is None or self._clock() < self._doubted_until:
+        now = self._clock()
+        if now < self._doubted_until or not (possible := self._possible_decoders(prompt, max_tokens)):
             return None
-        best: Backend | None = None
-        best_harm, is_idle = 0.0, False
+        soonest = self._prefill_policy.soonest_completion_seconds(request)
+        if soonest is None:
+            return None
         instead = soonest + self.handoff_seconds
         if must_queue:
             instead += self._prefill_policy.queue_wait_seconds(request)
         relief = self._prefill_policy.queue_relief_seconds(request)
-        least = instead + relief
-        most_tokens = min(max_tokens, 2 * self._longest_tried_tokens)
         harm_each = self._decode_policy.policy.append_harm_per_second
         if harm_each is None:
             harm_each = _MAX_HARM if avoids_harm else _ASSUMED_HARM
+        best: tuple[Backend, int] | None = None
+        least = instead + relief
+        for backend, streams, uncached, cached in possible:
+            seconds = self._predicted_seconds(uncached, cached) * self.prefill_cost.slowness_of(backend.name)
+            if streams:
+                seconds += self._step_wait_seconds
+            cost = seconds * (1 + harm_each * streams)
+            # Neither the request nor all requests together may lose time.
+            if seconds < instead and cost < least:
+                best, least = (backend, streams), cost
+        if best is None:
+            return None
+        return LocalChoice(
+            decoder=best[0],
+            prompt_costs=prompt,
+            is_decoder_idle=not best[1],
+            harm_per_second=harm_each * best[1],
+            prefiller_seconds=instead + relief,
+        )
+
+    def _possible_decoders(self, prompt: PromptCosts, max_tokens: int) -> list[tuple[Backend, int, float, float]]:
+        """Return the decoders that may compute a prompt: running answers, and the expected uncached and cached tokens.
+
+        This costs less than the prediction for prefillers, and most prompts without a cached prefix end here.
+        """
+        possible: list[tuple[Backend, int, float, float]] = []
+        most_tokens = min(max_tokens, 2 * self._longest_tried_tokens)
         for backend in self._update_eligible_decoders():
             streams = self._decode_policy.scoreboard.open_leases(backend.slot)
-            if not self._has_capacity(backend, streams, request):
-                continue
             prefixes = self._prefixes_by_decoder[backend.name]
             hit = prefixes.count_cached_pieces(prompt.prefix_keys)
             cached = prefixes.predict_found_tokens(prompt.piece_ends, hit, prompt.prompt_tokens)
             # An idle decoder has no answers to stall.
             if prompt.prompt_tokens - cached > (most_tokens if streams else max_tokens):
                 continue
-            cached *= prefixes.hit_trust
-            seconds = self._predicted_seconds(prompt.prompt_tokens - cached, cached) * self.prefill_cost.slowness_of(
-                backend.name
-            )
-            if streams:
-                seconds += self._step_wait_seconds
-            harm = harm_each * streams
-            if seconds < instead and seconds * (1 + harm) < least:
-                best, best_harm, least, is_idle = backend, harm, seconds * (1 + harm), not streams
-        if best is None:
-            return None
-        return LocalChoice(
-            decoder=best,
-            prompt_costs=prompt,
-            is_decoder_idle=is_idle,
-            harm_per_second=best_harm,
-            prefiller_seconds=instead + relief,
-        )
+            if self._has_capacity(backend, streams, prompt.pick_request):
+                cached *= prefixes.hit_trust
+                possible.append((backend, streams, prompt.prompt_tokens - cached, cached))
+        return possible
 
     def learn_from_handoff(
         self, decoder: str, prompt: PromptCosts, first_token: FirstToken | None, answer_tokens: int
@@ -308,13 +323,23 @@ class LocalPrefill:
         self._proofs.append((took, instead))
         all_took = sum([took for took, _ in self._proofs])
         all_instead = sum([instead for _, instead in self._proofs])
-        if len(self._proofs) >= _ENOUGH_PROOFS and all_took >= all_instead:
-            self._doubted_until = ended_at + DOUBT_SECONDS
+        if len(self._proofs) == _PROOFS and all_took < all_instead:
+            self._doubt_seconds = DOUBT_SECONDS
+        if len(self._proofs) >= _ENOUGH_PROOFS and all_took > _SURELY_SLOWER * all_instead:
+            paused_seconds = self._doubt_seconds
+            self._doubted_until = ended_at + paused_seconds
+            self._doubt_seconds = min(_MAX_DOUBT_SECONDS, 2 * paused_seconds)
             self._longest_tried_tokens = _FIRST_TOKENS / 2
             self._proofs.clear()
             logger.warning(
-                "skip_prefill: paused for an hour, all prompts go to prefillers: decoders were not faster",
-                extra={"fields": {"seconds": round(all_took, 3), "prefill_seconds": round(all_instead, 3)}},
+                "skip_prefill: paused, all prompts go to prefillers: decoders were not faster",
+                extra={
+                    "fields": {
+                        "paused_seconds": round(paused_seconds),
+                        "seconds": round(all_took, 3),
+                        "prefill_seconds": round(all_instead, 3),
+                    }
+                },
             )
 
     def _learn_prefill_time(self, computed: _Computed) -> None:

@@ -318,6 +318,14 @@ class SessionLimits(Protocol):
         """Return the tokens that sessions should have found in caches, and the evicted part, since the last call."""
 
 
+class GapCounter(Protocol):
+    """Counts the gaps between an answer's tokens."""
+
+    @property
+    def timed_gaps(self) -> int:
+        """Number of the timed gaps so far, one of eight."""
+
+
 class LeaseTracker:
     """Follows one request on one backend for a policy.
 
@@ -334,8 +342,8 @@ class LeaseTracker:
     def record_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Note the length of the prompt and the cached part that the backend reports. None: it does not report that."""
 
-    def record_first_token(self) -> None:
-        """Record the first part of a decoder's answer."""
+    def record_first_token(self, gap_counter: GapCounter | None = None) -> None:
+        """Record the first part of a decoder's answer. `gap_counter` None: its tokens are not timed."""
 
     def record_end(self, is_served: bool, answer_tokens: int | None) -> None:
         """Note the end of the backend's work, as soon as it is known. It is called once.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.balancer.lease import Lease
-    from proxy.balancer.pick import PickRequest
+    from proxy.balancer.pick import GapCounter, PickRequest
     from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.read_back import KeptAnswers
@@ -78,9 +78,9 @@ class LocalKvListener:
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
 
-    def record_kv_arrival(self) -> None:
+    def record_kv_arrival(self, gap_counter: GapCounter | None = None) -> None:
         """Record the engine's first output. May be called again."""
-        self._lease.confirm_beginning()
+        self._lease.confirm_beginning(gap_counter)
 
     def keep_answer_kv(self, params: Any, ids: array[int] | None) -> None:
         """Do nothing. Called when the engine keeps the KV cache of its answer, which no protocol with one leg reads."""
@@ -181,7 +181,7 @@ class KvHandoff:
         if self.state is _BEING_COMPUTED:
             self.state = _HELD_BY_PREFILLER
 
-    def record_kv_arrival(self) -> None:
+    def record_kv_arrival(self, gap_counter: GapCounter | None = None) -> None:
         """Record the decoder's first output: the KV cache has arrived. May be called again."""
         if self.state in _SETTLED_STATES:
             return
@@ -206,7 +206,7 @@ class KvHandoff:
             if self.prefilled_kv is not None:
                 self._context.releaser.record_fetch(self.prefilled_kv, decoder, verdict, self.failed_error)
                 self.prefilled_kv = self._kept_params = None
-        self.decoder.confirm_beginning()
+        self.decoder.confirm_beginning(gap_counter)
         if self.on_arrived is not None:
             self.on_arrived()
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Mapping
     from types import TracebackType
 
+    from proxy.balancer.pick import GapCounter
     from proxy.common.backend import Backend
     from proxy.dialects.base import PrefillAnswer
     from proxy.observe.timeline import Timeline
@@ -35,7 +36,7 @@ address accepts only 0.
 class KvOutcomeListener(Protocol):
     """Receives the outcome of the handoff of an attempt's KV cache."""
 
-    def record_kv_arrival(self) -> None:
+    def record_kv_arrival(self, gap_counter: GapCounter | None = None) -> None:
         """Record the decoder's first output. It shows that the prefiller no longer has to keep the KV cache.
 
         May be called again.
@@ -93,12 +94,12 @@ class Attempt:
         if not self.has_kv_from_prefiller:
             self.timeline.usage.add_prompt_usage(usage)
 
-    def record_kv_arrival(self) -> None:
+    def record_kv_arrival(self, gap_counter: GapCounter | None = None) -> None:
         """Record the decoder's first output. It shows that the prefiller no longer has to keep the KV cache.
 
         May be called again, by the next reader of the same stream.
         """
-        self.handoff.record_kv_arrival()
+        self.handoff.record_kv_arrival(gap_counter)
         stages = self.timeline.entered_stages
         if not stages or stages[-1] is not _STREAM_STAGE:
             self.timeline.enter_stage(_STREAM_STAGE)

@@ -735,11 +735,15 @@ class QueueEntry:
 
     async def __aenter__(self) -> Self:
         admission, key, request = self._admission_queue, self.client_key, self.pick_request
-        if not self.has_been_queued and (
-            admission._lines_by_key
-            or not admission._engine_room.has_room(request)
-            or (request is not None and not self.is_patient and admission._held_session(request, key) is not None)
-        ) and (request is None or self.is_patient or not admission._skips_queue(request())):
+        if (
+            not self.has_been_queued
+            and (
+                admission._lines_by_key
+                or not admission._engine_room.has_room(request)
+                or (request is not None and not self.is_patient and admission._held_session(request, key) is not None)
+            )
+            and (request is None or self.is_patient or not admission._skips_queue(request()))
+        ):
             if self._on_wait is not None:
                 self._on_wait()
             await admission._wait_for_room(self)

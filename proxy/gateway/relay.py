@@ -66,6 +66,8 @@ class TokenClock:
         """The number of the last part of the answer sent to the client, or -1 if none was sent."""
         self.gap_started_at = 0.0
         """Start of the last gap that is timed, in seconds of the record's clock."""
+        self.timed_gaps = 0
+        """Number of gaps that were timed."""
         self.now = record.clock
         self._has_begun = False
         self._request_record = record
@@ -86,6 +88,7 @@ class TokenClock:
 
     def record_gap(self) -> None:
         """Record the end of a timed gap between tokens."""
+        self.timed_gaps += 1
         self._metrics.inter_token_seconds.observe(self.now() - self.gap_started_at)
 
 
@@ -376,7 +379,7 @@ class Relay:
     def _record_decoder_begin(self) -> None:
         """Record that the decoder has begun to answer."""
         self._has_decoder_begun = True
-        self._attempt.record_kv_arrival()
+        self._attempt.record_kv_arrival(self._token_clock)
         self._attempt.response.limit_silence(self._idle_seconds, True)
         if self._answer_owner is not None:
             self._answer_owner.on_first_output()

@@ -247,8 +247,8 @@ def test_reported_evictions_of_a_decoder_are_applied(fleet: Fleet) -> None:
     assert fleet.faster_decoder(TURN) is None
 
 
-@pytest.mark.parametrize(("seconds", "is_kept"), [(9.0, True), (11.0, False)])
-def test_no_local_prefill_for_an_hour_when_decoders_were_slower(
+@pytest.mark.parametrize(("seconds", "is_kept"), [(10.5, True), (12.0, False)])
+def test_local_prefill_pauses_when_decoders_were_slower(
     fleet: Fleet, seconds: float, is_kept: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet.hand_off(prompt(*range(1, 20)), fleet.second)
@@ -259,6 +259,11 @@ def test_no_local_prefill_for_an_hour_when_decoders_were_slower(
     assert ["skip_prefill" in message for message in caplog.messages] == [True] * (not is_kept)
     fleet.balancer.clock.now += DOUBT_SECONDS + 1
     assert fleet.faster_decoder(TURN) == fleet.second
+    if not is_kept:  # the next pause is longer
+        for _ in range(8):
+            fleet.serve(TURN, 12.0, (TURN.prompt_tokens, TURN.prompt_tokens), instead_seconds=10.0)
+        fleet.balancer.clock.now += DOUBT_SECONDS + 1
+        assert fleet.faster_decoder(TURN) is None
 
 
 def test_stalled_answers_count_as_cost_of_a_local_prefill(fleet: Fleet) -> None:
@@ -269,7 +274,7 @@ def test_stalled_answers_count_as_cost_of_a_local_prefill(fleet: Fleet) -> None:
     assert choice is not None
     assert choice.harm_per_second == 1.0
     for _ in range(8):
-        first_token = FirstToken(fleet.balancer.clock.now, 0.6 * choice.prefiller_seconds)
+        first_token = FirstToken(fleet.balancer.clock.now, 0.7 * choice.prefiller_seconds)
         fleet.local.learn_from_local_prefill(fleet.second.name, choice, first_token, 1, None)
     assert fleet.faster_decoder(TURN) is None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from proxy.balancer.pick import Candidate, LeaseTracker, PickRequest, Policy
+from proxy.balancer.pick import Candidate, GapCounter, LeaseTracker, PickRequest, Policy
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Cost
@@ -54,7 +54,7 @@ class RecordingTracker(LeaseTracker):
     def record_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         self.calls.append(("note_usage", self.backend.name, prompt_tokens, cached_tokens))
 
-    def record_first_token(self) -> None:
+    def record_first_token(self, gap_counter: GapCounter | None = None) -> None:
         self.calls.append(("note_first_token", self.backend.name))
 
     def record_end(self, is_served: bool, answer_tokens: int | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.pick import LeaseTracker, PickRequest
+from proxy.balancer.pick import GapCounter, LeaseTracker, PickRequest
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.prefiller import Prefiller
 from proxy.common.backend import Backend
@@ -62,7 +62,7 @@ async def test_decode_policy_receives_start_and_length_of_answers(
         return RecordingTracker(policy.load_of_request(backend, request))
 
     class RecordingTracker(LeaseTracker):
-        def record_first_token(self) -> None:
+        def record_first_token(self, gap_counter: GapCounter | None = None) -> None:
             events.append("began")
 
         def record_end(self, served: bool, answer_tokens: int | None) -> None:

@@ -90,7 +90,7 @@ async def _outcomes(kind: int, cuts: list[list[bytes]]) -> list[tuple[bytes, str
 
 
 class NoHandoff:
-    def record_kv_arrival(self) -> None:
+    def record_kv_arrival(self, gap_counter: object = None) -> None:
         """There is no prefiller."""
 
     def record_kv_loss(self) -> None:

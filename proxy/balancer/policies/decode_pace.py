@@ -19,8 +19,6 @@ from collections import deque
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.policies.append_harm import AppendHarm
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
@@ -272,8 +270,6 @@ class DecodePace:
         self.first_token_seconds = 0.0
         """Seconds per token of a decoder at its highest throughput; 0.0: not known."""
         self.sample_count = 0
-        self.append_harm = AppendHarm()
-        """How much answers slow down while their decoder computes a prompt."""
         self._rate_filter = RateFilter([max(0.5, each) for each in _CENTERS])
         self._seconds_by_bucket = [0.0] * len(SIZES)  # answers' worth of time in each bucket
         self._solved = [0.0] * len(SIZES)  # the same that are in the rates
@@ -316,15 +312,7 @@ class DecodePace:
         """Forget the pace of a backend that has left."""
         self._slowness.pop(backend, None)
 
-    def learn_from_answer(
-        self,
-        backend: Hashable,
-        seconds_by_bucket: _Spent,
-        answer_tokens: int,
-        now: float,
-        *,
-        computing_seconds: float = 0.0,
-    ) -> None:
+    def learn_from_answer(self, backend: Hashable, seconds_by_bucket: _Spent, answer_tokens: int, now: float) -> None:
         """Update the pace of a decoder by one answer.
 
         Args:
@@ -334,7 +322,6 @@ class DecodePace:
             answer_tokens: Tokens that were written in this time. An answer of less than a tenth of a second teaches
                 nothing.
             now: When it ended.
-            computing_seconds: Seconds of this time in which the decoder computed prompts.
         """
         seconds = sum(each for _, each in seconds_by_bucket)
         if answer_tokens < 1 or seconds < _MIN_SECONDS:
@@ -356,9 +343,6 @@ class DecodePace:
             if each > 0.05 * seconds:
                 self._seen_at[place] = now
         if is_known:
-            self.append_harm.learn_from_answer(
-                max(seconds_by_bucket, key=lambda each: each[1])[0], computing_seconds / seconds, 1 - ratio
-            )
             error = math.log(ratio)
             self._noted += 1
             self._noise += max(_NOISE_STEP, 1 / self._noted) * (error * error / _OWN_VARIANCE - self._noise)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend_health import FULL_PERCENT
 from proxy.balancer.pick import EQUAL, LEAST_SECONDS, PendingSamples
+from proxy.balancer.policies.append_harm import AppendHarm
 from proxy.balancer.policies.decode_memory import DecodeMemory, DecoderKv, HeldKv, KvFill
 from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.policies.least_tokens import WEIGHTS, LeastTokens
@@ -23,7 +24,7 @@ from proxy.common.backend import Load, Role
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
+    from proxy.balancer.pick import Candidate, Columns, GapCounter, PickRequest, PolicyContext
     from proxy.balancer.shared.scoreboard import SlotReader
     from proxy.common.backend import Backend
 
@@ -57,6 +58,8 @@ _AS_GOOD: Final = 1 + _TIE
 _IS_TRIED: Final = 1
 _IS_SATURATED: Final = 2
 _LACKS_KV: Final = 3
+# Number of a decoder's answers whose token clocks are read while it computes prompts. The others teach the same.
+_MAX_TIMED: Final = 16
 # Shorter answers are not learned, because their pace predicts little.
 _MIN_TOKENS: Final = 8
 # Maximum predicted KV of all answers, including those in prefill, as a share of a decoder's KV memory.
@@ -91,6 +94,8 @@ class _DecoderActivity:
     """Prompts of this worker that it computes."""
     computing_seconds: float = 0.0
     """Seconds in which it computed such prompts, while it wrote answers."""
+    timed_answers: dict[_DecoderAnswer, None] = field(default_factory=dict)
+    """Answers that it writes and whose token clocks are read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +109,11 @@ class _EndedAnswer:
     seconds_by_bucket: Sequence[float]
     """The same when it ended."""
     answer_tokens: int
-    computing_seconds: float
+    timed_gaps: int
+    """Timed gaps between its tokens. 0: its token clock was not read."""
+    gaps_computing: int
+    """The part of these that ended while the decoder computed prompts."""
+    seconds_computing: float
     """Seconds of its time in which the decoder computed prompts."""
 
 
@@ -118,14 +127,20 @@ class _DecoderAnswer(HeldKv):
         self.seconds_before_by_bucket: Sequence[float] = ()
         self.began_at = 0.0
         self.computing_seconds_before = 0.0
+        self.gap_counter: GapCounter | None = None
+        self.gaps_before = 0
+        """Timed gaps when the decoder began to compute a prompt."""
+        self.gaps_computing = 0
+        """Timed gaps that ended while the decoder computed prompts."""
         self._decode_policy = policy
         self._decoder_activity: _DecoderActivity | None = None  # once it has begun
         # The decoder until it has computed the prompt. None: a prefiller computes it.
         self._computing_decoder = policy.begin_answer(self, computes_prompt=True) if request.computes_prompt else None
 
-    def record_first_token(self) -> None:
+    def record_first_token(self, gap_counter: GapCounter | None = None) -> None:
         if self._computing_decoder is not None:
             self._end_prompt(self._computing_decoder)
+        self.gap_counter = gap_counter
         decoder = self._decoder_activity = self._decode_policy.begin_answer(self)
         self.began_at = decoder.counted_until
         self.seconds_before_by_bucket = decoder.seconds_by_bucket.copy()
@@ -138,6 +153,16 @@ class _DecoderAnswer(HeldKv):
         if self._decoder_activity is not None:
             self._decode_policy.end_answer(self, self._decoder_activity, tokens)
         self._decode_policy.decode_memory.remove_answer(self, tokens)
+
+    def begin_computing(self) -> None:
+        """Read the token clock, because the decoder begins to compute a prompt."""
+        assert self.gap_counter is not None
+        self.gaps_before = self.gap_counter.timed_gaps
+
+    def end_computing(self) -> None:
+        """Read the token clock, because the decoder has computed a prompt, or the answer has ended."""
+        assert self.gap_counter is not None
+        self.gaps_computing += self.gap_counter.timed_gaps - self.gaps_before
 
     def _end_prompt(self, decoder: _DecoderActivity) -> None:
         self._decode_policy.end_prompt(self, decoder)
@@ -198,6 +223,8 @@ class LeastDecodeSeconds(LeastTokens):
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self.decode_pace = DecodePace()
+        self.append_harm = AppendHarm()
+        """How much answers slow down while their decoder computes a prompt."""
         self._decoders_by_name: dict[str, _DecoderActivity] = {}  # by name, which has the cheaper hash
         self._pending_answers: PendingSamples[_EndedAnswer] = PendingSamples(
             self.context, max_lag_seconds=_MAX_LAG_SECONDS, max_lag_share=_MAX_LAG_SHARE, capacity=_MAX_PENDING
@@ -407,7 +434,7 @@ class LeastDecodeSeconds(LeastTokens):
     @property
     def append_harm_per_second(self) -> float | None:
         """See Policy."""
-        return self.decode_pace.append_harm.harm_per_second
+        return self.append_harm.harm_per_second
 
     def answers_within_pace(self, token_seconds: float) -> float | None:
         pace = self.decode_pace
@@ -459,9 +486,16 @@ class LeastDecodeSeconds(LeastTokens):
             decoder = self._decoders_by_name[backend.name] = _DecoderActivity(now, answer.decoder_kv)
         self._count_elapsed_time(backend, decoder, now)
         if computes_prompt:
+            if not decoder.computing_prompts:
+                for running in decoder.timed_answers:
+                    running.begin_computing()
             decoder.computing_prompts += 1
         else:
             decoder.writing_answers += 1
+            if answer.gap_counter is not None and len(decoder.timed_answers) < _MAX_TIMED:
+                decoder.timed_answers[answer] = None
+                if decoder.computing_prompts:
+                    answer.begin_computing()
             answer.began = decoder.kv_memory.charged_tokens
         return decoder
 
@@ -469,12 +503,21 @@ class LeastDecodeSeconds(LeastTokens):
         """Record that a decoder has computed the prompt of an answer, or has given it up."""
         self._count_elapsed_time(answer.backend, decoder, self.context.clock())
         decoder.computing_prompts -= 1
+        if not decoder.computing_prompts:
+            for running in decoder.timed_answers:
+                running.end_computing()
 
     def end_answer(self, answer: _DecoderAnswer, decoder: _DecoderActivity, answer_tokens: int | None) -> None:
         """Note that a decoder writes one answer less. It teaches if it is complete and its tokens are known."""
         now, backend = self.context.clock(), answer.backend
         self._count_elapsed_time(backend, decoder, now)
         decoder.writing_answers -= 1
+        gaps = 0
+        if answer in decoder.timed_answers and answer.gap_counter is not None:
+            del decoder.timed_answers[answer]
+            gaps = answer.gap_counter.timed_gaps
+            if decoder.computing_prompts:
+                answer.end_computing()
         if answer_tokens is not None and answer_tokens >= _MIN_TOKENS:
             computing = decoder.computing_seconds - answer.computing_seconds_before
             ended = _EndedAnswer(
@@ -482,6 +525,8 @@ class LeastDecodeSeconds(LeastTokens):
                 answer.seconds_before_by_bucket,
                 decoder.seconds_by_bucket.copy(),
                 answer_tokens,
+                gaps,
+                answer.gaps_computing,
                 computing,
             )
             self._pending_answers.add_sample(ended, answer.began_at, now)
@@ -560,9 +605,14 @@ class LeastDecodeSeconds(LeastTokens):
             if is_timely:
                 both = zip_longest(ended.seconds_before_by_bucket, ended.seconds_by_bucket, fillvalue=0.0)
                 spent = [(place, after - before) for place, (before, after) in enumerate(both) if after > before]
-                self.decode_pace.learn_from_answer(
-                    ended.decoder_name, spent, ended.answer_tokens - 1, at, computing_seconds=ended.computing_seconds
-                )
+                self.decode_pace.learn_from_answer(ended.decoder_name, spent, ended.answer_tokens - 1, at)
+                if ended.timed_gaps:
+                    self.append_harm.learn_from_answer(
+                        ended.timed_gaps,
+                        sum([seconds for _, seconds in spent]),
+                        gaps_computing=ended.gaps_computing,
+                        seconds_computing=ended.seconds_computing,
+                    )
 
     def _make_bounds(self, candidates: Sequence[Candidate]) -> _CandidateBounds:
         pace = self.decode_pace

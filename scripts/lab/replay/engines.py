@@ -17,6 +17,20 @@ _LEAST_READ_TOKENS: Final = 64
 _CACHED_BLOCK_TOKENS: Final = 16
 
 
+class AnswerClock:
+    """Counts the tokens of one answer, as the gateway's token clock does."""
+
+    def __init__(self, batch: Batch, work: Work, loop: asyncio.AbstractEventLoop) -> None:
+        self._batch = batch
+        self._work = work
+        self._loop = loop
+
+    @property
+    def timed_gaps(self) -> int:
+        """Number of gaps between tokens so far, one of eight."""
+        return self._batch.generated_at(self._work, self._loop.time()) // 8
+
+
 class Engine:
     """One engine. `transfer_seconds_per_token`: time to transfer the KV cache of one token to it."""
 
@@ -104,6 +118,10 @@ class Engine:
         self._tails[work] = tail
         await self._submit(work)
         return work
+
+    def clock_of(self, work: Work) -> AnswerClock:
+        """Return the token clock of an answer."""
+        return AnswerClock(self.batch, work, self._loop)
 
     async def end(self, work: Work) -> int:
         """Return with the last token, or when the answer is evacuated. Return the number of its tokens."""

@@ -387,7 +387,7 @@ class Replay:
                 worker.pools.handoff_times.record_handoff(
                     prefiller.backend, decoder.backend, tokens, computed_at, began_at
                 )
-            decoder.confirm_beginning()
+            decoder.confirm_beginning(decoding.clock_of(answer))
             generated = await decoding.end(answer)
             if generated + done == request.output_tokens:
                 decoder.answer_tokens = generated
@@ -421,7 +421,7 @@ class Replay:
             if not answer.generated:
                 return 0
             course.is_local, course.cached_tokens, course.first_token_at = True, answer.cached_tokens, self._loop.time()
-            lease.confirm_beginning()
+            lease.confirm_beginning(engine.clock_of(answer))
             generated = await engine.end(answer)
             if generated == request.output_tokens:
                 lease.answer_tokens = generated

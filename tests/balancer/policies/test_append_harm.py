@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from proxy.balancer.policies.append_harm import AppendHarm
 
 
-def learned(harm: float, answers: int = 300, noise: float = 0.1, most: float = 0.5) -> AppendHarm:
-    """Return what ended answers have taught, which lose `harm` of the time of prompts. Busy decoders are slower."""
-    rng, made = random.Random(1), AppendHarm()
-    for _ in range(answers):
-        bucket = rng.randrange(4)
-        computing = rng.uniform(0.0, most) * (1 + bucket) / 4
-        made.learn_from_answer(bucket, computing, harm * computing + 0.1 * bucket + rng.gauss(0.0, noise))
+def learned(
+    harm: float, answers: int = 200, seconds_computing: float = 2.0, gaps_per_second: float = 5.0
+) -> AppendHarm:
+    """Return what answers of 10 s have taught that lose `harm` of the time of prompts. Their paces differ."""
+    made = AppendHarm()
+    for number in range(answers):
+        pace = gaps_per_second * (1 + number % 3)
+        during = round(pace * seconds_computing * (1 - harm))
+        usual = round(pace * (10.0 - seconds_computing))
+        made.learn_from_answer(usual + during, 10.0, gaps_computing=during, seconds_computing=seconds_computing)
     return made
 
 
-@pytest.mark.parametrize("harm", [0.0, 0.4, 0.9])
-def test_harm_is_learned_beside_the_effect_of_other_answers(harm: float) -> None:
+@pytest.mark.parametrize("harm", [0.0, 0.4, 1.0])
+def test_harm_is_the_share_of_gaps_that_are_missing_beside_prompts(harm: float) -> None:
     share = learned(harm).harm_per_second
     assert share is not None
-    assert harm - 0.1 < share < harm + 0.25
-    assert share <= 1.0
+    assert harm <= share <= min(1.0, harm + 0.1)
 
 
-def test_harm_is_unknown_without_enough_answers_or_prompts() -> None:
+def test_harm_is_unknown_without_enough_gaps() -> None:
     assert AppendHarm().harm_per_second is None
-    assert learned(0.5, answers=20).harm_per_second is None
-    assert learned(0.5, most=0.0).harm_per_second is None
-
-
-def test_harm_is_unknown_while_answers_differ_too_much() -> None:
-    assert learned(0.5, noise=2.0).harm_per_second is None
+    assert learned(0.5, answers=2).harm_per_second is None
+    assert learned(0.5, seconds_computing=0.0).harm_per_second is None
+    assert learned(0.5, gaps_per_second=0.1).harm_per_second is None
+    assert learned(0.5, seconds_computing=10.0).harm_per_second is None
 
 
 def test_newer_answers_replace_the_learned_harm() -> None:
-    made, rng = learned(0.9), random.Random(2)
+    made = learned(0.9)
     for _ in range(3000):
-        made.learn_from_answer(1, computing := rng.uniform(0.0, 0.5), 0.2 * computing)
+        made.learn_from_answer(50, 10.0, gaps_computing=8, seconds_computing=2.0)
     assert made.harm_per_second is not None
     assert made.harm_per_second < 0.3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -94,23 +95,44 @@ def test_equal_decoders_take_turns(decoders: Decoders) -> None:
     assert backends[:2] == backends[2:]
 
 
+@dataclass
+class Gaps:
+    """Token clock of one answer."""
+
+    timed_gaps: int = 0
+
+
 @pytest.mark.parametrize("harm", [0.0, 1.0])
-def test_harm_of_prompts_is_learned_from_the_answers_beside_them(decoders: Decoders, harm: float) -> None:
-    decoders.teach()
-    step = on_an_a3(1)
-    for number in range(80):
-        answer = decoders.begin()
+def test_harm_of_prompts_is_read_from_the_token_clocks_beside_them(decoders: Decoders, harm: float) -> None:
+    def write(seconds: float, share: float = 1.0) -> None:
+        decoders.clock.now += seconds
+        gaps.timed_gaps += round(10 * share * seconds)
+
+    for _ in range(20):
+        gaps = Gaps()
+        answer = decoders.pool.make_lease(asking()).__enter__()
+        answer.confirm_beginning(gaps)
+        write(4.0)
         prompt = replace(asking(prefer=answer.backend), computes_prompt=True)
-        seconds = number % 4
         with decoders.pool.make_lease(prompt) as lease:
-            decoders.clock.now += seconds
+            write(1.0, 1 - harm)
             lease.confirm_beginning()
-        written = 100 * step + (1 - harm) * seconds
-        decoders.clock.now += 100 * step
-        answer.answer_tokens = 1 + round(written / step)
-        answer.__exit__(None, None, None)
+            write(3.0)
+        with decoders.pool.make_lease(prompt):
+            write(1.0, 1 - harm)  # the answer ends before the prompt is computed
+            answer.answer_tokens = 8 * gaps.timed_gaps
+            answer.__exit__(None, None, None)
         decoders.clock.now += 1.0
-    assert decoders.policy.append_harm_per_second == pytest.approx(harm, abs=0.2)
+    assert decoders.policy.append_harm_per_second == pytest.approx(harm, abs=0.1)
+
+
+def test_token_clocks_of_a_bounded_number_of_answers_are_read(decoders: Decoders) -> None:
+    backend = decoders.pool.all_backends()[0]
+    with ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(decoders.pool.make_lease(asking(prefer=backend))).confirm_beginning(Gaps())
+        assert len(decoders.policy._decoders_by_name[backend.name].timed_answers) == 16
+    assert not decoders.policy._decoders_by_name[backend.name].timed_answers
 
 
 def test_prompt_that_fails_is_no_longer_computed(decoders: Decoders) -> None:
