@@ -140,5 +140,7 @@ setup_store() {
 run_lab() {
   local name
   name=$(basename "$0")
+  # These programs count and measure handoffs. Without the option, decoders would compute their short prompts.
+  export PROXY_KV__SKIP_PREFILL=${PROXY_KV__SKIP_PREFILL-false}
   CALLED_FROM=$called_from PYTHONPATH=scripts exec "$python" -m "lab.${name//-/_}" "$@"
 }

@@ -65,6 +65,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "transfer_interval_seconds": 0.0,
     },
     "layerwise": {"host": "127.0.0.1"},
+    "kv": {"skip_prefill": False},  # prompts of tests are short, and simulated prefills take no time
 }
 
 

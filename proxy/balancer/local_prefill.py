@@ -30,6 +30,8 @@ from proxy.balancer.policies.prefill_cost import (
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from proxy.balancer.pick import PickRequest, RoutingSubject
     from proxy.balancer.policies.prefill_cost import PromptCosts
     from proxy.balancer.pool import Pool
@@ -60,6 +62,10 @@ _MIN_OWN_SHARE: Final = 0.2
 _FIRST_TRUST: Final = 1.0
 # Maximum use of a decoder's KV memory, as a share, with the prompt included.
 _MAX_KV_SHARE: Final = 0.9
+# Number of decoders that are examined for a prompt.
+_MAX_EXAMINED: Final = 4
+# Number of remembered ends of prompts.
+_MAX_TAILS: Final = 16_384
 # Number of the last locally computed prompts that are compared, and the minimum for a verdict.
 _PROOFS: Final = 32
 _ENOUGH_PROOFS: Final = 8
@@ -134,6 +140,8 @@ class LocalPrefill:
         """Times of the last local prompts with their harm, and the predicted times with prefillers."""
         self._doubted_until = -inf
         self._doubt_seconds = DOUBT_SECONDS
+        self._decoders_by_tail: dict[int, str] = {}  # names, by the keys at the ends of prompts, the oldest first
+        self._next_examined = 0
         self._reserved: tuple[RoutingSubject, LocalChoice] | None = None
         """The request that skips the queue, and its decoder, until its legs begin. None: there is none."""
 
@@ -197,7 +205,7 @@ class LocalPrefill:
                 seconds += self._step_wait_seconds
             cost = seconds * (1 + harm_each * streams)
             # Neither the request nor all requests together may lose time.
-            if seconds < instead and cost < least:
+            if seconds < instead and cost < least and self._has_capacity(backend, streams, request):
                 best, least = (backend, streams), cost
         if best is None:
             return None
@@ -216,18 +224,47 @@ class LocalPrefill:
         """
         possible: list[tuple[Backend, int, float, float]] = []
         most_tokens = min(max_tokens, 2 * self._longest_tried_tokens)
-        for backend in self._update_eligible_decoders():
+        for backend in self._examined_decoders(prompt.prefix_keys):
             streams = self._decode_policy.scoreboard.open_leases(backend.slot)
             prefixes = self._prefixes_by_decoder[backend.name]
             hit = prefixes.count_cached_pieces(prompt.prefix_keys)
             cached = prefixes.predict_found_tokens(prompt.piece_ends, hit, prompt.prompt_tokens)
             # An idle decoder has no answers to stall.
-            if prompt.prompt_tokens - cached > (most_tokens if streams else max_tokens):
-                continue
-            if self._has_capacity(backend, streams, prompt.pick_request):
+            if prompt.prompt_tokens - cached <= (most_tokens if streams else max_tokens):
                 cached *= prefixes.hit_trust
                 possible.append((backend, streams, prompt.prompt_tokens - cached, cached))
         return possible
+
+    def _examined_decoders(self, prefix_keys: Sequence[int]) -> Sequence[Backend]:
+        """Return the decoder of the conversation's last turn, and some others in turn.
+
+        Large fleets cost no more. Small fleets are examined as a whole.
+        """
+        eligible = self._update_eligible_decoders()
+        if len(eligible) <= _MAX_EXAMINED:
+            return eligible
+        self._next_examined = (self._next_examined + _MAX_EXAMINED) % len(eligible)
+        examined = [*eligible, *eligible][self._next_examined : self._next_examined + _MAX_EXAMINED]
+        for key in reversed(prefix_keys):
+            last = self._decoders_by_tail.get(key)
+            if last is not None:
+                backend = next((each for each in eligible if each.name == last), None)
+                if backend is not None and backend not in examined:
+                    examined[0] = backend
+                break
+        return examined
+
+    def _remember_decoder(self, decoder: str, prefix_keys: Sequence[int]) -> None:
+        """Note the decoder of a conversation's last turn.
+
+        The last piece of a prompt may be partial, so the one before counts, too.
+        """
+        tails = self._decoders_by_tail
+        for key in prefix_keys[-2:]:
+            tails.pop(key, None)
+            tails[key] = decoder
+        while len(tails) > _MAX_TAILS:
+            del tails[next(iter(tails))]
 
     def learn_from_handoff(
         self, decoder: str, prompt: PromptCosts, first_token: FirstToken | None, answer_tokens: int
@@ -245,6 +282,7 @@ class LocalPrefill:
             self._learn_pending()
         if (prefixes := self._cached_prefixes_of(decoder)) is not None:
             prefixes.record_prompt(prompt.prefix_keys, prompt.piece_ends, prompt.prompt_tokens + answer_tokens)
+            self._remember_decoder(decoder, prompt.prefix_keys)
 
     def learn_from_local_prefill(
         self,
@@ -266,6 +304,7 @@ class LocalPrefill:
         if (prefixes := self._cached_prefixes_of(decoder)) is None:
             return
         prompt = choice.prompt_costs
+        self._remember_decoder(decoder, prompt.prefix_keys)
         hit = prefixes.count_cached_pieces(prompt.prefix_keys)
         expected = prefixes.predict_found_tokens(prompt.piece_ends, hit, prompt.prompt_tokens)
         predicted = self._predicted_seconds(prompt.prompt_tokens - expected, expected) * self.prefill_cost.slowness_of(
@@ -298,6 +337,15 @@ class LocalPrefill:
             )
             self._learn_pending()
 
+    def record_failure(self) -> None:
+        """Pause after a decoder failed on a prompt without a prefiller: perhaps it cannot compute prompts."""
+        now = self._clock()
+        if now >= self._doubted_until:
+            logger.warning(
+                "skip_prefill: paused, all prompts go to prefillers: a decoder failed",
+                extra={"fields": {"paused_seconds": round(self._pause(now))}},
+            )
+
     def _learn_pending(self) -> None:
         """Learn from the samples for which the lag of the event loop is known."""
         for sample, ended, is_timely in self._pending_samples.take_settled():
@@ -326,11 +374,7 @@ class LocalPrefill:
         if len(self._proofs) == _PROOFS and all_took < all_instead:
             self._doubt_seconds = DOUBT_SECONDS
         if len(self._proofs) >= _ENOUGH_PROOFS and all_took > _SURELY_SLOWER * all_instead:
-            paused_seconds = self._doubt_seconds
-            self._doubted_until = ended_at + paused_seconds
-            self._doubt_seconds = min(_MAX_DOUBT_SECONDS, 2 * paused_seconds)
-            self._longest_tried_tokens = _FIRST_TOKENS / 2
-            self._proofs.clear()
+            paused_seconds = self._pause(ended_at)
             logger.warning(
                 "skip_prefill: paused, all prompts go to prefillers: decoders were not faster",
                 extra={
@@ -341,6 +385,15 @@ class LocalPrefill:
                     }
                 },
             )
+
+    def _pause(self, now: float) -> float:
+        """Send all prompts to prefillers for some time, and return this time in seconds."""
+        paused_seconds = self._doubt_seconds
+        self._doubted_until = now + paused_seconds
+        self._doubt_seconds = min(_MAX_DOUBT_SECONDS, 2 * paused_seconds)
+        self._longest_tried_tokens = _FIRST_TOKENS / 2
+        self._proofs.clear()
+        return paused_seconds
 
     def _learn_prefill_time(self, computed: _Computed) -> None:
         """Learn the time of a prompt. A part of it is the wait for the steps of running answers."""

@@ -128,7 +128,12 @@ class SequentialConnector(DisaggregatedConnector):
         self._metrics.prefills_skipped_total.inc()
         self._pools.prefill.policy.record_local_turn(request)
         chosen = replace(request, preferred_backend=choice.decoder, computes_prompt=call.stream)
-        yield from self._one_engine.decoder.make_legs(call, chosen, timeline)
+        try:
+            yield from self._one_engine.decoder.make_legs(call, chosen, timeline)
+        except UpstreamError as error:
+            if error.is_engine_breakdown:
+                local.record_failure()
+            raise
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         prompt_counts = None if tokens is None or cached is None else (tokens, cached)
         local.learn_from_local_prefill(

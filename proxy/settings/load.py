@@ -107,9 +107,9 @@ def _warn_of_options_without_effect(settings: Settings) -> Iterator[str]:
     kv = settings.kv
     if settings.connector != "auto" and not settings.connector_traits.has_prefill_first:
         for option, value in (("prefill_min_tokens", kv.prefill_min_tokens), ("skip_prefill", kv.skip_prefill)):
-            if value:
+            if value and value != "auto":
                 yield f"kv.{option} has no effect with connector {settings.connector}: prefillers compute all prompts"
-    elif kv.skip_prefill and (policy := settings.balance.prefill_policy) != "least_load":
+    elif kv.skip_prefill is True and (policy := settings.balance.prefill_policy) != "least_load":
         yield f"kv.skip_prefill has no effect with prefill policy {policy}: it needs least_load"
 
 

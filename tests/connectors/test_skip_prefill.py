@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from proxy.settings.model import Kv
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.conftest import Deploy
@@ -53,8 +54,12 @@ async def test_next_turn_is_left_to_the_decoder_that_has_the_one_before(
     assert [(line["p"] == "-", line["kv"] == "local") for line in lines] == [(False, False), (True, True)]
 
 
-async def test_skip_prefill_is_off_by_default(deploy: Deploy) -> None:
-    gateway = await deploy(1, 3)
+def test_skip_prefill_is_auto_by_default() -> None:
+    assert Kv().skip_prefill == "auto"
+
+
+async def test_prefillers_compute_all_prompts_when_the_option_is_off(deploy: Deploy) -> None:
+    gateway = await deploy(1, 3, kv={"skip_prefill": False})
     first = await gateway.ask(turn(LONG, stream=True))
     await gateway.ask(turn(LONG, first.text, "And then?"))
     assert len(generations(*gateway.prefillers)) == 2
@@ -103,6 +108,9 @@ async def test_request_that_failed_there_goes_the_usual_way(deploy: Deploy) -> N
     sick.faults.add("refuse_status", path=Api.CHAT.path, status=500)
     assert (await gateway.ask(turn(LONG, "Yes.", "And then?", stream=True))).is_done
     assert len(generations(*gateway.prefillers)) == 2
+    sick.faults.clear()
+    assert (await gateway.ask(turn(LONG, "Yes.", "And then?", stream=True))).is_done
+    assert len(generations(*gateway.prefillers)) == 3  # decoders compute no prompts for some time
 
 
 @pytest.mark.parametrize("fast_path", [True, False])

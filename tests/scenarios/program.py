@@ -99,7 +99,7 @@ async def running(
 
 def gateway(*words: str, under: Sequence[str] = (), **environment: str) -> AbstractAsyncContextManager[Program]:
     """Start a gateway at a free port, without a delay for load balancers when it stops."""
-    environment = {"PROXY_DRAIN__NOT_READY_SECONDS": "0", **environment}
+    environment = {"PROXY_DRAIN__NOT_READY_SECONDS": "0", "PROXY_KV__SKIP_PREFILL": "false", **environment}
     return running(["--port", "0", *words], SERVING, under=under, **environment)
 
 

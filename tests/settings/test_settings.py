@@ -495,7 +495,8 @@ def test_set_of_backends_that_cannot_work_is_refused(line: str, sentence: str) -
     ],
 )
 def test_option_without_effect_gives_a_warning(line: str, warnings: tuple[str, ...]) -> None:
-    assert loaded(f"{ONE_PAIR} {line}", PROXY_KV__SKIP_PREFILL="auto").warnings == warnings
+    assert loaded(f"{ONE_PAIR} {line}", PROXY_KV__SKIP_PREFILL="true").warnings == warnings
+    assert loaded(f"{ONE_PAIR} {line}").warnings == ()
 
 
 def test_connector_plain_needs_only_decoders() -> None:

@@ -57,8 +57,8 @@ async def build_kv_events(basis: WorkerBasis, balancing: Balancing, engines: Eng
     # imported here, because no other part needs it
     from proxy.fleet.kv_events.subscriptions import SubscriptionParts, Subscriptions
 
-    # The cache of a decoder matters if it may get a prompt without prefill.
-    roles = [Role.PREFILL, Role.DECODE] if basis.settings.kv.skip_prefill else [Role.PREFILL]
+    # The cache of a decoder matters if it may get a prompt without prefill. `auto` works without its events.
+    roles = [Role.PREFILL, Role.DECODE] if basis.settings.kv.skip_prefill is True else [Role.PREFILL]
     async with Subscriptions(
         SubscriptionParts(
             pools=[engines.serving_pools[role] for role in roles],

@@ -11,7 +11,7 @@ from typing import Final, cast
 from lab.replay.engines import Engine
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.health import Health, HealthBoard
-from proxy.balancer.pick import Policy, PolicyContext
+from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.balancer.policies.handoff_times import HandoffTimes, lacks_memory
 from proxy.balancer.policies.prefiller import write_cache_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
