@@ -27,6 +27,8 @@ LEAST_GAIN: Final = 0.05
 # instance stays free, and more of several instances by the square root of their number, as in queueing theory: 60 % of
 # one instance can be busy, and 90 % of 16.
 _FREE: Final = 0.4
+# A decoder without room for answers counts as this part of one, so that its use is a number.
+_LEAST_DECODERS: Final = 0.01
 # The share of KV memory that answers fill before a decoder is full.
 _FULL_KV: Final = 0.95
 
@@ -39,6 +41,8 @@ class RoleSplit:
     decoders: int
     prefill_busy: float
     decode_busy: float
+    decoders_for_prompts: float = 0.0
+    """The part of the decoders that requests hold while their prompts are computed. Answers have the others."""
 
     @property
     def split_name(self) -> str:
@@ -58,7 +62,8 @@ class RoleSplit:
 
     def desired_instances(self) -> dict[Role, int]:
         """Return how many instances of each role the demand needs, at least one."""
-        busy = {Role.PREFILL: self.prefill_busy * self.prefillers, Role.DECODE: self.decode_busy * self.decoders}
+        decode = self.decode_busy * (self.decoders - self.decoders_for_prompts) + self.decoders_for_prompts
+        busy = {Role.PREFILL: self.prefill_busy * self.prefillers, Role.DECODE: decode}
         # The smallest n with n * _usable(n) >= instances.
         roots = {role: (_FREE + math.sqrt(_FREE**2 + 4 * instances)) / 2 for role, instances in busy.items()}
         return {role: max(1, math.ceil(root**2 - 1e-9)) for role, root in roots.items()}
@@ -76,9 +81,9 @@ class RoleSplit:
         left = self.prefillers + prefillers, self.decoders - prefillers
         if min(left) < 1:
             return None
-        return RoleSplit(
-            *left, self.prefill_busy * self.prefillers / left[0], self.decode_busy * self.decoders / left[1]
-        )
+        for_prompts = self.decoders_for_prompts
+        decode = self.decode_busy * (self.decoders - for_prompts) / max(_LEAST_DECODERS, left[1] - for_prompts)
+        return RoleSplit(*left, self.prefill_busy * self.prefillers / left[0], decode, for_prompts)
 
     def neighbour_splits(self) -> list[RoleSplit]:
         """Return this split and those that differ by one instance."""
@@ -182,10 +187,11 @@ def measure_split(samples: Sequence[FleetSample], horizon_seconds: float) -> Rol
     unserved = last.waiting_requests - first.waiting_requests + last.waiting_requests * seconds / horizon_seconds
     factor = max(_LEAST_FACTOR, 1 + unserved / max(1, started)) / len(samples)
     prefill = sum(sample.computing_prompts for sample in samples) * factor
-    decode = sum(sample.running_answers / sample.full_answers for sample in samples) * factor
-    return RoleSplit(
-        last.prefiller_count, last.decoder_count, prefill / last.prefiller_count, decode / last.decoder_count
-    )
+    # A request holds a place of its decoder from the prefill on. Prompts alone do not make a decoder late.
+    for_prompts = sum(sample.computing_prompts / sample.full_answers for sample in samples) / len(samples)
+    answers = [max(0, sample.running_answers - sample.computing_prompts) / sample.full_answers for sample in samples]
+    decode = sum(answers) * factor / max(_LEAST_DECODERS, last.decoder_count - for_prompts)
+    return RoleSplit(last.prefiller_count, last.decoder_count, prefill / last.prefiller_count, decode, for_prompts)
 
 
 # Decisions of the controller.

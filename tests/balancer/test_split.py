@@ -47,15 +47,34 @@ def proposals(plan: MovePlanner, samples: list[FleetSample]) -> list[MoveAdvice]
 def test_split_has_the_mean_use_of_both_roles() -> None:
     split = measure_split(samples(), 900.0)
     assert split is not None
-    assert (split.split_name, split.prefill_busy, split.decode_busy) == ("4P4D", 0.5, 0.5)
+    # Decoders have 40 places. Two are those of prompts that are computed, and 18 those of answers.
+    assert (split.split_name, split.prefill_busy, split.decode_busy) == ("4P4D", 0.5, pytest.approx(18 / 38))
     assert split.served_share == 1.0
     assert split.desired_instances() == {Role.PREFILL: 3, Role.DECODE: 3}
+
+
+def test_prompts_alone_do_not_make_decoders_busy() -> None:
+    """A decoder has eight places, and each prompt that is computed holds one of them."""
+    fleet = {"prefiller_count": 7, "decoder_count": 1, "computing_prompts": 6, "running_answers": 6}
+    split = measure_split(samples(full_answers=8.0, **fleet), 900.0)
+    assert split is not None
+    assert (split.prefill_busy, split.decode_busy) == (pytest.approx(6 / 7), 0.0)
+    assert not proposals(planner(), samples(600, full_answers=8.0, **fleet))
+
+
+def test_split_without_places_for_its_prompts_serves_less() -> None:
+    """Ten prompts need the places of more than one decoder of eight."""
+    present = RoleSplit(9, 2, prefill_busy=0.95, decode_busy=0.06, decoders_for_prompts=1.07)
+    after = present.copy_with_prefillers(1)
+    assert after is not None
+    assert after.served_share < 0.2 < present.served_share
+    assert after.copy_with_prefillers(1) is None
 
 
 def test_queue_that_grows_is_demand_for_both_roles() -> None:
     split = measure_split(samples(computing_prompts=4, growth=5), 1e9)
     assert split is not None
-    assert (split.prefill_busy, split.decode_busy) == (pytest.approx(1.5), pytest.approx(0.75))
+    assert (split.prefill_busy, split.decode_busy) == (pytest.approx(1.5), pytest.approx(1.5 * 16 / 36))
     assert split.served_share == pytest.approx(0.8 / 1.5)  # 80 % of four instances can be busy
 
 
