@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _ASSUMED_HARM: Final = 0.25
 # The same for careful decisions: running answers stop.
 _MAX_HARM: Final = 1.0
+# Weight of a second until the first token relative to a second of the rest of an answer.
+_FIRST_TOKEN_WEIGHT: Final = 2.0
 # Weight of a new sample in the mean time of a handoff.
 _HANDOFF_STEP: Final = 0.1
 # A decoder computes at most twice the tokens that one has computed faster than prefillers, and at first this many.
@@ -86,7 +88,7 @@ class LocalChoice:
     is_decoder_idle: bool
     """Whether the decoder writes no answers."""
     harm_per_second: float
-    """Cost of the stalled answers of this decoder, as a share of the prefill time."""
+    """Weighted cost of the stalled answers of this decoder, as a share of the prefill time."""
     prefiller_seconds: float
     """Predicted time to first token with a prefiller and a handoff, and what queued requests lose meanwhile."""
 
@@ -197,6 +199,7 @@ class LocalPrefill:
         harm_each = self._decode_policy.policy.append_harm_per_second
         if harm_each is None:
             harm_each = _MAX_HARM if avoids_harm else _ASSUMED_HARM
+        harm_each /= _FIRST_TOKEN_WEIGHT
         best: tuple[Backend, int] | None = None
         least = instead + relief
         for backend, streams, uncached, cached in possible:
