@@ -237,11 +237,16 @@ class AttemptLoop:
         """Return the backends to avoid. Raise the last error if the retry budget has no permit in time."""
         was_held = self._retry_permit.is_held
         avoid = await self._guard.choose_backends_to_avoid(self._avoid)
-        if was_held and not await self._retry_permit.acquire_permit(self._settings.resume.deadline_seconds):
+        if was_held:
             assert self._last_error is not None
-            self._metrics.retry_budget_exhausted_total.inc()
-            raise self._resuming.make_given_up_error(self._last_error, "the retry budget did not admit it in time")
+            await self._acquire_permit_to_resume(self._last_error)
         return avoid
+
+    async def _acquire_permit_to_resume(self, error: UpstreamError) -> None:
+        """Wait for a permit of the retry budget. Raise an error that names `error` if there is none in time."""
+        if not await self._retry_permit.acquire_permit(self._settings.resume.deadline_seconds):
+            self._metrics.retry_budget_exhausted_total.inc()
+            raise self._resuming.make_given_up_error(error, "the retry budget did not admit it in time")
 
     async def _handle_failure(self, error: UpstreamError) -> bool:
         """Decide what to do after an attempt failed. Return True if the answer is complete anyway, or raise."""
@@ -276,9 +281,7 @@ class AttemptLoop:
                 raise make_upstream_error(Failure.BAD_ANSWER, error.backend, message) from None
             return True
         self._call = resumption.call
-        if not await self._retry_permit.acquire_permit(self._settings.resume.deadline_seconds):
-            self._metrics.retry_budget_exhausted_total.inc()
-            raise resuming.make_given_up_error(error, "the retry budget did not admit it in time")
+        await self._acquire_permit_to_resume(error)
         if resuming.resume_count > 1:
             self._timeline.end_attempt()
             await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.resume_count - 1))
@@ -304,45 +307,42 @@ class AttemptLoop:
                 await self._wait_for_decoder()
                 if resuming.is_searching:
                     return
-            raise (
-                resuming.make_given_up_error(error, "no instance could continue it")
-                if self._delivery.seam is not None
-                else error
-            )
+            raise self._make_final_error(error)
         # A request that was not sent costs the engines nothing, so it needs no permit.
         if error.failure is not Failure.CONNECT and not await self._retry_permit.acquire_permit(
             retry.budget_wait_seconds
         ):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
-        self._metrics.retries_total.labels(role.value, error.failure.value).inc()
-        if self._delivery.seam is None:
-            self._delivery.restart_answer()
-        self._timeline.end_attempt()
-        await asyncio.sleep(backoff_seconds(retry, attempts))
+        await self._back_off(error, attempts)
 
     async def _wait_after_rejection(self, error: UpstreamError) -> None:
         """Wait before an attempt is repeated that an engine rejected, or raise.
 
         Such an attempt does not count, because the engine has done no work and is avoided from now on.
         """
-        role, resuming = error.backend.role, self._resuming
-        pool = self._lane_parts.pools.pool_of(role)
+        pool, resuming = self._lane_parts.pools.pool_of(error.backend.role), self._resuming
         if not pool.would_accept(self._avoid):
             if not resuming.is_searching:
-                raise (
-                    resuming.make_given_up_error(error, "no instance could continue it")
-                    if self._delivery.seam is not None
-                    else error
-                )
+                raise self._make_final_error(error)
             while pool.do_all_refuse() and resuming.is_searching:  # noqa: ASYNC110 time alone may end it
                 await asyncio.sleep(_CHECK_SECONDS)
             self._avoid.clear()
-        self._metrics.retries_total.labels(role.value, error.failure.value).inc()
+        await self._back_off(error, 1)
+
+    def _make_final_error(self, error: UpstreamError) -> UpstreamError:
+        """Return the error for the client if no instance can repeat or continue an attempt that failed."""
+        if self._delivery.seam is None:
+            return error
+        return self._resuming.make_given_up_error(error, "no instance could continue it")
+
+    async def _back_off(self, error: UpstreamError, attempts: int) -> None:
+        """Count a retry, and wait before it. `attempts`: how many attempts have failed."""
+        self._metrics.retries_total.labels(error.backend.role.value, error.failure.value).inc()
         if self._delivery.seam is None:
             self._delivery.restart_answer()
         self._timeline.end_attempt()
-        await asyncio.sleep(backoff_seconds(self._settings.retry, 1))
+        await asyncio.sleep(backoff_seconds(self._settings.retry, attempts))
 
     async def _wait_for_backend(self, absence: NoBackendAvailable) -> None:
         """Decide whether to wait for a backend after there was none, or raise."""
