@@ -73,8 +73,6 @@ _SETTLED_STATES: Final = (KvState.ARRIVED_AT_DECODER, KvState.LOST)
 class LocalKvListener:
     """Takes the place of a handoff if the engine that answers has computed the KV cache itself."""
 
-    __slots__ = ("_lease",)
-
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
 
@@ -95,21 +93,6 @@ class KvHandoff:
     If it is left in state HELD, the transfer failed or is no longer wanted. This counts against the pair if the pair
     may have caused it, and the KV that the prefiller keeps is orphaned.
     """
-
-    __slots__ = (
-        *(
-            "prefiller",
-            "decoder",
-            "source",
-            "prefilled_kv",
-            "failed_error",
-            "state",
-            "on_arrived",
-            "answers_after_transfer",
-        ),
-        "kept_answers",
-        *("_context", "_call", "_request", "_timeline", "_least_tokens", "_kept_params", "_computed_at"),
-    )
 
     def __init__(
         self,

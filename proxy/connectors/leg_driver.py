@@ -38,8 +38,6 @@ class AttemptOwner(Protocol):
 class LegDriver:
     """Drives one attempt. It sends the legs one after the other, or two legs at the same time."""
 
-    __slots__ = ("_connecting", "_connection", "_legs", "_owner", "_response", "_sent", "_upstream")
-
     def __init__(self, upstream: Upstream, owner: AttemptOwner) -> None:
         self._upstream = upstream
         self._owner: AttemptOwner | None = owner
@@ -193,8 +191,6 @@ class LegDriver:
 
 class PrefillLegOfPair:
     """The prefill leg of a pair. It runs from `start_leg` until it ends or the pair stops it."""
-
-    __slots__ = ("_connecting", "_connection", "_on_failure", "_pair", "_response", "_upstream", "_waiting")
 
     def __init__(self, upstream: Upstream, pair: LegPair, on_failure: Callable[[Exception], None]) -> None:
         self._upstream = upstream

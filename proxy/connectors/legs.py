@@ -137,8 +137,6 @@ class LegPair:
     the prefill leg's error is raised instead, because a missing KV cache explains whatever the decoder reports.
     """
 
-    __slots__ = ("_legs", "wait_for_prefill_end", "error", "is_served", "read_prefill_answer", "stop_prefill")
-
     def __init__(
         self,
         prefill: EngineLeg,
@@ -249,8 +247,6 @@ class RankCounts:
 
 class RankClaim:
     """The claim of one leg on one rank of its backend."""
-
-    __slots__ = ("_legs", "_rank", "_ranks")
 
     def __init__(self, ranks: RankCounts) -> None:
         self._ranks = ranks

@@ -94,8 +94,6 @@ _place_in: Final = msgspec.json.Decoder(EnginePlace).decode
 class _LearnedPlace:
     """The engine of one rank of a prefiller, as the latest answers named it."""
 
-    __slots__ = ("is_reported", "missing_answers", "place", "prefiller")
-
     def __init__(self, prefiller: Backend, place: EnginePlace) -> None:
         self.prefiller = prefiller
         self.place = place

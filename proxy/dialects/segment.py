@@ -67,19 +67,6 @@ class Segment:
     has_usage_chunk: ClassVar[bool] = True
     """Whether the usage comes in a separate chunk. Otherwise each event has it."""
 
-    __slots__ = (
-        "event_data",
-        "has_done_event",
-        "finish_reasons",
-        "has_engine_only_members",
-        "is_empty_event",
-        "kept_kv_params",
-        "unfinished_choices",
-        "payload",
-        "prompt_ids",
-        "usage",
-    )
-
     def __init__(self) -> None:
         self.payload: Any = None
         """The parsed data of the last event, without the prompt's token ids; None if it was not JSON."""

@@ -26,8 +26,6 @@ class GenerateEvents(Segment):
 
     has_usage_chunk = False
 
-    __slots__ = ()
-
     def read_event(self, event: Event) -> Meaning:
         """Read the next event of a decoder's stream, and return its meaning."""
         self.payload, self.event_data = None, event.data
@@ -65,8 +63,6 @@ class WatchedGenerateEvents(GenerateEvents):
 
     The only choice of the chunk also has `meta_info` and the log probabilities of the new tokens.
     """
-
-    __slots__ = ("_ids", "_ends_with_half_pair", "_text")
 
     def __init__(self) -> None:
         super().__init__()

@@ -117,8 +117,6 @@ class ChatPrompt:
 class CompletionStreamAsChat(Segment):
     """Reads a completion's stream and returns the chunks of the chat that it answers."""
 
-    __slots__ = ("_translator", "_has_role")
-
     def __init__(self, translator: CompletionToChat) -> None:
         super().__init__()
         self._translator = translator

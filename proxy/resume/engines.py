@@ -40,8 +40,6 @@ class WatchLevel(Enum):
 class AnswerWatch:
     """The level at which the gateway watches one answer, and the engine software that serves it."""
 
-    __slots__ = ("engine", "is_watched", "level")
-
     def __init__(self, engine: Engine, watch: WatchLevel) -> None:
         self.engine = engine
         self.level = watch

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 class Transcript:
     """The answer of one choice so far: the client's text and its token ids."""
 
-    __slots__ = (
-        *("prompt_ids", "tools", "began_in_reasoning", "reasoning_field", "_calls"),
-        *(
-            "_ids",
-            "_shown_count",
-            "_chunk_start",
-            "_reasoning_ids",
-            "_reasoning_ids_before_chunk",
-            "_reasoning",
-            "_content",
-        ),
-        *("_text_offsets", "_offset_end", "_grammar", "_texts", "_noted_ids", "_is_reasoning"),
-    )
-
     def __init__(self, reasoning_field: str = "reasoning") -> None:
         """Create an empty transcript. `reasoning_field`: the engine's name for reasoning, until the answer shows it."""
         self.prompt_ids: bytes | None = None

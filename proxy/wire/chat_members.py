@@ -73,8 +73,6 @@ def read_objects(value: object, name: str) -> list[dict[str, Any]]:
 class JsonNesting:
     """Tracks strings and brackets of a JSON text that arrives in pieces, without reading values."""
 
-    __slots__ = ("_depth", "in_string", "is_closed", "is_escaped")
-
     def __init__(self) -> None:
         self._depth = 0
         self.in_string = False
@@ -143,8 +141,6 @@ class ToolCalls:
     The `index` of a fragment names its call. Some engines give several calls one index and different ids. Some send no
     index or no id, and some repeat the name or send a new id in every fragment.
     """
-
-    __slots__ = ("_latest", "calls")
 
     def __init__(self) -> None:
         self.calls: list[ToolCall] = []
@@ -297,8 +293,6 @@ class ControlCharacterEscaper:
 
     Models write such characters, but JSON forbids them, so the parsers of clients would reject the arguments.
     """
-
-    __slots__ = ("_scanned_bytes", "_nesting", "_raw_arguments")
 
     _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f]")
     _SHORT_ESCAPES: Final[Mapping[str, str]] = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}

@@ -54,8 +54,6 @@ class Document:
     equal names counts, so the gateway and the engine could read different values.
     """
 
-    __slots__ = ("_raw", "_spans", "values")
-
     def __init__(self, raw: bytes | bytearray) -> None:
         self.values: dict[str, Any] | Members
         """Values by name. A long object reads each value at its first use."""
@@ -306,8 +304,6 @@ class LongAnswer:
     Finding all members of a long answer would take longer than everything else that is done with it. Raises
     InvalidDocument if it is not a JSON object.
     """
-
-    __slots__ = ("_raw", "values")
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw

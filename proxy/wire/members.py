@@ -60,8 +60,6 @@ class Members(Mapping[str, Any]):
     Raises NotAnObject, TooManyMembers.
     """
 
-    __slots__ = ("_raw", "_values", "spans")
-
     def __init__(self, raw: bytes | bytearray) -> None:
         try:
             _check_utf8(raw)

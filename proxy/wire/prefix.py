@@ -95,8 +95,6 @@ NO_PREFIX_KEYS: Final = PrefixKeys()
 class PromptPrefixes:
     """The prompt of a request body. Its keys are computed at the first use, for all calls that share the prompt."""
 
-    __slots__ = ("_changes", "_document", "_has_media", "_has_reasoning", "_keys")
-
     def __init__(
         self,
         document: Document,

@@ -20,8 +20,6 @@ _CARRIAGE_RETURN: Final = 0x0D
 class Event:
     """One server-sent event of a stream, with the bytes in which it arrived."""
 
-    __slots__ = ("_raw", "data")
-
     def __init__(self, data: bytes | None, raw: bytes | None = None) -> None:
         """Store the data and the bytes of an event. `raw` None: the bytes are `data: `, the data and a blank line."""
         self.data = data
@@ -52,8 +50,6 @@ class EventTooLong(ValueError):
 
 class EventSplitter:
     """Splits a byte stream into events, and keeps the bytes of the last, incomplete event."""
-
-    __slots__ = ("_ends_with_cr", "_max_event_bytes", "_pending_parts", "_pending_bytes", "_last_bytes")
 
     def __init__(self, max_event_bytes: int = 32 * 1024 * 1024) -> None:
         self._pending_parts: list[bytes] = []
@@ -176,8 +172,6 @@ _plain_text: Final = re.compile(rb'[^"\\\x00-\x1f]+(?=")').match
 
 class TokenShape:
     """The bytes that the events of a stream have in common: all bytes except the text and the token ID."""
-
-    __slots__ = ("bytes_after_id", "bytes_between", "bytes_before_text", "is_reasoning")
 
     def __init__(self, head: bytes, between: bytes | None, behind: bytes, *, is_reasoning: bool) -> None:
         self.bytes_before_text = head

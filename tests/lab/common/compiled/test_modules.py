@@ -37,6 +37,11 @@ def interpreted(calls: Calls, count: int) -> Iterator[str]:
             yield f"{module}: {function.co_qualname}"
 
 
+@pytest.mark.parametrize("path", MODULES)
+def test_compiled_module_lists_no_slots_that_mypyc_ignores(path: str) -> None:
+    assert "__slots__ =" not in Path(path).read_text()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("connector", ["vllm_pull", "sglang_bootstrap"])
 async def test_plain_request_runs_through_compiled_modules(
