@@ -239,8 +239,9 @@ class Upstream:
     async def get_status(self, backend: Backend, path: str, timeout_seconds: float) -> int:
         """GET a path and return the status of the answer. Raises EngineRequestError.
 
-        A recently used connection carries the request, if there is one. It does not count as busy: no client waits for
-        the answer, and an engine with nothing else to do is not silent.
+        A connection that a request has just used carries it, if there is one. A new one is closed afterwards: the next
+        request would otherwise take a failure on it for that of an old connection, and be sent again. The connection
+        does not count as busy: no client waits for the answer, and an engine with nothing else to do is not silent.
         """
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -251,8 +252,13 @@ class Upstream:
                     except UpstreamError as error:
                         if not error.is_stale_connection:
                             raise
+                    finally:
+                        self.return_connection(connection)
                 connection = await self.open_connection(backend, timeout_seconds)
-                return await self._ask_status(connection, path)
+                try:
+                    return await self._ask_status(connection, path)
+                finally:
+                    connection.abort_connection()
         except TimeoutError:
             text = f"{path} did not answer within {timeout_seconds:g} s"
             raise EngineRequestError(Failure.TIMEOUT, text) from None
@@ -267,12 +273,9 @@ class Upstream:
         whole: asyncio.Future[None] = self._loop.create_future()
         response = Response(connection)
         response.collect_body(lambda body, error: _resolve_arrival(whole, error))
-        try:
-            connection.begin_get(response, self._request_heads.render_get(connection.backend, path))
-            await whole
-            return response.status
-        finally:
-            self.return_connection(connection)
+        connection.begin_get(response, self._request_heads.render_get(connection.backend, path))
+        await whole
+        return response.status
 
     # For callers that begin an Exchange. Their connection counts as busy until they return it with `return_connection`.
 

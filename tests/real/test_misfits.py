@@ -158,7 +158,7 @@ def test_incompatible_engine_is_warned_about_once(cluster: Cluster, misfit: Misf
     client = Client(gateway)
     try:
         wait_until(lambda: misfit.kind in hints_about(gateway, engine), f"{misfit.kind} at {engine.name} is found")
-        warning = f"{misfit.role} instance {HOST}:{engine.port} {hints_about(gateway, engine)[misfit.kind]}"
+        warning = f"inspector: {misfit.role} instance {HOST}:{engine.port} {hints_about(gateway, engine)[misfit.kind]}"
     finally:
         stop([gateway])
         client.join()

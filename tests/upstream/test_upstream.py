@@ -552,6 +552,25 @@ async def test_status_is_asked_again_if_the_engine_closed_the_connection() -> No
         assert await upstream.get_status(backend, "/health", LONG) == 200
 
 
+async def test_connection_of_a_status_request_is_not_reused() -> None:
+    """A reset by the engine would otherwise look like that of an old connection, and the request be sent again."""
+
+    async def answers(link: Link) -> None:
+        await link.reader.readuntil(b"\r\n\r\n")
+        link.send(OK)
+        await link.left()
+
+    async def resets(link: Link) -> None:
+        await link.request()
+        link.reset()
+
+    async with new_upstream() as upstream, engine(answers, resets) as backend:
+        assert await upstream.get_status(backend, "/health", LONG) == 200
+        with pytest.raises(UpstreamError) as caught:
+            await fetch(upstream, backend)
+    assert (caught.value.failure, caught.value.is_stale_connection) == (Failure.RESET, False)
+
+
 async def test_status_request_fails_with_the_reason() -> None:
     async def is_left(link: Link) -> None:
         await link.left()
