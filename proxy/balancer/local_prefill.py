@@ -147,19 +147,19 @@ class LocalPrefill:
         self._reserved: tuple[RoutingSubject, LocalChoice] | None = None
         """The request that skips the queue, and its decoder, until its legs begin. None: there is none."""
 
-    def skips_queue(self, request: PickRequest, max_tokens: int, *, avoids_harm: bool = False) -> bool:
+    def skips_queue(self, request: PickRequest, max_tokens: int, *, is_cautious: bool = False) -> bool:
         """Return whether a decoder should compute a prompt at once that would otherwise wait in the queue.
 
         The next call of `find_faster_decoder` for the same request returns this decoder.
         """
         prompt = make_prompt_costs(request)
-        choice = self.find_faster_decoder(prompt, max_tokens, avoids_harm=avoids_harm, must_queue=True)
+        choice = self.find_faster_decoder(prompt, max_tokens, is_cautious=is_cautious, must_queue=True)
         subject = request.request_subject
         self._reserved = None if choice is None or subject is None else (subject, choice)
         return choice is not None
 
     def find_faster_decoder(
-        self, prompt: PromptCosts, max_tokens: int, *, avoids_harm: bool = False, must_queue: bool = False
+        self, prompt: PromptCosts, max_tokens: int, *, is_cautious: bool = False, must_queue: bool = False
     ) -> LocalChoice | None:
         """Return the decoder that would compute a prompt in the least time, or None if prefillers are faster.
 
@@ -170,7 +170,8 @@ class LocalPrefill:
         Args:
             prompt: The prompt.
             max_tokens: Maximum number of tokens to compute.
-            avoids_harm: Whether to assume that running answers stop during a prefill, until their harm is learned.
+            is_cautious: Whether only prompts that would wait in the queue are computed by decoders, and running answers
+                are assumed to stop during a prefill until their harm is learned.
             must_queue: Whether the prompt would wait in the queue for a prefiller.
         """
         request = prompt.pick_request
@@ -178,6 +179,8 @@ class LocalPrefill:
             (subject, reserved), self._reserved = self._reserved, None
             if subject is request.request_subject:
                 return reserved
+        if is_cautious and not must_queue:
+            return None
         self._learn_pending()
         if (
             request.request_subject is None
@@ -198,7 +201,7 @@ class LocalPrefill:
         relief = self._prefill_policy.queue_relief_seconds(request)
         harm_each = self._decode_policy.policy.append_harm_per_second
         if harm_each is None:
-            harm_each = _MAX_HARM if avoids_harm else _ASSUMED_HARM
+            harm_each = _MAX_HARM if is_cautious else _ASSUMED_HARM
         harm_each /= _FIRST_TOKEN_WEIGHT
         best: tuple[Backend, int] | None = None
         least = instead + relief

@@ -106,7 +106,7 @@ class SequentialConnector(DisaggregatedConnector):
         """Return whether a decoder is expected to send the first token sooner than the queue and a prefiller."""
         kv = self._context.live.settings.kv
         return bool(kv.skip_prefill) and self._local_prefill.skips_queue(
-            request, kv.local_max_tokens, avoids_harm=kv.skip_prefill == "auto"
+            request, kv.local_max_tokens, is_cautious=kv.skip_prefill == "auto"
         )
 
     def _legs_to_faster_role(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
@@ -117,7 +117,7 @@ class SequentialConnector(DisaggregatedConnector):
             return
         prompt = make_prompt_costs(request)
         kv = self._context.live.settings.kv
-        choice = local.find_faster_decoder(prompt, kv.local_max_tokens, avoids_harm=kv.skip_prefill == "auto")
+        choice = local.find_faster_decoder(prompt, kv.local_max_tokens, is_cautious=kv.skip_prefill == "auto")
         if choice is None:
             yield from self._legs_to_both_engines(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:

@@ -355,9 +355,10 @@ class Kv(Section):
     """Whether a decoder computes a prompt if its first token is predicted sooner than with queue, prefill and handoff.
     This applies to short prompts and to prompts that are mostly in the decoder's cache, such as the next turn of a
     tool-call loop. Computing a prompt delays the running answers of its decoder. pdproxy learns by how much from the
-    times of their tokens, and all requests together must gain. auto: until it is learned, pdproxy assumes that running
-    answers stop meanwhile. true: it assumes that each running answer loses a quarter of this time. Decoders under full
-    load are skipped. Only with connectors vllm_pull and vllm_store and prefill policy least_load."""
+    times of their tokens, and all requests together must gain. auto: only prompts that would wait in the queue for a
+    prefiller are computed by decoders, and until the delay is learned, pdproxy assumes that running answers stop
+    meanwhile. true: it assumes that each running answer loses a quarter of this time. Decoders under full load are
+    skipped. Only with connectors vllm_pull and vllm_store and prefill policy least_load."""
     read_back: Literal["auto", "off"] = "auto"
     """Whether a prefiller reads the KV cache of a conversation's previous answer from its decoder. auto: if both
     engines report `bidirectional_kv_xfer` (vLLM's NixlConnector with VLLM_SERVER_DEV_MODE=1), and the prompt begins

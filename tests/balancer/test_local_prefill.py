@@ -302,7 +302,7 @@ def test_harm_to_running_answers_is_the_learned_one_or_assumed(
     fleet.prefillers.begin(prompt(*range(6000, 6050)))
     for _ in range(4):
         fleet.begin_answers()
-    choice = fleet.local.find_faster_decoder(make_prompt_costs(TURN), MOST, avoids_harm=careful)
+    choice = fleet.local.find_faster_decoder(make_prompt_costs(TURN), MOST, is_cautious=careful, must_queue=careful)
     assert choice is not None
     assert choice.harm_per_second == harm
 

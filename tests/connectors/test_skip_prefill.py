@@ -34,12 +34,12 @@ def skipped(gateway: Deployment) -> float:
 
 
 @pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store"])
-@pytest.mark.parametrize(("stream", "skip_prefill"), [(True, True), (False, True), (True, "auto"), (False, "auto")])
+@pytest.mark.parametrize("stream", [True, False])
 async def test_next_turn_is_left_to_the_decoder_that_has_the_one_before(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str, stream: bool, skip_prefill: object
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str, stream: bool
 ) -> None:
     caplog.set_level("INFO")
-    gateway = await wanting(deploy, 3, skip_prefill, connector=connector)
+    gateway = await wanting(deploy, 3, connector=connector)
     first = await gateway.ask(turn(LONG, stream=True))
     body = turn(LONG, first.text, "And then?", stream=stream)
     second = await gateway.ask(body)
@@ -58,8 +58,11 @@ def test_skip_prefill_is_auto_by_default() -> None:
     assert Kv().skip_prefill == "auto"
 
 
-async def test_prefillers_compute_all_prompts_when_the_option_is_off(deploy: Deploy) -> None:
-    gateway = await deploy(1, 3, kv={"skip_prefill": False})
+@pytest.mark.parametrize("skip_prefill", [False, "auto"])
+async def test_free_prefiller_computes_prompts_when_the_option_is_off_or_auto(
+    deploy: Deploy, skip_prefill: object
+) -> None:
+    gateway = await wanting(deploy, 3, skip_prefill)
     first = await gateway.ask(turn(LONG, stream=True))
     await gateway.ask(turn(LONG, first.text, "And then?"))
     assert len(generations(*gateway.prefillers)) == 2

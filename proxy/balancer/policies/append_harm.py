@@ -22,8 +22,6 @@ _MIN_EXPECTED_GAPS: Final = 30.0
 class AppendHarm:
     """Harm to running answers as one worker has learned it, the same for all decoders."""
 
-    __slots__ = ("harm_per_second", "_expected_gaps", "_found_gaps")
-
     def __init__(self) -> None:
         self.harm_per_second: float | None = None
         """Seconds that a running answer loses for each second of a prompt, at most 1.0. None: not known yet."""

@@ -296,7 +296,7 @@ class Replay:
         if skip_prefill:
             for worker, local in self._local.items():
                 worker.skips_queue = partial(
-                    local.skips_queue, max_tokens=Kv().local_max_tokens, avoids_harm=skip_prefill == "auto"
+                    local.skips_queue, max_tokens=Kv().local_max_tokens, is_cautious=skip_prefill == "auto"
                 )
         for each in (self.pools.prefill, self.pools.decode):
             self.engines.update(zip(each.all_backends(), fleet.engines(each.role), strict=True))
@@ -403,7 +403,7 @@ class Replay:
         """
         local, request, prompt = self._local[worker], course.request, make_prompt_costs(pick)
         is_careful = self._skip_prefill == "auto"
-        choice = local.find_faster_decoder(prompt, Kv().local_max_tokens, avoids_harm=is_careful)
+        choice = local.find_faster_decoder(prompt, Kv().local_max_tokens, is_cautious=is_careful)
         if choice is None:
             generated = await self._attempt(course, worker, pick, 0)
             if generated and course.first_token_at is not None and course.decoder is not None:

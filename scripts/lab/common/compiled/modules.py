@@ -7,8 +7,8 @@ from typing import Final
 _BY_PACKAGE: Final = {
     "balancer": "blame chooser incompatibilities lease pick pool stalls",
     "balancer/policies": (
-        "concurrency decode_memory decode_pace handoff_times least_decode_seconds least_seconds least_tokens"
-        " prefill_cost prefiller prefixes session_records working_sets"
+        "append_harm concurrency decode_memory decode_pace handoff_times least_decode_seconds least_seconds"
+        " least_tokens prefill_cost prefiller prefixes session_records working_sets"
     ),
     "balancer/shared": "back_offs journal scoreboard",
     "common": "backend",
