@@ -478,7 +478,7 @@ def test_text_of_another_kind_ends_the_waiting(other: dict[str, Any]) -> None:
 def test_white_space_is_deferred_until_text_follows_a_guarded_seam(
     texts: list[str], shown: list[dict[str, str]]
 ) -> None:
-    """As engines do that defer it at the end of reasoning: the text may end at a stop string."""
+    """Some engines defer it at the end of reasoning, because the text may end at a stop string."""
     guard = StopGuard(["STOP"], "x ST")
     seam = chat_seam(stop_guard=guard, channel="reasoning", defers_blanks=True, kept_ids=3)
     assert deltas(rewritten(seam, *(payload(choice([7], reasoning=text)) for text in texts))) == shown
