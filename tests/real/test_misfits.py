@@ -42,8 +42,8 @@ class Misfit:
     """The engine that the gateway is given as prefiller."""
     decode: Kind = "decode"
     """The engine that the gateway is given as decoder."""
-    bootstrap: Literal["own", "nobody's", "another's"] = "own"
-    """The configured bootstrap port. `another's` is that of a second prefiller, `nobody's` a closed port."""
+    bootstrap: Literal["own", "closed", "another's"] = "own"
+    """The configured bootstrap port. `another's` is that of a second prefiller. `closed`: nothing listens there."""
     statuses: tuple[int, ...] = (200,)
     """The statuses that clients may get."""
 
@@ -62,7 +62,7 @@ MISFITS = [
         "bootstrap",
         "prefill",
         prefill="single",
-        bootstrap="nobody's",
+        bootstrap="closed",
         statuses=(503,),
     ),
     Misfit(
@@ -73,16 +73,16 @@ MISFITS = [
         "prefill",
         prefill="decode",
         decode="prefill",
-        bootstrap="nobody's",
+        bootstrap="closed",
         statuses=(503,),
     ),
     Misfit(
-        "nobody's bootstrap port",
+        "closed bootstrap port",
         "mooncake",
         "mooncake_bootstrap",
         "bootstrap",
         "prefill",
-        bootstrap="nobody's",
+        bootstrap="closed",
         statuses=(503,),
     ),
     Misfit(
@@ -98,12 +98,12 @@ MISFITS = [
     Misfit("vllm_store before Mooncake", "mooncake", "vllm_store", "kv_not_fetched", "decode"),
     Misfit("a decoder without store", "store", "vllm_store", "kv_not_fetched", "decode", decode="single"),
     Misfit(
-        "nobody's bootstrap port",
+        "closed bootstrap port",
         "sglang",
         "sglang_bootstrap",
         "bootstrap",
         "prefill",
-        bootstrap="nobody's",
+        bootstrap="closed",
         statuses=(500, 502, 503),
     ),
     Misfit(

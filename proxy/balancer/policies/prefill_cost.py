@@ -284,7 +284,7 @@ class SentPrompt(LeaseTracker):
     predicted_cached_tokens: float
     """Expected cached tokens of the prompt."""
     predicted_loaded_tokens: float
-    """Those of them that are expected in a tier below the device."""
+    """Expected cached tokens that the engine loads from a tier below the device."""
     odometer_readings: Sequence[float | None]
     odometer_at_send: float
     prompts_ahead: int

@@ -9,6 +9,7 @@ from answers; see CacheReach. A bounded number of keys is kept, and no text.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from functools import partial
 from math import gcd, log, log2, sqrt
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -239,19 +240,25 @@ class CachedPrefixes:
 
     def count_cached_pieces(self, prefix_keys: Sequence[int]) -> int:
         """Return the number of leading pieces of a prompt that are probably cached."""
-        if not prefix_keys or self._is_key_evicted(prefix_keys[0]):
-            return 0
-        if not self._is_key_evicted(prefix_keys[-1]):
-            return len(prefix_keys)
-        return bisect_left(prefix_keys, True, key=self._is_key_evicted)
+        return self._count_pieces_within(prefix_keys, self.capacity_tokens)
 
-    def _is_key_evicted(self, key: int) -> bool:
+    def _count_pieces_within(self, prefix_keys: Sequence[int], max_age: float) -> int:
+        """Return the number of leading pieces that are at most this old, in tokens on the odometer."""
+        oldest = self.token_odometer - max_age
+        if not prefix_keys or self._is_older(oldest, prefix_keys[0]):
+            return 0
+        if not self._is_older(oldest, prefix_keys[-1]):
+            return len(prefix_keys)
+        return bisect_left(prefix_keys, True, key=partial(self._is_older, oldest))
+
+    def _is_older(self, oldest: float, key: int) -> bool:
+        """Return whether a piece was last used before a reading of the odometer, or is not remembered."""
         reading = self._young_keys.get(key)
         if reading is None:
             reading = self._old_keys.get(key)
             if reading is None:
                 return True
-        return reading < self.token_odometer - self.capacity_tokens
+        return reading < oldest
 
     def predict_loaded_tokens(
         self, prefix_keys: Sequence[int], piece_ends: Sequence[float], found_pieces: int, found_tokens: float
@@ -261,19 +268,10 @@ class CachedPrefixes:
         The prompt has `found_tokens` tokens in the cache, which are its leading `found_pieces` pieces. The device loses
         the tail of a prompt before its head, as the cache does.
         """
-        device = self.device_capacity_tokens
-        if not device or not found_pieces:
+        if not self.device_capacity_tokens or not found_pieces:
             return 0.0
-        oldest = self.token_odometer - device
-        pieces = bisect_left(
-            range(found_pieces), True, key=lambda place: self._reading_of_key(prefix_keys[place]) < oldest
-        )
+        pieces = self._count_pieces_within(prefix_keys, self.device_capacity_tokens)
         return max(0.0, found_tokens - piece_ends[pieces - 1]) if pieces else found_tokens
-
-    def _reading_of_key(self, key: int) -> float:
-        """Return the odometer's reading at the last use of a remembered key."""
-        reading = self._young_keys.get(key)
-        return self._old_keys[key] if reading is None else reading
 
     def predict_found_tokens(self, piece_ends: Sequence[float], cached_pieces: int, tokens: int) -> float:
         """Return the tokens that the engine finds of a prompt of `tokens`, of which `cached_pieces` pieces are cached.
