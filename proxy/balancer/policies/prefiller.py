@@ -206,12 +206,10 @@ class Prefiller:
         prefixes, before = self.cached_prefixes, self._prompts_in_flight
         ahead = len(before) + len(self._prompts_of_other_workers)
         wait = self.wait_seconds(now) if ahead else 0.0
-        cached = (
-            prefixes.predict_found_tokens(prompt.piece_ends, cached_pieces, prompt.prompt_tokens)
-            if cached_pieces
-            else 0.0
-        )
-        loaded = prefixes.predict_loaded_tokens(prompt.prefix_keys, prompt.piece_ends, cached_pieces, cached)
+        cached = loaded = 0.0
+        if cached_pieces:
+            cached = prefixes.predict_found_tokens(prompt.piece_ends, cached_pieces, prompt.prompt_tokens)
+            loaded = prefixes.predict_loaded_tokens(prompt.prefix_keys, prompt.piece_ends, cached)
         computed = prompt.prompt_tokens - cached
         odometer = prefixes.token_odometer
         readings: Sequence[float | None] = ()
@@ -666,7 +664,7 @@ class Prefillers:
                 prefixes = prefiller.cached_prefixes
                 hit = prefixes.count_cached_pieces(prompt.prefix_keys)
                 found = prefixes.predict_found_tokens(prompt.piece_ends, hit, prompt.prompt_tokens)
-                loaded = prefixes.predict_loaded_tokens(prompt.prefix_keys, prompt.piece_ends, hit, found)
+                loaded = prefixes.predict_loaded_tokens(prompt.prefix_keys, prompt.piece_ends, found) if hit else 0.0
                 cached = prefixes.hit_trust * found
                 seconds = (
                     self.prefill_cost.predict_seconds(

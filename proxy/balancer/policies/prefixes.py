@@ -238,13 +238,12 @@ class CachedPrefixes:
         """Return whether a key is remembered."""
         return key in self._young_keys or key in self._old_keys
 
-    def count_cached_pieces(self, prefix_keys: Sequence[int]) -> int:
-        """Return the number of leading pieces of a prompt that are probably cached."""
-        return self._count_pieces_within(prefix_keys, self.capacity_tokens)
+    def count_cached_pieces(self, prefix_keys: Sequence[int], reach_tokens: float | None = None) -> int:
+        """Return the number of leading pieces of a prompt that are probably cached.
 
-    def _count_pieces_within(self, prefix_keys: Sequence[int], max_age: float) -> int:
-        """Return the number of leading pieces that are at most this old, in tokens on the odometer."""
-        oldest = self.token_odometer - max_age
+        `reach_tokens`: the reach of the tier in question. None: that of all tiers.
+        """
+        oldest = self.token_odometer - (self.capacity_tokens if reach_tokens is None else reach_tokens)
         if not prefix_keys or self._is_older(oldest, prefix_keys[0]):
             return 0
         if not self._is_older(oldest, prefix_keys[-1]):
@@ -261,16 +260,15 @@ class CachedPrefixes:
         return reading < oldest
 
     def predict_loaded_tokens(
-        self, prefix_keys: Sequence[int], piece_ends: Sequence[float], found_pieces: int, found_tokens: float
+        self, prefix_keys: Sequence[int], piece_ends: Sequence[float], found_tokens: float
     ) -> float:
-        """Return the tokens that the engine loads from a tier below the device.
+        """Return how many of the first `found_tokens` tokens of a prompt the engine loads from a tier below the device.
 
-        The prompt has `found_tokens` tokens in the cache, which are its leading `found_pieces` pieces. The device loses
-        the tail of a prompt before its head, as the cache does.
+        The device loses the tail of a prompt before its head, as the whole cache does.
         """
-        if not self.device_capacity_tokens or not found_pieces:
+        if not self.device_capacity_tokens:
             return 0.0
-        pieces = self._count_pieces_within(prefix_keys, self.device_capacity_tokens)
+        pieces = self.count_cached_pieces(prefix_keys, self.device_capacity_tokens)
         return max(0.0, found_tokens - piece_ends[pieces - 1]) if pieces else found_tokens
 
     def predict_found_tokens(self, piece_ends: Sequence[float], cached_pieces: int, tokens: int) -> float:

@@ -340,11 +340,11 @@ def test_tokens_beyond_the_reach_of_the_device_are_loaded_from_a_lower_tier() ->
     cached = CachedPrefixes()
     cached.record_prompt(keys(1, 2, 3), ends(3), 300)
     cached.record_prompt(keys(7, 8), ends(2), 200)
-    assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 3, 300) == 0
+    assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 300) == 0
     for on_device, loaded in ((200, 300), (350, 200), (450, 100), (600, 0), (0, 0)):
         cached.apply_count(
             CacheCount(0, reach_tokens=10_000, has_evicted=True, cleared_at_tokens=0, device_reach_tokens=on_device),
             computing_tokens=0,
         )
-        assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 3, 300) == loaded
-    assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 0, 0) == 0
+        assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 300) == loaded
+    assert cached.predict_loaded_tokens(keys(1, 2, 3), ends(3), 0) == 0
