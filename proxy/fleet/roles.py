@@ -93,6 +93,8 @@ class RoleMover(BackgroundOwner):
         """Instances with an unknown role that the log has announced."""
         self._compared_facts: dict[Backend, EngineFacts] = {}
         """Facts of engines whose role was compared with that of the instance."""
+        self._pins_before: dict[int, int] = {}
+        """How many KV caches were ever pinned in a slot when an instance moved into it."""
         self._background = BackgroundTasks(logger, "an exchange of roles")
 
     def continue_moves(self) -> None:
@@ -155,8 +157,12 @@ class RoleMover(BackgroundOwner):
         if since is None:
             self._idle_since[backend] = now
             return False
-        is_pinned = self._parts.scoreboard.pinned_kv(backend.slot).cache_count > 0
-        return not is_pinned or now >= min(since + _RELEASE_SECONDS, move.must_end_at)
+        return not self._may_release_pins(backend) or now >= min(since + _RELEASE_SECONDS, move.must_end_at)
+
+    def _may_release_pins(self, backend: Backend) -> bool:
+        """Return whether it has pinned KV that may be released soon. Pins from before its last move are not."""
+        board, slot = self._parts.scoreboard, backend.slot
+        return board.pinned_kv(slot).cache_count > 0 and board.count_pinned_ever(slot) > self._pins_before.get(slot, 0)
 
     def _leave_old_role(self, backend: Backend, move: RoleMove) -> None:
         if self._switch_path is None:
@@ -173,6 +179,7 @@ class RoleMover(BackgroundOwner):
             return
         self._forget_backend(backend)
         if moved is not None:
+            self._pins_before[moved.slot] = self._parts.scoreboard.count_pinned_ever(moved.slot)
             self._parts.metrics.role_moves_total.labels(moved.role.value, "moved").inc()
             logger.info("roles: instance has moved from %s to %s: %s", backend.role, moved.role, backend.name)
             self._parts.on_backend_moved(backend, moved)

@@ -228,16 +228,20 @@ async def test_prefiller_with_kept_kv_moves_when_it_is_released(deploy: Deploy) 
 
 
 async def test_prefiller_moves_although_its_kv_is_not_released(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill that was aborted may have left KV, which only its lease ends. The pin follows the instance."""
+    """A prefill that was aborted may have left KV, which only its lease ends. The pin follows the instance.
+
+    Only its first move waits for the release.
+    """
     monkeypatch.setattr("proxy.fleet.roles._RELEASE_SECONDS", 0.1)
     gateway = await elastic_fleet(deploy, engines(2), engines(1))
     mover = gateway.prefillers[0]
     pools, pinned_kv = gateway.worker.pools, gateway.worker.pinned_kv
     pin = pinned_kv.add_pin(pools.prefill.all_backends()[0], 100, 3600.0, is_suspected=True)
     gateway.may_stay_pinned = 1
-    for role in ("decode", "prefill"):
+    for role in ("decode", "prefill", "decode"):
         await order(gateway, role, mover)
         await has_role(gateway, mover, role)
+        monkeypatch.setattr("proxy.fleet.roles._RELEASE_SECONDS", 3600.0)
         both_roles = (*pools.prefill.all_backends(), *pools.decode.all_backends())
         (backend,) = [each for each in both_roles if each.port == mover.port]
         assert (pinned_kv.current_pins(), pin.backend) == ([pin], backend)
