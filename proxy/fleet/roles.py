@@ -160,7 +160,7 @@ class RoleMover(BackgroundOwner):
         return not self._may_release_pins(backend) or now >= min(since + _RELEASE_SECONDS, move.must_end_at)
 
     def _may_release_pins(self, backend: Backend) -> bool:
-        """Return whether it has pinned KV that may be released soon. Pins from before its last move are not."""
+        """Return whether pins of its present role may be released soon. Older ones end with their lease."""
         board, slot = self._parts.scoreboard, backend.slot
         return board.pinned_kv(slot).cache_count > 0 and board.count_pinned_ever(slot) > self._pins_before.get(slot, 0)
 
