@@ -300,16 +300,16 @@ async def test_decoder_that_fetches_from_no_prefiller_is_logged_once(
 # Expired leases, which prefillers count
 
 LEASE: dict[str, Any] = {
-    "prefiller": {"connector_name": "nixl", "pin_seconds": 0.2},
+    "prefiller": {"connector_name": "nixl", "pin_seconds": 1.0},
     "decoder": {"connector_name": "nixl"},
-    "kv": {"pin_seconds": 0.2, "release": "never"},
+    "kv": {"pin_seconds": 1.0, "release": "never"},
 }
 
 
 MOONCAKE_LEASE: dict[str, Any] = {
     "connector": "mooncake_bootstrap",
-    "prefiller": {"profile_name": "v0.33", "pin_seconds": 0.2},
-    "kv": {"pin_seconds": 0.2, "release": "never"},
+    "prefiller": {"profile_name": "v0.33", "pin_seconds": 1.0},
+    "kv": {"pin_seconds": 1.0, "release": "never"},
 }
 
 
